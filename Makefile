@@ -1,0 +1,46 @@
+# `make demo` and `make test` do all the set-up on a fresh machine: they create $(VENV) and install into it once.
+VENV ?= .venv
+PYTHON ?= python3
+RUN := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types bench readme clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+
+$(VENV)/.installed: pyproject.toml
+	@echo "Setting up $(VENV) (once; a minute or two) ..."
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "error: Python 3.11 to 3.13 is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN) -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: $(VENV)/.installed ## train a small language model and print a benchmark table (under two minutes)
+	$(RUN) -m cs336_systems.train --size tiny
+	$(RUN) -m benchmarks.e2e --size tiny --results runs/demo
+	$(RUN) -m benchmarks.e2e --size small --batch-size 2 --steps 2 --results runs/demo
+
+test: $(VENV)/.installed ## run the test suite (no GPU needed)
+	$(RUN) -m pytest -q
+
+lint: $(VENV)/.installed ## check style and formatting
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+format: $(VENV)/.installed ## rewrite the files in the project's format
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+types: $(VENV)/.installed ## type-check the packages
+	$(RUN) -m mypy
+
+bench: $(VENV)/.installed ## benchmark every model size of the course on this machine (long: it says how long first)
+	$(RUN) -m benchmarks.e2e --all-sizes
+
+readme: $(VENV)/.installed ## write the measured tables of the README from the committed records
+	$(RUN) -m benchmarks.tables --write README.md
+
+clean: ## remove the environment and what the demo wrote
+	rm -rf $(VENV) runs build *.egg-info

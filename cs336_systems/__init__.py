@@ -1,0 +1,1 @@
+"""A compact, from-scratch distributed training library; ARCHITECTURE.md is the map."""

@@ -1,0 +1,26 @@
+"""Shared fixtures: one seed for every test, and fresh memory poisoned with NaN so that an unwritten element is seen."""
+
+import os
+
+import pytest
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
+
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seeded_and_poisoned():
+    """Every test starts from seed 0; torch.empty returns NaN (deterministic mode fills what is not initialised)."""
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    """Run in an empty folder, so that nothing a command writes lands in the project."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
