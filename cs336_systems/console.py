@@ -1,0 +1,155 @@
+"""What a command line shows: readable numbers, progress with the time left, and one line for the user's errors."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
+
+from cs336_systems.errors import UserError
+
+PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
+PLAIN_SECONDS = 5.0  # between two lines of progress there
+
+
+def console(stderr: bool = False) -> Console:
+    """Where to print: tables and results on stdout, progress and notes on stderr."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, highlight=False)
+
+
+def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
+    """Run a command line; a user's error becomes one line on stderr. Returns the exit status: 0, 2, or 130 for ^C."""
+    try:
+        command.main(args=arguments, standalone_mode=False)
+    except click.ClickException as error:
+        message = " ".join(error.format_message().split())
+    except UserError as error:
+        message = str(error)
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    else:
+        return 0
+    print(f"error: {message}", file=sys.stderr)
+    return 2
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> `1.5 KiB`: the binary units that memory is sold in."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_count(count: float, billion: str = "G") -> str:
+    """92700000 -> `92.7 M`; parameters are counted in `B`, everything else in `G`."""
+    for unit in ("", " k", " M", f" {billion}", " T"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0012 -> `1.2 ms`, 75 -> `1 min 15 s`."""
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+class _Countdown:
+    """Time left of `total` equal steps: the expected duration until the first steps tell the real one."""
+
+    def __init__(self, total: int, expected_seconds: float) -> None:
+        self.total, self.done, self.estimate = total, 0, expected_seconds
+        self.start = time.monotonic()
+
+    def advance(self) -> None:
+        self.done += 1
+        self.estimate = (time.monotonic() - self.start) / self.done * self.total
+
+    def left(self) -> str:
+        return f"{format_seconds(max(0.0, self.start + self.estimate - time.monotonic()))} left"
+
+
+class _TimeLeft(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["countdown"].left(), style="cyan")
+
+
+@contextmanager
+def progress(label: str, total: int, expected_seconds: float = 0.0) -> Iterator[Callable[[str], None]]:
+    """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps.
+
+    In a file or a pipe it prints a line every few seconds instead.
+    """
+    countdown, out = _Countdown(total, expected_seconds), console(stderr=True)
+    if out.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), _TimeLeft())
+        with Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True) as bar:
+            task = bar.add_task(label, total=total, note="", countdown=countdown)
+
+            def advance(note: str = "") -> None:
+                countdown.advance()
+                bar.update(task, advance=1, note=note)
+
+            yield advance
+        return
+
+    next_line = time.monotonic() + PLAIN_SECONDS / 2
+
+    def advance_plainly(note: str = "") -> None:
+        nonlocal next_line
+        countdown.advance()
+        if time.monotonic() >= next_line or countdown.done == total:
+            next_line = time.monotonic() + PLAIN_SECONDS
+            left = f", {countdown.left()}" if countdown.done < total else ""
+            print(f"{label} {countdown.done}/{total}{left}  {note}".rstrip(), file=sys.stderr, flush=True)
+
+    yield advance_plainly
+
+
+def setting(default: Any, help: str, **option: Any) -> Any:
+    """A dataclass field that `options` turns into a command-line option; `option` goes to click as it is."""
+    return field(default=default, metadata={"option": {"help": help, **option}})
+
+
+def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation.
+
+    A bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(settings)
+        for each in reversed([f for f in fields(settings) if "option" in f.metadata]):
+            hint, extra = hints[each.name], dict(each.metadata["option"])
+            if type(None) in get_args(hint):
+                hint = next(kind for kind in get_args(hint) if kind is not type(None))
+            if get_origin(hint) is Literal:
+                extra.setdefault("type", click.Choice([str(choice) for choice in get_args(hint)]))
+            elif hint is bool:
+                extra["is_flag"] = True
+            elif get_origin(hint) is tuple:
+                extra["multiple"] = True
+            else:
+                extra.setdefault("type", hint)
+            show = each.default not in (None, ()) and hint is not bool
+            flag = "--" + each.name.replace("_", "-")
+            function = click.option(flag, each.name, default=each.default, show_default=show, **extra)(function)
+        return function
+
+    return decorate
