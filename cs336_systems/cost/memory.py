@@ -1,0 +1,154 @@
+"""How much memory a pass needs at its fullest moment, part by part.
+
+Weights, gradients and optimizer state are float32 whatever the precision: bf16 and fp16 are mixed precision (autocast),
+which computes products in two bytes and keeps everything else in four. Activations are counted from what autograd
+saves; a test holds the count equal, to the byte, to what `saved_tensors_hooks` sees.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Literal
+
+from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.errors import UserError
+from cs336_systems.presets import ModelConfig
+
+Mode = Literal["forward", "backward", "forward-backward", "step"]
+MODES: tuple[Mode, ...] = ("forward", "backward", "forward-backward", "step")
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Byte counts that the formulas share: tokens by width, tokens by feed-forward width, scores, logits."""
+
+    stream: int  # tokens d_model, float32
+    compute: int  # tokens d_model, in the precision of products
+    hidden: int  # tokens d_ff, in the precision of products
+    scores: int  # batch heads seq seq, float32
+    scores_compute: int
+    logits: int  # tokens vocab_size, float32
+    row: int  # one float32 a token
+    mixed: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision) -> "Sizes":
+        mixed = precision in ("bf16", "fp16")
+        tokens, width = batch * seq, 2 if mixed else 4
+        scores = tokens * seq * config.num_heads
+        return cls(
+            stream=4 * tokens * config.d_model,
+            compute=width * tokens * config.d_model,
+            hidden=width * tokens * config.d_ff,
+            scores=4 * scores,
+            scores_compute=width * scores,
+            logits=4 * tokens * config.vocab_size,
+            row=4 * tokens,
+            mixed=mixed,
+        )
+
+
+def _norm(config: ModelConfig, s: Sizes) -> int:
+    # The written-out RMSNorm keeps its input, 1/rms and the normalised input; LayerNorm its input, mean and 1/std.
+    return 2 * s.stream + s.row if config.norm == "rmsnorm" else s.stream + 2 * s.row
+
+
+def _scores(config: ModelConfig, s: Sizes) -> int:
+    """What the attention core keeps besides its inputs and output."""
+    if config.attention == "sdpa" and not config.dropout:
+        # The log-sum-exp of each query; and rotated queries are contiguous by head, so is the output: a copy of it
+        # in the stream's order is what the next product reads.
+        return s.row * config.num_heads + (s.compute if config.positions == "rotary" else 0)
+    kept = s.scores + (s.scores_compute if s.mixed else 0)  # the softmax, and its cast for the product
+    if config.dropout:
+        kept = s.scores + 2 * s.scores_compute  # the softmax, the mask and the dropped weights
+    return kept
+
+
+def block_activations(config: ModelConfig, s: Sizes) -> int:
+    """Bytes that autograd keeps for one block without recompute, its input included."""
+    # Autocast casts a shared input once for each product that reads it; float32 is shared.
+    attention_reads, feed_forward_reads = 1, 1
+    if s.mixed:
+        attention_reads, feed_forward_reads = 3, (2 if config.feed_forward == "swiglu" else 1)
+    attention = (attention_reads + 3 + 1) * s.compute + _scores(config, s)  # input, q k v, output
+    between = 4 if config.feed_forward == "swiglu" else 2
+    feed_forward = feed_forward_reads * s.compute + between * s.hidden
+    masks = 2 * s.compute if config.dropout else 0
+    return 2 * _norm(config, s) + attention + feed_forward + masks
+
+
+def _end_activations(config: ModelConfig, s: Sizes, tokens: int, batch: int) -> int:
+    """What the embedding, the last norm, the head and the loss keep, token ids and targets included."""
+    ids = 8 * tokens * (3 if config.token_types else 2)
+    seq = tokens // batch
+    table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
+    recomputes_bias = config.checkpoint == "attention" and config.attention == "naive" and config.causal
+    bias = 4 * seq**2 if recomputes_bias else 0  # an input of what is run again
+    loss = s.logits + 4  # its log-softmax and a scalar weight
+    kept = ids + table + bias + _norm(config, s) + s.compute + loss
+    kept += s.stream if config.dropout else 0
+    if config.bert_heads:
+        # The transform's product, the norm's input, mean and 1/std, the norm's output, and the pooler's.
+        kept += 3 * s.compute + 2 * s.row + 4 * batch * config.d_model
+    return kept
+
+
+def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> tuple[int, int]:
+    """Bytes kept for backward when forward ends, and the bytes more that recompute holds during backward."""
+    s = Sizes.of(config, batch, seq, precision)
+    block, ends = block_activations(config, s), _end_activations(config, s, batch * seq, batch)
+    depth, every = config.num_layers, min(config.checkpoint_every, config.num_layers)
+    match "none" if config.checkpoint == "nested" and depth == 1 else config.checkpoint:
+        case "none":
+            return ends + depth * block, 0
+        case "attention":
+            return ends + depth * (block - _scores(config, s)), _scores(config, s)
+        case "segments":
+            return ends + ceil(depth / every) * s.stream, every * block - s.stream
+        case "nested":
+            levels = ceil(log2(depth))
+            return ends + min(2, depth) * s.stream, max(0, 2 * levels - 3) * s.stream + block
+
+
+def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
+    """The most that is alive inside one block or the loss when nothing is kept for backward."""
+    gated = config.feed_forward == "swiglu"
+    feed_forward = 2 * s.stream + (3 if gated else 2) * s.hidden
+    # The stream, the normalised input, q, k, v, the contiguous q and k of the product, two stages of the scores.
+    attention = 2 * s.stream + 5 * s.compute + (2 * s.scores if config.attention == "naive" else s.compute)
+    loss = s.stream + 2 * s.logits
+    return max(feed_forward, attention, loss)
+
+
+def _backward_workspace(config: ModelConfig, s: Sizes) -> int:
+    """The most that backward adds to what was kept: gradients of the loss's stages, or of one block's."""
+    gated = config.feed_forward == "swiglu"
+    block = 2 * s.stream + max((3 if gated else 2) * s.hidden, 2 * s.scores if config.attention == "naive" else 0)
+    return max(2 * s.logits, block)
+
+
+def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision = "fp32") -> dict[str, int]:
+    """Bytes by part at the fullest moment of a pass over (batch seq) tokens; their sum is the peak.
+
+    forward keeps nothing for backward (`torch.no_grad`); step is forward, backward and AdamW. Raises UserError for a
+    model with experts.
+    """
+    if config.num_experts:
+        raise UserError(f"the memory of a model with {config.num_experts} experts is not counted yet")
+    s, counts = Sizes.of(config, batch, seq, precision), count_parameters(config)
+    weights = 4 * sum(counts.values())
+    products = counts["attention"] + counts["feed-forward"] + config.d_model * config.vocab_size
+    casts = 2 * products if s.mixed else 0  # autocast keeps its copies of the weights until the pass ends
+    parts = {"parameters": weights, "gradients": 0, "optimizer state": 2 * weights if mode == "step" else 0}
+    if mode == "forward":
+        return parts | {"activations": casts + _forward_workspace(config, s)}
+    kept, recomputed = saved_activations(config, batch, seq, precision)
+    embedding = 4 * config.d_model * config.vocab_size
+    # Backward trades activations for gradients block by block, so its fullest moment is its start or its end.
+    start = casts + kept + recomputed + _backward_workspace(config, s)
+    end = weights + embedding
+    if start >= end:
+        return parts | {"activations": start}
+    return parts | {"gradients": weights, "activations": embedding}

@@ -1,0 +1,46 @@
+"""How long a pass takes: matrix products at the device's peak, everything else at its memory bandwidth.
+
+The two are added, not overlapped: eager torch runs one operator after another. Launch costs and the lower efficiency of
+small products are left out, so small models take longer than predicted.
+"""
+
+from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
+from cs336_systems.cost.hardware import Hardware
+from cs336_systems.cost.memory import Mode, Precision, Sizes
+from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.presets import ModelConfig
+
+ADAMW_PASSES = 14  # reads and writes of a parameter-sized tensor by `optim.AdamW`, counted in its update
+
+
+def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precision) -> int:
+    """Bytes that the element-wise operators of one forward pass read and write, one operator at a time."""
+    s = Sizes.of(config, batch, seq, precision)
+    norm = (8 if config.norm == "rmsnorm" else 2) * s.stream  # square, mean, two products; LayerNorm is fused
+    residual = 2 * 3 * s.stream
+    hidden = (6 if config.feed_forward == "swiglu" else 2) * s.hidden
+    copies = 8 * s.compute  # q, k, v and the output become contiguous
+    scores = 6 * s.scores if config.attention == "naive" else 0  # scale, bias, softmax
+    return config.num_layers * (2 * norm + residual + hidden + copies + scores) + norm + 3 * s.logits
+
+
+def predict(
+    config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision, hardware: Hardware
+) -> dict[str, float]:
+    """Seconds of one pass over (batch seq) tokens by kind of work; their sum is the prediction."""
+    forward = sum(forward_flops(config, batch, seq).values())
+    backward = backward_flops(config, batch, seq) + recompute_flops(config, batch, seq)
+    traffic = forward_traffic(config, batch, seq, precision)
+    # Backward's element-wise operators read what forward read and the gradients as well.
+    flops, moved = {
+        "forward": (forward, traffic),
+        "backward": (backward, 2 * traffic),
+        "forward-backward": (forward + backward, 3 * traffic),
+        "step": (forward + backward, 3 * traffic),
+    }[mode]
+    update = ADAMW_PASSES * 4 * sum(count_parameters(config).values()) if mode == "step" else 0
+    return {
+        "matrix products": flops / hardware.matmul_flops,
+        "element-wise": moved / hardware.bandwidth,
+        "optimizer": update / hardware.bandwidth,
+    }
