@@ -1,0 +1,115 @@
+"""Which variant of a model is faster? Two or more take turns, A B A B, and the ratio is taken pair by pair.
+
+`python -m benchmarks.compare --size small --mode forward norm=rmsnorm norm=layernorm precision=bf16,attention=sdpa`
+"""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import click
+from rich.table import Table
+
+from benchmarks.harness import interleave, ratios
+from benchmarks.plan import Bench, Settings, make_bench
+from benchmarks.records import RESULTS, Record, append_records, machine_name
+from benchmarks.workload import PHASES, Work, Workload, check
+from cs336_systems import console
+from cs336_systems.console import format_seconds
+from cs336_systems.cost import Mode
+from cs336_systems.cost.fit import require_fit
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, usable_memory
+
+CHOICES = ("norm", "attention", "precision", "compile", "checkpoint", "checkpoint-every")
+
+
+@click.command()
+@console.options(Settings)
+def parser(**settings: Any) -> None:
+    """The options of e2e once more, to read those of a variant."""
+
+
+def parse_variant(text: str, settings: Settings) -> Settings:
+    """`norm=layernorm,compile` as a change of the settings. Raises UserError for what is no choice of a model's."""
+    changes: dict[str, Any] = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name not in CHOICES or bool(value) == (name == "compile"):
+            raise UserError(f"{part!r} is no variant; write norm=layernorm or compile (choices: {', '.join(CHOICES)})")
+        chosen = parser.make_context(text, [f"--{name}", value] if value else [f"--{name}"]).params
+        changes[name.replace("-", "_")] = chosen[name.replace("-", "_")]
+    return replace(settings, **changes)
+
+
+def compare(benches: dict[str, Bench], works: dict[str, Work], mode: Mode) -> list[Record]:
+    """Gate every variant, warm each up, let them take turns, and record each with its ratio to the first."""
+    baseline, settings = next(iter(benches)), next(iter(benches.values())).settings
+    for name, work in works.items():
+        error, tolerance = check(work)
+        print(f"gate: {name} equals float64 within {error:.1e} (tolerance {tolerance:.1e})")
+    loads = {name: Workload(work) for name, work in works.items()}
+
+    def once(load: Workload) -> float:
+        return load.run(mode, warmup=0, steps=1).total(PHASES[mode])[0]
+
+    turns = {name: partial(once, load) for name, load in loads.items()}
+    with console.progress("warming up", settings.warmup) as advance:
+        interleave(turns, settings.warmup, advance)
+    rounds = settings.steps or 5
+    expected = sum(bench.predicted(works[name], mode)["mean_ms"] for name, bench in benches.items()) / 1e3
+    with console.progress("taking turns", rounds, rounds * expected) as advance:
+        samples = interleave(turns, rounds, advance)
+    records = []
+    for name, bench in benches.items():
+        record = bench.record(settings.size, works[name], mode, samples[name], peak=None)  # they share the memory
+        config = record.config | {"variant": name, "baseline": baseline}
+        metrics = record.metrics | ratios(samples[name], samples[baseline])
+        records.append(replace(record, benchmark="compare", config=config, metrics=metrics))
+    return records
+
+
+def show(records: list[Record]) -> None:
+    """Time, prediction and ratio to the first of each variant."""
+    first = records[0].config
+    title = f"{first['size']} {first['mode']}, batch {first['batch_size']} x {first['context']}"
+    table = Table(title=title, title_justify="left")
+    for head in ("variant", "mean", "± std", "median", "predicted", "time / first's", "quartiles"):
+        table.add_column(head, justify="left" if head == "variant" else "right")
+    for record in records:
+        metrics = record.metrics
+        times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
+        spread = f"{metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f}"
+        predicted = format_seconds(record.predicted["mean_ms"] / 1e3)
+        table.add_row(record.config["variant"], *times, predicted, f"{metrics['ratio_median']:.3f}", spread)
+    console.console().print(table)
+
+
+@click.command()
+@console.options(Settings)
+@click.argument("variants", nargs=-1)
+def main(variants: tuple[str, ...], **options: Any) -> None:
+    """Let variants of one model take turns, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
+    settings = Settings(**options)
+    if len(variants) < 2 or len(set(variants)) < len(variants):
+        raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")
+    if settings.smoke:
+        settings = replace(settings, size="tiny", batch_size=1, warmup=0, steps=1)
+    mode, device = settings.mode or "forward-backward", choose_device(settings.device)
+    chosen = {name: parse_variant(name, settings) for name in variants}
+    works = {name: each.work(settings.size, device) for name, each in chosen.items()}
+    usable = usable_memory(device) // len(works)
+    for name, work in works.items():
+        seq = work.config.context_length
+        require_fit(f"{settings.size} {name}", work.config, work.batch, seq, mode, work.precision, usable)
+    benches = {name: make_bench(each, device) for name, each in chosen.items()}
+    records = compare(benches, works, mode)
+    show(records)
+    if not settings.smoke:
+        path = append_records(records, settings.results or RESULTS / machine_name(device, settings.machine))
+        print(f"{len(records)} records appended to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,159 @@
+"""Measure: warm up, keep every sample, interleave what is compared, and trust nothing that is wrong or too fast."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
+from cs336_systems.machine import PeakMemory
+
+Phases = Mapping[str, Callable[[], object]]
+
+NOISY = 0.05  # standard deviation over mean from which a measurement is flagged
+SLACK = 1.05  # a figure may pass a measured ceiling by this much: the ceiling is a measurement, too
+CACHED_BYTES = 2**28  # what moves less than this may never have left a cache
+
+
+class Timer:
+    """Times laps in milliseconds: with CUDA events on a GPU, on the device's own time line, else with the clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.marks: list[tuple[Any, Any]] = []
+
+    def _mark(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def lap(self, run: Callable[[], object]) -> None:
+        start = self._mark()
+        run()
+        self.marks.append((start, self._mark()))
+
+    def milliseconds(self) -> list[float]:
+        """Every lap's time; waits until the device has passed the last one."""
+        if self.device.type != "cuda":
+            return [(stop - start) * 1e3 for start, stop in self.marks]
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(stop) for start, stop in self.marks]
+
+
+@dataclass
+class Measurement:
+    """Samples in milliseconds by phase, and the peak memory of each phase in the first iteration and in the rest."""
+
+    samples_ms: dict[str, list[float]]
+    first_peak: dict[str, int] = field(default_factory=dict)
+    peak: dict[str, int] = field(default_factory=dict)
+
+    def total(self, phases: Sequence[str]) -> list[float]:
+        """Sample by sample, the sum over some phases."""
+        return [sum(lap) for lap in zip(*(self.samples_ms[name] for name in phases), strict=True)]
+
+
+def measure(
+    phases: Phases,
+    device: torch.device,
+    warmup: int,
+    steps: int,
+    memory: PeakMemory | None = None,
+    before: Callable[[], object] = lambda: None,
+    advance: Callable[[str], None] = lambda note: None,
+) -> Measurement:
+    """Run the phases in order warmup + steps times and time each; `before` runs untimed ahead of every iteration.
+
+    `memory`, if given, is read after each phase; the first iteration's peak is kept apart because an optimizer makes
+    its state at its first step. Only the warm-up is thrown away, so warmup=0 shows what a cold start costs.
+    """
+    result = Measurement({name: [] for name in phases})
+    for iteration in range(warmup + steps):
+        before()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        timer = Timer(device)
+        for name, run in phases.items():
+            if memory:
+                memory.reset()
+            timer.lap(run)
+            if memory and (peak := memory.read()) is not None:
+                kept = result.peak if iteration else result.first_peak
+                kept[name] = max(peak, kept.get(name, 0))
+        for name, lap in zip(phases, timer.milliseconds(), strict=True):
+            if iteration >= warmup:
+                result.samples_ms[name].append(lap)
+        advance("warming up" if iteration < warmup else "")
+    return result
+
+
+def summarise(samples_ms: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation, median and range of samples in milliseconds."""
+    return {
+        "mean_ms": statistics.fmean(samples_ms),
+        "std_ms": statistics.stdev(samples_ms) if len(samples_ms) > 1 else 0.0,
+        "median_ms": statistics.median(samples_ms),
+        "min_ms": min(samples_ms),
+        "max_ms": max(samples_ms),
+    }
+
+
+def interleave(
+    candidates: Mapping[str, Callable[[], float]],
+    rounds: int,
+    advance: Callable[[str], None] = lambda note: None,
+) -> dict[str, list[float]]:
+    """Let candidates, each of which measures itself once and returns its milliseconds, take turns: A B A B.
+
+    Whatever slows the machine meets all of them, so the ratio of two samples of one round is what survives noise.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for _ in range(rounds):
+        for name, run in candidates.items():
+            samples[name].append(run())
+        advance("")
+    return samples
+
+
+def ratios(samples_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[str, float]:
+    """The ratio to a baseline pair by pair, of samples that were measured in turn: median and quartiles."""
+    pairs = [a / b for a, b in zip(samples_ms, baseline_ms, strict=True)]
+    low, middle, high = statistics.quantiles(pairs, n=4, method="inclusive") if len(pairs) > 1 else pairs * 3
+    return {"ratio_median": middle, "ratio_low": low, "ratio_high": high}
+
+
+def suspicions(summary: Mapping[str, float], flops: float, bytes_moved: float, hardware: Hardware) -> list[str]:
+    """What makes a measurement hard to believe: faster than the hardware's ceilings (a synchronisation was missed), or
+    too noisy to quote. `flops` and `bytes_moved` are the least that one sample must do."""
+    found, seconds = [], summary["mean_ms"] / 1e3
+    if flops / seconds > SLACK * hardware.matmul_flops:
+        found.append(f"faster than the measured matrix-product peak by {flops / seconds / hardware.matmul_flops:.2f} x")
+    if bytes_moved > CACHED_BYTES and bytes_moved / seconds > SLACK * hardware.bandwidth:
+        found.append(f"faster than the measured memory bandwidth by {bytes_moved / seconds / hardware.bandwidth:.2f} x")
+    if summary["std_ms"] > NOISY * summary["mean_ms"]:
+        found.append(f"noisy: standard deviation {summary['std_ms'] / summary['mean_ms']:.0%} of the mean")
+    return found
+
+
+class WrongResultError(UserError):
+    """A candidate computes something else than its reference; its speed means nothing."""
+
+
+def require_close(name: str, candidate: torch.Tensor, reference: torch.Tensor, tolerance: float) -> float:
+    """The correctness gate: the relative L2 error of candidate to reference, both of one shape.
+
+    Raises WrongResultError if it exceeds the tolerance or is not a number.
+    """
+    wide = reference.double()
+    error = (torch.linalg.vector_norm(candidate.double() - wide) / torch.linalg.vector_norm(wide)).item()
+    if not error <= tolerance:
+        raise WrongResultError(
+            f"{name} is off its reference by {error:.2e}, more than {tolerance:.2e}: no speed reported"
+        )
+    return error

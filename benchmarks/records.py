@@ -1,0 +1,83 @@
+"""Records: one JSON line a measurement, the only bridge between measuring and reporting."""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cs336_systems.errors import UserError
+from cs336_systems.machine import device_name, environment
+
+SCHEMA = 1
+RESULTS = Path(__file__).resolve().parent / "results"
+Status = Literal["ok", "out-of-memory", "unsupported"]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One measurement, or the fact that there is none: `status` then says why and `samples_ms` is empty.
+
+    All samples are kept, in milliseconds and in order. `predicted` has the analytic model's figures under the names of
+    `metrics`; `flags` has what makes the figures suspect, in words.
+    """
+
+    benchmark: str
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    samples_ms: list[float] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    status: Status = "ok"
+    schema: int = SCHEMA
+
+
+def machine_name(device: torch.device, override: str | None = None) -> str:
+    """The folder of this machine's records: the device's name in lower case, `amd-epyc` or `nvidia-h200`."""
+    name = override or device_name(device)
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
+
+
+def stamp(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """The environment of a record; `commit` is for copies of the project that lack their .git."""
+    return environment(device, commit)
+
+
+def append_records(records: Iterable[Record], folder: Path) -> Path | None:
+    """Append records to `folder`/<benchmark>.jsonl, made if needed; returns the file, None if there was no record.
+
+    Not-a-number is refused, since JSON has none. Raises UserError where the file cannot be written.
+    """
+    path = None
+    for record in records:
+        path = folder / f"{record.benchmark}.jsonl"
+        line = json.dumps(asdict(record), allow_nan=False)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                print(line, file=file)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; name another folder with --results DIR") from None
+    return path
+
+
+def read_records(path: Path) -> list[Record]:
+    """The newest record of each configuration in one file, oldest configuration first.
+
+    Raises UserError for a line that is no record of this schema.
+    """
+    newest: dict[str, Record] = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            fields = json.loads(line)
+            if fields["schema"] != SCHEMA:
+                raise UserError(f"{path}:{number} has schema {fields['schema']}, this version reads {SCHEMA}")
+            record = Record(**fields)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise UserError(f"{path}:{number} is no record: {error}") from None
+        newest[json.dumps(record.config, sort_keys=True)] = record
+    return list(newest.values())

@@ -1,0 +1,244 @@
+"""The end-to-end benchmark, run as a user runs it: what it plans, measures, records and refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import compare, e2e, plan
+from benchmarks.harness import Measurement, WrongResultError
+from benchmarks.workload import Work, Workload, check
+from cs336_systems.console import run_command
+from cs336_systems.cost import MODES, Hardware, forward_flops, memory
+from cs336_systems.errors import UserError
+from cs336_systems.model import TransformerLM
+from cs336_systems.presets import ModelConfig, model_preset
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+FAST = Hardware("fast", 1e12, 1e11, "made up")
+SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=4)
+
+
+def run(*arguments: str) -> int:
+    return run_command(e2e.main, ["--device", "cpu", *arguments])
+
+
+def lines(folder: Path, name: str = "e2e") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def bench(usable: int, **settings) -> plan.Bench:
+    return plan.Bench(plan.Settings(**settings), CPU, FAST, usable, {})
+
+
+def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
+    assert run("--size", "tiny", "--batch-size", "2", "--steps", "3", "--results", "out") == 0
+    records = lines(in_tmp / "out")
+    assert [r["config"]["mode"] for r in records] == list(MODES)
+    shown = capsys.readouterr().out
+    config = model_preset("tiny")
+    forward = sum(forward_flops(config, 2, 128).values())
+    for record, flops in zip(records, (forward, 2 * forward, 3 * forward, 3 * forward), strict=True):
+        metrics, predicted = record["metrics"], record["predicted"]
+        assert record["status"] == "ok"
+        assert record["schema"] == 1
+        assert len(record["samples_ms"]) == 3
+        assert metrics["flops"] == flops
+        assert metrics["tokens_per_s"] == pytest.approx(2 * 128 / metrics["mean_ms"] * 1e3)
+        assert metrics["mfu"] == pytest.approx(flops / metrics["mean_ms"] * 1e3 / metrics["peak_flops_per_s"])
+        assert predicted["mean_ms"] > 0
+        assert predicted["peak_memory_bytes"] == sum(predicted["memory_by_part"].values())
+        assert record["config"]["mode"] in shown
+    by_mode = {r["config"]["mode"]: r["samples_ms"] for r in records}
+    for backward, both, step in zip(by_mode["backward"], by_mode["forward-backward"], by_mode["step"], strict=True):
+        assert backward < both < step  # they are phases of the same passes
+
+
+def test_the_file_itself_runs_as_a_script(in_tmp):
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "e2e.py", "--smoke"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout
+    assert not list(in_tmp.iterdir())
+
+
+def test_smoke_writes_nothing(in_tmp, monkeypatch):
+    monkeypatch.setattr(e2e, "append_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run("--smoke") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
+        (("--year", "2023"), "error: no 2023 edition"),
+        (("--size", "fairseq-moe-15b"), "error: the memory of a model with 512 experts is not counted yet"),
+        (("--precision", "tf32"), "error: tf32 is a format of NVIDIA GPUs"),
+        (("--steps", "0"), "error: Invalid value for '--steps': 0 is not in the range x>=1."),
+        (("--mode", "sideways"), "error: Invalid value for '--mode': 'sideways' is not one of"),
+        (("--nonsense",), "error: No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
+    assert run(*arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_line(capsys):
+    assert run_command(e2e.main, ["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
+
+
+def test_an_explicit_mode_that_does_not_fit_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 15 * 2**30)
+    assert run("--size", "2.7B", "--mode", "step") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("error: 2.7B with batch 16 x 128 needs 41.0 GiB for a step (parameters 9.5 GiB, ")
+    assert errors[0].endswith("but 15.0 GiB are usable; what fits here: --mode forward")
+
+
+def test_a_smaller_batch_is_offered_where_it_helps(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 6 * 2**30)
+    assert run("--size", "medium", "--mode", "step") == 2
+    fits = "--mode forward or --mode backward or --mode forward-backward or --batch-size 8"
+    assert f"what fits here: {fits}" in capsys.readouterr().err
+
+
+def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypatch, capsys):
+    config = model_preset("tiny")
+    just_forward = sum(memory(config, 2, 128, "forward").values())
+    monkeypatch.setattr(plan, "usable_memory", lambda device: just_forward)
+    assert run("--size", "tiny", "--batch-size", "2", "--steps", "1", "--results", "out") == 0
+    records = lines(in_tmp / "out")
+    assert [r["status"] for r in records] == ["ok"] + ["out-of-memory"] * 3
+    assert records[3]["samples_ms"] == []
+    assert records[3]["predicted"]["peak_memory_bytes"] == sum(memory(config, 2, 128, "step").values())
+    assert capsys.readouterr().out.count("does not fit") == 6
+
+
+def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch):
+    def explode(*_, **__):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(Workload, "run", explode)
+    assert run("--size", "tiny", "--batch-size", "1", "--results", "out") == 0
+    assert {r["status"] for r in lines(in_tmp / "out")} == {"out-of-memory"}
+
+
+def test_all_sizes_covers_the_edition(monkeypatch):
+    monkeypatch.setattr(plan, "usable_memory", lambda device: 0)
+    monkeypatch.setattr(e2e, "append_records", lambda records, folder: folder)
+    records = e2e.run(plan.Settings(all_sizes=True, year=2026, device="cpu"))
+    assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "10B"]
+    assert {r.status for r in records} == {"out-of-memory"}
+
+
+def test_a_plan_runs_each_pass_once():
+    work = Work(SMALL, 2, "fp32", False, CPU)
+    need = {mode: sum(memory(SMALL, 2, 16, mode).values()) for mode in MODES}
+    assert bench(need["step"]).plan(work) == {
+        "forward": ("forward",),
+        "step": ("backward", "forward-backward", "step"),
+    }
+    assert list(bench(need["step"] - 1).plan(work)) == ["forward", "forward-backward"]
+    assert list(bench(need["forward-backward"] - 1).plan(work)) == ["forward"]
+    assert bench(need["forward"] - 1).plan(work) == {}
+    assert bench(10**12, mode="backward").plan(work) == {"backward": ("backward",)}
+
+
+def test_long_passes_are_repeated_less():
+    work = Work(model_preset("xl"), 16, "fp32", False, CPU)
+    slow = replace(bench(10**12), hardware=Hardware("slow", 1e11, 1e10, ""))
+    assert slow.passes(work, "step") == 1 + 2
+    assert replace(slow, settings=plan.Settings(steps=7, warmup=0)).passes(work, "step") == 7
+    assert bench(10**12).passes(Work(SMALL, 1, "fp32", False, CPU), "step") == 1 + 5
+
+
+def test_a_modes_peak_is_its_own():
+    first, later = {"forward": 5, "backward": 7, "optimizer": 9}, {"forward": 8, "backward": 11, "optimizer": 10}
+    done = Measurement({}, first, later)
+    assert plan.peak_of(done, "forward-backward") == 7  # before the optimizer made its state
+    assert plan.peak_of(done, "step") == 11
+    assert plan.peak_of(Measurement({}), "step") is None
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_gate_passes_what_is_right(precision, attention):
+    error, tolerance = check(Work(replace(SMALL, attention=attention), 2, precision, False, CPU))
+    assert 0 < error < tolerance
+
+
+def test_the_gate_stops_what_is_wrong(monkeypatch, in_tmp, capsys):
+    monkeypatch.setattr("cs336_systems.attention.F.scaled_dot_product_attention", lambda q, k, v, **_: v)
+    with pytest.raises(WrongResultError):
+        check(Work(replace(SMALL, attention="sdpa"), 2, "fp32", False, CPU))
+    assert run("--size", "tiny", "--batch-size", "1", "--results", "out") == 2
+    assert capsys.readouterr().err.startswith("error: one block's loss and gradient is off its reference by")
+    assert not list(in_tmp.iterdir())
+
+
+def test_a_workload_trains():
+    load = Workload(Work(SMALL, 4, "fp32", False, CPU))
+    load.run("forward", 0, 1)
+    before = load.loss.item()
+    assert all(p.grad is None for p in load.weights.parameters())
+    load.run("step", 0, 20)
+    assert load.loss.item() < before
+    assert all(p.grad is None for p in load.weights.parameters())
+
+
+def test_compare_interleaves_and_records_ratios(in_tmp, capsys):
+    arguments = ["--device", "cpu", "--size", "tiny", "--batch-size", "1", "--steps", "3", "--results", "out"]
+    variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
+    assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0
+    records = lines(in_tmp / "out", "compare")
+    assert [r["config"]["variant"] for r in records] == variants
+    assert [(r["config"]["norm"], r["config"]["attention"], r["config"]["precision"]) for r in records] == [
+        ("rmsnorm", "sdpa", "fp32"),
+        ("layernorm", "naive", "fp32"),
+        ("rmsnorm", "sdpa", "bf16"),
+    ]
+    assert records[0]["metrics"]["ratio_median"] == 1.0
+    pairs = sorted(a / b for a, b in zip(records[2]["samples_ms"], records[0]["samples_ms"], strict=True))
+    assert records[2]["metrics"]["ratio_median"] == pytest.approx(pairs[1])
+    assert "precision=bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ((), "name two or more different variants"),
+        (("norm=rmsnorm",), "name two or more different variants"),
+        (("norm=rmsnorm", "norm=rmsnorm"), "name two or more different variants"),
+        (("norm=rmsnorm", "norm=batchnorm"), "Invalid value for '--norm': 'batchnorm' is not one of"),
+        (("norm=rmsnorm", "size=xl"), "'size=xl' is no variant"),
+        (("norm=rmsnorm", "compile=yes"), "'compile=yes' is no variant"),
+    ],
+)
+def test_bad_variants_are_one_line(variants, message, capsys):
+    assert run_command(compare.main, ["--device", "cpu", *variants]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_compare_needs_memory_for_all(monkeypatch, capsys):
+    one = sum(memory(model_preset("tiny"), 16, 128, "step").values())
+    monkeypatch.setattr(compare, "usable_memory", lambda device: 2 * one - 2)
+    arguments = ["--device", "cpu", "--size", "tiny", "--mode", "step", "compile", "norm=rmsnorm"]
+    assert run_command(compare.main, arguments) == 2
+    assert "error: tiny compile with batch 16 x 128 needs" in capsys.readouterr().err
+
+
+def test_experts_cannot_be_benchmarked_yet():
+    with pytest.raises(UserError, match="experts"):
+        TransformerLM(model_preset("fairseq-moe-twin"))
