@@ -1,0 +1,137 @@
+"""The house rules, read from the source with ast: ARCHITECTURE.md's table of layers is the law that this enforces."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("kernels", "cs336_systems", "benchmarks", "writeup")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+ROW = re.compile(r"^\| L(\d) \| `([\w/]+?)(\.py|/)` \|", re.MULTILINE)
+LAYERS = {name: int(layer) for layer, name, _ in ROW.findall((ROOT / "ARCHITECTURE.md").read_text())}
+TORCH_FREE = ("cs336_systems/presets", "cs336_systems/errors", "cs336_systems/console", "cs336_systems/cost")
+
+
+def ids(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def place(path: Path) -> str:
+    """The row of the table that a file belongs to: its own, or its folder's."""
+    name = path.relative_to(ROOT).with_suffix("").as_posix()
+    while name not in LAYERS and "/" in name:
+        name = name.rsplit("/", 1)[0]
+    return name
+
+
+def imports(path: Path) -> list[str]:
+    """Dotted names of everything that a file imports, at its top or inside a function."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide where a name comes from"
+            found += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def ours(name: str) -> Path | None:
+    """The file behind a dotted name, None for foreign ones and for names inside a module."""
+    path = ROOT / Path(*name.split("."))
+    if name.split(".")[0] not in PACKAGES:
+        return None
+    if path.with_suffix(".py").exists():
+        return path.with_suffix(".py")
+    return path / "__init__.py" if (path / "__init__.py").exists() else None
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_imports_go_down(path):
+    here = place(path)
+    if path.name == "__init__.py" and here not in LAYERS:
+        assert not [name for name in imports(path) if ours(name)], "a package's front imports nothing of ours"
+        return
+    assert here in LAYERS, f"{ids(path)} has no row in ARCHITECTURE.md"
+    for name in imports(path):
+        target = ours(name)
+        if target is None or place(target) == here or (target.name == "__init__.py" and place(target) not in LAYERS):
+            continue
+        above = f"{ids(path)} on floor {LAYERS[here]} imports {name} on floor {LAYERS[place(target)]}"
+        assert LAYERS[place(target)] < LAYERS[here], above
+
+
+def test_the_table_names_what_exists():
+    for name in LAYERS:
+        there = (ROOT / f"{name}.py").exists() or (ROOT / name / "__init__.py").exists()
+        assert there, f"{name} is in ARCHITECTURE.md only"
+
+
+def test_modules_of_a_folder_import_each_other_without_cycles():
+    graph = {path: {target for name in imports(path) if (target := ours(name)) and target != path} for path in FILES}
+    done: set[Path] = set()
+
+    def visit(path: Path, trail: tuple[Path, ...]) -> None:
+        assert path not in trail, " -> ".join(ids(each) for each in (*trail, path))
+        if path not in done:
+            for target in graph.get(path, ()):
+                if target.name != "__init__.py":
+                    visit(target, (*trail, path))
+            done.add(path)
+
+    for path in FILES:
+        visit(path, ())
+
+
+def test_one_door_to_torch_distributed():
+    inside = [path for path in FILES if ids(path).startswith(("cs336_systems/", "kernels/"))]
+    users = {ids(path) for path in inside if any(name.startswith("torch.distributed") for name in imports(path))}
+    assert users <= {"cs336_systems/comm.py"}
+
+
+def test_what_must_not_load_torch_does_not():
+    for path in FILES:
+        if ids(path).startswith(TORCH_FREE) and path.name != "probe.py":
+            assert not {name.split(".")[0] for name in imports(path)} & {"torch", "einops", "triton"}, ids(path)
+    for name in ("parameters", "flops", "memory", "step", "fit"):
+        assert "cs336_systems.cost.probe" not in imports(ROOT / f"cs336_systems/cost/{name}.py")
+
+
+def test_benchmarks_hide_no_other_module():
+    # torchrun puts the script's folder first on sys.path, where its files hide every module of the same name.
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    foreign = (
+        {re.match(r"[\w-]+", each)[0] for each in dependencies} | set(sys.stdlib_module_names) | {"numpy", "typing"}
+    )
+    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} - {"__init__"}
+    assert not names & foreign
+
+
+def test_environment_variables_are_read_at_the_doors_only():
+    for path in FILES:
+        if ids(path) != "cs336_systems/comm.py":
+            assert "os.environ" not in path.read_text(), ids(path)
+            assert "os.getenv" not in path.read_text(), ids(path)
+
+
+def test_nothing_unpickles_or_evaluates():
+    banned = re.compile(r"\bpickle\b|\btorch\.load\b|\beval\(|\bexec\(|_object_list\b|_object\(")
+    for path in FILES:
+        assert not banned.search(path.read_text().replace(".eval()", "")), ids(path)
+
+
+@pytest.mark.parametrize("path", FILES, ids=ids)
+def test_files_and_functions_are_a_readers_page(path):
+    source = path.read_text()
+    assert source.count("\n") <= 300
+    tree = ast.parse(source)
+    assert ast.get_docstring(tree), "a file says in its first line what it is about"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 45, f"{node.name} is long"
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node in tree.body and not node.name.startswith("_"):
+            assert ast.get_docstring(node), f"{node.name} has no docstring"
