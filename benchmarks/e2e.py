@@ -57,6 +57,7 @@ def measure_size(bench: Bench, size: str, work: Work) -> Iterator[Record]:
         if runs:
             off, tolerance = check(work)
             print(f"gate: one block's loss and gradient equal float64's within {off:.1e} (tolerance {tolerance:.1e})")
+            print(f"building {size}", file=sys.stderr)
             workload = Workload(work)
         for run, modes in runs.items():
             passes = bench.passes(work, run)

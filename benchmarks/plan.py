@@ -1,6 +1,7 @@
 """What a benchmark of whole passes will run: its settings, what each pass needs and takes, and the record it leaves."""
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,9 +153,14 @@ def make_bench(settings: Settings, device: torch.device) -> Bench:
     """Look at the machine: its memory, and its speed in the precision that is asked for."""
     usable = usable_memory(device)
     set_matmul_precision(device, settings.precision)  # the probe measures products of this precision, too
-    budget = 0.02 if settings.smoke else 0.5
-    hardware = probe(device, settings.precision, device_name(device), budget)
+    hardware = measure_once(device, settings.precision, budget=0.02 if settings.smoke else 0.5)
     return Bench(settings, device, hardware, usable, stamp(device, settings.commit))
+
+
+@cache
+def measure_once(device: torch.device, precision: Precision, budget: float) -> Hardware:
+    """The probe's figures, shared by everything that one command compares."""
+    return probe(device, precision, device_name(device), budget)
 
 
 def peak_of(done: Measurement, mode: Mode) -> int | None:

@@ -55,7 +55,7 @@ def available_memory(device: torch.device) -> int:
 
 
 # Tensors can fill only a part of what is available: a CPU process grows holes (freed activations that the C allocator
-# cannot give back; up to 1.45 x was measured), a GPU's caching allocator fewer.
+# cannot give back; up to 1.5 x was measured), a GPU's caching allocator fewer.
 USABLE = {"cpu": 1 / 1.5, "cuda": 0.95}
 
 

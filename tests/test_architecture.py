@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -85,6 +86,21 @@ def test_modules_of_a_folder_import_each_other_without_cycles():
 
     for path in FILES:
         visit(path, ())
+
+
+def run_python(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_everything_imports_without_triton():
+    modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in FILES]
+    names = ", ".join(sorted({name.removesuffix(".__init__") for name in modules}))
+    run_python(f"import sys; sys.modules['triton'] = None; import {names}")
+
+
+def test_a_prediction_does_not_load_torch():
+    run_python("import sys, cs336_systems.cost, cs336_systems.cost.fit; assert 'torch' not in sys.modules")
 
 
 def test_one_door_to_torch_distributed():

@@ -1,22 +1,32 @@
 """The closed forms of cost/ against the running model: parameters, FLOPs and saved bytes, each exactly."""
 
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems.cost import (
+    MODES,
+    Hardware,
     backward_flops,
     count_parameters,
     forward_flops,
+    memory,
+    predict,
     recompute_flops,
     saved_activations,
 )
-from cs336_systems.model import TransformerLM
+from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
+from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.optim import AdamW
 from cs336_systems.presets import COURSE_YEARS, ModelConfig, model_preset, preset_names
 
 # No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
@@ -127,3 +137,109 @@ def test_checkpointing_saves_what_the_formula_says(checkpoint):
     config = variant(checkpoint=checkpoint, checkpoint_every=2)
     assert saved_bytes(config, "fp32") == saved_activations(config, BATCH, SEQ)[0]
     assert saved_bytes(config, "fp32") < saved_bytes(SMALL, "fp32")
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operators make, for as long as they live; `peak` is the most at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        tree_map_only(torch.Tensor, self.add, out)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.live += storage.nbytes()
+            weakref.finalize(storage, self.remove, storage._cdata, storage.nbytes())
+
+    def remove(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.live -= size
+
+
+def live_peak(config: ModelConfig, mode: str, batch: int, seq: int) -> int:
+    """The most bytes alive in the second of two passes, the model's and the optimizer's state included."""
+    with LiveBytes() as counter:
+        model = TransformerLM(config)
+        optimizer = AdamW(model.parameters())
+        tokens = torch.randint(config.vocab_size, (batch, seq))
+        for _ in range(2):
+            counter.peak = 0
+            with torch.set_grad_enabled(mode != "forward"):
+                loss = lm_loss(model, tokens, tokens)
+            if mode != "forward":
+                loss.backward()
+            if mode == "step":
+                optimizer.step()
+            optimizer.zero_grad()
+            del loss
+    return counter.peak
+
+
+WIDE = replace(SMALL, context_length=64, d_model=96, d_ff=384, num_layers=6, vocab_size=300)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"vocab_size": 6000},
+        {"vocab_size": 6000, "tied_head": False},
+        {"num_heads": 24},
+        {"attention": "sdpa"},
+        {"feed_forward": "swiglu", "positions": "rotary"},
+        {"checkpoint": "segments", "checkpoint_every": 2},
+        {"checkpoint": "nested"},
+        {"checkpoint": "attention"},
+    ],
+    ids=str,
+)
+def test_peak_memory_equals_the_live_tensors(changes, batch, mode):
+    config = replace(WIDE, **changes)
+    counted = sum(memory(config, batch, 64, mode).values())
+    # What is alive inside one block is counted in whole tensors: right to two of each kind.
+    tokens = 4 * batch * 64
+    block = 2 * tokens * (config.d_model + config.d_ff + config.num_heads * 64)
+    assert abs(counted - live_peak(config, mode, batch, 64)) <= block
+
+
+def test_the_prediction_adds_products_and_traffic():
+    work = (model_preset("small"), 16, 128)
+    forward = sum(forward_flops(*work).values())
+    slow = predict(*work, "forward", "fp32", Hardware("slow", 1e9, 1e30, "made up"))
+    assert sum(slow.values()) == pytest.approx(forward / 1e9)
+    machine = Hardware("some", 1e11, 1e10, "made up")
+    seconds = {mode: predict(*work, mode, "fp32", machine) for mode in MODES}
+    assert seconds["backward"]["matrix products"] == 2 * seconds["forward"]["matrix products"]
+    for kind in ("matrix products", "element-wise"):
+        assert seconds["forward-backward"][kind] == seconds["step"][kind]
+        assert seconds["step"][kind] == pytest.approx(seconds["forward"][kind] + seconds["backward"][kind])
+    assert seconds["step"]["optimizer"] > 0 == seconds["forward-backward"]["optimizer"]
+    recomputing = predict(replace(work[0], checkpoint="segments"), 16, 128, "backward", "fp32", machine)
+    assert recomputing["matrix products"] > 1.4 * seconds["backward"]["matrix products"]
+
+
+def test_the_probe_finds_a_ceiling_of_this_machine():
+    found = probe(torch.device("cpu"), "fp32", "here", budget=0.02)
+    assert 1e8 < found.matmul_flops < 1e15
+    assert 1e8 < found.bandwidth < 1e14
+    assert "fp32" in found.source
+    with pytest.raises(ValueError, match="must be positive"):
+        Hardware("broken", 0.0, 1.0, "made up")
+
+
+def test_experts_are_not_counted_by_half():
+    sparse = model_preset("fairseq-moe-15b")
+    for count in (lambda: forward_flops(sparse, 1, 8), lambda: memory(sparse, 1, 8, "forward")):
+        with pytest.raises(UserError, match="512 experts"):
+            count()

@@ -145,10 +145,13 @@ def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Pre
     if mode == "forward":
         return parts | {"activations": casts + _forward_workspace(config, s)}
     kept, recomputed = saved_activations(config, batch, seq, precision)
-    embedding = 4 * config.d_model * config.vocab_size
     # Backward trades activations for gradients block by block, so its fullest moment is its start or its end.
     start = casts + kept + recomputed + _backward_workspace(config, s)
-    end = weights + embedding
-    if start >= end:
+    # At its end a tied embedding's gradient is the sum of two, from the head and from the look-up. AdamW makes one
+    # temporary the size of the parameter that it updates.
+    embedding = 4 * config.d_model * config.vocab_size
+    widest = max(embedding, 4 * config.d_model * config.d_ff)
+    rest = max(2 * embedding if config.tied_head else 0, widest if mode == "step" else 0)
+    if start >= weights + rest:
         return parts | {"activations": start}
-    return parts | {"gradients": weights, "activations": embedding}
+    return parts | {"gradients": weights, "activations": rest}
