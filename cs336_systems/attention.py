@@ -86,7 +86,7 @@ class SelfAttention(nn.Module):
         if config.kv_heads != config.num_heads:
             group = config.num_heads // config.kv_heads
             k, v = (repeat(t, "batch heads seq dim -> batch (heads group) seq dim", group=group) for t in (k, v))
-        if config.checkpoint == "attention" and torch.is_grad_enabled():
+        if config.recompute == "attention" and torch.is_grad_enabled():
             y = checkpoint(self.attend, q, k, v, bias, use_reentrant=False)
         else:
             y = self.attend(q, k, v, bias)
@@ -97,5 +97,8 @@ class SelfAttention(nn.Module):
         dropout = self.config.dropout if self.training else 0.0
         if self.config.attention == "sdpa":
             causal = self.config.causal and bias is None
+            if bias is not None and bias.dtype != q.dtype:
+                # Autocast would round float32's lowest number to minus infinity in half precision.
+                bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)
         return naive_attention(q, k, v, bias, dropout)

@@ -131,7 +131,10 @@ class BertHeads(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """The language model. Weights are N(0, 0.02), those that write to the stream N(0, 0.02 / sqrt(2 num_layers)).
+    """The language model.
+
+    Weights are normal with standard deviation 0.02, those that write to the stream 0.02 / sqrt(2 num_layers), and an
+    embedding that sinusoidal positions scale by sqrt(d_model) is 1 / sqrt(d_model). Gains are one, biases zero.
 
     Raises UserError for a configuration with experts.
     """
@@ -188,7 +191,7 @@ class TransformerLM(nn.Module):
         return F.linear(x, self.embedding.tokens.weight) if self.head is None else self.head(x)
 
     def run_blocks(self, x: Tensor, table: Tensor | None, bias: Tensor | None) -> Tensor:
-        """All blocks in order, (batch seq d_model) -> the same; backward recomputes what `checkpoint` names."""
+        """All blocks in order, (batch seq d_model) -> the same; backward runs again what `recompute` names."""
 
         def run(first: int, last: int, x: Tensor) -> Tensor:
             for block in self.blocks[first:last]:
@@ -202,12 +205,12 @@ class TransformerLM(nn.Module):
             x = recomputed(nested, first, middle, x)
             return recomputed(nested, middle, last, x)
 
-        depth, every = len(self.blocks), self.config.checkpoint_every
-        if self.config.checkpoint == "segments" and torch.is_grad_enabled():
+        depth, every = len(self.blocks), self.config.recompute_every
+        if self.config.recompute == "segments" and torch.is_grad_enabled():
             for first in range(0, depth, every):
                 x = recomputed(run, first, min(first + every, depth), x)
             return x
-        if self.config.checkpoint == "nested" and torch.is_grad_enabled():
+        if self.config.recompute == "nested" and torch.is_grad_enabled():
             return nested(0, depth, x)
         return run(0, depth, x)
 

@@ -12,7 +12,7 @@ Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 FeedForwardKind = Literal["gelu", "gelu-tanh", "swiglu"]
 Attention = Literal["naive", "sdpa"]
-Checkpoint = Literal["none", "segments", "nested", "attention"]
+Recompute = Literal["none", "segments", "nested", "attention"]
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class ModelConfig:
     num_experts: int = 0  # 0: every feed-forward layer is dense
     expert_every: int = 2  # with experts: every k-th layer's feed-forward is a mixture
     attention: Attention = "naive"
-    checkpoint: Checkpoint = "none"  # what is recomputed in backward instead of kept (arXiv:1604.06174)
-    checkpoint_every: int = 1  # blocks in a segment, for checkpoint="segments"
+    recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): what backward runs again
+    recompute_every: int = 1  # blocks in a segment, for "segments"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "checkpoint_every"):
+        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "recompute_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.d_model % self.num_heads:
@@ -67,7 +67,7 @@ class ModelConfig:
             ("norm", Norm),
             ("feed_forward", FeedForwardKind),
             ("attention", Attention),
-            ("checkpoint", Checkpoint),
+            ("recompute", Recompute),
         ):
             if getattr(self, name) not in get_args(choices):
                 known = ", ".join(get_args(choices))
