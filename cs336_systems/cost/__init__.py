@@ -3,7 +3,7 @@
 Pure Python, except `probe`, which measures this machine and is imported by name where it is wanted.
 """
 
-from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
+from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.cost.hardware import Hardware
 from cs336_systems.cost.memory import MODES, PRECISIONS, Mode, Precision, memory, saved_activations
 from cs336_systems.cost.parameters import count_parameters
@@ -18,6 +18,7 @@ __all__ = [
     "backward_flops",
     "count_parameters",
     "forward_flops",
+    "least_forward_flops",
     "memory",
     "predict",
     "recompute_flops",

@@ -66,17 +66,24 @@ def _scores(config: ModelConfig, s: Sizes) -> int:
     return kept
 
 
+def attention_activations(config: ModelConfig, s: Sizes) -> int:
+    """Bytes that autograd keeps for one attention branch without recompute, its input included."""
+    reads = 3 if s.mixed else 1  # autocast casts a shared input once for each product that reads it
+    masks = s.compute if config.dropout else 0
+    return _norm(config, s) + (reads + 3 + 1) * s.compute + _scores(config, s) + masks  # input, q k v, output
+
+
+def feed_forward_activations(config: ModelConfig, s: Sizes) -> int:
+    """Bytes that autograd keeps for one feed-forward branch without recompute, its input included."""
+    gated = config.feed_forward == "swiglu"
+    reads = 2 if s.mixed and gated else 1
+    masks = s.compute if config.dropout else 0
+    return _norm(config, s) + reads * s.compute + (4 if gated else 2) * s.hidden + masks
+
+
 def block_activations(config: ModelConfig, s: Sizes) -> int:
-    """Bytes that autograd keeps for one block without recompute, its input included."""
-    # Autocast casts a shared input once for each product that reads it; float32 is shared.
-    attention_reads, feed_forward_reads = 1, 1
-    if s.mixed:
-        attention_reads, feed_forward_reads = 3, (2 if config.feed_forward == "swiglu" else 1)
-    attention = (attention_reads + 3 + 1) * s.compute + _scores(config, s)  # input, q k v, output
-    between = 4 if config.feed_forward == "swiglu" else 2
-    feed_forward = feed_forward_reads * s.compute + between * s.hidden
-    masks = 2 * s.compute if config.dropout else 0
-    return 2 * _norm(config, s) + attention + feed_forward + masks
+    """Bytes that autograd keeps for one block without recompute."""
+    return attention_activations(config, s) + feed_forward_activations(config, s)
 
 
 def _end_activations(config: ModelConfig, s: Sizes, tokens: int, batch: int) -> int:
@@ -84,7 +91,7 @@ def _end_activations(config: ModelConfig, s: Sizes, tokens: int, batch: int) -> 
     ids = 8 * tokens * (3 if config.token_types else 2)
     seq = tokens // batch
     table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
-    recomputes_bias = config.checkpoint == "attention" and config.attention == "naive" and config.causal
+    recomputes_bias = config.recompute == "attention" and config.attention == "naive" and config.causal
     bias = 4 * seq**2 if recomputes_bias else 0  # an input of what is run again
     loss = s.logits + 4  # its log-softmax and a scalar weight
     kept = ids + table + bias + _norm(config, s) + s.compute + loss
@@ -99,8 +106,8 @@ def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Prec
     """Bytes kept for backward when forward ends, and the bytes more that recompute holds during backward."""
     s = Sizes.of(config, batch, seq, precision)
     block, ends = block_activations(config, s), _end_activations(config, s, batch * seq, batch)
-    depth, every = config.num_layers, min(config.checkpoint_every, config.num_layers)
-    match "none" if config.checkpoint == "nested" and depth == 1 else config.checkpoint:
+    depth, every = config.num_layers, min(config.recompute_every, config.num_layers)
+    match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
         case "none":
             return ends + depth * block, 0
         case "attention":
@@ -115,18 +122,43 @@ def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Prec
 def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
     """The most that is alive inside one block or the loss when nothing is kept for backward."""
     gated = config.feed_forward == "swiglu"
-    feed_forward = 2 * s.stream + (3 if gated else 2) * s.hidden
-    # The stream, the normalised input, q, k, v, the contiguous q and k of the product, two stages of the scores.
-    attention = 2 * s.stream + 5 * s.compute + (2 * s.scores if config.attention == "naive" else s.compute)
+    # Python's frames hold the embedding's output, the block's input, the stream after attention and that branch.
+    feed_forward = 5 * s.stream + (3 if gated else 2) * s.hidden
+    # The embedding's output, the block's input, its norm, q, k, v, contiguous q and k, two stages of the scores.
+    attention = 3 * s.stream + 5 * s.compute + (2 * s.scores if config.attention == "naive" else 0)
     loss = s.stream + 2 * s.logits
     return max(feed_forward, attention, loss)
 
 
-def _backward_workspace(config: ModelConfig, s: Sizes) -> int:
-    """The most that backward adds to what was kept: gradients of the loss's stages, or of one block's."""
-    gated = config.feed_forward == "swiglu"
-    block = 2 * s.stream + max((3 if gated else 2) * s.hidden, 2 * s.scores if config.attention == "naive" else 0)
-    return max(2 * s.logits, block)
+def _gradients_inside(config: ModelConfig, s: Sizes) -> tuple[int, int]:
+    """The most that backward adds inside an attention and inside a feed-forward branch to what the branch kept."""
+    # What a product kept is freed before the next gradient is made, but a softmax needs its result to the end.
+    scores = 2 * s.scores if config.attention == "naive" else 0
+    return 2 * s.stream + scores, 2 * s.stream + (2 if config.feed_forward == "swiglu" else 1) * s.hidden
+
+
+def _backward(config: ModelConfig, s: Sizes, counts: dict[str, int], kept: int, recomputed: int) -> tuple[int, int]:
+    """(gradients, activations) in bytes at backward's fullest moment.
+
+    Backward trades activations for gradients branch by branch, so that moment is in its first two branches, in its last
+    two, or its end.
+    """
+    inside_attention, inside_feed_forward = _gradients_inside(config, s)
+    embedding, weights = 4 * config.d_model * config.vocab_size, 4 * sum(counts.values())
+    # Gradients that are still to come in the last two branches.
+    to_come = 4 * counts["positions"] + (0 if config.tied_head else embedding)
+    attention = to_come + 4 * counts["attention"] // config.num_layers
+    block = attention + 4 * counts["feed-forward"] // config.num_layers
+    full = kept + (0 if config.recompute == "attention" else recomputed)
+    return max(
+        (0, full + max(2 * s.logits, inside_feed_forward)),
+        (0, kept + recomputed - feed_forward_activations(config, s) + inside_attention),
+        (weights - block, block_activations(config, s) + inside_feed_forward),
+        (weights - attention, attention_activations(config, s) + inside_attention),
+        # A tied embedding's gradient is the sum of two, from the head and from the look-up.
+        (weights, 2 * embedding if config.tied_head else 0),
+        key=sum,
+    )
 
 
 def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision = "fp32") -> dict[str, int]:
@@ -145,13 +177,9 @@ def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Pre
     if mode == "forward":
         return parts | {"activations": casts + _forward_workspace(config, s)}
     kept, recomputed = saved_activations(config, batch, seq, precision)
-    # Backward trades activations for gradients block by block, so its fullest moment is its start or its end.
-    start = casts + kept + recomputed + _backward_workspace(config, s)
-    # At its end a tied embedding's gradient is the sum of two, from the head and from the look-up. AdamW makes one
-    # temporary the size of the parameter that it updates.
-    embedding = 4 * config.d_model * config.vocab_size
-    widest = max(embedding, 4 * config.d_model * config.d_ff)
-    rest = max(2 * embedding if config.tied_head else 0, widest if mode == "step" else 0)
-    if start >= weights + rest:
-        return parts | {"activations": start}
-    return parts | {"gradients": weights, "activations": rest}
+    gradients, activations = _backward(config, s, counts, casts + kept, recomputed)
+    # AdamW makes one temporary the size of the parameter that it updates.
+    update = 4 * config.d_model * max(config.vocab_size, config.d_ff) if mode == "step" else 0
+    if weights + update > gradients + activations:
+        gradients, activations = weights, update
+    return parts | {"gradients": gradients, "activations": activations}

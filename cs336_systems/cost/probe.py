@@ -31,16 +31,17 @@ def _best_seconds(run: Callable[[], object], device: torch.device, budget: float
 
 @torch.no_grad()
 def probe(device: torch.device, precision: Precision, name: str, budget: float = 0.5) -> Hardware:
-    """The fastest matrix product and copy seen on the device in about four budgets (seconds).
+    """The fastest matrix product and copy seen on the device, in about a budget (seconds) for each of a few sizes.
 
-    The products' sizes double while that makes them faster, so that a slow device is not asked for a large one.
+    The second factor is transposed, as a linear layer's weight is. The products' sizes double while that makes them
+    faster, so that a slow device is not asked for a large one.
     """
     dtype, best = DTYPES[precision], 0.0
     sizes = (1024, 2048, 4096, 8192, 16384) if device.type == "cuda" else (512, 1024, 2048)
     for size in sizes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty(size, size, dtype=dtype, device=device)
-        best = max(best, 2 * size**3 / _best_seconds(partial(torch.mm, a, b, out=out), device, budget))
+        best = max(best, 2 * size**3 / _best_seconds(partial(torch.mm, a, b.T, out=out), device, budget))
         if 2 * (2 * size) ** 3 / best > budget:
             break
     source = torch.empty(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device).fill_(1)

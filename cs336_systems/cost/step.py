@@ -10,7 +10,9 @@ from cs336_systems.cost.memory import Mode, Precision, Sizes
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig
 
-ADAMW_PASSES = 14  # reads and writes of a parameter-sized tensor by `optim.AdamW`, counted in its update
+# Reads and writes of a parameter-sized tensor by `optim.AdamW`: lerp 3, mul 2, addcmul 3, mul 2, sqrt 2, div 2, add 2,
+# addcdiv 4.
+ADAMW_PASSES = 20
 
 
 def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precision) -> int:
