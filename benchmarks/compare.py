@@ -11,10 +11,11 @@ from typing import Any
 import click
 from rich.table import Table
 
+from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
 from benchmarks.plan import Bench, Settings, make_bench
-from benchmarks.records import RESULTS, Record, append_records, machine_name
-from benchmarks.workload import PHASES, Work, Workload, check
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_seconds
 from cs336_systems.cost import Mode
@@ -22,7 +23,7 @@ from cs336_systems.cost.fit import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, usable_memory
 
-CHOICES = ("norm", "attention", "precision", "compile", "checkpoint", "checkpoint-every")
+CHOICES = ("norm", "attention", "precision", "compile", "recompute", "recompute-every")
 
 
 @click.command()
@@ -43,13 +44,13 @@ def parse_variant(text: str, settings: Settings) -> Settings:
     return replace(settings, **changes)
 
 
-def compare(benches: dict[str, Bench], works: dict[str, Work], mode: Mode) -> list[Record]:
+def compare(benches: dict[str, Bench], cases: dict[str, Case], mode: Mode) -> list[Record]:
     """Gate every variant, warm each up, let them take turns, and record each with its ratio to the first."""
     baseline, settings = next(iter(benches)), next(iter(benches.values())).settings
-    for name, work in works.items():
-        error, tolerance = check(work)
+    for name, case in cases.items():
+        error, tolerance = check(case)
         print(f"gate: {name} equals float64 within {error:.1e} (tolerance {tolerance:.1e})")
-    loads = {name: Workload(work) for name, work in works.items()}
+    loads = {name: Workload(case) for name, case in cases.items()}
 
     def once(load: Workload) -> float:
         return load.run(mode, warmup=0, steps=1).total(PHASES[mode])[0]
@@ -58,12 +59,12 @@ def compare(benches: dict[str, Bench], works: dict[str, Work], mode: Mode) -> li
     with console.progress("warming up", settings.warmup) as advance:
         interleave(turns, settings.warmup, advance)
     rounds = settings.steps or 5
-    expected = sum(bench.predicted(works[name], mode)["mean_ms"] for name, bench in benches.items()) / 1e3
+    expected = sum(bench.predicted(cases[name], mode)["mean_ms"] for name, bench in benches.items()) / 1e3
     with console.progress("taking turns", rounds, rounds * expected) as advance:
         samples = interleave(turns, rounds, advance)
     records = []
     for name, bench in benches.items():
-        record = bench.record(settings.size, works[name], mode, samples[name], peak=None)  # they share the memory
+        record = bench.record(settings.size, cases[name], mode, samples[name], peak=None)  # they share the memory
         config = record.config | {"variant": name, "baseline": baseline}
         metrics = record.metrics | ratios(samples[name], samples[baseline])
         records.append(replace(record, benchmark="compare", config=config, metrics=metrics))
@@ -98,16 +99,19 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
         settings = replace(settings, size="tiny", batch_size=1, warmup=0, steps=1)
     mode, device = settings.mode or "forward-backward", choose_device(settings.device)
     chosen = {name: parse_variant(name, settings) for name in variants}
-    works = {name: each.work(settings.size, device) for name, each in chosen.items()}
-    usable = usable_memory(device) // len(works)
-    for name, work in works.items():
-        seq = work.config.context_length
-        require_fit(f"{settings.size} {name}", work.config, work.batch, seq, mode, work.precision, usable)
-    benches = {name: make_bench(each, device) for name, each in chosen.items()}
-    records = compare(benches, works, mode)
+    cases = {name: each.case(settings.size, device) for name, each in chosen.items()}
+    usable = usable_memory(device) // len(cases)
+    for name, case in cases.items():
+        seq = case.config.context_length
+        require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.precision, usable)
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, "compare")
+    benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
+    records = compare(benches, cases, mode)
     show(records)
-    if not settings.smoke:
-        path = append_records(records, settings.results or RESULTS / machine_name(device, settings.machine))
+    if path:
+        for record in records:
+            append_record(record, path)
         print(f"{len(records)} records appended to {path}")
 
 

@@ -9,77 +9,96 @@ import click
 import torch
 from rich.table import Table
 
+from benchmarks.gate import check
 from benchmarks.plan import Bench, Settings, make_bench, peak_of
-from benchmarks.records import RESULTS, Record, append_records, machine_name
-from benchmarks.workload import PHASES, Work, Workload, check
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
-from cs336_systems.cost import MODES, Hardware, count_parameters
+from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.fit import describe_parts, require_fit
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, usable_memory
+from cs336_systems.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import course_sizes
 
-HEADS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
+COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
 
 
-def show_plan(bench: Bench, size: str, work: Work) -> float:
+def show_plan(bench: Bench, size: str, case: Case) -> float:
     """Print what each pass needs and whether it will be run; returns the expected seconds of all runs."""
-    settings, seq = bench.settings, work.config.context_length
-    parameters = format_count(sum(count_parameters(work.config).values()), billion="B")
-    runs = bench.plan(work)
-    seconds = sum(bench.passes(work, mode) * bench.seconds(work, mode) for mode in runs)
+    settings, seq = bench.settings, case.config.context_length
+    parameters = format_count(sum(count_parameters(case.config).values()), billion="B")
+    runs = bench.plan(case)
+    seconds = sum(bench.passes(case, mode) * bench.seconds(case, mode) for mode in runs)
     shown = [mode for modes in runs.values() for mode in modes]
     table = Table(
-        title=f"{size}: {parameters} parameters, batch {work.batch} x {seq}, {work.precision}; "
+        title=f"{size}: {parameters} parameters, batch {case.batch} x {seq}, {case.precision}; "
         f"{format_bytes(bench.usable)} usable",
         title_justify="left",
     )
     for column in ("pass", "needs", "of which", "predicted", ""):
         table.add_column(column, justify="right" if column in ("needs", "predicted") else "left")
-    for mode in [settings.mode] if settings.mode else MODES:
-        predicted = bench.predicted(work, mode)
+    for mode in set_modes(settings):
+        predicted = bench.predicted(case, mode)
         time, parts = format_seconds(predicted["mean_ms"] / 1e3), describe_parts(predicted["memory_by_part"])
         verdict = "" if mode in shown else "does not fit"
         table.add_row(mode, format_bytes(predicted["peak_memory_bytes"]), parts, time, verdict)
     out = console.console()
     out.print(table)
     if runs:
-        counts = ", ".join(f"{mode} {bench.passes(work, mode)} times" for mode in runs)
+        counts = ", ".join(f"{mode} {bench.passes(case, mode)} times" for mode in runs)
         out.print(f"{counts} ({settings.warmup} to warm up): about {format_seconds(seconds)} to measure\n")
     return seconds
 
 
-def measure_size(bench: Bench, size: str, work: Work) -> Iterator[Record]:
-    """Gate, build, run and record one size; the modes that do not fit come last."""
-    settings, runs, measured = bench.settings, bench.plan(work), set()
-    try:
-        if runs:
-            off, tolerance = check(work)
-            print(f"gate: one block's loss and gradient equal float64's within {off:.1e} (tolerance {tolerance:.1e})")
-            print(f"building {size}", file=sys.stderr)
-            workload = Workload(work)
-        for run, modes in runs.items():
-            passes = bench.passes(work, run)
-            with console.progress(f"{size} {run}", passes, passes * bench.seconds(work, run)) as advance:
-                done = workload.run(run, settings.warmup, passes - settings.warmup, advance)
-            if not torch.isfinite(workload.loss):
-                raise UserError(f"{size} {run}: the loss is {workload.loss.item()}, so no speed is reported")
-            for mode in modes:
-                measured.add(mode)
-                yield bench.record(size, work, mode, done.total(PHASES[mode]), peak_of(done, mode))
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        print(f"{size}: out of memory although it was counted to fit", file=sys.stderr)
-    for mode in [settings.mode] if settings.mode else MODES:
-        if mode not in measured:
-            yield bench.missing(size, work, mode)
+def gate(size: str, case: Case) -> None:
+    """Check the case and say so. Raises WrongResultError."""
+    error, tolerance = check(case)
+    print(f"gate: one block of {size} equals plain float64 within {error:.1e} (tolerance {tolerance:.1e})")
 
 
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether torch ran out of memory, which only a GPU's allocator says by the type of its error."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+def measure_size(bench: Bench, size: str, case: Case) -> Iterator[Record]:
+    """Gate, build, time and record one size, each mode as soon as it is known; those that do not fit come last.
+
+    Without a warm-up the gate comes after and holds the figures back: before, it would warm the machine up.
+    """
+    queue, warmup, measured = list(bench.plan(case).items()), bench.settings.warmup, []
+    if queue and warmup:
+        gate(size, case)
+    if queue:
+        print(f"building {size}", file=sys.stderr)
+        workload = Workload(case)
+    while queue:
+        timed, modes = queue.pop(0)
+        passes = bench.passes(case, timed)
+        try:
+            with console.progress(f"{size} {timed}", passes, passes * bench.seconds(case, timed)) as advance:
+                done = workload.run(timed, warmup, passes - warmup, advance)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            print(f"{size} {timed}: out of memory although it was counted to fit", file=sys.stderr)
+            workload.release()
+            queue += [("forward-backward", modes[:2])] if timed == "step" and len(modes) > 1 else []
+            continue
+        if not torch.isfinite(workload.loss):
+            raise UserError(f"{size} {timed}: the loss is {workload.loss.item()}, so no speed is reported")
+        for mode in modes:
+            peak = peak_of(done, mode, case.compiled)
+            measured.append(bench.record(size, case, mode, done.total(PHASES[mode]), peak))
+            if warmup:
+                yield measured[-1]
+    if measured and not warmup:
+        gate(size, case)
+        yield from measured
+    for mode in set_modes(bench.settings):
+        if mode not in [record.config["mode"] for record in measured]:
+            yield bench.missing(size, case, mode)
+
+
+def set_modes(settings: Settings) -> tuple[Mode, ...]:
+    """The modes that were asked for."""
+    return (settings.mode,) if settings.mode else MODES
 
 
 def show_records(records: list[Record], hardware: Hardware) -> None:
@@ -87,7 +106,7 @@ def show_records(records: list[Record], hardware: Hardware) -> None:
     peak, copy = format_count(hardware.matmul_flops), format_bytes(hardware.bandwidth)
     title = f"{hardware.name}: {peak}FLOP/s and {copy}/s, {hardware.source}"
     table = Table(title=title, title_justify="left")
-    for head in HEADS:
+    for head in COLUMNS:
         table.add_column(head, justify="left" if head in ("size", "pass") else "right")
     for record in records:
         name, mode, metrics = record.config["size"], record.config["mode"], record.metrics
@@ -112,26 +131,28 @@ def run(settings: Settings) -> list[Record]:
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
     device = choose_device(settings.device)
+    usable = usable_memory(device)
     sizes = course_sizes(settings.year) if settings.all_sizes else (settings.size,)
-    works = {size: settings.work(size, device) for size in sizes}
+    cases = {size: settings.case(size, device) for size in sizes}
     if settings.mode and not settings.all_sizes:
-        work = works[settings.size]
-        seq = work.config.context_length
-        usable = usable_memory(device)
-        require_fit(settings.size, work.config, work.batch, seq, settings.mode, settings.precision, usable)
-    bench = make_bench(settings, device)
-    total = sum(show_plan(bench, size, work) for size, work in works.items())
+        case = cases[settings.size]
+        seq = case.config.context_length
+        require_fit(settings.size, case.config, case.batch, seq, settings.mode, settings.precision, usable)
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, "e2e")
+    bench = make_bench(settings, device, usable)
+    total = sum(show_plan(bench, size, case) for size, case in cases.items())
     if settings.all_sizes:
         print(f"all sizes: about {format_seconds(total)} to measure, building apart")
     records: list[Record] = []
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
-    for size, work in works.items():
-        fresh = list(measure_size(bench, size, work))
-        path = None if settings.smoke else append_records(fresh, folder)
-        records += fresh
+    for size, case in cases.items():
+        for record in measure_size(bench, size, case):
+            records.append(record)
+            if path:
+                append_record(record, path)
     show_records(records, bench.hardware)
-    if not settings.smoke:
-        print(f"{len(records)} records appended to {path}")
+    if path:
+        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
     return records
 
 

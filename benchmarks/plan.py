@@ -9,14 +9,23 @@ import click
 import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
-from benchmarks.records import Record, stamp
-from benchmarks.workload import PHASES, Work
+from benchmarks.records import Record
+from benchmarks.workload import PHASES, Case
 from cs336_systems.console import setting
-from cs336_systems.cost import Hardware, Mode, Precision, backward_flops, forward_flops, memory, predict
+from cs336_systems.cost import (
+    Hardware,
+    Mode,
+    Precision,
+    backward_flops,
+    forward_flops,
+    least_forward_flops,
+    memory,
+    predict,
+)
 from cs336_systems.cost.probe import probe
-from cs336_systems.machine import device_name, usable_memory
+from cs336_systems.machine import device_name, environment
 from cs336_systems.precision import set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Checkpoint, Norm, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Norm, Recompute, preset
 
 PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
@@ -35,11 +44,12 @@ class Settings:
     norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
     compile: bool = setting(False, "Compile the model with torch.compile.")
-    checkpoint: Checkpoint = setting("none", "What backward recomputes instead of keeping it.")
-    checkpoint_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
+    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
     batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=click.IntRange(1))
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
-    warmup: int = setting(1, "Passes before the first that counts; 0 shows a cold start.", type=click.IntRange(0))
+    # The first step makes the optimizer's state, so the second is the first like all others.
+    warmup: int = setting(2, "Passes before the first that counts; 0 shows a cold start.", type=click.IntRange(0))
     steps: int | None = setting(
         None, "Passes that count.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )
@@ -47,36 +57,36 @@ class Settings:
     results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")
+    smoke: bool = setting(False, "Only show that it cases: tiny, one pass, no record.")
 
-    def work(self, size: str, device: torch.device) -> Work:
+    def case(self, size: str, device: torch.device) -> Case:
         """One size with these settings. Raises UserError for a size or a choice that does not exist."""
         chosen = preset(size, self.year)
         config = chosen.model.override(
             norm=self.norm,
             attention=self.attention,
             context_length=self.context,
-            checkpoint=self.checkpoint,
-            checkpoint_every=self.checkpoint_every,
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
         )
         batch = self.batch_size or chosen.batch_size
         memory(config, batch, config.context_length, "forward")  # refuses what is not counted before anything is timed
-        return Work(config, batch, self.precision, self.compile, device)
+        return Case(config, batch, self.precision, self.compile, device)
 
-    def record_config(self, size: str, work: Work, mode: Mode) -> dict[str, Any]:
+    def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:
         """What tells this measurement from others."""
-        config = work.config
+        config = case.config
         return {
             "size": size,
             "year": self.year,
             "mode": mode,
-            "precision": work.precision,
+            "precision": case.precision,
             "norm": config.norm,
             "attention": config.attention,
-            "compile": work.compiled,
-            "checkpoint": config.checkpoint,
-            "checkpoint_every": config.checkpoint_every,
-            "batch_size": work.batch,
+            "compile": case.compiled,
+            "recompute": config.recompute,
+            "recompute_every": config.recompute_every,
+            "batch_size": case.batch,
             "context": config.context_length,
             "warmup": self.warmup,
         }
@@ -92,11 +102,11 @@ class Bench:
     usable: int  # bytes of tensors that this machine can hold
     environment: dict[str, Any]
 
-    def predicted(self, work: Work, mode: Mode) -> dict[str, Any]:
+    def predicted(self, case: Case, mode: Mode) -> dict[str, Any]:
         """The analytic model's figures under the names of the record's metrics, and what they are made of."""
-        seq = work.config.context_length
-        seconds = predict(work.config, work.batch, seq, mode, work.precision, self.hardware)
-        parts = memory(work.config, work.batch, seq, mode, work.precision)
+        seq = case.config.context_length
+        seconds = predict(case.config, case.batch, seq, mode, case.precision, self.hardware)
+        parts = memory(case.config, case.batch, seq, mode, case.precision)
         return {
             "mean_ms": 1e3 * sum(seconds.values()),
             "peak_memory_bytes": sum(parts.values()),
@@ -104,57 +114,57 @@ class Bench:
             "memory_by_part": parts,
         }
 
-    def fits(self, work: Work, mode: Mode) -> bool:
-        return bool(self.predicted(work, mode)["peak_memory_bytes"] <= self.usable)
+    def fits(self, case: Case, mode: Mode) -> bool:
+        return bool(self.predicted(case, mode)["peak_memory_bytes"] <= self.usable)
 
-    def seconds(self, work: Work, run: Mode) -> float:
-        """How long one pass of a run should take; a backward needs the forward before it."""
-        mode: Mode = "forward-backward" if run == "backward" else run
-        return float(self.predicted(work, mode)["mean_ms"]) / 1e3
+    def seconds(self, case: Case, timed: Mode) -> float:
+        """How long one timed pass should take; a backward needs the forward before it."""
+        mode: Mode = "forward-backward" if timed == "backward" else timed
+        return float(self.predicted(case, mode)["mean_ms"]) / 1e3
 
-    def passes(self, work: Work, run: Mode) -> int:
-        """Passes of one run, warm-up included: unless told, 5 that count, or as many as PATIENCE allows."""
-        affordable = int(PATIENCE / self.seconds(work, run)) - self.settings.warmup
+    def passes(self, case: Case, timed: Mode) -> int:
+        """How often a mode is run, warm-up included: unless told, 5 that count, or as many as PATIENCE allows."""
+        affordable = int(PATIENCE / self.seconds(case, timed)) - self.settings.warmup
         return self.settings.warmup + (self.settings.steps or max(2, min(5, affordable)))
 
-    def plan(self, work: Work) -> dict[Mode, tuple[Mode, ...]]:
+    def plan(self, case: Case) -> dict[Mode, tuple[Mode, ...]]:
         """The runs to make, each with the modes that it measures: a whole step shows the passes inside it, too."""
         if self.settings.mode:
-            return {self.settings.mode: (self.settings.mode,)} if self.fits(work, self.settings.mode) else {}
-        runs: dict[Mode, tuple[Mode, ...]] = {"forward": ("forward",)} if self.fits(work, "forward") else {}
-        if self.fits(work, "step"):
+            return {self.settings.mode: (self.settings.mode,)} if self.fits(case, self.settings.mode) else {}
+        runs: dict[Mode, tuple[Mode, ...]] = {"forward": ("forward",)} if self.fits(case, "forward") else {}
+        if self.fits(case, "step"):
             runs["step"] = ("backward", "forward-backward", "step")
-        elif self.fits(work, "forward-backward"):
+        elif self.fits(case, "forward-backward"):
             runs["forward-backward"] = ("backward", "forward-backward")
         return runs
 
-    def missing(self, size: str, work: Work, mode: Mode) -> Record:
+    def missing(self, size: str, case: Case, mode: Mode) -> Record:
         """The record of a mode that does not fit: what it would have needed."""
-        config, predicted = self.settings.record_config(size, work, mode), self.predicted(work, mode)
+        config, predicted = self.settings.record_config(size, case, mode), self.predicted(case, mode)
         return Record("e2e", config, self.environment, predicted=predicted, status="out-of-memory")
 
-    def record(self, size: str, work: Work, mode: Mode, samples: list[float], peak: int | None) -> Record:
+    def record(self, size: str, case: Case, mode: Mode, samples: list[float], peak: int | None) -> Record:
         """The record of one mode's samples (milliseconds) and peak memory (bytes)."""
-        config, predicted = self.settings.record_config(size, work, mode), self.predicted(work, mode)
-        seq = work.config.context_length
-        forward = sum(forward_flops(work.config, work.batch, seq).values())
-        backward = backward_flops(work.config, work.batch, seq)
+        config, predicted = self.settings.record_config(size, case, mode), self.predicted(case, mode)
+        seq = case.config.context_length
+        forward = sum(forward_flops(case.config, case.batch, seq).values())
+        backward = backward_flops(case.config, case.batch, seq)
         flops = {"forward": forward, "backward": backward}.get(mode, forward + backward)
         metrics: dict[str, Any] = summarise(samples)
         seconds = metrics["mean_ms"] / 1e3
-        metrics |= {"flops": flops, "tokens_per_s": work.batch * seq / seconds, "flops_per_s": flops / seconds}
+        metrics |= {"flops": flops, "tokens_per_s": case.batch * seq / seconds, "flops_per_s": flops / seconds}
         metrics |= {"mfu": flops / seconds / self.hardware.matmul_flops, "peak_memory_bytes": peak}
         metrics |= {"peak_flops_per_s": self.hardware.matmul_flops, "bandwidth_bytes_per_s": self.hardware.bandwidth}
-        flags = suspicions(metrics, flops, predicted["memory_by_part"]["parameters"], self.hardware)
+        least = least_forward_flops(case.config, case.batch, seq) * flops / forward
+        flags = suspicions(metrics, least, predicted["memory_by_part"]["parameters"], self.hardware)
         return Record("e2e", config, self.environment, samples, metrics, predicted, flags)
 
 
-def make_bench(settings: Settings, device: torch.device) -> Bench:
-    """Look at the machine: its memory, and its speed in the precision that is asked for."""
-    usable = usable_memory(device)
+def make_bench(settings: Settings, device: torch.device, usable: int) -> Bench:
+    """Measure the machine's speed in the precision that is asked for; `usable` is its memory in bytes."""
     set_matmul_precision(device, settings.precision)  # the probe measures products of this precision, too
     hardware = measure_once(device, settings.precision, budget=0.02 if settings.smoke else 0.5)
-    return Bench(settings, device, hardware, usable, stamp(device, settings.commit))
+    return Bench(settings, device, hardware, usable, environment(device, settings.commit))
 
 
 @cache
@@ -163,8 +173,12 @@ def measure_once(device: torch.device, precision: Precision, budget: float) -> H
     return probe(device, precision, device_name(device), budget)
 
 
-def peak_of(done: Measurement, mode: Mode) -> int | None:
-    """The mode's own peak in bytes: before its first update, a step holds no optimizer state yet."""
-    peaks = done.first_peak if mode in ("backward", "forward-backward") else done.peak or done.first_peak
+def peak_of(done: Measurement, mode: Mode, compiled: bool) -> int | None:
+    """The mode's own peak in bytes: before its first update, a step holds no optimizer state yet.
+
+    A compiled model's first pass holds the compiler, so its backward's own peak is not known.
+    """
+    before = {} if compiled else done.first_peak
+    peaks = before if mode in ("backward", "forward-backward") else done.peak or before
     phases = PHASES["forward-backward"] if mode == "backward" else PHASES[mode]
     return max((peaks[name] for name in phases if name in peaks), default=None)

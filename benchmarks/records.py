@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -10,11 +9,11 @@ from typing import Any, Literal
 import torch
 
 from cs336_systems.errors import UserError
-from cs336_systems.machine import device_name, environment
+from cs336_systems.machine import device_name
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
-Status = Literal["ok", "out-of-memory", "unsupported"]
+Status = Literal["ok", "out-of-memory"]
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,25 @@ def machine_name(device: torch.device, override: str | None = None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
 
 
-def stamp(device: torch.device, commit: str | None = None) -> dict[str, Any]:
-    """The environment of a record; `commit` is for copies of the project that lack their .git."""
-    return environment(device, commit)
+def open_records(folder: Path, benchmark: str) -> Path:
+    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain.
 
-
-def append_records(records: Iterable[Record], folder: Path) -> Path | None:
-    """Append records to `folder`/<benchmark>.jsonl, made if needed; returns the file, None if there was no record.
-
-    Not-a-number is refused, since JSON has none. Raises UserError where the file cannot be written.
+    Raises UserError where it cannot be written.
     """
-    path = None
-    for record in records:
-        path = folder / f"{record.benchmark}.jsonl"
-        line = json.dumps(asdict(record), allow_nan=False)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as file:
-                print(line, file=file)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; name another folder with --results DIR") from None
+    path = folder / f"{benchmark}.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another folder with --results DIR") from None
     return path
+
+
+def append_record(record: Record, path: Path) -> None:
+    """Append one line. Not-a-number is refused, since JSON has none."""
+    line = json.dumps(asdict(record), allow_nan=False)
+    with path.open("a") as file:
+        print(line, file=file)
 
 
 def read_records(path: Path) -> list[Record]:

@@ -5,45 +5,68 @@ from pathlib import Path
 
 import click
 
+from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.errors import UserError
+from cs336_systems.presets import DEFAULT_YEAR, preset
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
-HEADS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
+COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
-def end_to_end(path: Path) -> str:
-    """The Markdown table of one machine's end-to-end records, newest first, with what it was measured on."""
-    records = read_records(path)
-    newest = max(records, key=lambda record: str(record.environment["date"])).environment
-    where = f"**{newest['device']}**, {newest['cores']} cores, torch {newest['torch']}"
-    when = f"commit {str(newest['commit'])[:7]}, {str(newest['date'])[:10]}"
-    title = f"{where}, {when} (mean ± standard deviation; predicted by [`cost/`](cs336_systems/cost))"
-    lines = [title, "", f"| {' | '.join(HEADS)} |", f"|{' --- |' * 2}{' --: |' * (len(HEADS) - 2)}"]
-    return "\n".join(lines + [f"| {' | '.join(row(record))} |" for record in records])
+def end_to_end(path: Path) -> list[str]:
+    """One Markdown table for each state of the code and the machine that a file of records comes from."""
+    groups: dict[str, list[Record]] = {}
+    for record in read_records(path):
+        where = record.environment
+        commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
+        machine = f"**{where['device']}**, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+        groups.setdefault(machine, []).append(record)
+    return [table(machine, records) for machine, records in groups.items()]
+
+
+def table(machine: str, records: list[Record]) -> str:
+    """The records of one machine and commit, under what they were measured on; flagged ones explain themselves."""
+    date = max(str(record.environment["date"]) for record in records)[:10]
+    lines = [f"{machine}, {date}:", "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' --: |' * (len(COLUMNS) - 2)}"]
+    lines += [f"| {' | '.join(row(record))} |" for record in records]
+    if any(record.flags for record in records):
+        lines += ["", "\\* flagged as hard to quote:"]
+        lines += [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in records if r.flags]
+    return "\n".join(lines)
+
+
+def label(record: Record) -> str:
+    """The size and what was chosen otherwise than its preset has it."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    usual = {"year": DEFAULT_YEAR, "precision": "fp32", "norm": model.norm, "attention": model.attention}
+    usual |= {"compile": False, "recompute": "none", "warmup": Settings.warmup}
+    other = [f"{name} {config[name]}" for name in usual if config[name] != usual[name]]
+    return ", ".join([f"{config['size']} {config['batch_size']} x {config['context']}", *other])
 
 
 def row(record: Record) -> list[str]:
     """One record as cells; what did not fit shows what it would have needed."""
-    config, metrics, predicted = record.config, record.metrics, record.predicted
+    metrics, predicted = record.metrics, record.predicted
     time, memory = format_seconds(predicted["mean_ms"] / 1e3), format_bytes(predicted["peak_memory_bytes"])
-    kind = "" if config["precision"] == "fp32" else f" ({config['precision']})"
-    start = [f"{config['size']}{kind}, {config['batch_size']} x {config['context']}", str(config["mode"])]
+    start = [label(record), str(record.config["mode"])]
     if record.status != "ok":
         return [*start, "does not fit", time, "", "", "", memory]
-    spread = f"{format_seconds(metrics['mean_ms'] / 1e3)} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
+    spread = f"{format_seconds(metrics['median_ms'] / 1e3)} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
     peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-    return [*start, spread, time, format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}", peak, memory]
+    mark = "\\*" if record.flags else ""
+    return [*start, spread + mark, time, format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}", peak, memory]
 
 
 def measured_tables(results: Path = RESULTS) -> str:
-    """Every machine's table. Raises UserError if there is no record at all."""
-    paths = sorted(results.glob("*/e2e.jsonl"))
-    if not paths:
+    """Every machine's tables. Raises UserError if there is no record at all."""
+    tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
+    if not tables:
         raise UserError(f"no records under {results}; run python -m benchmarks.e2e first")
-    return "\n\n".join(end_to_end(path) for path in paths)
+    return "\n\n".join(tables)
 
 
 def insert(text: str, tables: str) -> str:
@@ -55,7 +78,9 @@ def insert(text: str, tables: str) -> str:
 
 
 @click.command()
-@click.option("--write", type=click.Path(path_type=Path, exists=True), help="File whose marked part is replaced.")
+@click.option(
+    "--write", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="File whose marked part is replaced."
+)
 def main(write: Path | None) -> None:
     """Print the measured tables as Markdown, or write them into a file."""
     if write is None:

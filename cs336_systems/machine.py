@@ -48,10 +48,22 @@ def available_memory(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
+    return min(free, _cgroup_memory(Path("/sys/fs/cgroup")) or free)
+
+
+def _cgroup_memory(folder: Path) -> int | None:
+    """What a container (cgroup v2) may still take: its limit less what it uses, except file cache it can drop."""
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(limit) - used + int(stat.get("inactive_file", 0)) if limit.isdigit() else None
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch ran out of memory, which only a GPU's allocator says by the type of its error."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 # Tensors can fill only a part of what is available: a CPU process grows holes (freed activations that the C allocator
@@ -122,7 +134,9 @@ def _version(package: str) -> str | None:
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """The stamp of a measurement: device, versions, commit and date. `commit` is for copies that lack their .git."""
-    status = _git("status", "--porcelain") if commit is None else ""
+    # Records that a benchmark has just appended do not make the code another one.
+    unclean = ("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    status = _git(*unclean) if commit is None else ""
     return {
         "device": device_name(device),
         "device_type": device.type,

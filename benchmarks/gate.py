@@ -1,0 +1,61 @@
+"""The correctness gate of whole models: no speed is reported for a model that computes something else."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import require_close
+from benchmarks.workload import Case, compile_model
+from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.precision import autocast, set_matmul_precision
+
+CONTEXT = 128  # tokens at most: the reference keeps every score, in float64
+# Roundings that follow one another through one block, its norms, the head and the loss, and back.
+STAGES = 32
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@torch.no_grad()
+def make_it_matter(model: TransformerLM) -> None:
+    """Draw weights with which every part of the model moves the loss; fresh ones leave attention nearly uniform."""
+    for p in model.parameters():
+        if p.dim() >= 2:
+            p.normal_(std=p.shape[-1] ** -0.5)
+        else:
+            p.add_(torch.randn_like(p), alpha=0.1)
+
+
+def loss_and_gradient(model: TransformerLM, run: nn.Module, case: Case, batch: tuple[Tensor, Tensor]) -> list[Tensor]:
+    """The loss, and every gradient behind it as one vector."""
+    # Gradients of a mean over many tokens are small enough for fp16 to lose them; a power of two loses nothing else.
+    scale = 1024.0 if case.precision == "fp16" else 1.0
+    set_matmul_precision(case.device, case.precision)
+    with autocast(case.device, case.precision):
+        loss = lm_loss(run, *batch)
+    (loss * scale).backward()
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad / scale for p in model.parameters()]
+    return [loss.detach(), torch.cat([gradient.flatten() for gradient in gradients])]
+
+
+def check(case: Case) -> tuple[float, float]:
+    """One block of the model's width, as it will be timed, against plain float64: (largest error, tolerance).
+
+    The errors are those of the loss and of all gradients as one vector, relative in the L2 norm. To first order each of
+    STAGES roundings adds one unit roundoff, and a float32 sum of n terms about sqrt(n) of its own (Higham, Accuracy and
+    Stability of Numerical Algorithms, sections 2.6 and 3.1). Raises WrongResultError.
+    """
+    context = min(case.config.context_length, CONTEXT)
+    config = replace(case.config, num_layers=1, dropout=0.0, context_length=context)
+    batch = case.make_batch(config, batch=2)
+    candidate = case.make_model(config)
+    make_it_matter(candidate)
+    reference = case.make_model(replace(config, attention="naive", recompute="none")).double()
+    reference.load_state_dict(candidate.state_dict())
+    run = compile_model(candidate, case.device) if case.compiled else candidate
+    got = loss_and_gradient(candidate, run, case, batch)
+    want = loss_and_gradient(reference, reference, replace(case, precision="fp32"), batch)
+    longest = max(config.d_ff, config.vocab_size, 2 * context)
+    tolerance = STAGES * (UNIT_ROUNDOFF[case.precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
+    names = ("one block's loss", "one block's gradient")
+    return max(require_close(*each, tolerance) for each in zip(names, got, want, strict=True)), tolerance
