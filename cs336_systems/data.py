@@ -2,6 +2,7 @@
 that a run that is resumed or laid out anew sees the same tokens."""
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -45,11 +46,13 @@ def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
     pieces, size = [], 0
-    for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
-        if size >= cap:
-            break
-        if skipped.isdisjoint(path.relative_to(root).parts):
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        if size < cap and os.access(path, os.R_OK):
             pieces.append(path.read_bytes())
             size += len(pieces[-1])
     if not pieces:
@@ -116,6 +119,7 @@ def lm_batch(
 
     `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks.
     """
+    assert 0 <= rank < world_size
     if batch % world_size:
         raise UserError(f"a global batch of {batch} does not divide over {world_size} ranks")
     rows = batch // world_size

@@ -7,6 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.errors import UserError
+
 
 class AdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
@@ -28,11 +30,17 @@ class AdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"lr {lr}, eps {eps} and weight_decay {weight_decay} must not be negative, betas {betas} lie in [0, 1)"
-            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; those that are not given are the optimizer's."""
+        group = self.defaults | param_group
+        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+        if lr < 0 or eps < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr {lr}, eps {eps} and weight_decay {decay} must not be negative, betas {betas} lie in [0, 1)"
+            )
+        super().add_param_group(param_group)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -91,8 +99,11 @@ def learning_rate(
 ) -> float:
     """The rate of one step (from 0): up in a line to the peak, then down to the floor at `decay_steps`, then level.
 
-    The horizon belongs to the schedule, not to the run: a run that is cut short or resumed walks the same curve.
+    The horizon belongs to the schedule, not to the run: a run that is cut short or resumed walks the same curve. Raises
+    UserError for a warm-up that is longer than the decay's horizon.
     """
+    if warmup_steps > decay_steps:
+        raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if step >= decay_steps:

@@ -25,11 +25,11 @@ from cs336_systems.cost.fit import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.data import Corpus, check_length, lm_batch, load_corpus
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.machine import choose_device, device_name, environment, out_of_memory, usable_memory
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.optim import AdamW, clip_gradients, decay_groups, learning_rate
 from cs336_systems.precision import autocast, set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Checkpoint, ModelConfig, Norm, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, ModelConfig, Norm, Recompute, preset
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,21 @@ class Recipe:
     steps: int = setting(300, "Optimizer steps of this run.", type=click.IntRange(1))
     batch_size: int | None = setting(None, "Sequences in a step.  [default: the preset's]", type=click.IntRange(1))
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=click.IntRange(1))
-    lr: float = setting(2e-3, "Peak learning rate.")
-    min_lr: float = setting(2e-4, "Learning rate from --decay-steps on.")
+    lr: float = setting(2e-3, "Peak learning rate.", type=click.FloatRange(min=0))
+    min_lr: float = setting(2e-4, "Learning rate from --decay-steps on.", type=click.FloatRange(min=0))
     warmup_steps: int = setting(20, "Steps of linear warm-up.", type=click.IntRange(0))
     decay_steps: int = setting(1000, "Step at which the learning rate reaches --min-lr.", type=click.IntRange(1))
     decay: Literal["cosine", "linear"] = setting("cosine", "Shape of the learning rate's decay.")
-    weight_decay: float = setting(0.1, "AdamW's decay of matrices.")
-    clip: float = setting(1.0, "Largest global norm of the gradient.")
+    weight_decay: float = setting(0.1, "AdamW's decay of matrices.", type=click.FloatRange(min=0))
+    clip: float = setting(1.0, "Largest global norm of the gradient.", type=click.FloatRange(min=0, min_open=True))
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
     norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
-    checkpoint: Checkpoint = setting("none", "What backward recomputes instead of keeping it.")
-    checkpoint_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
+    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
+    # fp16 is missing because its gradients need loss scaling, which this loop does not have.
     precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products.")
-    seed: int = setting(0, "Seed of weights, batches and sample.", type=click.IntRange(0))
+    seed: int = setting(0, "Seed of weights, batches and sample.", type=click.IntRange(0, 2**32 - 1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     log: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
     log_every: int = setting(10, "Steps between two log lines.", type=click.IntRange(1))
@@ -71,8 +72,8 @@ class Recipe:
             dropout=self.dropout,
             norm=self.norm,
             attention=self.attention,
-            checkpoint=self.checkpoint,
-            checkpoint_every=self.checkpoint_every,
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
         )
         if not config.causal:
             raise UserError(f"{self.size} is an encoder; this command trains decoders, such as --size tiny")
@@ -109,7 +110,7 @@ def sample_text(model: TransformerLM, prompt: str, length: int, seed: int, tempe
     model.eval()
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor([list(prompt.encode() or b"\n")], device=device)
+    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape") or b"\n")], device=device)
     for _ in range(length):
         logits = model(tokens[:, -model.config.context_length :])[:, -1, :256] / temperature
         tokens = torch.cat((tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
@@ -121,8 +122,10 @@ def sample_text(model: TransformerLM, prompt: str, length: int, seed: int, tempe
 class Trainer:
     """A model, its optimizer and its data; `step` is one optimizer step on this rank's rows of the global batch."""
 
-    def __init__(self, recipe: Recipe, device: torch.device) -> None:
-        self.recipe, self.device, self.config = recipe, device, recipe.model_config()
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.config = recipe, recipe.model_config()
+        self.device = device = choose_device(recipe.device)
+        self.learning_rate(0)  # a schedule that cannot be is refused before anything is built
         self.batch = recipe.batch_size or preset(recipe.size, recipe.year).batch_size
         set_matmul_precision(device, recipe.precision)
         self.autocast = autocast(device, recipe.precision)
@@ -137,10 +140,14 @@ class Trainer:
         self.model = TransformerLM(self.config, device)
         self.optimizer = AdamW(decay_groups(self.model, recipe.weight_decay), betas=(0.9, 0.95))
 
+    def learning_rate(self, step: int) -> float:
+        r = self.recipe
+        return learning_rate(step, r.lr, r.min_lr, r.warmup_steps, r.decay_steps, r.decay)
+
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
         """(loss, gradient norm before clipping, learning rate) of one step."""
         recipe = self.recipe
-        rate = learning_rate(step, recipe.lr, recipe.min_lr, recipe.warmup_steps, recipe.decay_steps, recipe.decay)
+        rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         tokens, targets = lm_batch(self.corpus, step, recipe.seed, self.batch, self.config.context_length)
@@ -169,7 +176,7 @@ def run_steps(trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
     flops += backward_flops(config, batch, config.context_length)
     losses: list[Tensor] = []
     start = time.perf_counter()
-    with console.progress("training", recipe.steps, 3 * recipe.steps * flops / hardware.matmul_flops) as advance:
+    with console.progress("training", recipe.steps, recipe.steps * flops / hardware.matmul_flops) as advance:
         note = ""
         for step in range(recipe.steps):
             loss, norm, rate = trainer.step(step)
@@ -177,14 +184,24 @@ def run_steps(trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
             if (step + 1) % recipe.log_every == 0 or step + 1 == recipe.steps:
                 mean = torch.stack(losses).mean().item()  # the one wait for the device in log_every steps
                 seconds = (time.perf_counter() - start) / len(losses)
-                if not math.isfinite(mean):
-                    raise UserError(f"the loss is {mean} after {step + 1} steps; lower --lr (now {recipe.lr:g})")
+                require_finite(mean + norm.item(), step + 1, recipe)
                 mfu = flops / seconds / hardware.matmul_flops
                 line = {"step": step + 1, "loss": mean, "lr": rate, "grad_norm": norm.item()}
-                print(json.dumps(line | {"tokens_per_s": tokens / seconds, "mfu": mfu}), file=log, flush=True)
+                write_line(line | {"tokens_per_s": tokens / seconds, "mfu": mfu}, log)
                 note = f"loss {mean:.3f}  {format_count(tokens / seconds)} tokens/s  MFU {mfu:.0%}"
                 losses, start = [], time.perf_counter()
             advance(note)
+
+
+def require_finite(value: float, step: int, recipe: Recipe) -> None:
+    """Raises UserError when the loss or the gradient is no longer a number."""
+    if not math.isfinite(value):
+        raise UserError(f"the loss or its gradient is {value} after {step} steps; lower --lr (now {recipe.lr:g})")
+
+
+def write_line(record: dict[str, Any], log: IO[str]) -> None:
+    """One JSON line, on disk at once."""
+    print(json.dumps(record, allow_nan=False), file=log, flush=True)
 
 
 def train(recipe: Recipe) -> dict[str, Any]:
@@ -193,8 +210,8 @@ def train(recipe: Recipe) -> dict[str, Any]:
     Raises UserError for a run that cannot be made, or whose loss diverges.
     """
     out = console.console()
-    device = choose_device(recipe.device)
-    trainer = Trainer(recipe, device)
+    trainer = Trainer(recipe)
+    device = trainer.device
     hardware = probe(device, recipe.precision, device_name(device), budget=0.2)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     context = trainer.config.context_length
@@ -204,21 +221,22 @@ def train(recipe: Recipe) -> dict[str, Any]:
         f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}"
     )
     with open_log(recipe.log) as log:
-        start = time.perf_counter()
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
         header = {"recipe": settings, "corpus": trainer.corpus.name, "sha256": trainer.corpus.sha256}
-        print(json.dumps(header | {"environment": environment(device)}), file=log)
+        write_line(header | {"environment": environment(device)}, log)
+        start = time.perf_counter()
         run_steps(trainer, hardware, log)
-        seconds = time.perf_counter() - start
-        final: dict[str, Any] = {"steps": recipe.steps, "seconds": seconds, "validation_loss": trainer.validate()}
+        final: dict[str, Any] = {"steps": recipe.steps, "seconds": time.perf_counter() - start}
+        final["validation_loss"] = trainer.validate()
+        require_finite(final["validation_loss"] or 0.0, recipe.steps, recipe)
         if trainer.text:
             final["sample"] = sample_text(trainer.model, recipe.prompt, recipe.sample_bytes, recipe.seed)
-        print(json.dumps(final), file=log)
+        write_line(final, log)
     loss = final["validation_loss"]
     reached = "not measured, the text is too short" if loss is None else f"{loss:.3f} nats a token"
     guessing = math.log(256 if trainer.text else trainer.config.vocab_size)
     out.print(
-        f"{recipe.steps} steps in {format_seconds(seconds)}; validation loss {reached} "
+        f"{recipe.steps} steps in {format_seconds(final['seconds'])}; validation loss {reached} "
         f"(guessing: {guessing:.3f}); log: {recipe.log}"
     )
     if trainer.text:
@@ -234,7 +252,12 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     if more_data and not settings["data"]:
         raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")
     settings["data"] = (*settings["data"], *more_data)  # --data a.txt b.txt
-    train(Recipe(**settings))
+    try:
+        train(Recipe(**settings))
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise UserError("out of memory although it was counted to fit; lower --batch-size or --context") from error
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import os
 
 import pytest
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels then run on the CPU
-
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,6 @@ def seeded_and_poisoned():
     """Every test starts from seed 0; torch.empty returns NaN (deterministic mode fills what is not initialised)."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
 

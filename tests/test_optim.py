@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.errors import UserError
 from cs336_systems.model import TransformerLM
 from cs336_systems.optim import AdamW, clip_gradients, decay_groups, learning_rate
 from cs336_systems.presets import model_preset
@@ -91,6 +92,8 @@ def test_closure_state_and_groups():
 def test_bad_hyperparameters_are_refused():
     with pytest.raises(ValueError, match=r"lr -1, eps"):
         AdamW([nn.Parameter(torch.ones(1))], lr=-1)
+    with pytest.raises(ValueError, match=r"weight_decay -0\.1 must not be negative"):
+        AdamW([{"params": [nn.Parameter(torch.ones(1))], "weight_decay": -0.1}])
     with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\) lie in \[0, 1\)"):
         AdamW([nn.Parameter(torch.ones(1))], betas=(0.9, 1.0))
     p = nn.Parameter(torch.ones(3))
@@ -120,6 +123,8 @@ def test_schedule():
     assert rate(110) == rate(10**6) == 0.1
     assert learning_rate(0, 1.0, 0.1, warmup_steps=0, decay_steps=1) == 1.0
     assert learning_rate(5, 1.0, 0.1, warmup_steps=5, decay_steps=5) == 0.1
+    with pytest.raises(UserError, match="a warm-up of 6 steps ends after the decay, at step 5"):
+        learning_rate(0, 1.0, 0.1, warmup_steps=6, decay_steps=5)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])

@@ -39,14 +39,14 @@ def test_random_bytes_are_not(in_tmp):
     final = train(Recipe(data=("random",), steps=60, batch_size=8, context=32, device="cpu"))
     # Fresh random bytes cost ln 256 under the uniform guess and more under any other. The mean over 8 x 8 x 32 tokens
     # of a guess that is nearly uniform has a deviation of less than 0.3 / sqrt(2048) = 0.007.
-    assert math.log(256) - 0.04 < final["validation_loss"] < math.log(256) + 0.15
+    assert math.log(256) - 0.04 < final["validation_loss"] < 1.01 * math.log(256)
     assert "sample" not in final
 
 
 def test_training_is_a_function_of_the_seed():
     def weights(seed):
         recipe = Recipe(data=("random",), batch_size=4, context=16, seed=seed, device="cpu")
-        trainer = Trainer(recipe, torch.device("cpu"))
+        trainer = Trainer(recipe)
         for step in range(3):
             trainer.step(step)
         return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
@@ -68,9 +68,12 @@ def test_the_horizon_belongs_to_the_schedule(in_tmp):
 def test_own_text_and_a_sample_that_is_safe_to_print(in_tmp, capsys):
     (in_tmp / "a.txt").write_text("to be or not to be, " * 50)
     (in_tmp / "b.txt").write_text("that is the question; " * 50)
-    assert run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "to", "--log", "log") == 0
+    assert (
+        run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "\udcff", "--precision", "bf16", "--log", "log")
+        == 0
+    )
     assert "a.txt, b.txt" in capsys.readouterr().out
-    trainer = Trainer(Recipe(data=("random",), batch_size=1, context=8, device="cpu"), torch.device("cpu"))
+    trainer = Trainer(Recipe(data=("random",), batch_size=1, context=8, device="cpu"))
     text = sample_text(trainer.model, "\x1b[31m", 200, seed=0)
     assert all(c.isprintable() or c == "\n" for c in text)
     assert text == sample_text(trainer.model, "\x1b[31m", 200, seed=0)
@@ -90,7 +93,11 @@ def test_own_text_and_a_sample_that_is_safe_to_print(in_tmp, capsys):
         (("--steps", "0"), "error: Invalid value for '--steps'"),
         (("stray.txt",), "error: unexpected argument 'stray.txt'; text is named with --data FILE ..."),
         (("--log", "short.txt/log", "--steps", "1"), "error: cannot write the log short.txt/log: "),
-        (("--lr", "1e9", "--steps", "40", "--clip", "1e9"), "error: the loss is nan after"),
+        (("--lr", "1e9", "--steps", "40", "--clip", "1e9"), "error: the loss or its gradient is nan after"),
+        (("--lr", "-1"), "error: Invalid value for '--lr': -1.0 is not in the range x>=0."),
+        (("--clip", "0"), "error: Invalid value for '--clip': 0.0 is not in the range x>0."),
+        (("--decay-steps", "4"), "error: a warm-up of 5 steps ends after the decay, at step 4"),
+        (("--data", "."), "error: cannot read .: Is a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(in_tmp, arguments, line, capsys):
