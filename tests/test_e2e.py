@@ -261,6 +261,7 @@ def test_a_warm_up_of_zero_keeps_the_start_cold(in_tmp, monkeypatch):
 def test_a_workload_trains():
     load = Workload(Case(SMALL, 4, "fp32", False, CPU))
     load.run("forward", 0, 1)
+    assert not load.loss.requires_grad  # nothing was kept for a backward
     before = load.loss.item()
     assert all(p.grad is None for p in load.weights.parameters())
     load.run("step", 0, 20)

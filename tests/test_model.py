@@ -206,6 +206,44 @@ def test_checkpointing_runs_blocks_again(monkeypatch):
     assert len(segments) == 3  # nothing is kept for backward, so nothing is worth recomputing
 
 
+def test_fused_attention_gets_a_finite_mask_in_every_precision(monkeypatch):
+    masks = []
+    true_attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, attn_mask, **options):
+        masks.append(attn_mask)
+        return true_attention(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr("cs336_systems.attention.F.scaled_dot_product_attention", noted)
+    model = TransformerLM(replace(TOY, attention="sdpa"))
+    tokens, _ = inputs(TOY)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            model(tokens, None, torch.tensor([[True] * 6, [False] * 6]))
+    # float32's lowest number rounds to minus infinity in both, and some kernels turn a row of those into NaN.
+    assert [mask.dtype for mask in masks] == [torch.bfloat16] * 2 + [torch.float16] * 2
+    assert all(mask.isfinite().all() for mask in masks)
+
+
+def test_dropout_acts_everywhere_it_should(monkeypatch):
+    calls = []
+    true_dropout = torch.nn.functional.dropout
+
+    def noted(x, p, training=True):
+        calls.append((tuple(x.shape), p if training else 0.0))
+        return true_dropout(x, p, training)
+
+    monkeypatch.setattr("torch.nn.functional.dropout", noted)
+    model = TransformerLM(replace(TOY, dropout=0.5))
+    tokens, _ = inputs(TOY)
+    stream, weights = ((2, 6, 24), 0.5), ((2, 4, 6, 6), 0.5)
+    model(tokens)
+    assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; then each block's weights and branches
+    calls.clear()
+    model.eval()(tokens)
+    assert {p for _, p in calls} == {0.0}
+
+
 def test_dropout_acts_in_training_only():
     model = TransformerLM(replace(TOY, dropout=0.5))
     tokens, _ = inputs(TOY)
