@@ -14,7 +14,7 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 		{ echo "error: Python 3.11 to 3.13 is needed, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install --quiet --editable '.[dev]'
+	@$(RUN) -m pip install --quiet --quiet --editable '.[dev]'
 	@touch $@
 
 demo: $(VENV)/.installed ## train a small language model and print a benchmark table (under two minutes)

@@ -114,6 +114,15 @@ def test_a_smaller_batch_is_offered_where_it_helps(monkeypatch, capsys):
     assert f"what fits here: {fits}" in capsys.readouterr().err
 
 
+def test_a_shorter_context_is_offered_where_a_smaller_batch_does_not_help(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 2**30)
+    assert run("--size", "tiny", "--context", "10000000", "--mode", "forward") == 2
+    offer = capsys.readouterr().err.split("what fits here: --context ")[1]
+    assert run("--size", "tiny", "--context", str(2 * int(offer)), "--mode", "forward") == 2
+    shorter = model_preset("tiny").override(context_length=int(offer))
+    assert sum(memory(shorter, 16, int(offer), "forward").values()) <= 2**30
+
+
 def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypatch, capsys):
     config = model_preset("tiny")
     just_forward = sum(memory(config, 2, 128, "forward").values())

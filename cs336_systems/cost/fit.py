@@ -1,5 +1,7 @@
 """Will it fit, and if not, what would?"""
 
+from collections.abc import Iterator
+
 from cs336_systems.console import format_bytes
 from cs336_systems.cost.memory import MODES, Mode, Precision, memory
 from cs336_systems.errors import UserError
@@ -16,16 +18,23 @@ def alternatives(
 ) -> list[str]:
     """The nearest things that fit where (config, batch, seq, mode) does not, as command-line options."""
 
-    def fits(rows: int, mode: Mode) -> bool:
-        return sum(memory(config, rows, seq, mode, precision).values()) <= usable
+    def fits(mode: Mode, rows: int = batch, length: int = seq) -> bool:
+        shape = config.override(context_length=min(length, config.context_length))
+        return sum(memory(shape, rows, length, mode, precision).values()) <= usable
 
-    found = [f"--mode {other}" for other in modes if other != mode and fits(batch, other)]
-    rows = batch
-    while rows > 1:
-        rows //= 2
-        if fits(rows, mode):
-            return [*found, f"--batch-size {rows}"]
+    found = [f"--mode {other}" for other in modes if other != mode and fits(other)]
+    if rows := next((rows for rows in halvings(batch) if fits(mode, rows=rows)), None):
+        return [*found, f"--batch-size {rows}"]
+    if length := next((length for length in halvings(seq) if fits(mode, length=length)), None):
+        return [*found, f"--context {length}"]
     return found
+
+
+def halvings(count: int) -> Iterator[int]:
+    """Half, a quarter and so on, down to one."""
+    while count > 1:
+        count //= 2
+        yield count
 
 
 def require_fit(
