@@ -57,7 +57,7 @@ class Settings:
     results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it cases: tiny, one pass, no record.")
+    smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")
 
     def case(self, size: str, device: torch.device) -> Case:
         """One size with these settings. Raises UserError for a size or a choice that does not exist."""

@@ -86,7 +86,11 @@ def main(write: Path | None) -> None:
     if write is None:
         print(measured_tables())
     else:
-        write.write_text(insert(write.read_text(), measured_tables()))
+        try:
+            text = write.read_text()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{write} is not UTF-8 text at byte {error.start}") from None
+        write.write_text(insert(text, measured_tables()))
 
 
 if __name__ == "__main__":

@@ -126,6 +126,8 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     assert run_command(main, ["--write", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == once
     assert run_command(main, ["--write", str(tmp_path)]) == 2
+    (tmp_path / "binary").write_bytes(b"\xd0\x00")
+    assert run_command(main, ["--write", str(tmp_path / "binary")]) == 2
 
 
 def git(*arguments: str) -> str:
