@@ -1,0 +1,26 @@
+"""The only door to torch.distributed: start-up, the verbs, and a record of everything that was sent."""
+
+from cs336_systems.comm.events import Event, record
+from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, subgroup
+from cs336_systems.comm.startup import Place, distributed, find_place
+from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+
+__all__ = [
+    "CommError",
+    "Event",
+    "Group",
+    "Place",
+    "Work",
+    "agree",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "default_group",
+    "distributed",
+    "fault",
+    "find_place",
+    "record",
+    "reduce_scatter",
+    "subgroup",
+]

@@ -1,0 +1,57 @@
+"""A record of every collective: what the tests count, and what the analytic model is compared with."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+# What each rank sends, as a multiple of the tensor, by algorithm; a broadcast's is the root's share spread over all.
+SENT: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
+    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
+    "all-gather": lambda ranks: (ranks - 1) / ranks,
+    "broadcast": lambda ranks: (ranks - 1) / ranks,
+    "all-to-all": lambda ranks: (ranks - 1) / ranks,
+}
+
+
+@dataclass(frozen=True)
+class Event:
+    """One collective over `ranks` ranks on a tensor of `numel` elements in all; `label` says what it was for."""
+
+    verb: str
+    label: str
+    numel: int
+    dtype: torch.dtype
+    ranks: int
+    algorithm: str  # the verb whose traffic this made: gloo reduce-scatters a CUDA tensor by an all-reduce
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def bytes_sent(self) -> float:
+        """What one rank sends, in bytes."""
+        return self.nbytes * SENT[self.algorithm](self.ranks)
+
+
+_recorders: list[list[Event]] = []
+
+
+@contextmanager
+def record() -> Iterator[list[Event]]:
+    """Lists every collective that this rank launches inside the block, in order."""
+    events: list[Event] = []
+    _recorders.append(events)
+    try:
+        yield events
+    finally:
+        _recorders[:] = [each for each in _recorders if each is not events]
+
+
+def log(event: Event) -> None:
+    """Tell every open record of a collective."""
+    for events in _recorders:
+        events.append(event)

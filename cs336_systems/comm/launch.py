@@ -1,0 +1,118 @@
+"""Start ranks on this machine without torchrun: a process each, one error line for all, and nobody left behind.
+
+CPU ranks are forked, which takes a tenth of a second; that needs a parent that has run no tensor code, since threads
+and CUDA do not survive a fork. CUDA ranks are spawned.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.comm.group import CommError
+from cs336_systems.comm.startup import Place
+from cs336_systems.errors import UserError
+
+GRACE = 5.0  # seconds that the others get to name the cause after one rank has failed
+PR_SET_PDEATHSIG = 1
+
+
+Worker = Callable[..., None]  # worker(place, *arguments)
+
+
+def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Connection) -> None:
+    """A rank's life. An error of the user's or the network's goes to the parent as a line, any other as a traceback."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    torch.set_num_threads(threads)
+    try:
+        worker(place, *arguments)
+    except (UserError, CommError) as error:
+        report.send_bytes(str(error).encode())
+        os._exit(2)
+    except KeyboardInterrupt:
+        os._exit(130)
+    except BaseException:
+        report.send_bytes(traceback.format_exc().encode())
+        os._exit(1)
+
+
+def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any) -> None:
+    """Run `worker(place, *arguments)` in `nproc` processes and wait for all.
+
+    The cores are shared out: each CPU rank computes with cores / nproc threads, at least one. Raises UserError with the
+    first failure among the ranks, after stopping the others, and RuntimeError with the traceback of one that broke.
+    """
+    if nproc < 1:
+        raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
+    context: Any = get_context("spawn" if device == "cuda" else "fork")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sys.stdout.flush()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes, reports = [], []
+        try:
+            for rank in range(nproc):
+                receive, send = context.Pipe(duplex=False)
+                place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
+                process = context.Process(target=_run, args=(worker, place, arguments, max(1, cores // nproc), send))
+                process.start()
+                send.close()
+                processes.append(process)
+                reports.append(receive)
+            failed = _first_failure(processes)
+        finally:
+            _stop(processes)
+    if failed is not None:
+        _raise_for(failed, processes[failed].exitcode, reports[failed])
+
+
+def _first_failure(processes: list[BaseProcess]) -> int | None:
+    """Wait until all ranks are done, or one has failed: its number. The others then get a moment to end, too."""
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        for sentinel in wait(list(running)):
+            rank = running.pop(sentinel)  # type: ignore[arg-type]
+            processes[rank].join()
+            if processes[rank].exitcode:
+                deadline = time.monotonic() + GRACE
+                for process in processes:
+                    process.join(max(0.0, deadline - time.monotonic()))
+                return rank
+    return None
+
+
+def _stop(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+    for process in processes:
+        process.join(2)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _raise_for(rank: int, code: int | None, report: Connection) -> None:
+    message = ""
+    with suppress(EOFError):  # a rank that was killed has said nothing
+        message = report.recv_bytes().decode()
+    if code == 2:
+        raise UserError(message)
+    if code == 130:
+        raise KeyboardInterrupt
+    how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+    if not message and code and code < 0:
+        raise UserError(f"rank {rank} {how}: out of memory? the other ranks were stopped")
+    raise RuntimeError(f"rank {rank} {how}\n{message}")

@@ -1,0 +1,163 @@
+"""The verbs. Each works in place on a flat tensor, returns at once, and is done when `Work.wait` returns.
+
+The algorithm is chosen by backend: gloo's own reduce-scatter and all-gather are slower than its all-reduce although
+they move half as much, so there both are exchanges of slices.
+"""
+
+import zlib
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cs336_systems.comm.events import Event, log
+from cs336_systems.comm.group import CommError, Group, count, last_words, occurrence, post, sequence
+
+
+class Work:
+    """A collective under way; `wait` returns when its result is in place, and may be called again."""
+
+    def __init__(
+        self,
+        event: Event,
+        group: Group,
+        pending: Sequence[dist.Work | None],
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self.event, self.group, self.finish = event, group, finish
+        self.pending = [work for work in pending if work is not None]
+        self.number = sequence(group)
+
+    def wait(self) -> None:
+        pending, self.pending = self.pending, []
+        finish, self.finish = self.finish, None
+        try:
+            for work in pending:
+                work.wait()
+        except RuntimeError as error:
+            raise self._explained(error) from error
+        if finish:
+            finish()
+
+    def _explained(self, error: RuntimeError) -> CommError:
+        """The failure, and what every other rank says that it was doing."""
+        event = self.event
+        doing = f"waited in {event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes} bytes)"
+        post(doing, self.group)
+        cause = str(error).splitlines()[0][:120]
+        return CommError(f"rank {self.group.rank()} {doing}; {last_words(self.group)} ({cause})")
+
+
+def _begin(verb: str, label: str, numel: int, tensor: Tensor, group: Group, algorithm: str = "") -> Event:
+    event = Event(verb, label, numel, tensor.dtype, group.size(), algorithm or verb)
+    count(group)
+    log(event)
+    return event
+
+
+def _tag(event: Event, group: Group) -> int:
+    """A tag that only the same collective has: gloo would take another one, even of another size, for it silently.
+
+    It counts how often this verb had this label, so ranks that do the same work in another order still meet.
+    """
+    kind = f"{event.verb} {event.label} {event.numel} {event.dtype}"
+    return zlib.crc32(f"{kind} {occurrence(kind, group)}".encode()) >> 1
+
+
+def _by_slices(tensor: Tensor, group: Group) -> bool:
+    """Whether slices are exchanged by send and receive, which gloo offers for CPU tensors only."""
+    return dist.get_backend(group) == "gloo" and tensor.device.type == "cpu"
+
+
+def all_reduce(flat: Tensor, group: Group, label: str = "") -> Work:
+    """Every rank gets the mean over all ranks, in place."""
+    event = _begin("all-reduce", label, flat.numel(), flat, group)
+    if group.size() == 1:
+        return Work(event, group, [])
+    flat = torch.view_as_real(flat) if flat.is_complex() else flat
+    return Work(event, group, [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+
+
+def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
+    """Rank r gets the mean over all ranks of the r-th of equal slices, in place; the other slices are then void.
+
+    On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
+    """
+    ranks, me = group.size(), group.rank()
+    slices = flat.chunk(ranks)
+    assert flat.numel() % ranks == 0
+    direct = _by_slices(flat, group)
+    staged = dist.get_backend(group) == "gloo" and not direct
+    event = _begin("reduce-scatter", label, flat.numel(), flat, group, "all-reduce" if staged else "")
+    if ranks == 1:
+        return Work(event, group, [])
+    if staged:
+        return Work(event, group, [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+    if not direct:
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        return Work(event, group, [scatter(slices[me], flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+    inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
+    pending = _exchange(list(slices), inbox, group, _tag(event, group))
+
+    def add() -> None:
+        total = inbox[0]
+        for rank in range(1, ranks):
+            if rank == me:
+                total = slices[me].add_(total)
+            else:
+                total.add_(inbox[rank])
+        torch.div(total, ranks, out=slices[me])
+
+    return Work(event, group, pending, add)
+
+
+def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
+    """Every rank gets all slices: before, rank r has only the r-th of equal slices of the same flat tensor."""
+    ranks, me = group.size(), group.rank()
+    slices = list(flat.chunk(ranks))
+    assert flat.numel() % ranks == 0
+    event = _begin("all-gather", label, flat.numel(), flat, group)
+    if ranks == 1:
+        return Work(event, group, [])
+    if _by_slices(flat, group):
+        return Work(event, group, _exchange([slices[me]] * ranks, slices, group, _tag(event, group)))
+    if dist.get_backend(group) == "gloo":
+        roots = range(ranks)
+        return Work(event, group, [dist.broadcast(slices[r], group=group, async_op=True, group_src=r) for r in roots])
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Work(event, group, [gather(flat, slices[me], group=group, async_op=True)])
+
+
+def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
+    """Every rank gets the tensor of the group's rank `source`, in place."""
+    event = _begin("broadcast", label, tensor.numel(), tensor, group)
+    if group.size() == 1 or not tensor.numel():
+        return Work(event, group, [])
+    sent = tensor.contiguous()
+    pending = [dist.broadcast(sent, group=group, async_op=True, group_src=source)]
+    return Work(event, group, pending, None if sent is tensor else lambda: tensor.copy_(sent))
+
+
+def all_to_all(
+    output: Tensor, given: Tensor, output_rows: Sequence[int], given_rows: Sequence[int], group: Group, label: str = ""
+) -> Work:
+    """Rows to every rank: the first given_rows[0] of `given` (rows ...) go to rank 0, and so on; `output` is filled
+    with output_rows[r] rows from each rank r in order. The counts may be uneven or zero."""
+    event = _begin("all-to-all", label, given.numel(), given, group)
+    arguments = (output, given, list(output_rows), list(given_rows), group)
+    if group.size() == 1:
+        output.copy_(given)
+        return Work(event, group, [])
+    return Work(event, group, [dist.all_to_all_single(*arguments, async_op=True)])
+
+
+def _exchange(outbox: list[Tensor], inbox: list[Tensor], group: Group, tag: int) -> list[dist.Work | None]:
+    """Send outbox[r] to every other rank r and receive inbox[r] from it, starting with the next rank."""
+    ranks, me = group.size(), group.rank()
+    around = range(1, ranks)
+    if not outbox[0].numel():
+        return []
+    receive = [dist.irecv(inbox[(me - i) % ranks], group=group, tag=tag, group_src=(me - i) % ranks) for i in around]
+    send = [dist.isend(outbox[(me + i) % ranks], group=group, tag=tag, group_dst=(me + i) % ranks) for i in around]
+    return [*receive, *send]

@@ -1,0 +1,102 @@
+"""Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [start, stop) of a flattened tensor, number `index` of its layout."""
+
+    index: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Tensors one after another in a flat buffer; rank r owns the elements [cuts[r], cuts[r + 1]).
+
+    two ranks, tensors of 5 and 2 elements:   a a a a | a b b .      equal slices, the last padded
+    the same, cut between tensors:            a a a a a | b b
+    """
+
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor], num_shards: int = 1, granule: int = 1) -> "FlatLayout":
+        """In the given order, cut into equal slices, multiples of `granule` elements; the end is padded."""
+        offsets, end = [], 0
+        for tensor in tensors:
+            offsets.append(end)
+            end += tensor.numel()
+        slice_ = math.ceil(end / num_shards / granule) * granule
+        cuts = tuple(slice_ * rank for rank in range(num_shards + 1))
+        return cls(tuple(tensor.shape for tensor in tensors), tuple(offsets), cuts)
+
+    @classmethod
+    def whole(cls, tensors: Sequence[Tensor], num_shards: int) -> "FlatLayout":
+        """Cut between tensors: each, the largest first, goes to the rank that has the least so far."""
+        load = [0] * num_shards
+        owned: list[list[int]] = [[] for _ in range(num_shards)]
+        for index in sorted(range(len(tensors)), key=lambda i: (-tensors[i].numel(), i)):
+            rank = load.index(min(load))
+            owned[rank].append(index)
+            load[rank] += tensors[index].numel()
+        offsets, cuts, end = [0] * len(tensors), [0], 0
+        for indices in owned:
+            for index in sorted(indices):
+                offsets[index] = end
+                end += tensors[index].numel()
+            cuts.append(end)
+        return cls(tuple(tensor.shape for tensor in tensors), tuple(offsets), tuple(cuts))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.cuts[-1]
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Tensor number `index` as a view of the buffer."""
+        shape, start = self.shapes[index], self.offsets[index]
+        return flat[start : start + shape.numel()].view(shape)
+
+    def shard(self, flat: Tensor, rank: int) -> Tensor:
+        """The slice that a rank owns, as a view of the buffer."""
+        return flat[self.cuts[rank] : self.cuts[rank + 1]]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """What a rank owns of each tensor, in the order of its slice; empty pieces are left out."""
+        first, last = self.cuts[rank], self.cuts[rank + 1]
+        found = []
+        for index, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
+            start, stop = max(first, offset), min(last, offset + shape.numel())
+            if start < stop:
+                found.append((start, Piece(index, start - offset, stop - offset)))
+        return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+
+
+def plan_buckets(parameters: Sequence[T], cap_bytes: float) -> list[list[T]]:
+    """Groups in the order in which backward should finish them: last parameter first, up to `cap_bytes` a group.
+
+    A group has one dtype and one device. A cap of 0 gives each parameter a group of its own, infinity one to all.
+    """
+    done: list[list[T]] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    for parameter in reversed(parameters):
+        kind = (parameter.dtype, parameter.device)
+        group = open_.setdefault(kind, [])
+        if group and sum(p.nbytes for p in group) + parameter.nbytes > cap_bytes:
+            done.append(group)
+            group = open_[kind] = []
+        group.append(parameter)
+    return done + list(open_.values())

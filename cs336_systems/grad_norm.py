@@ -1,0 +1,41 @@
+"""The global norm of gradients, some of which are sharded over the ranks, and clipping by it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import Group, all_gather
+
+
+@torch.no_grad()
+def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
+    """The norm of all gradients as one vector, a scalar equal on every rank, in float32 at least.
+
+    `sharded` are this rank's parts, `replicated` what every rank has alike and counts once. The ranks' norms are
+    gathered, not max-reduced, since a max reduction loses NaN. Every rank must call this if any gradient is sharded.
+    """
+    device = (*sharded, *replicated, torch.empty(0))[0].device
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in (*sharded, *replicated)) else torch.float32
+
+    norms = torch.zeros(group.size(), dtype=wide, device=device)
+
+    def norm(gradients: Sequence[Tensor]) -> Tensor:
+        parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in gradients if g.numel()]
+        return (
+            torch.linalg.vector_norm(torch.stack(parts), norm_type)
+            if parts
+            else torch.zeros((), dtype=wide, device=device)
+        )
+
+    norms[group.rank()] = norm(sharded)
+    all_gather(norms, group, "gradient norm").wait()
+    return torch.linalg.vector_norm(torch.cat((norms, norm(replicated)[None])), norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients by max_norm / norm where that is below one; a norm that is not finite passes into them."""
+    scale = (max_norm / norm).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))

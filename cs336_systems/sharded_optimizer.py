@@ -1,0 +1,216 @@
+"""ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, and updates and sends that.
+
+The state (8 bytes a parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N; the traffic
+is one all-gather of the parameters a step (Rajbhandari et al., arXiv:1910.02054, section 5.1).
+
+Parameters live in one flat buffer, and the two layouts differ only in where it is cut:
+
+    flat     equal slices, wherever they fall: balanced to the element, one all-gather; for elementwise optimizers
+    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank, balanced as luck has it
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.bucket import ScattersGradients
+from cs336_systems.comm import Group, default_group
+from cs336_systems.elementwise import require_elementwise
+from cs336_systems.errors import UserError
+from cs336_systems.flat import FlatLayout
+from cs336_systems.optimizer_state import gather_state, slice_state
+from cs336_systems.param_store import ParamStore, Part
+from cs336_systems.structure import require_synchronised
+
+Layout = Literal["flat", "whole"]
+
+
+def refuse(optimizer_cls: type[torch.optim.Optimizer], layout: str, options: dict[str, Any]) -> None:
+    """Raises UserError, by name, for an optimizer whose work cannot be divided in this layout."""
+    if layout not in ("flat", "whole"):
+        raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
+    if issubclass(optimizer_cls, torch.optim.LBFGS):
+        raise UserError("LBFGS searches along one direction for all parameters at once; it cannot be sharded")
+    if issubclass(optimizer_cls, torch.optim.SparseAdam):
+        raise UserError("SparseAdam takes sparse gradients; only dense ones can be sharded")
+    if layout == "flat":
+        require_elementwise(optimizer_cls, options)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any optimizer class, of which each rank of a group runs a share.
+
+    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. Parameters
+    are moved into a flat buffer (each stays the same object), so move or cast the module before. `state_dict` and
+    `load_state_dict` have the format of the unsharded optimizer and load at any number of ranks; every rank must call
+    them. With `wrapper`, a data-parallel wrapper that scatters, gradients are taken from its shards (stage 2).
+
+    Raises UserError for an optimizer that cannot be sharded, ValueError for a parameter in two groups.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_cls: type[torch.optim.Optimizer],
+        group: Group | None = None,
+        layout: Layout = "flat",
+        wrapper: ScattersGradients | None = None,
+        **kwargs: Any,
+    ) -> None:
+        refuse(optimizer_cls, layout, kwargs)
+        self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
+        self.stores: list[ParamStore] = []
+        self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
+        self.inner: torch.optim.Optimizer | None = None
+        # Made for one number only: it checks the settings and knows those that were not given.
+        super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
+        if wrapper is not None:
+            self._take_shards(wrapper)
+        groups = [self._share(group) for group in self.param_groups]
+        self.inner = optimizer_cls(groups, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, also during training. Every rank must add the same."""
+        if self.inner is not None and self.wrapper is not None:
+            raise UserError("gradients come from the wrapper's shards: wrap the module anew to optimize more of it")
+        super().add_param_group(param_group)
+        added = self.param_groups[-1]
+        self.owners.append(list(added["params"]))
+        if self.wrapper is None:
+            self._store(added["params"])
+        if self.inner is not None:
+            self.inner.add_param_group(self._share(added))
+
+    def _store(self, parameters: Sequence[nn.Parameter]) -> None:
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        ranks, whole = self.group.size(), self.layout == "whole"
+        for same in kinds.values():
+            layout = FlatLayout.whole(same, ranks) if whole else FlatLayout.pack(same, ranks)
+            self.stores.append(ParamStore(same, layout, self.group, equal=not whole))
+
+    def _take_shards(self, wrapper: ScattersGradients) -> None:
+        """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
+        known = {parameter for owners in self.owners for parameter in owners}
+        if any(parameter not in known for parameter in wrapper.bucket_of):
+            raise UserError("the wrapper synchronises parameters that the optimizer was not given")
+        self.stores = [ParamStore(list(b.parameters), b.layout, self.group, equal=True) for b in wrapper.buckets]
+        parts = {part.owner: part.tensor for part in self._parts()}
+        for group, owners in zip(self.param_groups, self.owners, strict=True):
+            group["params"] = [parts[owner] for owner in owners if owner in parts]
+        wrapper.after_synchronisation.append(self._attach_gradients)
+
+    def _share(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group of parameters as the inner optimizer has it: this rank's parts of them."""
+        owners = set(self.owners[next(i for i, g in enumerate(self.param_groups) if g is group)])
+        mine = [part.tensor for store in self.stores for part in store.parts if part.owner in owners]
+        return {**group, "params": mine}
+
+    def _parts(self) -> Iterable[Part]:
+        return (part for store in self.stores for part in store.parts)
+
+    @torch.no_grad()
+    def _attach_gradients(self) -> None:
+        """Give each part its piece of the gradient, as a view. None stays None: the inner optimizer skips it."""
+        if self.wrapper is None:
+            for part in self._parts():
+                gradient = part.owner.grad
+                if gradient is not None and not part.whole:
+                    gradient = gradient.reshape(-1)[part.start : part.stop]
+                part.tensor.grad = gradient
+            return
+        for bucket, store in zip(self.wrapper.buckets, self.stores, strict=True):
+            for part in store.parts:
+                first = bucket.layout.offsets[bucket.index[part.owner]] + part.start - store.first
+                used = part.owner in bucket.used and bucket.shard is not None
+                part.tensor.grad = (
+                    bucket.shard[first : first + part.tensor.numel()].view_as(part.tensor) if used else None
+                )
+
+    def _check(self) -> None:
+        require_synchronised(self)  # once more, for what the closure has done
+        if self.wrapper is not None and not self.wrapper.synchronised:
+            raise UserError("step() before finish_gradient_synchronization(): the shards are not complete")
+        for store in self.stores:
+            store.check_in_place()
+        stored = {parameter for store in self.stores for parameter in store.parameters}
+        for owner in (owner for owners in self.owners for owner in owners):
+            if owner.grad is not None and owner not in stored:
+                raise UserError(
+                    f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "
+                    "a gradient now; make the optimizer anew"
+                )
+
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, **kwargs: Any
+    ) -> float | None:
+        """Update this rank's share and get the others'; the closure, if any, is run first and its loss returned.
+
+        Every rank must call it. `kwargs` go to the optimizer's own step. Raises UserError for gradients that are not
+        synchronised and parameters that have been moved.
+        """
+        assert self.inner is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check()
+        if self.wrapper is None:
+            self._attach_gradients()
+        self._copy_settings(self.param_groups, self.inner.param_groups)
+        self.inner.step(**kwargs)
+        self._copy_settings(self.inner.param_groups, self.param_groups)
+        for store in self.stores:
+            store.send_round()
+        if self.wrapper is None:
+            for part in self._parts():
+                part.tensor.grad = None
+        return loss
+
+    @staticmethod
+    def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+        """Learning rates and the like, which schedulers change here and some optimizers change themselves."""
+        for a, b in zip(source, target, strict=True):
+            b.update({key: value for key, value in a.items() if key != "params"})
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of the model, and of the wrapper's shards."""
+        if self.wrapper is not None:
+            self.wrapper.zero_grad(set_to_none)
+            for part in self._parts():
+                part.tensor.grad = None
+        else:
+            super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
+        assert self.inner is not None
+        numbers = self._numbers()
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in owners]}
+            for group, owners in zip(self.param_groups, self.owners, strict=True)
+        ]
+        return {"state": gather_state(self.inner, self.stores, numbers), "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's share of a whole state, from any number of ranks or the unsharded optimizer.
+
+        Raises ValueError if it belongs to other parameters.
+        """
+        assert self.inner is not None
+        saved = state_dict["param_groups"]
+        if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
+            raise ValueError("the state's parameter groups have other sizes than this optimizer's")
+        numbers = {
+            p: n for g, owners in zip(saved, self.owners, strict=True) for p, n in zip(owners, g["params"], strict=True)
+        }
+        slice_state(self.inner, self.stores, numbers, state_dict["state"])
+        self._copy_settings(saved, self.param_groups)
+        self._copy_settings(saved, self.inner.param_groups)
+
+    def _numbers(self) -> dict[nn.Parameter, int]:
+        return {parameter: i for i, parameter in enumerate(p for owners in self.owners for p in owners)}

@@ -1,0 +1,92 @@
+"""A unit of fully sharded data parallelism: one weight, of which a rank keeps some rows and borrows the rest.
+
+    resting       `shard` (rows/N columns), the fp32 master that the optimizer steps; `full` has an empty storage
+    unsharded     `full` (rows columns) in the compute dtype, gathered from all ranks; the module sees it as its weight
+
+The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.bucket import GradBucket
+from cs336_systems.comm import Group, Work, all_gather, reduce_scatter
+from cs336_systems.flat import FlatLayout
+
+
+class Unit:
+    """One 2-D weight, known to its modules (several if it is tied) as their `weight`."""
+
+    def __init__(
+        self, weight: nn.Parameter, modules: Sequence[nn.Module], name: str, dtype: torch.dtype, group: Group
+    ) -> None:
+        self.modules, self.name, self.group, self.shape = modules, name, group, weight.shape
+        columns = weight.shape[1]
+        self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
+        first, last = (
+            min(cut // columns, weight.shape[0]) for cut in self.layout.cuts[group.rank() : group.rank() + 2]
+        )
+        self.rows = (first, last)
+        self.shard = nn.Parameter(weight.detach()[first:last].clone(), weight.requires_grad)
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=weight.device)
+        self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
+        # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
+        self.flat = flat.data
+        self.nbytes = flat.untyped_storage().nbytes()
+        self.work: Work | None = None
+        self.unsharded = False
+        label = f"gradient of {name}"
+        self.gradients = GradBucket([self.full], group, reduce_scatter, label, True, weight.dtype, columns)
+        self.reshard()
+
+    @torch.no_grad()
+    def launch_unshard(self) -> None:
+        """Start gathering the weight, if it is not there or on its way."""
+        if self.unsharded or self.work is not None:
+            return
+        self.flat.untyped_storage().resize_(self.nbytes)
+        mine = self.layout.shard(self.flat, self.group.rank())
+        mine[: self.shard.numel()].copy_(self.shard.view(-1))
+        mine[self.shard.numel() :].zero_()
+        self.work = all_gather(self.flat, self.group, self.name)
+
+    def unshard(self) -> None:
+        """Let the modules see the whole weight, gathering it unless that has begun."""
+        self.launch_unshard()
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.unsharded = None, True
+        self.full.requires_grad_(self.shard.requires_grad)
+        for module in self.modules:
+            module._parameters["weight"] = self.full
+
+    def reshard(self) -> None:
+        """Free the whole weight; the modules see the shard."""
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.unsharded = None, False
+        self.flat.untyped_storage().resize_(0)
+        for module in self.modules:
+            module._parameters["weight"] = self.shard
+
+    @torch.no_grad()
+    def deliver_gradient(self) -> None:
+        """Add this rank's rows of the mean gradient to the shard's, unless no rank has any."""
+        reduced, self.gradients.shard = self.gradients.shard, None
+        if reduced is not None and self.gradients.used:
+            rows = reduced[: self.shard.numel()].view(self.shard.shape)
+            if self.shard.grad is None:
+                self.shard.grad = rows
+            else:
+                self.shard.grad.add_(rows)
+        self.gradients.used = set()
+
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        """The master weight (rows columns) on every rank. Every rank must call this."""
+        flat = torch.zeros(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+        self.layout.shard(flat, self.group.rank())[: self.shard.numel()].copy_(self.shard.view(-1))
+        all_gather(flat, self.group, f"{self.name} in full").wait()
+        return self.layout.view(flat, 0)

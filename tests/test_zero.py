@@ -1,0 +1,65 @@
+"""ZeRO stages 0 to 3 train as one process does: weights, gradient norms, accumulation, clipping, whatever the ranks."""
+
+import pytest
+import torch
+
+from cs336_systems.zero import zero
+from tests import ranks
+from tests.parallel_cases import loss_of, make, one_process, spread
+from tests.tolerances import bound
+
+STAGES = (0, 1, 2, 3)
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.3, "momentum": 0.9}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+}
+
+
+def full_parameters(model, stage: int) -> dict[str, torch.Tensor]:
+    """Every parameter by the bare module's name, tied ones once."""
+    names = [name for name, _ in model.module.named_parameters()]
+    if stage == 3:
+        full = model.gather_full_params()
+        return {name: full[name] for name in names}
+    return {name: p.detach() for name, p in model.module.named_parameters()}
+
+
+def training_case(group, stage: int, optimizer: str, micro: int = 1, clip: float | None = None) -> None:
+    cls, options = OPTIMIZERS[optimizer]
+    model, opt = zero(make(seed=group.rank()), cls, stage, **options)
+    want, want_norms = one_process(3, cls, micro=micro, clip=clip, **options)
+    for step in range(3):
+        for i in range(micro):
+            if i < micro - 1:
+                with model.no_sync():
+                    loss_of(model, step * micro + i, group.rank(), group.size()).backward()
+            else:
+                loss_of(model, step * micro + i, group.rank(), group.size()).backward()
+        model.finish_gradient_synchronization()
+        norm = model.clip_grad_norm(float("inf") if clip is None else clip)
+        assert abs(norm.item() - want_norms[step]) <= TOLERANCE * max(1.0, want_norms[step])
+        opt.step()
+        opt.zero_grad()
+    got = full_parameters(model, stage)
+    assert got.keys() == want.keys()
+    for name, parameter in got.items():
+        torch.testing.assert_close(
+            parameter, want[name], rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
+        )
+    assert spread(group, list(got.values())) == 0
+
+
+@every_stage
+@every_world
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_one_process(stage, world_size, optimizer):
+    ranks.run(training_case, world_size, stage=stage, optimizer=optimizer)
+
+
+@every_stage
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_accumulated_and_clipped_training_equals_one_process(stage, world_size):
+    ranks.run(training_case, world_size, stage=stage, optimizer="adamw", micro=3, clip=0.5)
