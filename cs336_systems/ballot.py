@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.bucket import GradBucket
 from cs336_systems.comm import Group, all_reduce
@@ -30,7 +30,7 @@ class Ballot:
         self.work = all_reduce(self.votes, group, "ballot")
 
     @torch.no_grad()
-    def read(self) -> list[Tensor]:
+    def read(self) -> list[nn.Parameter]:
         """The parameters that have a gradient on other ranks only; what is not finite is spread to every rank's shards.
 
         Only a rank where something is missing reads its ballot, which on a GPU would wait for the device.

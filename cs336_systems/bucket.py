@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.comm import Group, Work
 from cs336_systems.flat import FlatLayout
@@ -15,8 +15,8 @@ Verb = Callable[[Tensor, Group, str], Work]
 class ScattersGradients(Protocol):
     """What a sharded optimizer needs of a wrapper whose ranks keep slices of the gradients."""
 
-    buckets: Sequence["GradBucket"]
-    bucket_of: dict[Tensor, "GradBucket"]
+    buckets: list["GradBucket"]
+    bucket_of: dict[nn.Parameter, "GradBucket"]
     synchronised: bool
     after_synchronisation: list[Callable[[], None]]  # called when the slices are complete
 
@@ -36,7 +36,7 @@ class GradBucket:
 
     def __init__(
         self,
-        parameters: Sequence[Tensor],
+        parameters: Sequence[nn.Parameter],
         group: Group,
         verb: Verb,
         label: str,
@@ -52,10 +52,10 @@ class GradBucket:
         self.shard: Tensor | None = None  # the sum of this rank's slices since the last `drop`
         self.work: Work | None = None
         self.waiting = set(parameters)
-        self.used: set[Tensor] = set()  # parameters that have contributed to what `flat` or `shard` holds
+        self.used: set[nn.Parameter] = set()  # parameters that have contributed to what `flat` or `shard` holds
 
     @torch.no_grad()
-    def collect(self, parameter: Tensor) -> None:
+    def collect(self, parameter: nn.Parameter) -> None:
         """Move a gradient that is ready into the buffer, unless it already lies there.
 
         Raises TypeError for a sparse gradient.
@@ -77,7 +77,7 @@ class GradBucket:
             view.copy_(gradient)
             parameter.grad = view
 
-    def _view(self, parameter: Tensor) -> Tensor:
+    def _view(self, parameter: nn.Parameter) -> Tensor:
         if self.flat is None:
             self.flat = torch.empty(self.layout.numel, dtype=self.dtype, device=parameter.device)
             self.flat[sum(p.numel() for p in self.parameters) :].zero_()
@@ -121,7 +121,7 @@ class GradBucket:
             parameter.grad = None
         self.flat = None
 
-    def gradient(self, parameter: Tensor) -> Tensor:
+    def gradient(self, parameter: nn.Parameter) -> Tensor:
         """The reduced gradient of one parameter, as a view of the buffer."""
         assert self.flat is not None
         return self.layout.view(self.flat, self.index[parameter])

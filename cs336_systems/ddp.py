@@ -76,7 +76,7 @@ class DataParallel(nn.Module):
             self.hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_ready))
         guard_step(self)
 
-    def owns(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this wrapper synchronises the parameter's gradient."""
         return parameter in self.bucket_of
 
@@ -105,13 +105,13 @@ class DataParallel(nn.Module):
                     "a backward stopped midway and some of its gradients are reduced: call zero_grad() first"
                 )
 
-    def _before_gradient(self, parameter: Tensor, gradient: Tensor) -> None:
+    def _before_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         bucket = self.bucket_of[parameter]
         if self.number[bucket] < self.next:
             self.again = True
             bucket.finish()  # a second gradient must not be added to a buffer that is being reduced
 
-    def _gradient_ready(self, parameter: Tensor) -> None:
+    def _gradient_ready(self, parameter: nn.Parameter) -> None:
         self.synchronised = False
         self.bucket_of[parameter].collect(parameter)
         if self.accumulating or not self.overlap:

@@ -24,7 +24,7 @@ from cs336_systems.flat import plan_buckets
 from cs336_systems.fsdp_state import Shard, gather_full, load_full, sharded_state
 from cs336_systems.grad_norm import clip_by_norm, global_norm
 from cs336_systems.structure import Structure, broadcast_module, compare_structures, describe, guard_step
-from cs336_systems.unit import Unit
+from cs336_systems.unit import Lender, Unit, shard_weights
 
 AHEAD = 2  # layers gathered before they are needed
 IN_FLIGHT = 2  # gradients that are being reduced at once, and whose buffers are alive
@@ -36,8 +36,8 @@ class FSDP(nn.Module):
     `parameters()` are this rank's shards, in the dtype that the module had: give them to any elementwise optimizer.
     `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights,
     gradients and their reduction keep the module's dtype, and layers with other parameters (norms) get inputs in it.
-    After the last backward of a step call `finish_gradient_synchronization()`. A weight may only be used inside its own
-    layers' forward; one that several layers share (a tied head) is gathered for each.
+    After the last backward of a step call `finish_gradient_synchronization()`. A weight that is used outside its own
+    layer's forward (a tied head) is gathered then, too, and stays whole until the end of the pass.
 
     Every forward and backward communicates: all ranks must run it, evaluation too. Raises UserError, on every rank, if
     the ranks' modules differ, and CommError for ranks that part.
@@ -49,7 +49,7 @@ class FSDP(nn.Module):
         compare_structures(describe(module), self.group)
         Structure(module, self.group)  # refuses what has no values before it is sent
         broadcast_module(module, self.group)
-        self.units = self._shard()
+        self.units, self.layers = shard_weights(module, compute_dtype, self.group)
         replicated = [p for p in module.parameters() if p not in {unit.shard for unit in self.units}]
         self.structure = Structure(module, self.group)
         trainable = [p for p in replicated if p.requires_grad]
@@ -69,26 +69,12 @@ class FSDP(nn.Module):
         self.synchronised = True
         guard_step(self)
 
-    def _shard(self) -> list[Unit]:
-        """Replace every 2-D weight by this rank's rows. `layers` lists the modules that have one, in order."""
-        owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
-        for name, module in self.module.named_modules():
-            weight = module._parameters.get("weight")
-            if isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.numel() and weight.is_floating_point():
-                owners.setdefault(weight, []).append((f"{name}.weight".lstrip("."), module))
-        units = {
-            weight: Unit(weight, [m for _, m in named], named[0][0], self.compute_dtype or weight.dtype, self.group)
-            for weight, named in owners.items()
-        }
-        of_module = {module: units[weight] for weight, named in owners.items() for _, module in named}
-        self.layers = [(m, of_module[m]) for m in self.module.modules() if m in of_module]
-        return list(units.values())
-
     def _install_hooks(self, replicated: Sequence[Tensor]) -> None:
         sharded = {module for module, _ in self.layers}
         for number, (layer, unit) in enumerate(self.layers):
             layer.register_forward_pre_hook(partial(self._before_layer, number, unit), with_kwargs=True)
             layer.register_forward_hook(partial(self._after_layer, number, unit))
+            layer.__dict__["_parameters"] = Lender(layer._parameters, partial(self._lend, unit))
         for unit in self.units:
             unit.full.register_post_accumulate_grad_hook(partial(self._weight_ready, unit))
         for parameter in replicated:
@@ -100,7 +86,7 @@ class FSDP(nn.Module):
             if own and layer not in sharded:
                 layer.register_forward_pre_hook(partial(_cast_inputs, own[0].dtype), with_kwargs=True)
 
-    def owns(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this wrapper synchronises the parameter's gradient."""
         return parameter in self.bucket_of or parameter in self.shards
 
@@ -112,6 +98,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.reshard()
         self.in_forward, self.reached = True, 0
+        self.borrowed: set[Unit] = set()
         try:
             output = self.module(*inputs, **kwargs)
         finally:
@@ -120,9 +107,27 @@ class FSDP(nn.Module):
         self._gather_up_to(len(self.layers))
         for unit in self.units:
             unit.reshard()
-        self.remaining = len(self.layers)
+        if torch.is_grad_enabled():
+            self.remaining = len(self.layers)
+        for tensor in _tensors_with_gradient(output) if self.borrowed else ():
+            tensor.register_hook(partial(self._borrow_again, self.borrowed))
         master = self.units[0].shard.dtype if self.units else None
         return output if self.compute_dtype is None or master is None else _cast(output, master)
+
+    def _lend(self, unit: Unit) -> nn.Parameter | None:
+        """The whole weight for somebody outside its layer, until the end of the pass; None if nothing is computing."""
+        recomputing = torch._C._current_graph_task_id() != -1
+        if unit.unsharded or not (self.in_forward or recomputing):
+            return None
+        unit.unshard()
+        if torch.is_grad_enabled() and unit.shard.requires_grad:
+            self.expected.add(unit)
+        self.borrowed.add(unit)
+        return unit.full
+
+    def _borrow_again(self, borrowed: set[Unit], gradient: Tensor) -> None:
+        for unit in sorted(borrowed, key=lambda unit: unit.name):
+            unit.unshard()
 
     def _gather_up_to(self, number: int) -> None:
         while self.reached < min(number, len(self.layers)):
@@ -146,7 +151,7 @@ class FSDP(nn.Module):
 
     def _after_layer(self, number: int, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
         layer._parameters.update(layer.__dict__.pop("_masters", {}))
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        tensors = _tensors_with_gradient(output)
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, number, unit))
         if tensors and unit.shard.requires_grad:
@@ -154,18 +159,20 @@ class FSDP(nn.Module):
         if self.in_forward:  # else it is recomputed in backward, which needs the weight at once
             unit.reshard()
         if tensors and not unit.shard.requires_grad:
-            for leaf in tree_leaves(args):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda gradient: unit.reshard())
+            for tensor in _tensors_with_gradient(args):
+                tensor.register_hook(lambda gradient: unit.reshard())
 
     def _before_backward(self, number: int, unit: Unit, gradient: Tensor) -> None:
         self.synchronised = False
         while self.remaining > max(number - AHEAD, 0):
             self.remaining -= 1
             self.layers[self.remaining][1].launch_unshard()
+        for _, skipped in self.layers[number + 1 :]:
+            if skipped.work is not None and skipped not in self.expected:
+                skipped.reshard()
         unit.unshard()
 
-    def _weight_ready(self, unit: Unit, full: Tensor) -> None:
+    def _weight_ready(self, unit: Unit, full: nn.Parameter) -> None:
         self.synchronised = False
         unit.gradients.collect(full)
         self.expected.discard(unit)
@@ -180,7 +187,7 @@ class FSDP(nn.Module):
         while len(self.reducing) > IN_FLIGHT:
             self.reducing.pop(0).gradients.finish()
 
-    def _replicated_ready(self, parameter: Tensor) -> None:
+    def _replicated_ready(self, parameter: nn.Parameter) -> None:
         self.synchronised = False
         self.bucket_of[parameter].collect(parameter)
 
@@ -264,6 +271,10 @@ class FSDP(nn.Module):
     def load_full_params(self, full: dict[str, Tensor]) -> None:
         """Take this rank's rows from a whole state. Raises UserError for missing or unknown names and wrong shapes."""
         load_full(self.module, self.units, full)
+
+
+def _tensors_with_gradient(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

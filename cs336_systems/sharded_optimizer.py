@@ -125,11 +125,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         for bucket, store in zip(self.wrapper.buckets, self.stores, strict=True):
             for part in store.parts:
-                first = bucket.layout.offsets[bucket.index[part.owner]] + part.start - store.first
-                used = part.owner in bucket.used and bucket.shard is not None
-                part.tensor.grad = (
-                    bucket.shard[first : first + part.tensor.numel()].view_as(part.tensor) if used else None
-                )
+                part.tensor.grad = None
+                if bucket.shard is not None and part.owner in bucket.used:
+                    first = bucket.layout.offsets[bucket.index[part.owner]] + part.start - store.first
+                    part.tensor.grad = bucket.shard[first : first + part.tensor.numel()].view_as(part.tensor)
 
     def _check(self) -> None:
         require_synchronised(self)  # once more, for what the closure has done

@@ -20,7 +20,7 @@ class Structure:
 
     def __init__(self, module: nn.Module, group: Group) -> None:
         self.module, self.group = module, group
-        self.names: dict[Tensor, str] = {}
+        self.names: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped", group)
@@ -93,7 +93,7 @@ class Guarded(Protocol):
 
     synchronised: bool
 
-    def owns(self, parameter: Tensor) -> bool:
+    def owns(self, parameter: nn.Parameter) -> bool:
         """Whether the wrapper synchronises the parameter's gradient."""
 
 

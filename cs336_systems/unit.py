@@ -6,7 +6,7 @@
 The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,19 @@ from torch import Tensor, nn
 from cs336_systems.bucket import GradBucket
 from cs336_systems.comm import Group, Work, all_gather, reduce_scatter
 from cs336_systems.flat import FlatLayout
+
+
+class Lender(dict[str, nn.Parameter | None]):
+    """A layer's parameters by name. Who reads the weight from outside while it rests (a tied head, a slice of a table
+    of positions) would get some rows without noticing; `lend` gives the whole weight instead, or None to decline."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], lend: Callable[[], nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.lend = lend
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        lent = self.lend() if name == "weight" else None
+        return super().__getitem__(name) if lent is None else lent
 
 
 class Unit:
@@ -90,3 +103,20 @@ class Unit:
         self.layout.shard(flat, self.group.rank())[: self.shard.numel()].copy_(self.shard.view(-1))
         all_gather(flat, self.group, f"{self.name} in full").wait()
         return self.layout.view(flat, 0)
+
+
+def shard_weights(
+    module: nn.Module, compute_dtype: torch.dtype | None, group: Group
+) -> tuple[list[Unit], list[tuple[nn.Module, Unit]]]:
+    """Replace the 2-D `weight` of every layer by this rank's rows: the units, and each layer's, in order."""
+    owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for name, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.numel() and weight.is_floating_point():
+            owners.setdefault(weight, []).append((f"{name}.weight".lstrip("."), layer))
+    units = {
+        weight: Unit(weight, [layer for _, layer in named], named[0][0], compute_dtype or weight.dtype, group)
+        for weight, named in owners.items()
+    }
+    unit_of = {layer: units[weight] for weight, named in owners.items() for _, layer in named}
+    return list(units.values()), [(layer, unit_of[layer]) for layer in module.modules() if layer in unit_of]

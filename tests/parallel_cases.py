@@ -1,5 +1,5 @@
-"""What the tests of data parallelism share: small models with every awkward kind of parameter, batches, and oracles that
-know nothing of buckets."""
+"""What the tests of data parallelism share: a small model with every awkward kind of parameter, batches, and oracles
+that know nothing of buckets."""
 
 import copy
 

@@ -17,16 +17,14 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import pytest
 import torch
-import torch._dynamo
-import torch.distributed.optim
-import torch.utils.checkpoint
 
-import cs336_systems.comm
-import cs336_systems.ddp
-import cs336_systems.model
 from cs336_systems.comm import Place, distributed
+
+# Imported once here rather than by every child.
+for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils.checkpoint", "cs336_systems.zero"):
+    importlib.import_module(heavy)
+importlib.import_module("cs336_systems.model")
 
 
 def run_rank(request: dict, rank: int, folder: Path) -> None:

@@ -97,5 +97,5 @@ def run_failing(
 
 
 def run_alone(function: Callable, world_size: int, **arguments: Any) -> list:
-    """As `run`, for `function(rank, world_size, folder, **arguments)`, which joins the others by itself or not at all."""
+    """As `run`, for `function(rank, world_size, folder, **arguments)`, which joins the others by itself or never."""
     return ask(function, world_size, False, TIMEOUT, COLLECTIVE_TIMEOUT, arguments)

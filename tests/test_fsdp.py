@@ -1,0 +1,245 @@
+"""Fully sharded data parallelism: what is freed, when weights are gathered, mixed precision, state."""
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.comm import record
+from cs336_systems.fsdp import FSDP
+from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig
+from tests import ranks
+from tests.parallel_cases import loss_of, make, one_process
+from tests.tolerances import bound
+
+TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
+LLAMA = {"tied_head": False, "positions": "rotary", "feed_forward": "swiglu"}
+BERT = {"norm": "layernorm", "bias": True, "causal": False, "token_types": 2, "bert_heads": True}
+TOLERANCE = bound(torch.float64, stages=100, longest_sum=TOY.d_ff)
+
+
+def empty(unit) -> bool:
+    return unit.full.untyped_storage().nbytes() == 0
+
+
+def freed_case(group) -> None:
+    model = FSDP(make(seed=group.rank()))
+    assert all(map(empty, model.units))
+    loss = loss_of(model, 0, group.rank(), group.size())
+    assert all(map(empty, model.units)), "autograd keeps the weights, but not their memory"
+    loss.backward()
+    assert all(empty(unit) for unit in model.units if not unit.name.startswith("unused"))
+    assert all(unit.gradients.flat is None or unit.gradients.work for unit in model.units)
+    model.finish_gradient_synchronization()
+    assert all(map(empty, model.units))
+    assert all(unit.gradients.flat is None for unit in model.units)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            assert parameter.grad.shape == parameter.shape
+            assert parameter.grad.dtype == parameter.dtype
+    rows = [unit.rows[1] - unit.rows[0] for unit in model.units]
+    assert [len(unit.shard) for unit in model.units] == rows
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_weights_and_gradients_are_freed_after_use(world_size):
+    ranks.run(freed_case, world_size)
+
+
+def ahead_case(group) -> list[int]:
+    """The most weights that are whole at once, when each layer of a chain begins its forward and its backward."""
+    chain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8))).double()
+    most = {"forward": 0, "backward": 0}
+
+    def watch(phase: str) -> None:
+        most[phase] = max(most[phase], sum(not empty(unit) for unit in model.units))
+
+    def watch_backward(layer, args, output) -> None:
+        output.register_hook(lambda gradient: watch("backward"))
+
+    model = FSDP(chain)
+    for layer in chain:
+        layer.register_forward_pre_hook(lambda *_: watch("forward"))
+        layer.register_forward_hook(watch_backward)
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
+    model.finish_gradient_synchronization()
+    return [most["forward"], most["backward"]]
+
+
+def test_two_layers_at_most_are_gathered_ahead():
+    for forward, backward in ranks.run(ahead_case, 2):
+        assert forward == 3
+        assert backward <= 4  # one more until the gradient of the layer above is complete
+
+
+def transformer_case(group, changes: dict, recompute: str) -> None:
+    """A step of the real model equals one process, tied head, biases, BERT's heads and recomputation included."""
+    config = ModelConfig(**{**TOY.__dict__, **changes, "recompute": recompute})
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = torch.randint(config.vocab_size, (2, 4, 6), generator=generator)
+
+    def build(seed: int) -> TransformerLM:
+        torch.manual_seed(seed)
+        model = TransformerLM(config).double()
+        for p in model.parameters():
+            p.data.normal_(std=0.3)
+        return model
+
+    reference = build(0)
+    lm_loss(reference, tokens, targets).backward()
+    model = FSDP(build(group.rank()))
+    for _ in range(2):  # the second pass finds nothing left over from the first
+        model.zero_grad()
+        lm_loss(model, tokens.chunk(group.size())[group.rank()], targets.chunk(group.size())[group.rank()]).backward()
+        model.finish_gradient_synchronization()
+    units = {unit.shard: unit for unit in model.units}
+    for (name, want), p in zip(reference.named_parameters(), model.parameters(), strict=True):
+        if want.grad is None:
+            assert p.grad is None, name
+            continue
+        rows = slice(*units[p].rows) if p in units else slice(None)
+        expected = want.grad[rows]
+        torch.testing.assert_close(p.grad, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("recompute", ["none", "segments", "nested"])
+@pytest.mark.parametrize("changes", [{}, LLAMA, BERT], ids=["gpt", "llama", "bert"])
+def test_the_transformer_equals_one_process(changes, recompute):
+    ranks.run(transformer_case, 2, changes=changes, recompute=recompute)
+
+
+def precision_case(group, dtype: str) -> None:
+    """Layers compute in half precision, everything that is kept or reduced stays float32."""
+    compute = getattr(torch, dtype)
+    seen = []
+    model = FSDP(make(seed=group.rank(), dtype=torch.float32), compute_dtype=compute)
+    model.module.first.register_forward_hook(lambda layer, args, output: seen.append((args[0].dtype, output.dtype)))
+    model.module.norm.register_forward_hook(lambda layer, args, output: seen.append((args[0].dtype, output.dtype)))
+    with record() as events:
+        loss = loss_of(model, 0, group.rank(), group.size())
+        loss.backward()
+        model.finish_gradient_synchronization()
+    assert seen == [(compute, compute), (torch.float32, torch.float32)]
+    assert loss.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    kinds = {(event.verb, event.dtype) for event in events}
+    assert ("all-gather", compute) in kinds
+    assert ("all-gather", torch.float32) not in kinds
+    assert ("reduce-scatter", compute) not in kinds
+    reference = make(dtype=torch.float32)
+    loss_of(reference, 0).backward()
+    full = {unit.name: unit for unit in model.units}
+    for name, p in reference.named_parameters():
+        if p.grad is None or name not in full:
+            continue
+        mine = full[name].shard.grad
+        want = p.grad[slice(*full[name].rows)]
+        # Some 16 roundings to half precision on the way there and back, each relative to the largest element.
+        assert (mine - want).abs().max() <= bound(compute, stages=32) * p.grad.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_masters_and_gradients_stay_float32(dtype):
+    ranks.run(precision_case, 2, dtype=dtype)
+
+
+def state_case(group) -> None:
+    model = FSDP(make(seed=group.rank()))
+    bare = make(seed=7)
+    bare.load_state_dict(model.gather_full_params())
+    for p, q in zip(bare.parameters(), make(seed=0).parameters(), strict=True):
+        assert torch.equal(p, q)
+    shards = model.sharded_state()
+    assert list(shards) == list(bare.state_dict())
+    for name, tensor in bare.state_dict().items():
+        shard = shards[name]
+        assert shard.shape == tuple(tensor.shape)
+        mine = tensor[shard.first : shard.first + len(shard.tensor)] if tensor.dim() else tensor
+        assert torch.equal(shard.tensor, mine)
+    model.load_full_params(make(seed=7).state_dict())
+    assert torch.equal(model.gather_full_params()["last.weight"], make(seed=7).last.weight)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_whole_state_goes_out_and_in(world_size):
+    ranks.run(state_case, world_size)
+
+
+def bad_state_case(group, change: str) -> None:
+    state = make().state_dict()
+    if change == "shape":
+        state["last.weight"] = torch.zeros(3, 3)
+    else:
+        del state["last.weight"]
+    FSDP(make()).load_full_params(state)
+
+
+@pytest.mark.parametrize("change", ["shape", "name"])
+def test_a_state_of_another_module_is_refused(change):
+    for error in ranks.run_failing(bad_state_case, 2, change=change):
+        assert error[0] == "UserError"
+        assert "last.weight" in error[1]
+
+
+def volume_case(group) -> list[list]:
+    model = FSDP(make())
+    with record() as events:
+        loss_of(model, 0, group.rank(), group.size()).backward()
+        model.finish_gradient_synchronization()
+    return [[event.verb, event.nbytes] for event in events if event.label != "ballot"]
+
+
+def test_traffic_is_two_gathers_and_one_reduction():
+    reference = make()
+    weights = {p: None for p in reference.parameters() if p.dim() == 2}
+    padded = sum(8 * 2 * -(-p.shape[0] // 2) * p.shape[1] for p in weights)
+    tied = 8 * 2 * -(-11 // 2) * 7  # the tied weight is gathered for the embedding and again for the head
+    shared = 8 * 2 * 3 * 5  # and one that is called twice again for its second call
+    replicated = 8 * sum(p.numel() for p in reference.parameters() if p.dim() != 2 and p.requires_grad)
+    for events in ranks.run(volume_case, 2):
+        total = {verb: sum(nbytes for v, nbytes in events if v == verb) for verb in ("all-gather", "reduce-scatter")}
+        assert total["reduce-scatter"] == padded
+        assert 2 * padded + tied <= total["all-gather"] <= 2 * (padded + tied) + shared
+        assert sum(nbytes for v, nbytes in events if v == "all-reduce") == replicated
+
+
+def uneven_case(group) -> list[int]:
+    """Fewer rows than ranks: the last ranks hold nothing of the weight and train all the same."""
+    torch.manual_seed(0)
+    model = FSDP(nn.Linear(4, 2, bias=False).double())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 4, dtype=torch.float64)).square().sum().backward()
+        model.finish_gradient_synchronization()
+        model.clip_grad_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [len(model.module.weight), *model.gather_full_params()["weight"].flatten().tolist()]
+
+
+def test_fewer_rows_than_ranks():
+    results = ranks.run(uneven_case, 3)
+    assert [each[0] for each in results] == [1, 1, 0]
+    alone = ranks.run(uneven_case, 1)[0]
+    assert results[0][1:] == pytest.approx(alone[1:], rel=TOLERANCE)
+
+
+def memory_case(group) -> None:
+    want, _ = one_process(2, torch.optim.SGD, lr=0.1)
+    model = FSDP(make(seed=group.rank()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model, step, group.rank(), group.size()).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model, step)  # evaluation in between leaves nothing behind
+    full = model.gather_full_params()
+    for name, value in want.items():
+        torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_evaluation_between_steps_changes_nothing():
+    ranks.run(memory_case, 2)

@@ -1,0 +1,207 @@
+"""The sharded optimizer against the plain one: every elementwise class, both layouts, groups, schedulers, state."""
+
+import pytest
+import torch
+
+from cs336_systems.comm import record
+from cs336_systems.ddp import BucketedDDP
+from cs336_systems.optim import AdamW
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.zero import zero
+from tests import ranks
+from tests.parallel_cases import loss_of, make
+from tests.tolerances import bound
+
+ELEMENTWISE = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "adam": (torch.optim.Adam, {"lr": 0.05}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
+    "adamw-fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
+    "ours": (AdamW, {"lr": 0.05}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.05}),
+    "radam": (torch.optim.RAdam, {"lr": 0.05}),
+    "adamax": (torch.optim.Adamax, {"lr": 0.05}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.01}),
+}
+WHOLE_ONLY = {"adafactor": (torch.optim.Adafactor, {"lr": 0.05})}
+CLASSES = ELEMENTWISE | WHOLE_ONLY
+both_layouts = pytest.mark.parametrize("layout", ["flat", "whole"])
+
+
+def groups_of(model) -> list[dict]:
+    """Two groups with settings of their own."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return [{"params": trainable[:4], "lr": 0.02}, {"params": trainable[4:]}]
+
+
+def train(model, optimizer, steps: range, scheduler=None) -> None:
+    """The same gradients on every rank, so that the optimizer alone is tested."""
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler:
+            scheduler.step()
+
+
+def assert_equal(model, reference, tolerance: float = 0.0) -> None:
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (p - q).abs().max() <= tolerance, f"{name} is off by {(p - q).abs().max()}"
+
+
+def classes_case(group, name: str, layout: str) -> None:
+    cls, options = CLASSES[name]
+    model, reference = make(), make()
+    train(model, ShardedOptimizer(groups_of(model), cls, layout=layout, **options), range(4))
+    train(reference, cls(groups_of(reference), **options), range(4))
+    # A fused kernel rounds the elements that fill no vector otherwise, and cuts move them: twelve roundings in each of
+    # four steps, of numbers up to 4.
+    assert_equal(model, reference, bound(torch.float64, stages=4 * 12) * 4 if name == "adamw-fused" else 0.0)
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ELEMENTWISE)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_elementwise_class_is_bitwise_the_plain_one(name, layout, world_size):
+    ranks.run(classes_case, world_size, name=name, layout=layout)
+
+
+@pytest.mark.parametrize("name", WHOLE_ONLY)
+def test_any_class_is_bitwise_the_plain_one_on_whole_parameters(name):
+    ranks.run(classes_case, 3, name=name, layout="whole")
+
+
+def later_group_case(group, layout: str) -> None:
+    """add_param_group during training, a scheduler, a closure, and a setting changed by hand."""
+    model, reference = make(), make()
+    pairs = []
+    for each, cls in ((model, ShardedOptimizer), (reference, None)):
+        trainable = [p for p in each.parameters() if p.requires_grad]
+        first, options = [{"params": trainable[:5]}], {"lr": 0.05, "weight_decay": 0.1}
+        if cls is ShardedOptimizer:
+            optimizer = ShardedOptimizer(first, torch.optim.AdamW, layout=layout, **options)
+        else:
+            optimizer = torch.optim.AdamW(first, **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        train(each, optimizer, range(3), scheduler)
+        optimizer.add_param_group({"params": trainable[5:], "lr": 0.01})
+        each.zero_grad()
+
+        def closure(each=each):
+            each.zero_grad()
+            loss = loss_of(each, 9)
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+        train(each, optimizer, range(3, 6))
+        pairs.append((loss, [g["lr"] for g in optimizer.param_groups]))
+    assert pairs[0] == pairs[1]
+    assert_equal(model, reference)
+
+
+@both_layouts
+def test_groups_schedulers_and_closures_work_during_training(layout):
+    ranks.run(later_group_case, 2, layout=layout)
+
+
+def save_case(group, folder: str, layout: str, stage: int) -> None:
+    model = make()
+    if stage == 2:
+        model, optimizer = zero(model, torch.optim.AdamW, 2, lr=0.05)
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, layout=layout, lr=0.05)
+    for step in range(2):
+        loss_of(model, step).backward()
+        if stage == 2:
+            model.finish_gradient_synchronization()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()
+    bare = model.module if stage == 2 else model
+    if group.rank() == 0:
+        torch.save([bare.state_dict(), state], f"{folder}/state.pt")
+
+
+def resume_case(group, folder: str, layout: str, plain: bool) -> None:
+    """What goes on from a saved state is bitwise what was never interrupted."""
+    weights, state = torch.load(f"{folder}/state.pt", weights_only=True)
+    model, reference = make(seed=5), make()
+    model.load_state_dict(weights)
+    if plain:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.9)
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, layout=layout, lr=0.9)
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    train(model, optimizer, range(2, 4))
+    train(reference, torch.optim.AdamW(reference.parameters(), lr=0.05), range(4))
+    assert_equal(model, reference)
+
+
+@pytest.mark.parametrize(("layout", "stage"), [("flat", 1), ("whole", 1), ("flat", 2)])
+def test_state_loads_at_another_world_size_and_into_the_plain_optimizer(tmp_path, layout, stage):
+    ranks.run(save_case, 2, folder=str(tmp_path), layout=layout, stage=stage)
+    for other, world_size, plain in (("flat", 3, False), ("whole", 4, False), ("flat", 1, False), ("flat", 1, True)):
+        ranks.run(resume_case, world_size, folder=str(tmp_path), layout=other, plain=plain)
+
+
+def traffic_case(group, layout: str) -> list:
+    model = make()
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, layout=layout)
+    loss_of(model, 0).backward()
+    with record() as events:
+        optimizer.step()
+    held = sum(
+        value.numel() for state in optimizer.inner.state.values() for key, value in state.items() if key != "step"
+    )
+    return [[event.verb for event in events], sum(event.nbytes for event in events), held]
+
+
+def test_flat_is_one_all_gather_and_whole_a_broadcast_a_rank():
+    numbers = sum(p.numel() for p in make().parameters() if p.requires_grad)
+    flat = ranks.run(traffic_case, 2, layout="flat")
+    whole = ranks.run(traffic_case, 2, layout="whole")
+    assert [verbs for verbs, _, _ in flat] == [["all-gather"]] * 2
+    assert [verbs for verbs, _, _ in whole] == [["broadcast"] * 2] * 2
+    padded = 8 * 2 * -(-numbers // 2)
+    assert [nbytes for _, nbytes, _ in flat] == [padded] * 2
+    assert [nbytes for _, nbytes, _ in whole] == [8 * numbers] * 2
+    used = numbers - sum(p.numel() for p in make().unused.parameters())
+    # Two moments of what has a gradient; flat halves differ by the padding and where the unused layer lies.
+    assert sum(held for _, _, held in flat) == 2 * used
+    assert sum(held for _, _, held in whole) == 2 * used
+
+
+def refusal_case(group, name: str, layout: str) -> None:
+    cls = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor, "Muon": torch.optim.Muon}[name]
+    weights = [p for p in make().parameters() if p.dim() == 2]
+    ShardedOptimizer(weights, cls, layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("LBFGS", "flat"), ("LBFGS", "whole"), ("Adafactor", "flat"), ("Muon", "flat")]
+)
+def test_what_cannot_be_sharded_is_refused_by_name(name, layout):
+    for error in ranks.run_failing(refusal_case, 2, name=name, layout=layout):
+        assert error[0] == "UserError"
+        assert name in error[1]
+
+
+def overlap_with_ddp_case(group) -> None:
+    model = BucketedDDP(make(seed=group.rank()))
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    loss_of(model, 0, group.rank(), group.size()).backward()
+    optimizer.step()
+
+
+def test_gradients_that_nobody_synchronised_are_refused():
+    for error in ranks.run_failing(overlap_with_ddp_case, 2):
+        assert "before BucketedDDP.finish_gradient_synchronization()" in error[1]
