@@ -39,8 +39,9 @@ types: $(VENV)/.installed ## type-check the packages
 bench: $(VENV)/.installed ## benchmark every model size of the course on this machine (long: it says how long first)
 	$(RUN) -m benchmarks.e2e --all-sizes
 
-readme: $(VENV)/.installed ## write the measured tables of the README from the committed records
+readme: $(VENV)/.installed ## write the measured tables of README and docs/ from benchmarks/results/
 	$(RUN) -m benchmarks.tables --write README.md
+	$(RUN) -m benchmarks.tables --what parallel --write docs/data_parallel.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

@@ -136,9 +136,14 @@ def suspicions(summary: Mapping[str, float], flops: float, bytes_moved: float, h
         found.append(f"faster than the measured matrix-product peak by {flops / seconds / hardware.matmul_flops:.2f} x")
     if bytes_moved > CACHED_BYTES and bytes_moved / seconds > SLACK * hardware.bandwidth:
         found.append(f"faster than the measured memory bandwidth by {bytes_moved / seconds / hardware.bandwidth:.2f} x")
-    if summary["std_ms"] > NOISY * summary["mean_ms"]:
-        found.append(f"noisy: standard deviation {summary['std_ms'] / summary['mean_ms']:.0%} of the mean")
-    return found
+    return found + noise(summary)
+
+
+def noise(summary: Mapping[str, float]) -> list[str]:
+    """What makes a measurement too noisy to quote."""
+    if summary["std_ms"] <= NOISY * summary["mean_ms"]:
+        return []
+    return [f"noisy: standard deviation {summary['std_ms'] / summary['mean_ms']:.0%} of the mean"]
 
 
 class WrongResultError(UserError):

@@ -13,7 +13,7 @@ from cs336_systems.machine import device_name
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
-Status = Literal["ok", "out-of-memory"]
+Status = Literal["ok", "out-of-memory", "unsupported"]
 
 
 @dataclass(frozen=True)

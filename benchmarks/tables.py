@@ -1,10 +1,11 @@
-"""The README's measured tables, from the committed records: `python -m benchmarks.tables [--write README.md]`."""
+"""The measured tables of the README and of docs/, from records: `python -m benchmarks.tables [--write README.md]`."""
 
 import sys
 from pathlib import Path
 
 import click
 
+from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
 from cs336_systems import console
@@ -61,11 +62,16 @@ def row(record: Record) -> list[str]:
     return [*start, spread + mark, time, format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}", peak, memory]
 
 
-def measured_tables(results: Path = RESULTS) -> str:
-    """Every machine's tables. Raises UserError if there is no record at all."""
-    tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
+def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
+    """Every machine's tables, of whole passes or of several ranks. Raises UserError if there is no record at all."""
+    if what == "parallel":
+        tables = parallel_tables(results)
+    else:
+        tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
     if not tables:
-        raise UserError(f"no records under {results}; run python -m benchmarks.e2e first")
+        raise UserError(
+            f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
+        )
     return "\n\n".join(tables)
 
 
@@ -81,16 +87,17 @@ def insert(text: str, tables: str) -> str:
 @click.option(
     "--write", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="File whose marked part is replaced."
 )
-def main(write: Path | None) -> None:
+@click.option("--what", type=click.Choice(["e2e", "parallel"]), default="e2e", help="Whole passes, or several ranks.")
+def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""
     if write is None:
-        print(measured_tables())
+        print(measured_tables(what=what))
     else:
         try:
             text = write.read_text()
         except UnicodeDecodeError as error:
             raise UserError(f"{write} is not UTF-8 text at byte {error.start}") from None
-        write.write_text(insert(text, measured_tables()))
+        write.write_text(insert(text, measured_tables(what=what)))
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
 PLAIN_SECONDS = 5.0  # between two lines of progress there
 
 
-def console(stderr: bool = False) -> Console:
-    """Where to print: tables and results on stdout, progress and notes on stderr."""
+def console(stderr: bool = False, quiet: bool = False) -> Console:
+    """Where to print: tables and results on stdout, progress and notes on stderr; `quiet` prints nothing."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, highlight=False)
+    return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, highlight=False, quiet=quiet)
 
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
@@ -92,11 +92,20 @@ class _TimeLeft(ProgressColumn):
 
 
 @contextmanager
-def progress(label: str, total: int, expected_seconds: float = 0.0) -> Iterator[Callable[[str], None]]:
+def progress(
+    label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False
+) -> Iterator[Callable[[str], None]]:
     """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps.
 
     In a file or a pipe it prints a line every few seconds instead.
     """
+    if quiet:
+
+        def ignore(note: str = "") -> None:
+            pass
+
+        yield ignore
+        return
     countdown, out = _Countdown(total, expected_seconds), console(stderr=True)
     if out.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), _TimeLeft())

@@ -1,16 +1,18 @@
 """Train a language model: `python -m cs336_systems.train --size tiny`.
 
-One process so far. The recipe is written where the parallel one will stand: build the model, wrap it, make the
-optimizer, and take this rank's rows of every batch.
+The recipe, alone or on each rank under torchrun: build the model, shard it as the ZeRO stage says, and take this rank's
+rows of every batch. The global batch is the same for every number of ranks, and so is what is learned.
 """
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -19,17 +21,22 @@ import torch
 from torch import Tensor
 
 from cs336_systems import console
+from cs336_systems.comm import Group, Place, all_reduce, distributed
+from cs336_systems.comm.launch import run_in_one_voice, start_ranks
+from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.console import format_count, format_seconds, setting
-from cs336_systems.cost import Hardware, backward_flops, forward_flops
+from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.fit import require_fit
 from cs336_systems.cost.probe import probe
-from cs336_systems.data import Corpus, check_length, lm_batch, load_corpus
+from cs336_systems.data import check_length, lm_batch, load_corpus
 from cs336_systems.errors import UserError
+from cs336_systems.evaluate import sample_text, validation_loss
 from cs336_systems.machine import choose_device, device_name, environment, out_of_memory, usable_memory
 from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.optim import AdamW, clip_gradients, decay_groups, learning_rate
+from cs336_systems.optim import AdamW, decay_groups, learning_rate
 from cs336_systems.precision import autocast, set_matmul_precision
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, ModelConfig, Norm, Recompute, preset
+from cs336_systems.zero import zero
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,13 @@ class Recipe:
     # fp16 is missing because its gradients need loss scaling, which this loop does not have.
     precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products.")
     seed: int = setting(0, "Seed of weights, batches and sample.", type=click.IntRange(0, 2**32 - 1))
+    zero: int = setting(0, "ZeRO stage: what the ranks shard.", type=click.IntRange(0, 3))
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
+    timeout: float = setting(
+        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
+    )
     log: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
     log_every: int = setting(10, "Steps between two log lines.", type=click.IntRange(1))
     prompt: str = setting("def ", "Start of the sample.")
@@ -80,81 +93,48 @@ class Recipe:
         return config
 
 
-@contextmanager
-def open_log(path: Path) -> Iterator[IO[str]]:
-    """The log file, its folders made. Raises UserError where it cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log FILE") from None
-    with file:
-        yield file
-
-
-@torch.no_grad()
-def validation_loss(
-    model: torch.nn.Module, corpus: Corpus, seed: int, batch: int, context: int, device: torch.device
-) -> float:
-    """Mean loss in nats a token over eight batches of the corpus, without dropout."""
-    model.eval()
-    batches = [lm_batch(corpus, step, seed, batch, context) for step in range(8)]
-    losses = [lm_loss(model, tokens.to(device), targets.to(device)) for tokens, targets in batches]
-    model.train()
-    return torch.stack(losses).mean().item()
-
-
-@torch.no_grad()
-def sample_text(model: TransformerLM, prompt: str, length: int, seed: int, temperature: float = 0.8) -> str:
-    """`length` bytes drawn from the model after the prompt, as text that is safe to print."""
-    model.eval()
-    device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape") or b"\n")], device=device)
-    for _ in range(length):
-        logits = model(tokens[:, -model.config.context_length :])[:, -1, :256] / temperature
-        tokens = torch.cat((tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
-    model.train()
-    text = bytes(tokens[0].tolist()).decode(errors="replace")
-    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
-
-
 class Trainer:
     """A model, its optimizer and its data; `step` is one optimizer step on this rank's rows of the global batch."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.config = recipe, recipe.model_config()
+    def __init__(self, recipe: Recipe, group: Group) -> None:
+        self.recipe, self.config, self.group = recipe, recipe.model_config(), group
         self.device = device = choose_device(recipe.device)
         self.learning_rate(0)  # a schedule that cannot be is refused before anything is built
         self.batch = recipe.batch_size or preset(recipe.size, recipe.year).batch_size
         set_matmul_precision(device, recipe.precision)
         self.autocast = autocast(device, recipe.precision)
         context = self.config.context_length
-        usable = usable_memory(device)
-        require_fit(recipe.size, self.config, self.batch, context, "step", recipe.precision, usable, modes=())
+        if self.batch % group.size():
+            raise UserError(f"--batch-size {self.batch} does not divide over {group.size()} ranks")
+        usable = usable_memory(device) // (group.size() if device.type == "cpu" else 1)
+        rows = self.batch // group.size()
+        require_fit(recipe.size, self.config, rows, context, "step", recipe.precision, usable, modes=())
         corpus = load_corpus(recipe.data, self.config.vocab_size, context)
         self.corpus, self.validation = corpus.split(0.1)
         check_length(self.corpus, context)
         self.text = list(recipe.data) != ["random"]
         torch.manual_seed(recipe.seed)
-        self.model = TransformerLM(self.config, device)
-        self.optimizer = AdamW(decay_groups(self.model, recipe.weight_decay), betas=(0.9, 0.95))
+        model = TransformerLM(self.config, device)
+        groups = partial(decay_groups, weight_decay=recipe.weight_decay)
+        self.model, self.optimizer = zero(model, AdamW, recipe.zero, group, groups, betas=(0.9, 0.95))
 
     def learning_rate(self, step: int) -> float:
         r = self.recipe
         return learning_rate(step, r.lr, r.min_lr, r.warmup_steps, r.decay_steps, r.decay)
 
     def step(self, step: int) -> tuple[Tensor, Tensor, float]:
-        """(loss, gradient norm before clipping, learning rate) of one step."""
+        """(loss on this rank's rows, gradient norm before clipping, learning rate) of one step."""
         recipe = self.recipe
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        tokens, targets = lm_batch(self.corpus, step, recipe.seed, self.batch, self.config.context_length)
+        place = self.group.rank(), self.group.size()
+        tokens, targets = lm_batch(self.corpus, step, recipe.seed, self.batch, self.config.context_length, *place)
         with self.autocast:
             loss = lm_loss(self.model, tokens.to(self.device), targets.to(self.device))
         loss.backward()
-        norm = clip_gradients(self.model.parameters(), recipe.clip)
+        self.model.finish_gradient_synchronization()
+        norm = self.model.clip_grad_norm(recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach(), norm, rate
@@ -176,21 +156,37 @@ def run_steps(trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
     flops += backward_flops(config, batch, config.context_length)
     losses: list[Tensor] = []
     start = time.perf_counter()
-    with console.progress("training", recipe.steps, recipe.steps * flops / hardware.matmul_flops) as advance:
+    expected = recipe.steps * flops / hardware.matmul_flops / trainer.group.size()
+    with console.progress("training", recipe.steps, expected, quiet=trainer.group.rank() > 0) as advance:
         note = ""
         for step in range(recipe.steps):
             loss, norm, rate = trainer.step(step)
             losses.append(loss)
             if (step + 1) % recipe.log_every == 0 or step + 1 == recipe.steps:
-                mean = torch.stack(losses).mean().item()  # the one wait for the device in log_every steps
+                losses_mean = torch.stack(losses).mean()
+                all_reduce(losses_mean, trainer.group, "loss").wait()
+                mean = losses_mean.item()  # the one wait for the device in log_every steps
                 seconds = (time.perf_counter() - start) / len(losses)
                 require_finite(mean + norm.item(), step + 1, recipe)
-                mfu = flops / seconds / hardware.matmul_flops
+                mfu = flops / seconds / hardware.matmul_flops / trainer.group.size()
                 line = {"step": step + 1, "loss": mean, "lr": rate, "grad_norm": norm.item()}
                 write_line(line | {"tokens_per_s": tokens / seconds, "mfu": mfu}, log)
                 note = f"loss {mean:.3f}  {format_count(tokens / seconds)} tokens/s  MFU {mfu:.0%}"
                 losses, start = [], time.perf_counter()
             advance(note)
+
+
+@contextmanager
+def open_log(path: Path, group: Group) -> Iterator[IO[str]]:
+    """Rank 0's log file, its folders made; nowhere on other ranks. Raises UserError where it cannot be written."""
+    path = path if group.rank() == 0 else Path(os.devnull)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    except OSError as error:
+        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log FILE") from None
+    with file:
+        yield file
 
 
 def require_finite(value: float, step: int, recipe: Recipe) -> None:
@@ -204,33 +200,35 @@ def write_line(record: dict[str, Any], log: IO[str]) -> None:
     print(json.dumps(record, allow_nan=False), file=log, flush=True)
 
 
-def train(recipe: Recipe) -> dict[str, Any]:
-    """Run a recipe and print what came of it; returns the log's last record.
+def train(recipe: Recipe, group: Group) -> dict[str, Any]:
+    """Run a recipe on every rank of a group; rank 0 prints what came of it. Returns the log's last record.
 
     Raises UserError for a run that cannot be made, or whose loss diverges.
     """
-    out = console.console()
-    trainer = Trainer(recipe)
+    out = console.console(quiet=group.rank() > 0)
+    trainer = Trainer(recipe, group)
     device = trainer.device
     hardware = probe(device, recipe.precision, device_name(device), budget=0.2)
-    parameters = sum(p.numel() for p in trainer.model.parameters())
+    parameters = sum(count_parameters(trainer.config).values())
     context = trainer.config.context_length
+    ranks = f", {group.size()} ranks, ZeRO stage {recipe.zero}" if group.size() > 1 else ""
     out.print(
-        f"{recipe.size}: {format_count(parameters, billion='B')} parameters, batch {trainer.batch} x {context}\n"
+        f"{recipe.size}: {format_count(parameters, billion='B')} parameters, batch {trainer.batch} x {context}{ranks}\n"
         f"{trainer.corpus.name}: {format_count(len(trainer.corpus.tokens))} tokens\n"
         f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}"
     )
-    with open_log(recipe.log) as log:
+    with open_log(recipe.log, group) as log:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
         header = {"recipe": settings, "corpus": trainer.corpus.name, "sha256": trainer.corpus.sha256}
-        write_line(header | {"environment": environment(device)}, log)
+        stamp = environment(device) | {"world_size": group.size(), "backend": recipe.backend}
+        write_line(header | {"environment": stamp}, log)
         start = time.perf_counter()
         run_steps(trainer, hardware, log)
         final: dict[str, Any] = {"steps": recipe.steps, "seconds": time.perf_counter() - start}
         final["validation_loss"] = trainer.validate()
         require_finite(final["validation_loss"] or 0.0, recipe.steps, recipe)
         if trainer.text:
-            final["sample"] = sample_text(trainer.model, recipe.prompt, recipe.sample_bytes, recipe.seed)
+            final["sample"] = sample_text(trainer.model, context, recipe.prompt, recipe.sample_bytes, recipe.seed)
         write_line(final, log)
     loss = final["validation_loss"]
     reached = "not measured, the text is too short" if loss is None else f"{loss:.3f} nats a token"
@@ -244,6 +242,18 @@ def train(recipe: Recipe) -> dict[str, Any]:
     return final
 
 
+def work(place: Place, recipe: Recipe) -> None:
+    """One rank's part. Raises UserError for a run that cannot be made."""
+    device = choose_device(recipe.device)
+    with distributed(device, recipe.backend, recipe.timeout, place) as group:
+        try:
+            train(recipe, group)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError("out of memory although it was counted to fit; lower --batch-size or --context") from error
+
+
 @click.command()
 @console.options(Recipe)
 @click.argument("more_data", nargs=-1)
@@ -252,13 +262,9 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     if more_data and not settings["data"]:
         raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")
     settings["data"] = (*settings["data"], *more_data)  # --data a.txt b.txt
-    try:
-        train(Recipe(**settings))
-    except RuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise UserError("out of memory although it was counted to fit; lower --batch-size or --context") from error
+    recipe = Recipe(**settings)
+    start_ranks(work, recipe.device, recipe.nproc, recipe)
 
 
 if __name__ == "__main__":
-    sys.exit(console.run_command(main))
+    sys.exit(run_in_one_voice(main))

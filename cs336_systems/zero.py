@@ -11,18 +11,17 @@ be sharded reduce-scattered; what is sharded and needed whole is all-gathered.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from cs336_systems.comm import Group, reduce_scatter
-from cs336_systems.ddp import BucketedDDP
+from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
-Stage = Literal[0, 1, 2, 3]
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
@@ -35,11 +34,11 @@ class ScatteredDDP(BucketedDDP):
 def zero(
     module: nn.Module,
     optimizer_cls: type[torch.optim.Optimizer],
-    stage: Stage,
+    stage: int,
     group: Group | None = None,
     param_groups: ParamGroups | None = None,
     **kwargs: Any,
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
     """The module and its optimizer with a stage's placements; the loop that trains them is the same for all four:
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
@@ -49,7 +48,7 @@ def zero(
     """
     if stage not in (0, 1, 2, 3):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage}")
-    wrapped: nn.Module
+    wrapped: DataParallel | FSDP
     if stage == 3:
         wrapped = FSDP(module, group=group)
     else:

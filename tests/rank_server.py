@@ -22,9 +22,9 @@ import torch
 from cs336_systems.comm import Place, distributed
 
 # Imported once here rather than by every child.
-for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils.checkpoint", "cs336_systems.zero"):
+for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils.checkpoint", "cs336_systems.train"):
     importlib.import_module(heavy)
-importlib.import_module("cs336_systems.model")
+importlib.import_module("benchmarks.zero")
 
 
 def run_rank(request: dict, rank: int, folder: Path) -> None:

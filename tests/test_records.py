@@ -121,7 +121,7 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     assert insert(once, "new") == once
     with pytest.raises(UserError, match="the file needs one line"):
         insert("no marks", "new")
-    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda: "new")
+    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda what: "new")
     (tmp_path / "page.md").write_text(page)
     assert run_command(main, ["--write", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == once
@@ -136,11 +136,12 @@ def git(*arguments: str) -> str:
 
 
 @pytest.mark.skipif(not git("rev-parse", "HEAD"), reason="not a git checkout")
-def test_the_readme_shows_the_committed_records(tmp_path):
+def test_the_pages_show_the_committed_records(tmp_path):
     # As committed: records of the reader's own, not committed yet, are not the README's business.
     for name in git("ls-tree", "-r", "--name-only", "HEAD", "benchmarks/results").split():
         path = tmp_path / Path(name).relative_to("benchmarks/results")
         path.parent.mkdir(exist_ok=True)
         path.write_text(git("show", f"HEAD:{name}"))
-    readme = git("show", "HEAD:README.md")
-    assert insert(readme, measured_tables(tmp_path)) == readme, "run make readme and commit"
+    for page, what in (("README.md", "e2e"), ("docs/data_parallel.md", "parallel")):
+        text = git("show", f"HEAD:{page}")
+        assert insert(text, measured_tables(tmp_path, what)) == text, "run make readme and commit"

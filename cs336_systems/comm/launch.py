@@ -12,17 +12,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
+from cs336_systems import console
 from cs336_systems.comm.group import CommError
-from cs336_systems.comm.startup import Place
+from cs336_systems.comm.startup import Place, find_place
 from cs336_systems.errors import UserError
 
 GRACE = 5.0  # seconds that the others get to name the cause after one rank has failed
@@ -116,3 +118,35 @@ def _raise_for(rank: int, code: int | None, report: Connection) -> None:
     if not message and code and code < 0:
         raise UserError(f"rank {rank} {how}: out of memory? the other ranks were stopped")
     raise RuntimeError(f"rank {rank} {how}\n{message}")
+
+
+def start_ranks(worker: Worker, device: str | None, nproc: int | None, *arguments: Any) -> None:
+    """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` of them here.
+
+    `device` is what was asked for, None for a GPU if there is one. Raises UserError, for ranks that part as well.
+    """
+    here = find_place()
+    if here.world_size > 1 and nproc:
+        raise UserError(f"--nproc {nproc} would start ranks, but {here.world_size} were started already: drop it")
+    try:
+        if here.world_size > 1 or (nproc or 1) == 1:
+            worker(here, *arguments)
+        else:  # device_count asks the driver without starting CUDA here, which no forked rank would survive
+            run_ranks(worker, nproc or 1, device or ("cuda" if torch.cuda.device_count() else "cpu"), *arguments)
+    except CommError as error:
+        raise UserError(str(error)) from None
+
+
+def run_in_one_voice(command: click.Command) -> int:
+    """`console.run_command` on every rank that torchrun started, of which only the first of each machine is heard.
+
+    The first of each, not of all: a machine that never reaches rank 0 still says so. A defect's traceback is printed
+    by every rank, since it leaves this function before it is printed.
+    """
+    with ExitStack() as stack:
+        with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
+            if find_place().local_rank:
+                silence = stack.enter_context(open(os.devnull, "w"))
+                stack.enter_context(redirect_stdout(silence))
+                stack.enter_context(redirect_stderr(silence))
+        return console.run_command(command)

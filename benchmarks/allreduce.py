@@ -1,0 +1,180 @@
+"""How long does an all-reduce take? `python -m benchmarks.allreduce`, or under torchrun, with the ranks it starts."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import torch
+from rich.table import Table
+
+from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot, plot
+from benchmarks.collective import COURSE_SIZES, SMOKE_SIZES, Job, Settings, parse_sizes, size_name, work
+from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
+from cs336_systems import console
+from cs336_systems.comm import CommError, Place, find_place
+from cs336_systems.comm.launch import run_in_one_voice, run_ranks
+from cs336_systems.comm.startup import Backend
+from cs336_systems.console import format_seconds
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, environment
+
+COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
+RANKS = (2, 4, 6)
+COLUMNS = ("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted")
+SPEEDS = ("algbw", "busbw", "rank spread")
+PREDICTION = (
+    "predicted: latency of an all-reduce of 4 KiB + 2 (ranks - 1) / ranks x size / link, where link is the speed of "
+    "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank"
+)
+
+
+def combinations(settings: Settings) -> list[tuple[str, Backend]]:
+    """The devices and backends to measure: those asked for, of those that are here. Raises UserError for none."""
+    if settings.device == "cuda":
+        choose_device("cuda")  # refuses a GPU that is not there
+    devices = ("cpu", "cuda") if torch.cuda.device_count() else ("cpu",)  # asks the driver, starts nothing
+    found = [
+        (device, backend)
+        for device, backend in COMBINATIONS
+        if device in devices and settings.device in (None, device) and settings.backend in (None, backend)
+    ]
+    if not found:
+        place = "--device cpu was asked for" if settings.device else "there is none here"
+        raise UserError(f"--backend nccl moves tensors between GPUs, and {place}; use --backend gloo")
+    return found
+
+
+def cannot(backend: Backend, place: Place) -> str:
+    """Why a backend cannot serve these ranks, empty if it can."""
+    gpus = torch.cuda.device_count()
+    if backend == "nccl" and place.local_world_size > gpus:
+        return f"nccl needs a GPU a rank: {place.local_world_size} ranks, {gpus} GPU{'s' * (gpus != 1)}"
+    return ""
+
+
+def places(settings: Settings, here: Place) -> list[Place]:
+    """Rank 0's place in each number of ranks to measure. Raises UserError for --nproc under torchrun."""
+    if here.world_size == 1:
+        counts = (settings.nproc,) if settings.nproc else RANKS
+        return [Place(world_size=count, local_world_size=count) for count in counts]
+    if settings.nproc:
+        raise UserError(
+            f"--nproc {settings.nproc} would start ranks, but {here.world_size} were started already: drop it"
+        )
+    return [here]
+
+
+def measure(settings: Settings, here: Place, scratch: Path) -> list[Path]:
+    """Run every combination; records go to `scratch` and, unless it is a smoke run, to the files that are returned.
+
+    What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
+    """
+    sizes = parse_sizes(settings.sizes or COURSE_SIZES)
+    todo, started = places(settings, here), here.world_size > 1
+    written: dict[Path, None] = {}
+    for device, backend in combinations(settings):
+        paths = [scratch]
+        if here.rank == 0 and not settings.smoke:
+            folder = settings.results or RESULTS / machine_name(torch.device(device), settings.machine)
+            paths.append(open_records(folder, "allreduce"))
+        job = Job(settings, backend, device, sizes, tuple(paths))
+        for place in todo:
+            if reason := cannot(backend, place):
+                if here.rank == 0:
+                    refuse(job, place, reason)
+            elif started:
+                work(here, job)
+            else:
+                run_ranks(work, place.world_size, device, job)
+        written |= dict.fromkeys(paths[1:])
+    return list(written)
+
+
+def refuse(job: Job, place: Place, reason: str) -> None:
+    """Record every size as unsupported, with the reason."""
+    stamp = environment(torch.device(job.device), job.settings.commit)
+    for nbytes in job.sizes:
+        job.keep(replace(job.record(place, nbytes, stamp), status="unsupported", flags=[reason]))
+
+
+def row(record: Record) -> list[str]:
+    """One record as cells."""
+    config, metrics = record.config, record.metrics
+    start = [str(config["ranks"]), config["backend"], config["device"], size_name(config["bytes"])]
+    if record.status != "ok":
+        return [*start, "does not fit" if record.status == "out-of-memory" else record.status]
+    times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
+    times.append(format_seconds(record.predicted["mean_ms"] / 1e3))
+    speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
+    return [*start, *times, *speeds, format_seconds(metrics["rank_spread_ms"] / 1e3)]
+
+
+def show(records: list[Record]) -> None:
+    """The table of what was measured, predictions beside it, and what is suspect or missing."""
+    stamp, config = records[-1].environment, records[-1].config
+    devices = " and ".join(dict.fromkeys(record.environment["device"] for record in records))
+    nodes = f"; {config['nodes']} nodes" * (config["nodes"] > 1)
+    title = f"all-reduce (mean) of float32 on {devices}, {stamp['cores']} cores"
+    title += f"; {config['link']}" if config["link"] else nodes
+    table = Table(title=title, title_justify="left", caption=PREDICTION, caption_justify="left")
+    for head in COLUMNS + SPEEDS:
+        table.add_column(head, justify="left" if head in ("backend", "tensors") else "right")
+    for before, record in zip([None, *records], records, strict=False):
+        if before and before.config["ranks"] != record.config["ranks"]:
+            table.add_section()
+        table.add_row(*row(record), style=None if record.status == "ok" else "dim")
+    out = console.console()
+    out.print(table)
+    for reason, names in remarks(records).items():
+        out.print(f"{', '.join(names)}: {reason}")
+
+
+def remarks(records: list[Record]) -> dict[str, list[str]]:
+    """What is suspect or missing, with the records it is true of."""
+    found: dict[str, list[str]] = {}
+    for record in records:
+        config = record.config
+        for flag in record.flags:
+            name = f"{config['ranks']} ranks {config['backend']} {config['device']}"
+            found.setdefault(flag, []).append(f"{name} {size_name(config['bytes'])}")
+    return found
+
+
+def run(settings: Settings) -> None:
+    """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+    here = find_place()
+    if settings.smoke:
+        nproc = 2 if here.world_size == 1 else None
+        settings = replace(settings, sizes=SMOKE_SIZES, steps=2, warmup=1, nproc=nproc)
+    with TemporaryDirectory(prefix="allreduce-") as folder:
+        scratch = Path(folder, "allreduce.jsonl")
+        scratch.touch()
+        try:
+            written = measure(settings, here, scratch)
+        except CommError as error:
+            raise UserError(str(error)) from None
+        finally:
+            if here.rank == 0 and (records := read_records(scratch)):
+                show(records)
+    for path in written:
+        print(f"records appended to {path}")
+        print(f"plot of its records in {plot(path)}" if can_plot() else HOW_TO_PLOT)
+
+
+@click.command()
+@console.options(Settings)
+@click.argument("more_sizes", nargs=-1, metavar="")
+def main(more_sizes: tuple[str, ...], **options: Any) -> None:
+    """Time all-reduces of several sizes, with a prediction from the links' measured speed beside each.
+
+    Under torchrun or Slurm with several ranks, these are measured. Otherwise it starts ranks itself.
+    """
+    settings = Settings(**options)
+    run(replace(settings, sizes=" ".join([settings.sizes or "", *more_sizes]).strip() or None))
+
+
+if __name__ == "__main__":
+    sys.exit(run_in_one_voice(main))

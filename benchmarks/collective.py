@@ -1,0 +1,240 @@
+"""What every rank does to time all-reduces: check one, probe the links, predict, measure, and record on rank 0."""
+
+import re
+import socket
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.harness import WrongResultError, noise, require_close, summarise
+from benchmarks.rank_times import time_ranks
+from benchmarks.records import Record, append_record
+from cs336_systems import console
+from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
+from cs336_systems.comm.events import SENT
+from cs336_systems.comm.startup import TIMEOUT, Backend
+from cs336_systems.console import format_bytes, format_count, setting
+from cs336_systems.cost.parallel import Link
+from cs336_systems.errors import UserError
+from cs336_systems.machine import environment, out_of_memory, usable_memory
+
+COURSE_SIZES = "512KB 1MB 10MB 50MB 100MB 500MB 1GB"
+SMOKE_SIZES = "4KB 256KB"
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+ITEM = torch.float32.itemsize
+WORKSPACE = 2  # bytes that a rank needs for each byte reduced: the tensor, and at most as much for the collective
+SMALL_BYTES = 4096  # of an all-reduce that takes its latency; of one element most ranks would have no part to send
+PROBE_BYTES = 8_000_000  # what each rank sends to learn how fast the links are: past the caches, yet soon sent
+
+
+Advance = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; every field is an option of the command line."""
+
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where the tensors are.  [default: cpu, and cuda if there]")
+    backend: Backend | None = setting(None, "Who moves them.  [default: every one that this machine has]")
+    sizes: str | None = setting(
+        None, f"Bytes of the float32 tensor, several after one another; 1 KB = 1000 bytes.  [default: {COURSE_SIZES}]"
+    )
+    nproc: int | None = setting(
+        None, "Ranks to start, without torchrun.  [default: 2, then 4, then 6]", type=click.IntRange(1)
+    )
+    steps: int = setting(5, "All-reduces that count, of each size.", type=click.IntRange(1))
+    warmup: int = setting(5, "All-reduces of each size before them.", type=click.IntRange(0))
+    timeout: float = setting(
+        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
+    )
+    link: str | None = setting(
+        None, "What joins the ranks, in words for the record, where this machine's own links do not."
+    )
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: 2 ranks, small, no record.")
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """`512KB 1MB, 2MiB` in bytes: K, M and G count in thousands, Ki, Mi and Gi in 1024s. Raises UserError."""
+    return tuple(_parse_size(word) for word in text.replace(",", " ").split())
+
+
+def _parse_size(word: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]I?)?B?", word.upper())
+    if not found:
+        raise UserError(f"{word!r} is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)")
+    count = float(found[1]) * UNITS[found[2] or ""]
+    if count < ITEM or count % ITEM:
+        raise UserError(f"{word} is {count:.12g} bytes, which no number of float32 elements ({ITEM} bytes each) fills")
+    return int(count)
+
+
+def size_name(nbytes: float) -> str:
+    """1000000 -> `1 MB`, in thousands as the course and the makers of networks count."""
+    text = format_count(nbytes)
+    return f"{text}B" if " " in text else f"{text} B"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One backend, one kind of device, some sizes; `paths` are the files that rank 0 appends its records to."""
+
+    settings: Settings
+    backend: Backend
+    device: str
+    sizes: tuple[int, ...]
+    paths: tuple[Path, ...]
+
+    def record(self, place: Place, nbytes: int, stamp: dict[str, Any]) -> Record:
+        """The record of one size before anything is known of it. `stamp` is the machine's environment."""
+        config = {
+            "ranks": place.world_size,
+            "nodes": place.world_size // place.local_world_size,
+            "backend": self.backend,
+            "device": self.device,
+            "bytes": nbytes,
+            "warmup": self.settings.warmup,
+            "link": self.settings.link or "",
+        }
+        return Record("allreduce", config, stamp | {"world_size": place.world_size, "backend": self.backend})
+
+    def keep(self, record: Record) -> None:
+        """Append at once, so that what was measured outlives what fails later."""
+        for path in self.paths:
+            append_record(record, path)
+
+
+def probe(group: Group, device: torch.device, backend: Backend) -> Link:
+    """Measure the links of all ranks without a large all-reduce: one of 4 KiB, and a shift of 8 MB to the next rank.
+
+    All send at once, as in a ring: ranks then share cores, memory and wire, which a lone pair would have to itself.
+    """
+    token, numel = torch.zeros(SMALL_BYTES // ITEM, device=device), PROBE_BYTES // ITEM
+    shift = make_shift(torch.ones(numel, device=device), torch.empty(numel, device=device), group, backend)
+    small = time_ranks(lambda: all_reduce(token, group, "probe").wait(), group, device, warmup=5, steps=20)
+    large = time_ranks(shift, group, device, warmup=2, steps=5)
+    latency, seconds = (times.amax(dim=0).median().item() / 1e3 for times in (small, large))
+    return Link(latency, PROBE_BYTES / seconds)
+
+
+def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: Backend) -> Callable[[], None]:
+    """What sends the outbox of each rank to the next one's inbox."""
+    ranks, me = group.size(), group.rank()
+    if backend == "nccl":
+        given, expected = [0] * ranks, [0] * ranks
+        given[(me + 1) % ranks], expected[(me - 1) % ranks] = len(outbox), len(inbox)
+        return lambda: all_to_all(inbox, outbox, expected, given, group, "probe").wait()
+    # Gloo would take turns, all there and then all back, where two ranks exchange large messages on one connection.
+    pairs = [subgroup(sorted({rank, (rank + 1) % ranks})) for rank in range(ranks)]
+    following, preceding = pairs[me], pairs[me - 1]
+    assert following is not None
+    assert preceding is not None
+
+    def shift() -> None:
+        sent = broadcast(outbox, following.rank(), following, "probe")
+        broadcast(inbox, preceding.size() - 1 - preceding.rank(), preceding, "probe").wait()
+        sent.wait()
+
+    return shift
+
+
+def gate(group: Group, device: torch.device) -> None:
+    """The mean of known values over all ranks, of a length that nothing divides. Raises WrongResultError."""
+    known = torch.arange(1009, dtype=torch.float32, device=device) % 17
+    flat = known + group.rank()
+    all_reduce(flat, group, "gate").wait()
+    require_close("this all-reduce", flat, known + (group.size() - 1) / 2, tolerance(group.size()))
+
+
+def tolerance(ranks: int) -> float:
+    """The relative error of a mean in float32: every rank's value is scaled and added once."""
+    return 2 * ranks * torch.finfo(torch.float32).eps
+
+
+def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor | None:
+    """A flat tensor filled with rank + 1 on each rank, or None on all of them if one has no memory for it."""
+    flat = None
+    try:
+        flat = torch.full((nbytes // ITEM,), group.rank() + 1.0, device=device)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+    return None if "short" in agree("memory", "short" if flat is None else "there", group) else flat
+
+
+def room(group: Group, device: torch.device) -> int:
+    """Bytes of tensors that every rank can count on; ranks of one machine, or of one GPU, share its memory evenly."""
+    index = torch.cuda.current_device() if device.type == "cuda" else 0
+    answers = agree("room", f"{socket.gethostname()}:{index} {usable_memory(device)}", group)
+    owners = [answer.split()[0] for answer in answers]
+    return min(int(answer.split()[1]) // owners.count(answer.split()[0]) for answer in answers)
+
+
+def bandwidths(nbytes: int, ranks: int, milliseconds: float) -> dict[str, float]:
+    """Bytes/s: of the tensor (algorithm), and out of each rank (bus), which is what a link's speed is compared with."""
+    algorithm = nbytes / milliseconds * 1e3
+    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * SENT["all-reduce"](ranks)}
+
+
+def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Record:
+    """The record with its figures, from milliseconds (rank sample): an all-reduce is over when its last rank is done.
+
+    Without times there was no memory for it, and the record says how much it needs.
+    """
+    ranks, nbytes = blank.config["ranks"], blank.config["bytes"]
+    if times is None:
+        needed = {"memory_bytes": WORKSPACE * nbytes, "usable_bytes": usable}
+        short = f"needs {format_bytes(WORKSPACE * nbytes)} on each rank, where {format_bytes(usable)} are usable"
+        return replace(blank, predicted=needed, flags=[short], status="out-of-memory")
+    slowest, fastest = times.amax(dim=0), times.amin(dim=0)
+    metrics: dict[str, Any] = summarise(slowest.tolist())
+    metrics |= bandwidths(nbytes, ranks, metrics["mean_ms"])
+    metrics |= {"rank_spread_ms": (slowest - fastest).mean().item(), "rank_mean_ms": times.mean(dim=1).tolist()}
+    metrics |= {"latency_ms": 1e3 * link.latency, "link_bytes_per_s": link.bandwidth}
+    predicted = {"mean_ms": 1e3 * link.seconds(nbytes, ranks)}
+    return replace(blank, samples_ms=slowest.tolist(), metrics=metrics, predicted=predicted, flags=noise(metrics))
+
+
+def time_size(nbytes: int, group: Group, device: torch.device, settings: Settings, advance: Advance) -> Tensor | None:
+    """Milliseconds of one size's all-reduces (rank sample); None if a rank has no memory. Raises WrongResultError."""
+    flat = allocate(nbytes, group, device)
+    if flat is None:
+        return None
+    warmup, steps, name = settings.warmup, settings.steps, size_name(nbytes)
+
+    def run() -> None:
+        all_reduce(flat, group, name).wait()
+
+    times = time_ranks(run, group, device, warmup, steps, lambda note: advance(f"{name} {note}"))
+    mean = (group.size() + 1) / 2  # and it stays that: the mean of equal values
+    error = max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax())
+    if not error <= (warmup + steps) * tolerance(group.size()):
+        raise WrongResultError(f"{name}: the mean over the ranks is off by {error:.2e} of itself: no speed reported")
+    return times
+
+
+def work(place: Place, job: Job) -> None:
+    """One rank's part in a job, which ends in a record of every size. Raises UserError and CommError."""
+    settings, device = job.settings, torch.device(job.device)
+    with distributed(device, job.backend, settings.timeout, place) as group:
+        gate(group, device)
+        link, usable = probe(group, device, job.backend), room(group, device)
+        fitting = [nbytes for nbytes in job.sizes if WORKSPACE * nbytes <= usable]
+        passes, first = settings.warmup + settings.steps, group.rank() == 0
+        expected = passes * sum(link.seconds(nbytes, group.size()) for nbytes in fitting)
+        title = f"{group.size()} ranks, {job.backend}, {job.device}"
+        stamp = environment(device, settings.commit) if first else {}
+        bar = console.progress(title, passes * len(fitting), expected) if first else nullcontext(lambda note: None)
+        with bar as advance:
+            for nbytes in job.sizes:
+                times = time_size(nbytes, group, device, settings, advance) if nbytes in fitting else None
+                if first:
+                    job.keep(finished(job.record(place, nbytes, stamp), times, link, usable))

@@ -1,0 +1,118 @@
+"""What does synchronising gradients cost, and how much of it hides behind backward? `python -m benchmarks.ddp`.
+
+The four wrappers, bucketed ones of several sizes, PyTorch's DistributedDataParallel and a model that does not
+communicate at all take turns on the same ranks.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from rich.table import Table
+
+from benchmarks.harness import noise, ratios, summarise
+from benchmarks.parallel_run import ParallelSettings, Run, start, worker_run
+from benchmarks.peers import ALONE, TORCH_DDP, ddp_candidates
+from benchmarks.records import Record
+from benchmarks.turns import Turns
+from cs336_systems import console
+from cs336_systems.comm import Place
+from cs336_systems.comm.launch import run_in_one_voice
+from cs336_systems.console import format_bytes, format_seconds, setting
+from cs336_systems.cost.parallel import exposed_seconds
+from cs336_systems.errors import UserError
+
+COLUMNS = ("candidate", "step", "± std", "predicted", "/ torch DDP", "quartiles")
+COMMUNICATION = ("collectives", "sent", "alone", "exposed")
+CAPTION = (
+    "sent: bytes that leave a rank in a step. alone: those collectives with nothing else to do, and their share of the "
+    "step. exposed: what a step takes longer than one without communication, median of pairs; the rest is hidden"
+)
+
+
+@dataclass(frozen=True)
+class Settings(ParallelSettings):
+    """What is measured; every field is an option of the command line."""
+
+    bucket_sizes: str = setting("5 25 100 500", "Sizes of BucketedDDP's buckets in 10^6 bytes.")
+
+    def sizes(self) -> list[float]:
+        """The bucket sizes. Raises UserError for what is not a positive number."""
+        try:
+            sizes = [float(word) for word in self.bucket_sizes.replace(",", " ").split()]
+        except ValueError:
+            sizes = []
+        if not sizes or not all(0 < size < math.inf for size in sizes):
+            raise UserError(f"--bucket-sizes {self.bucket_sizes!r}: write sizes in MB, such as 5 25 100")
+        return sizes
+
+
+def predicted_ms(run: Run, name: str, turns: Turns) -> float:
+    """The analytic model's step: computing as `cost.predict` has it, and reductions over the probed link, of which
+    backward hides what it can."""
+    seconds = run.compute_seconds()
+    total = sum(seconds.values())
+    if name == ALONE:
+        return 1e3 * total
+    events = [event for event in turns.events[name] if event.verb == "all-reduce" and event.label != "ballot"]
+    buckets = [event.nbytes for event in events] or run.gradient_buckets(25e6)
+    times = [run.link.seconds(nbytes, run.ranks) for nbytes in buckets]
+    overlap = name not in ("naive", "flat")
+    return 1e3 * (total + exposed_seconds(buckets, times, seconds["backward"], overlap))
+
+
+def make_record(run: Run, name: str, turns: Turns) -> Record:
+    """One candidate's record, with its ratio to PyTorch's and what of its communication shows."""
+    samples = turns.steps[name]
+    metrics: dict[str, Any] = summarise(samples) | ratios(samples, turns.steps[TORCH_DDP])
+    events = [event for event in turns.events[name] if event.label != "ballot"]
+    if name != ALONE:
+        exposed = [a - b for a, b in zip(samples, turns.steps[ALONE], strict=True)]
+        metrics["exposed_ms"] = summarise(exposed)["median_ms"]
+    if name in turns.reductions:
+        metrics["communication_ms"] = summarise(turns.reductions[name])["median_ms"]
+        metrics["communication_share"] = metrics["communication_ms"] / metrics["median_ms"]
+        metrics["collectives"] = len(events)
+        metrics["bytes_sent"] = sum(event.bytes_sent for event in events)
+    predicted = {"mean_ms": predicted_ms(run, name, turns)}
+    return run.record("ddp", name, samples, metrics, predicted, noise(metrics))
+
+
+def show(run: Run, records: list[Record]) -> None:
+    """The table of all candidates."""
+    table = Table(title=run.title(), title_justify="left", caption=CAPTION, caption_justify="left")
+    for head in COLUMNS + COMMUNICATION:
+        table.add_column(head, justify="left" if head == "candidate" else "right")
+    for record in records:
+        metrics = record.metrics
+        cells = [format_seconds(metrics["median_ms"] / 1e3), format_seconds(metrics["std_ms"] / 1e3)]
+        cells += [format_seconds(record.predicted["mean_ms"] / 1e3), f"{metrics['ratio_median']:.3f}"]
+        cells.append(f"{metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f}")
+        if "collectives" in metrics:
+            alone, share = format_seconds(metrics["communication_ms"] / 1e3), metrics["communication_share"]
+            cells += [str(metrics["collectives"]), format_bytes(metrics["bytes_sent"]), f"{alone}, {share:.0%}"]
+        else:
+            cells += ["", "", ""]
+        cells.append(f"{metrics['exposed_ms']:.0f} ms" if "exposed_ms" in metrics else "")
+        table.add_row(record.config["candidate"], *cells)
+    console.console().print(table)
+
+
+def work(place: Place, settings: Settings) -> None:
+    """One rank's part."""
+    worker_run(place, settings, "ddp", ddp_candidates(settings.sizes()), make_record, show)
+
+
+@click.command()
+@console.options(Settings)
+def main(**options: Any) -> None:
+    """Time training steps of all data-parallel wrappers and PyTorch's, turn by turn, with predictions beside them."""
+    settings = Settings(**options)
+    settings.sizes()
+    start(work, settings, "ddp")
+
+
+if __name__ == "__main__":
+    sys.exit(run_in_one_voice(main))

@@ -1,0 +1,210 @@
+"""What the benchmarks of data parallelism and ZeRO share: their options, start-up, progress and records."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.collective import probe as probe_link
+from benchmarks.peers import Build
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.turns import UNTIMED, Arena, Turns, check
+from cs336_systems import console
+from cs336_systems.comm import Group, Place, agree, distributed, find_place
+from cs336_systems.comm.launch import start_ranks
+from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
+from cs336_systems.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.cost import Hardware, count_parameters, memory, predict
+from cs336_systems.cost.parallel import Link
+from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
+from cs336_systems.flat import plan_buckets
+from cs336_systems.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """Options of a benchmark over several ranks."""
+
+    size: str = setting("tiny", "Model preset.")
+    year: int = setting(
+        DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
+    )
+    d_model: int | None = setting(None, "Width instead of the preset's; d_ff follows as 4 x.", type=click.IntRange(64))
+    layers: int | None = setting(None, "Depth instead of the preset's.", type=click.IntRange(1))
+    batch_size: int = setting(4, "Sequences of each rank in a step.", type=click.IntRange(1))
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=click.IntRange(1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
+    rounds: int = setting(7, "Turns of every candidate.", type=click.IntRange(1))
+    steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
+    timeout: float = setting(
+        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
+    )
+    link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: tiny, one round, no record.")
+
+    def config(self) -> ModelConfig:
+        """The model. Raises UserError for a width that its heads do not divide."""
+        model = preset(self.size, self.year).model
+        width = self.d_model
+        if width is not None:
+            if width % 64:
+                raise UserError(f"--d-model {width} is no multiple of 64, the size of a head")
+            model = model.override(d_model=width, d_ff=4 * width, num_heads=width // 64)
+        return model.override(num_layers=self.layers, context_length=self.context)
+
+    def folder(self, device: torch.device) -> Path:
+        """Where the records go."""
+        return self.results or RESULTS / machine_name(device, self.machine)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The settings, the ranks that they meet, and how fast those compute and communicate."""
+
+    settings: ParallelSettings
+    config: ModelConfig
+    ranks: int
+    nodes: int
+    backend: str
+    hardware: Hardware
+    link: Link
+    stamp: dict[str, Any]
+    arena: Arena
+
+    def title(self) -> str:
+        """What was measured where."""
+        config, parameters = self.config, format_count(self.arena.trainable, billion="B")
+        where = f"{self.ranks} {self.backend} ranks on {self.stamp['device']}, {self.stamp['threads']} thread(s) each"
+        shape = f"batch {self.settings.batch_size} x {config.context_length} a rank"
+        words = f"; {self.settings.link}" if self.settings.link else ""
+        link = f"link {format_seconds(self.link.latency)} + size / {format_bytes(self.link.bandwidth)}/s"
+        return f"{parameters} parameters, {shape}, {where}; {link}{words}"
+
+    def compute_seconds(self) -> dict[str, float]:
+        """The analytic model's forward, backward and optimizer, without communication."""
+        config, batch, seq = self.config, self.settings.batch_size, self.config.context_length
+        parts = {
+            mode: sum(predict(config, batch, seq, mode, "fp32", self.hardware).values())
+            for mode in ("forward", "backward")
+        }
+        # A fused AdamW reads and writes weight and moments once, and reads the gradient.
+        return parts | {"optimizer": 7 * 4 * self.arena.trainable / self.hardware.bandwidth}
+
+    def gradient_buckets(self, cap: float) -> list[float]:
+        """Bytes of the buckets that a wrapper of this size would make."""
+        parameters: list[Tensor] = list(self.arena.base.parameters())
+        return [float(sum(p.nbytes for p in bucket)) for bucket in plan_buckets(parameters, cap)]
+
+    def record(
+        self,
+        benchmark: str,
+        name: str,
+        samples: list[float],
+        metrics: dict[str, Any],
+        predicted: dict[str, Any],
+        flags: list[str],
+    ) -> Record:
+        """One candidate's record."""
+        settings, config = self.settings, self.config
+        what = {
+            "candidate": name,
+            "size": settings.size,
+            "year": settings.year,
+            "d_model": config.d_model,
+            "layers": config.num_layers,
+            "batch_size": settings.batch_size,
+            "context": config.context_length,
+            "ranks": self.ranks,
+            "nodes": self.nodes,
+            "backend": self.backend,
+            "link": settings.link or "",
+        }
+        metrics |= {"latency_ms": 1e3 * self.link.latency, "link_bytes_per_s": self.link.bandwidth}
+        return Record(benchmark, what, self.stamp, samples, metrics, predicted, flags)
+
+
+SettingsType = TypeVar("SettingsType", bound=ParallelSettings)
+
+
+def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchmark: str) -> None:
+    """Run `work(place, settings)` on every rank: those that torchrun or Slurm started, or as many as --nproc says.
+
+    Raises UserError for what cannot be run.
+    """
+    if settings.smoke:
+        settings = replace(settings, size="tiny", batch_size=1, context=32, rounds=1, steps=1, nproc=settings.nproc)
+    settings.config()
+    here, device = find_place(), "cuda" if settings.device != "cpu" and torch.cuda.device_count() else "cpu"
+    ranks = settings.nproc or 2
+    place = here if here.world_size > 1 else Place(0, ranks, 0, ranks)
+    choose_backend(settings.backend, torch.device(settings.device or device), place)
+    if here.rank == 0 and not settings.smoke:
+        open_records(settings.folder(torch.device(device)), benchmark)
+    start_ranks(work, settings.device, settings.nproc if here.world_size > 1 else ranks, settings)
+
+
+def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, device: torch.device) -> None:
+    """Raises UserError on every rank if two copies of the model and one candidate's training state do not fit."""
+    need = sum(memory(config, settings.batch_size, config.context_length, "step").values())
+    need += 2 * 4 * sum(count_parameters(config).values())
+    room = min(int(text) for text in agree("memory", str(usable_memory(device)), group)) // group.size()
+    if need > room:
+        raise UserError(
+            f"each of {group.size()} ranks needs {format_bytes(need)} and has {format_bytes(room)}; choose a smaller "
+            "--size or --batch-size, or fewer ranks with --nproc"
+        )
+
+
+def worker_run(
+    place: Place,
+    settings: ParallelSettings,
+    benchmark: str,
+    candidates: dict[str, Build],
+    make_record: Callable[[Run, str, Turns], Record],
+    show: Callable[[Run, list[Record]], None],
+    before: Callable[[Arena], None] = lambda arena: None,
+) -> None:
+    """One rank's life: gate, probe, what is to be done `before` timing, turns; rank 0 then records and prints."""
+    device, config = choose_device(settings.device), settings.config()
+    backend = choose_backend(settings.backend, device, place)
+    gc.freeze()  # torch's half a million objects would be looked through before every turn
+    with distributed(device, backend, settings.timeout, place) as group:
+        first = group.rank() == 0
+        require_room(config, settings, group, device)
+
+        with console.progress("gate", len(candidates), quiet=not first) as advance:
+            errors = check(config, candidates, group, device, advance)
+        hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)
+        found = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
+        link = Link(found.latency, found.bandwidth)
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
+        arena = Arena(config, settings.batch_size, candidates, group, device)
+        before(arena)
+        nodes = place.world_size // place.local_world_size
+        run = Run(settings, config, group.size(), nodes, backend, hardware, link, stamp, arena)
+        if first:
+            print(f"gate: every candidate's update equals the mean gradient's within {max(errors.values()):.1e}")
+        total = len(candidates) * settings.rounds
+        expected = total * (UNTIMED + settings.steps) * sum(run.compute_seconds().values())
+        with console.progress("taking turns", total, expected, quiet=not first) as advance:
+            turns = arena.play(settings.rounds, settings.steps, advance)
+        records = [make_record(run, name, turns) for name in candidates]
+        if first:
+            show(run, records)
+            if not settings.smoke:
+                path = settings.folder(device) / f"{benchmark}.jsonl"
+                for record in records:
+                    append_record(record, path)
+                print(f"{len(records)} records appended to {path}")

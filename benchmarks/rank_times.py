@@ -1,0 +1,39 @@
+"""Times of what several ranks do together, of which the slowest rank's counts."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import measure
+from cs336_systems.comm import Group, all_gather, all_reduce
+
+
+def gather_times(samples_ms: Sequence[float], group: Group, device: torch.device) -> Tensor:
+    """Every rank's samples in milliseconds (rank sample), on every rank. All ranks give equally many."""
+    times = torch.zeros(group.size(), len(samples_ms), dtype=torch.float64, device=device)
+    times[group.rank()] = torch.tensor(samples_ms, dtype=torch.float64)
+    all_gather(times.view(-1), group, "times").wait()
+    return times.cpu()
+
+
+def time_ranks(
+    run: Callable[[], object],
+    group: Group,
+    device: torch.device,
+    warmup: int,
+    steps: int,
+    advance: Callable[[str], None] = lambda note: None,
+) -> Tensor:
+    """Let all ranks do `run` together, warmup + steps times: milliseconds of those that count (rank sample).
+
+    A small all-reduce before each, untimed, lets the ranks start as one; what they all waited for is then
+    `times.amax(dim=0)`.
+    """
+    token = torch.zeros(1, device=device)
+
+    def line_up() -> None:
+        all_reduce(token, group, "line up").wait()
+
+    done = measure({"run": run}, device, warmup, steps, before=line_up, advance=advance)
+    return gather_times(done.samples_ms["run"], group, device)

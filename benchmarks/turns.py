@@ -1,0 +1,158 @@
+"""Training steps of several candidates on the same ranks, turn by turn: the gate, the clock, and what was sent."""
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from benchmarks.gate import make_it_matter
+from benchmarks.harness import require_close
+from benchmarks.peers import ALONE, Build, Trained
+from benchmarks.rank_times import gather_times
+from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter
+from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig
+
+UNTIMED = 2  # steps of a turn before those that count: buckets and optimizer state are made in them
+VERBS = {"all-reduce": all_reduce, "all-gather": all_gather, "reduce-scatter": reduce_scatter}
+OF_GRADIENTS = ("all-reduce", "reduce-scatter")
+# torch's fastest implementation for all, so that parallelism alone is compared.
+ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
+
+
+Advance = Callable[[str], None]
+
+
+@dataclass
+class Turns:
+    """Milliseconds by candidate, of the rank that took longest; and what one step sends."""
+
+    steps: dict[str, list[float]] = field(default_factory=dict)
+    updates: dict[str, list[float]] = field(default_factory=dict)  # the optimizer's part of each step
+    # A step's collectives and nothing else: those of gradients, and those of parameters.
+    reductions: dict[str, list[float]] = field(default_factory=dict)
+    gathers: dict[str, list[float]] = field(default_factory=dict)
+    events: dict[str, list[Event]] = field(default_factory=dict)
+
+
+class Arena:
+    """A model's shape, this rank's batch (batch context_length), and the candidates that train it."""
+
+    def __init__(
+        self, config: ModelConfig, batch: int, candidates: dict[str, Build], group: Group, device: torch.device
+    ) -> None:
+        self.config, self.batch, self.candidates, self.group, self.device = config, batch, candidates, group, device
+        torch.manual_seed(0)
+        self.base = TransformerLM(config, device)
+        generator = torch.Generator().manual_seed(1 + group.rank())
+        shape = (2, batch, config.context_length)
+        self.tokens, self.targets = torch.randint(config.vocab_size, shape, generator=generator).to(device)
+        self.trainable = sum(p.numel() for p in self.base.parameters())
+
+    def build(self, name: str, cls: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> Trained:
+        """A fresh copy of the model under one candidate."""
+        gc.collect()  # what the last one left in cycles would hold its hooks and memory
+        return self.candidates[name](copy.deepcopy(self.base), cls, options or ADAMW)
+
+    def forward_backward(self, trained: Trained) -> None:
+        """Gradients, synchronised."""
+        lm_loss(trained.model, self.tokens, self.targets).backward()
+        trained.finish()
+
+    def now(self) -> float:
+        """Seconds, once the device has done what it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def line_up(self) -> None:
+        """Let the ranks start as one."""
+        all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
+
+    def step(self, trained: Trained) -> float:
+        """One training step; returns the seconds of its optimizer's part."""
+        self.forward_backward(trained)
+        start = self.now()
+        trained.optimizer.step()
+        trained.optimizer.zero_grad()
+        return self.now() - start
+
+    def turn(self, name: str, turns: Turns, steps: int) -> None:
+        """Build one candidate, warm it up, and time it."""
+        trained = self.build(name)
+        for _ in range(UNTIMED):
+            with record() as events:
+                self.step(trained)
+        turns.events[name] = events
+        for _ in range(steps):
+            self.line_up()
+            start = self.now()
+            update = self.step(trained)
+            turns.steps.setdefault(name, []).append(1e3 * (self.now() - start))
+            turns.updates.setdefault(name, []).append(1e3 * update)
+        del trained
+        reductions = [event for event in events if event.verb in OF_GRADIENTS]
+        gathers = [event for event in events if event.verb not in OF_GRADIENTS]
+        if name != ALONE and events:
+            turns.reductions.setdefault(name, []).append(self.replay(reductions))
+            turns.gathers.setdefault(name, []).append(self.replay(gathers))
+
+    def replay(self, events: list[Event]) -> float:
+        """Milliseconds of some collectives by themselves, each launched when the one before is done."""
+        buffers = [torch.zeros(event.numel, dtype=event.dtype, device=self.device) for event in events]
+        self.line_up()
+        start = self.now()
+        for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
+            if event.verb == "broadcast":
+                broadcast(buffer, number % self.group.size(), self.group, "replay").wait()
+            else:
+                VERBS[event.verb](buffer, self.group, "replay").wait()
+        return 1e3 * (self.now() - start)
+
+    def play(self, rounds: int, steps: int, advance: Advance) -> Turns:
+        """Let every candidate take a turn of `steps` in each round."""
+        turns = Turns()
+        for _ in range(rounds):
+            for name in self.candidates:
+                self.turn(name, turns, steps)
+                advance(name)
+        for samples in (turns.steps, turns.updates, turns.reductions, turns.gathers):
+            for name in samples:
+                samples[name] = gather_times(samples[name], self.group, self.device).amax(dim=0).tolist()
+        return turns
+
+
+def check(
+    config: ModelConfig, candidates: dict[str, Build], group: Group, device: torch.device, advance: Advance
+) -> dict[str, float]:
+    """The gate: every candidate's step of SGD on two blocks of the model's width, against the mean of the ranks'
+    gradients computed without it: relative errors of what the step changed. Raises WrongResultError.
+
+    SGD, because AdamW's first step would hide a wrong scale.
+    """
+    arena = Arena(replace(config, num_layers=min(2, config.num_layers)), 1, candidates, group, device)
+    torch.manual_seed(0)
+    make_it_matter(arena.base)
+    before = torch.cat([p.detach().flatten() for p in arena.base.parameters()])
+    lm_loss(arena.base, arena.tokens, arena.targets).backward()
+    want = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in arena.base.parameters()])
+    arena.base.zero_grad()
+    all_reduce(want, group, "gate").wait()
+    # Subtracting a gradient rounds to the weight's unit roundoff, adding the ranks' in another order to the gradient's.
+    unit = torch.finfo(torch.float32).eps
+    tolerance = float(unit * before.norm() / want.norm()) + 4 * group.size() * unit
+    errors = {}
+    for name in candidates:
+        if name != ALONE:
+            trained = arena.build(name, torch.optim.SGD, lr=1.0)
+            arena.forward_backward(trained)
+            trained.optimizer.step()
+            after = torch.cat([weight.flatten() for weight in trained.weights()])
+            errors[name] = require_close(f"{name}'s update", before - after, want, tolerance)
+            del trained
+        advance(name)
+    return errors
