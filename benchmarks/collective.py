@@ -3,7 +3,6 @@
 import re
 import socket
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -213,7 +212,7 @@ def time_size(nbytes: int, group: Group, device: torch.device, settings: Setting
     def run() -> None:
         all_reduce(flat, group, name).wait()
 
-    times = time_ranks(run, group, device, warmup, steps, lambda note: advance(f"{name} {note}"))
+    times = time_ranks(run, group, device, warmup, steps, advance)
     mean = (group.size() + 1) / 2  # and it stays that: the mean of equal values
     error = max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax())
     if not error <= (warmup + steps) * tolerance(group.size()):
@@ -229,12 +228,12 @@ def work(place: Place, job: Job) -> None:
         link, usable = probe(group, device, job.backend), room(group, device)
         fitting = [nbytes for nbytes in job.sizes if WORKSPACE * nbytes <= usable]
         passes, first = settings.warmup + settings.steps, group.rank() == 0
-        expected = passes * sum(link.seconds(nbytes, group.size()) for nbytes in fitting)
-        title = f"{group.size()} ranks, {job.backend}, {job.device}"
         stamp = environment(device, settings.commit) if first else {}
-        bar = console.progress(title, passes * len(fitting), expected) if first else nullcontext(lambda note: None)
-        with bar as advance:
-            for nbytes in job.sizes:
-                times = time_size(nbytes, group, device, settings, advance) if nbytes in fitting else None
-                if first:
-                    job.keep(finished(job.record(place, nbytes, stamp), times, link, usable))
+        for nbytes in job.sizes:
+            title = f"{group.size()} ranks, {job.backend}, {job.device}, {size_name(nbytes)}"
+            expected, times = passes * link.seconds(nbytes, group.size()), None
+            if nbytes in fitting:
+                with console.progress(title, passes, expected, quiet=not first) as advance:
+                    times = time_size(nbytes, group, device, settings, advance)
+            if first:
+                job.keep(finished(job.record(place, nbytes, stamp), times, link, usable))

@@ -28,7 +28,8 @@ COLUMNS = ("candidate", "step", "± std", "predicted", "/ torch DDP", "quartiles
 COMMUNICATION = ("collectives", "sent", "alone", "exposed")
 CAPTION = (
     "sent: bytes that leave a rank in a step. alone: those collectives with nothing else to do, and their share of the "
-    "step. exposed: what a step takes longer than one without communication, median of pairs; the rest is hidden"
+    "step. exposed: what a step takes longer than one without communication, median of pairs; the rest is hidden. "
+    "*: noisy (standard deviation above 5% of the mean): trust the ratios"
 )
 
 
@@ -87,7 +88,8 @@ def show(run: Run, records: list[Record]) -> None:
         table.add_column(head, justify="left" if head == "candidate" else "right")
     for record in records:
         metrics = record.metrics
-        cells = [format_seconds(metrics["median_ms"] / 1e3), format_seconds(metrics["std_ms"] / 1e3)]
+        mark = "*" if record.flags else ""
+        cells = [format_seconds(metrics["median_ms"] / 1e3) + mark, format_seconds(metrics["std_ms"] / 1e3)]
         cells += [format_seconds(record.predicted["mean_ms"] / 1e3), f"{metrics['ratio_median']:.3f}"]
         cells.append(f"{metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f}")
         if "collectives" in metrics:

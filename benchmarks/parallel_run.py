@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.collective import probe as probe_link
+from benchmarks.collective import room
 from benchmarks.peers import Build
 from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
 from benchmarks.turns import UNTIMED, Arena, Turns, check
 from cs336_systems import console
-from cs336_systems.comm import Group, Place, agree, distributed, find_place
+from cs336_systems.comm import Group, Place, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
 from cs336_systems.console import format_bytes, format_count, format_seconds, setting
@@ -24,7 +25,7 @@ from cs336_systems.cost.parallel import Link
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.flat import plan_buckets
-from cs336_systems.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.machine import choose_device, device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 
@@ -159,10 +160,10 @@ def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, 
     """Raises UserError on every rank if two copies of the model and one candidate's training state do not fit."""
     need = sum(memory(config, settings.batch_size, config.context_length, "step").values())
     need += 2 * 4 * sum(count_parameters(config).values())
-    room = min(int(text) for text in agree("memory", str(usable_memory(device)), group)) // group.size()
-    if need > room:
+    have = room(group, device)
+    if need > have:
         raise UserError(
-            f"each of {group.size()} ranks needs {format_bytes(need)} and has {format_bytes(room)}; choose a smaller "
+            f"each of {group.size()} ranks needs {format_bytes(need)} and has {format_bytes(have)}; choose a smaller "
             "--size or --batch-size, or fewer ranks with --nproc"
         )
 

@@ -16,6 +16,13 @@ def milliseconds(value: float) -> str:
     return format_seconds(value / 1e3)
 
 
+def measured(record: Record) -> str:
+    """The median and the relative standard deviation, with a mark if that is large."""
+    metrics = record.metrics
+    spread = f"{metrics['std_ms'] / metrics['mean_ms']:.0%}" + ("\\*" if record.flags else "")
+    return f"{milliseconds(metrics['median_ms'])} ± {spread}"
+
+
 def all_reduce_row(record: Record) -> list[str]:
     """One size on some ranks."""
     config, metrics = record.config, record.metrics
@@ -23,17 +30,15 @@ def all_reduce_row(record: Record) -> list[str]:
     if record.status != "ok":
         return [*start, record.status, "", "", "", ""]
     speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
-    mark = "\\*" if record.flags else ""
-    measured = f"{milliseconds(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}{mark}"
     spread = milliseconds(metrics["rank_spread_ms"])
-    return [*start, measured, milliseconds(record.predicted["mean_ms"]), *speeds, spread]
+    return [*start, measured(record), milliseconds(record.predicted["mean_ms"]), *speeds, spread]
 
 
 def ddp_row(record: Record) -> list[str]:
     """One candidate."""
     metrics = record.metrics
     ratio = f"{metrics['ratio_median']:.3f} ({metrics['ratio_low']:.3f} to {metrics['ratio_high']:.3f})"
-    cells = [record.config["candidate"], milliseconds(metrics["median_ms"]), milliseconds(record.predicted["mean_ms"])]
+    cells = [record.config["candidate"], measured(record), milliseconds(record.predicted["mean_ms"])]
     if "collectives" not in metrics:
         exposed = milliseconds(metrics["exposed_ms"]) if "exposed_ms" in metrics else ""
         return [*cells, ratio, "", "", exposed]
@@ -44,7 +49,7 @@ def ddp_row(record: Record) -> list[str]:
 def zero_row(record: Record) -> list[str]:
     """One candidate: time, then memory."""
     metrics, predicted = record.metrics, record.predicted
-    cells = [record.config["candidate"], milliseconds(metrics["median_ms"]), milliseconds(predicted["mean_ms"])]
+    cells = [record.config["candidate"], measured(record), milliseconds(predicted["mean_ms"])]
     for peer in ("zero", "fsdp"):
         low, high = metrics[f"{peer}_ratio_low"], metrics[f"{peer}_ratio_high"]
         cells.append(f"{metrics[f'{peer}_ratio_median']:.3f} ({low:.3f} to {high:.3f})")

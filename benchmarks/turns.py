@@ -32,7 +32,6 @@ class Turns:
     """Milliseconds by candidate, of the rank that took longest; and what one step sends."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
-    updates: dict[str, list[float]] = field(default_factory=dict)  # the optimizer's part of each step
     # A step's collectives and nothing else: those of gradients, and those of parameters.
     reductions: dict[str, list[float]] = field(default_factory=dict)
     gathers: dict[str, list[float]] = field(default_factory=dict)
@@ -73,13 +72,11 @@ class Arena:
         """Let the ranks start as one."""
         all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
 
-    def step(self, trained: Trained) -> float:
-        """One training step; returns the seconds of its optimizer's part."""
+    def step(self, trained: Trained) -> None:
+        """One training step."""
         self.forward_backward(trained)
-        start = self.now()
         trained.optimizer.step()
         trained.optimizer.zero_grad()
-        return self.now() - start
 
     def turn(self, name: str, turns: Turns, steps: int) -> None:
         """Build one candidate, warm it up, and time it."""
@@ -91,15 +88,15 @@ class Arena:
         for _ in range(steps):
             self.line_up()
             start = self.now()
-            update = self.step(trained)
+            self.step(trained)
             turns.steps.setdefault(name, []).append(1e3 * (self.now() - start))
-            turns.updates.setdefault(name, []).append(1e3 * update)
         del trained
         reductions = [event for event in events if event.verb in OF_GRADIENTS]
         gathers = [event for event in events if event.verb not in OF_GRADIENTS]
         if name != ALONE and events:
-            turns.reductions.setdefault(name, []).append(self.replay(reductions))
-            turns.gathers.setdefault(name, []).append(self.replay(gathers))
+            for kind, part in ((turns.reductions, reductions), (turns.gathers, gathers)):
+                if part:
+                    kind.setdefault(name, []).append(self.replay(part))
 
     def replay(self, events: list[Event]) -> float:
         """Milliseconds of some collectives by themselves, each launched when the one before is done."""
@@ -120,7 +117,7 @@ class Arena:
             for name in self.candidates:
                 self.turn(name, turns, steps)
                 advance(name)
-        for samples in (turns.steps, turns.updates, turns.reductions, turns.gathers):
+        for samples in (turns.steps, turns.reductions, turns.gathers):
             for name in samples:
                 samples[name] = gather_times(samples[name], self.group, self.device).amax(dim=0).tolist()
         return turns

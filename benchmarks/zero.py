@@ -29,7 +29,8 @@ TIMES = ("candidate", "step", "± std", "predicted", "/ ZeroRedundancy", "/ FSDP
 MEMORY = ("candidate", "parameters", "gradients", "optimizer", "in all", "by the formula", "activations")
 TIME_CAPTION = (
     "reductions, gathers: the collectives of gradients and of parameters by themselves, and the share of the step that "
-    "the latter would take; sent: bytes that leave a rank in a step"
+    "the latter would take; sent: bytes that leave a rank in a step. *: noisy (standard "
+    "deviation above 5% of the mean): trust the ratios"
 )
 MEMORY_CAPTION = (
     "live storages of the fullest rank: after initialisation, what backward added before the step, what the first step "
@@ -65,9 +66,9 @@ def make_record(memory: dict[str, Held], run: Run, name: str, turns: Turns) -> R
     metrics: dict[str, Any] = summarise(samples)
     for peer, key in ((TORCH_ZERO, "zero"), (TORCH_FSDP, "fsdp")):
         metrics |= {f"{key}_{what}": value for what, value in ratios(samples, turns.steps[peer]).items()}
-    if turns.events[name]:
+    if name in turns.reductions:
         metrics["reductions_ms"] = summarise(turns.reductions[name])["median_ms"]
-        metrics["gathers_ms"] = summarise(turns.gathers[name])["median_ms"]
+        metrics["gathers_ms"] = summarise(turns.gathers[name])["median_ms"] if name in turns.gathers else 0.0
         metrics["update_share"] = metrics["gathers_ms"] / metrics["median_ms"]
         sent = {"reductions": 0.0, "gathers": 0.0}
         for event in turns.events[name]:
@@ -89,13 +90,12 @@ def show(run: Run, records: list[Record]) -> None:
             table.add_column(head, justify="left" if head == "candidate" else "right")
     for record in records:
         metrics, predicted, name = record.metrics, record.predicted, record.config["candidate"]
-        cells = [
-            format_seconds(value / 1e3) for value in (metrics["median_ms"], metrics["std_ms"], predicted["mean_ms"])
-        ]
+        cells = [format_seconds(metrics["median_ms"] / 1e3) + "*" * bool(record.flags)]
+        cells += [format_seconds(value / 1e3) for value in (metrics["std_ms"], predicted["mean_ms"])]
         cells += [f"{metrics[f'{peer}_ratio_median']:.3f}" for peer in ("zero", "fsdp")]
         if "reductions_ms" in metrics:
             sent = metrics["reductions_bytes_sent"] + metrics["gathers_bytes_sent"]
-            gathers = f"{format_seconds(metrics['gathers_ms'] / 1e3)}, {metrics['update_share']:.0%}"
+            gathers = f"{format_seconds(metrics['gathers_ms'] / 1e3)}, {metrics['update_share']:.0%}" * bool(sent)
             cells += [format_seconds(metrics["reductions_ms"] / 1e3), gathers, format_bytes(sent)]
         times.add_row(name, *cells)
         held = [metrics[f"{kind}_bytes"] for kind in KINDS]

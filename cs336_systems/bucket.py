@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Group, Work
+from cs336_systems.comm import Group, Work, fault
 from cs336_systems.flat import FlatLayout
 
 Verb = Callable[[Tensor, Group, str], Work]
@@ -51,6 +51,7 @@ class GradBucket:
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None  # the sum of this rank's slices since the last `drop`
         self.work: Work | None = None
+        self.launched: list[tuple[Tensor, int]] = []  # the gradients under way, and their versions: writing raises them
         self.waiting = set(parameters)
         self.used: set[nn.Parameter] = set()  # parameters that have contributed to what `flat` or `shard` holds
 
@@ -68,14 +69,14 @@ class GradBucket:
         self.used.add(parameter)
         fits = len(self.parameters) == 1 and self.layout.numel == gradient.numel() and gradient.is_contiguous()
         if self.flat is None and fits and gradient.dtype == self.dtype:
-            self.flat = gradient.detach().view(-1)  # a bucket of one needs no buffer of its own
+            self.flat = gradient.data.view(-1)  # a bucket of one needs no buffer of its own
         view = self._view(parameter)
         if gradient.dtype != self.dtype:  # it cannot lie in the buffer, so what was there is its forerunner's
             view.add_(gradient) if again else view.copy_(gradient)
             parameter.grad = None
         elif view.data_ptr() != gradient.data_ptr():
             view.copy_(gradient)
-            parameter.grad = view
+            parameter.grad = view.data  # has a version of its own, which the collective does not raise
 
     def _view(self, parameter: nn.Parameter) -> Tensor:
         if self.flat is None:
@@ -84,23 +85,38 @@ class GradBucket:
         return self.layout.view(self.flat, self.index[parameter])
 
     @torch.no_grad()
-    def launch(self) -> None:
-        """Start the collective. A parameter without a gradient contributes zeros."""
+    def launch(self, keep: bool = False) -> None:
+        """Start the collective. A parameter without a gradient contributes zeros; with `keep`, for a second reduction,
+        what the first has left."""
         for parameter in self.parameters:
+            forgotten = parameter.grad is None and parameter in self.used and not self.scatters
             if parameter.grad is not None:
                 self.collect(parameter)
-        for parameter in self.waiting:
-            self._view(parameter).zero_()
+            elif forgotten or (parameter in self.waiting and not keep):
+                self._view(parameter).zero_()
+            if forgotten:
+                self.used.discard(parameter)
         assert self.flat is not None
         self.work = self.verb(self.flat, self.group, self.label)
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        self.launched = [(gradient, gradient._version) for gradient in gradients]
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the collective. What had no gradient holds the other ranks' mean, for the caller to use or not."""
+        """Wait for the collective. What had no gradient holds the other ranks' mean, for the caller to use or not.
+
+        Raises UserError if somebody has written to the gradients meanwhile.
+        """
         if self.work is None:
             return
+        if any(gradient._version != version for gradient, version in self.launched):
+            raise fault(
+                f"gradients ({self.label}) were changed while they were being reduced: call "
+                "finish_gradient_synchronization() before anything that writes to .grad",
+            )
         self.work.wait()
-        self.work, self.waiting = None, set(self.parameters)
+        self.work, self.launched = None, []
+        self.expect_all()
         if self.scatters:
             assert self.flat is not None
             mine = self.layout.shard(self.flat, self.group.rank())
@@ -108,13 +124,25 @@ class GradBucket:
             self.shard = mine.clone() if self.shard is None else self.shard.add_(mine)
             self._free()
 
-    def reset(self) -> None:
-        """Forget what was collected and reduced. Gradients that are views of the buffer stay what they are."""
+    def expect_all(self) -> None:
+        """A backward begins anew: what has been collected was of an earlier one."""
+        self.waiting = set(self.parameters)
+
+    def reset(self, set_to_none: bool = True) -> None:
+        """Forget what was collected and reduced, or make the sharded gradients zero as `Optimizer.zero_grad` does.
+
+        Gradients that are views of the buffer stay what they are.
+        """
         if self.work is not None:
             self.work.wait()
-        self.work, self.waiting, self.used, self.shard = None, set(self.parameters), set(), None
+        self.work, self.launched = None, []
+        self.expect_all()
         if self.scatters:
             self._free()
+        if set_to_none or self.shard is None:
+            self.used, self.shard = set(), None
+        else:
+            self.shard.zero_()
 
     def _free(self) -> None:
         for parameter in self.parameters:

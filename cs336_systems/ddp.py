@@ -17,7 +17,6 @@ Distributed, arXiv:2006.15704, section 3.2).
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +28,15 @@ from cs336_systems.comm import Group, agree, all_reduce, broadcast, default_grou
 from cs336_systems.errors import UserError
 from cs336_systems.flat import plan_buckets
 from cs336_systems.grad_norm import clip_by_norm, global_norm
-from cs336_systems.structure import Structure, broadcast_module, compare_structures, describe, guard_step
+from cs336_systems.structure import (
+    Structure,
+    broadcast_module,
+    compare_structures,
+    describe,
+    guard_step,
+    require_finished,
+    weak_hook,
+)
 
 MB = 10**6
 
@@ -54,8 +61,9 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, group: Group | None = None) -> None:
         super().__init__()
         self.module, self.group = module, default_group(group)
-        compare_structures(describe(module), self.group)
         self.structure = Structure(module, self.group)
+        kind = f"wrapper {type(self).__name__}, buckets of {self.bucket_size_mb} MB"
+        compare_structures([*describe(module), kind], self.group)
         broadcast_module(module, self.group)
         if self.bucket_size_mb is not None and self.bucket_size_mb < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
@@ -67,13 +75,14 @@ class DataParallel(nn.Module):
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.number = {bucket: i for i, bucket in enumerate(self.buckets)}
         self.next = 0  # the first bucket that has not been launched: all ranks launch in this one order
-        self.again = False  # whether gradients came for buckets that had been launched
+        self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come, for `overlap` to reduce
+        self.again = False  # whether one of them has come twice, so that every bucket is to be reduced twice
         self.synchronised, self.accumulating = True, False
         self.after_synchronisation: list[Callable[[], None]] = []
         self.hooks = []
         for parameter in self.structure.trainable:
-            self.hooks.append(parameter.register_hook(partial(self._before_gradient, parameter)))
-            self.hooks.append(parameter.register_post_accumulate_grad_hook(self._gradient_ready))
+            self.hooks.append(parameter.register_hook(weak_hook(self._before_gradient, parameter)))
+            self.hooks.append(parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_ready)))
         guard_step(self)
 
     def owns(self, parameter: nn.Parameter) -> bool:
@@ -83,39 +92,34 @@ class DataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward. It does not communicate, so one rank may evaluate alone."""
         self.structure.check_unchanged()
-        if torch.is_grad_enabled() and self.next:
-            self._go_on()
+        if torch.is_grad_enabled() and self._forgotten():
+            self.reset()
         return self.module(*inputs, **kwargs)
 
-    def _go_on(self) -> None:
-        """Another forward although buckets are under way: gradients are accumulated, or a backward was interrupted.
+    def _forgotten(self) -> bool:
+        """Whether zero_grad of an optimizer has dropped gradients while they are being reduced."""
+        return not self.scatters and any(parameter.grad is None for parameter in self.arrived)
 
-        Raises UserError if it stopped at another place on another rank, whose collectives then would not match.
-        """
-        self.again = True
-        if self.next < len(self.buckets):
-            reached = agree("an unfinished backward", str(self.next), self.group)
-            if len(set(reached)) > 1:
-                counts = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(reached))
-                raise fault(
-                    f"backward stopped at different places (buckets launched: {counts}); start anew", self.group
-                )
-            if self.scatters:
-                raise UserError(
-                    "a backward stopped midway and some of its gradients are reduced: call zero_grad() first"
-                )
+    def _refuse_forgotten(self) -> None:
+        raise fault(
+            "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or by "
+            "zero_grad() of the wrapper",
+        )
 
     def _before_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self.synchronised = False
+        if parameter in self.arrived and parameter.grad is None and not self.scatters:
+            self._refuse_forgotten()
         bucket = self.bucket_of[parameter]
         if self.number[bucket] < self.next:
-            self.again = True
             bucket.finish()  # a second gradient must not be added to a buffer that is being reduced
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        self.synchronised = False
         self.bucket_of[parameter].collect(parameter)
+        self.again = self.again or parameter in self.arrived
         if self.accumulating or not self.overlap:
             return
+        self.arrived.add(parameter)
         # A complete bucket whose turn has not come waits: ranks that launch in different orders would deadlock.
         while self.next < len(self.buckets) and not self.buckets[self.next].waiting:
             self.buckets[self.next].launch()
@@ -126,12 +130,15 @@ class DataParallel(nn.Module):
     def finish_gradient_synchronization(self) -> None:
         """Reduce what has not been reduced, and wait for everything. Every rank must call it, before the step."""
         self.structure.check_unchanged()
-        for bucket in self.buckets[0 if self.again else self.next :]:
+        if self._forgotten():
+            self._refuse_forgotten()
+        self._launch(self.buckets[self.next :])  # now every rank has launched each bucket once, whatever it used
+        if self.again:  # on all ranks or on none; else their collectives would not match
+            agree("a second backward before finish_gradient_synchronization()", "", self.group)
+            self._launch(self.buckets, keep=not self.scatters)
+        self._start_anew()
+        for bucket in self.buckets if self.scatters else ():  # whose shards the vote looks at
             bucket.finish()
-            bucket.launch()
-            if self.scatters:
-                bucket.finish()
-        self.next, self.again = 0, False
         ballot = Ballot(self.buckets, self._shards(), self.group)
         for bucket in self.buckets:
             bucket.finish()
@@ -146,6 +153,16 @@ class DataParallel(nn.Module):
         for act in self.after_synchronisation:
             act()
 
+    def _start_anew(self) -> None:
+        self.next, self.again, self.arrived = 0, False, set()
+
+    def _launch(self, buckets: list[GradBucket], keep: bool = False) -> None:
+        for bucket in buckets:
+            bucket.finish()
+            bucket.launch(keep)
+            if self.scatters:
+                bucket.finish()
+
     def _shards(self) -> list[Tensor]:
         """This rank's slices of the mean gradient without padding, (elements,) each."""
         me, found = self.group.rank(), []
@@ -156,6 +173,7 @@ class DataParallel(nn.Module):
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""
+        require_finished(self, "clip_grad_norm()")
         sharded = self._shards()
         replicated = [p.grad for p in self.structure.trainable if p.grad is not None]
         norm = global_norm(sharded, replicated, norm_type, self.group)
@@ -164,15 +182,20 @@ class DataParallel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, sharded ones as well."""
+        self.reset(set_to_none)
         super().zero_grad(set_to_none)
-        self.reset()
 
-    def reset(self) -> None:
-        """Forget what is under way or sharded, as after an interrupted backward. Every rank must call it."""
-        if self.scatters:
-            for bucket in self.buckets:
-                bucket.reset()
-            self.next, self.again, self.synchronised = 0, False, True
+    def reset(self, set_to_none: bool = True) -> None:
+        """Forget what is under way or sharded. After an interrupted backward every rank must call it."""
+        unfinished = bool(self.arrived)
+        if unfinished:  # first launch what another rank's backward, which got further, may wait for
+            self._launch(self.buckets[self.next :])
+        for bucket in self.buckets:
+            bucket.reset(set_to_none)
+        if unfinished:
+            agree("zero_grad() after an unfinished backward", "", self.group)
+        self._start_anew()
+        self.synchronised = True
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -182,6 +205,8 @@ class DataParallel(nn.Module):
             yield
         finally:
             self.accumulating = before
+            for bucket in self.buckets:
+                bucket.expect_all()
 
     def unwrap(self) -> nn.Module:
         """The module, free of this wrapper, to be changed and wrapped anew."""

@@ -33,6 +33,7 @@ def require_elementwise(optimizer_cls: type[torch.optim.Optimizer], options: dic
     """
     # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
     options = {key: value for key, value in options.items() if key != "capturable"} | {"lr": 0.1}
+    optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # a wrong option speaks for itself
     with torch.random.fork_rng(devices=[]):
         try:
             whole, pieces = (_updates(optimizer_cls, in_pieces, options) for in_pieces in (False, True))

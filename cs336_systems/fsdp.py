@@ -15,16 +15,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from cs336_systems.ballot import Ballot
 from cs336_systems.bucket import GradBucket
 from cs336_systems.comm import Group, all_reduce, broadcast, default_group, fault
+from cs336_systems.compute_dtype import cast, compute_in
+from cs336_systems.errors import UserError
 from cs336_systems.flat import plan_buckets
 from cs336_systems.fsdp_state import Shard, gather_full, load_full, sharded_state
 from cs336_systems.grad_norm import clip_by_norm, global_norm
-from cs336_systems.structure import Structure, broadcast_module, compare_structures, describe, guard_step
-from cs336_systems.unit import Lender, Unit, shard_weights
+from cs336_systems.structure import (
+    Structure,
+    broadcast_module,
+    compare_structures,
+    describe,
+    guard_step,
+    require_finished,
+    weak_hook,
+)
+from cs336_systems.unit import Lender, Unit, refuse_hooks, shard_weights, tensors_with_gradient
 
 AHEAD = 2  # layers gathered before they are needed
 IN_FLIGHT = 2  # gradients that are being reduced at once, and whose buffers are alive
@@ -46,12 +55,14 @@ class FSDP(nn.Module):
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None) -> None:
         super().__init__()
         self.module, self.group, self.compute_dtype = module, default_group(group), compute_dtype
-        compare_structures(describe(module), self.group)
-        Structure(module, self.group)  # refuses what has no values before it is sent
+        Structure(module, self.group)  # refuses what has no values before it is described and sent
+        compare_structures([*describe(module), f"wrapper FSDP, compute dtype {compute_dtype}"], self.group)
         broadcast_module(module, self.group)
         self.units, self.layers = shard_weights(module, compute_dtype, self.group)
         replicated = [p for p in module.parameters() if p not in {unit.shard for unit in self.units}]
         self.structure = Structure(module, self.group)
+        for unit in self.units:
+            self.structure.stand_in(unit.full, unit.name)
         trainable = [p for p in replicated if p.requires_grad]
         self.buckets = [
             GradBucket(ps, self.group, all_reduce, f"replicated gradients {i}")
@@ -63,28 +74,27 @@ class FSDP(nn.Module):
         self.in_forward = False
         self.reached = 0  # layers before this one have been gathered in this forward
         self.remaining = 0  # layers from this one on have been gathered in this backward
+        self.walked = 0  # layers from this one on have begun their backward, or were left out of it
         self.expected: set[Unit] = set()  # took part in a forward and have no gradient yet
         self.reducing: list[Unit] = []
-        self.reduced: set[Unit] = set()  # since the last synchronisation
+        self.reduced: set[Unit] = set()  # in this backward
+        self.awaiting = False  # whether a unit watches for zero_grad of an optimizer
         self.synchronised = True
         guard_step(self)
 
     def _install_hooks(self, replicated: Sequence[Tensor]) -> None:
-        sharded = {module for module, _ in self.layers}
         for number, (layer, unit) in enumerate(self.layers):
-            layer.register_forward_pre_hook(partial(self._before_layer, number, unit), with_kwargs=True)
-            layer.register_forward_hook(partial(self._after_layer, number, unit))
+            layer.register_forward_pre_hook(partial(self._before_layer, number, unit))
+            layer.register_forward_hook(partial(self._after_layer, number, unit), always_call=True)
             layer.__dict__["_parameters"] = Lender(layer._parameters, partial(self._lend, unit))
         for unit in self.units:
-            unit.full.register_post_accumulate_grad_hook(partial(self._weight_ready, unit))
+            if unit.trainable:
+                unit.full.register_hook(weak_hook(self._before_gradient, unit))
+                unit.full.register_post_accumulate_grad_hook(weak_hook(self._weight_ready, unit))
         for parameter in replicated:
-            parameter.register_post_accumulate_grad_hook(self._replicated_ready)
-        if self.compute_dtype is None:
-            return
-        for layer in self.module.modules():
-            own = [p for p in layer.parameters(recurse=False) if p.is_floating_point()]
-            if own and layer not in sharded:
-                layer.register_forward_pre_hook(partial(_cast_inputs, own[0].dtype), with_kwargs=True)
+            parameter.register_post_accumulate_grad_hook(weak_hook(self._replicated_ready))
+        if self.compute_dtype is not None:
+            compute_in(self.compute_dtype, self.module, {layer for layer, _ in self.layers})
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this wrapper synchronises the parameter's gradient."""
@@ -93,8 +103,10 @@ class FSDP(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
         self.structure.check_unchanged()
-        if torch.is_grad_enabled():
-            self._refuse_interrupted()
+        for unit in self.units:
+            refuse_hooks(unit.shard, unit.name, self.group)
+        if torch.is_grad_enabled() and not self.synchronised:
+            self._end_backward()
         for unit in self.units:
             unit.reshard()
         self.in_forward, self.reached = True, 0
@@ -108,11 +120,11 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.reshard()
         if torch.is_grad_enabled():
-            self.remaining = len(self.layers)
-        for tensor in _tensors_with_gradient(output) if self.borrowed else ():
+            self.remaining = self.walked = len(self.layers)
+        for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():
             tensor.register_hook(partial(self._borrow_again, self.borrowed))
         master = self.units[0].shard.dtype if self.units else None
-        return output if self.compute_dtype is None or master is None else _cast(output, master)
+        return output if self.compute_dtype is None or master is None else cast(output, master)
 
     def _lend(self, unit: Unit) -> nn.Parameter | None:
         """The whole weight for somebody outside its layer, until the end of the pass; None if nothing is computing."""
@@ -134,24 +146,17 @@ class FSDP(nn.Module):
             self.layers[self.reached][1].launch_unshard()
             self.reached += 1
 
-    def _before_layer(self, number: int, unit: Unit, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_layer(self, number: int, unit: Unit, layer: nn.Module, args: Any) -> None:
         if self.in_forward:
+            coming = {unit for _, unit in self.layers[number : max(self.reached, number + 1)]}
             for _, skipped in self.layers[:number]:
-                if skipped is not unit and skipped.work is not None:
+                if skipped.work is not None and skipped not in coming:  # it may be the tied weight of a layer to come
                     skipped.reshard()
             self._gather_up_to(number + 1 + AHEAD)
         unit.unshard()
-        if self.compute_dtype is None:
-            return None
-        for name, parameter in layer._parameters.items():  # a bias is replicated, and computes in the same dtype
-            if name != "weight" and parameter is not None and parameter.is_floating_point():
-                layer.__dict__.setdefault("_masters", {})[name] = parameter
-                layer._parameters[name] = parameter.to(self.compute_dtype)  # type: ignore[assignment]
-        return _cast_inputs(self.compute_dtype, layer, args, kwargs)
 
     def _after_layer(self, number: int, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
-        layer._parameters.update(layer.__dict__.pop("_masters", {}))
-        tensors = _tensors_with_gradient(output)
+        tensors = tensors_with_gradient(output, unit.name)
         for tensor in tensors:
             tensor.register_hook(partial(self._before_backward, number, unit))
         if tensors and unit.shard.requires_grad:
@@ -159,27 +164,45 @@ class FSDP(nn.Module):
         if self.in_forward:  # else it is recomputed in backward, which needs the weight at once
             unit.reshard()
         if tensors and not unit.shard.requires_grad:
-            for tensor in _tensors_with_gradient(args):
+            for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: unit.reshard())
 
     def _before_backward(self, number: int, unit: Unit, gradient: Tensor) -> None:
         self.synchronised = False
-        while self.remaining > max(number - AHEAD, 0):
-            self.remaining -= 1
-            self.layers[self.remaining][1].launch_unshard()
-        for _, skipped in self.layers[number + 1 :]:
-            if skipped.work is not None and skipped not in self.expected:
-                skipped.reshard()
+        self._walk_back(number)
         unit.unshard()
+        if not unit.shard.requires_grad:  # frozen since it was wrapped, but perhaps on this rank only
+            self._reduce(unit)
+
+    def _walk_back(self, number: int) -> None:
+        """Go down the list to a layer as every rank does, gathering ahead; a layer that is left out reduces zeros."""
+        while self.walked > max(number, 0):
+            self.walked -= 1
+            while self.remaining > max(self.walked - AHEAD, 0):
+                self.remaining -= 1
+                self.layers[self.remaining][1].launch_unshard()
+            unit = self.layers[self.walked][1]
+            if self.walked > number and unit not in self.expected | {unit for _, unit in self.layers[: self.walked]}:
+                unit.reshard()
+                self._reduce(unit)
+
+    def _before_gradient(self, unit: Unit, gradient: Tensor) -> None:
+        unit.gradients.finish()  # a second gradient must not be added to a buffer that is being reduced
 
     def _weight_ready(self, unit: Unit, full: nn.Parameter) -> None:
         self.synchronised = False
+        if not self.awaiting:  # one is enough
+            unit.await_gradient()
+            self.awaiting = True
         unit.gradients.collect(full)
         self.expected.discard(unit)
         unit.reshard()
+        self.reduced.discard(unit)
         self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        if unit in self.reduced or not unit.trainable:
+            return
         unit.gradients.finish()
         unit.gradients.launch()
         self.reduced.add(unit)
@@ -191,26 +214,23 @@ class FSDP(nn.Module):
         self.synchronised = False
         self.bucket_of[parameter].collect(parameter)
 
-    def _refuse_interrupted(self) -> None:
-        """Raises UserError if a backward began and stopped: some of its gradients are reduced, some are not."""
-        if self.expected and self.reduced:
-            names = ", ".join(sorted(unit.name for unit in self.expected)[:3])
+    def _end_backward(self) -> None:
+        """Take part in what this rank's backward did not reach, but perhaps another's, which used other layers."""
+        if any(unit.forgotten for unit in self.units):
             raise fault(
-                f"the last backward ended without a gradient of {names}: call finish_gradient_synchronization() to "
-                "keep what there is, or zero_grad() of the wrapper to start anew",
-                self.group,
+                "gradients were changed or dropped before finish_gradient_synchronization() had delivered them all: "
+                "call that first, or zero_grad() of the wrapper to drop them",
             )
+        self._walk_back(-1)
+        for unit in reversed(self.units):  # in the order of a backward, for which another rank may wait
+            unit.reshard()
+            self._reduce(unit)
+        self.expected, self.reduced = set(), set()
 
     def finish_gradient_synchronization(self) -> None:
         """Reduce what has not been reduced, and wait for everything. Every rank must call it, before the step."""
         self.structure.check_unchanged()
-        while self.remaining > 0:  # layers that this rank's backward did not reach, but perhaps another's
-            self.remaining -= 1
-            self.layers[self.remaining][1].launch_unshard()
-        for unit in self.units:
-            unit.reshard()
-            if unit not in self.reduced:
-                self._reduce(unit)
+        self._end_backward()
         for bucket in self.buckets:
             bucket.launch()
         for bucket in (*(unit.gradients for unit in self.units), *self.buckets):
@@ -231,12 +251,15 @@ class FSDP(nn.Module):
         self._start_anew()
 
     def _start_anew(self) -> None:
-        self.expected, self.reducing, self.reduced, self.synchronised = set(), [], set(), True
+        self.expected, self.reducing, self.reduced, self.awaiting, self.synchronised = set(), [], set(), False, True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, and what an interrupted backward left under way."""
+        """Forget all gradients. After an interrupted backward every rank must call it."""
         for unit in self.units:
-            unit.reshard()
+            unit.awaited = None
+        if not self.synchronised:
+            self._end_backward()
+        for unit in self.units:
             unit.gradients.reset()
         for bucket in self.buckets:
             bucket.reset()
@@ -251,11 +274,15 @@ class FSDP(nn.Module):
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""
+        require_finished(self, "clip_grad_norm()")
         sharded = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
         replicated = [p.grad for p in self.bucket_of if p.grad is not None]
         norm = global_norm(sharded, replicated, norm_type, self.group)
         clip_by_norm([*sharded, *replicated], norm, max_norm)
         return norm
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise UserError("copy the state instead (gather_full_params): FSDP belongs to its group and parameters")
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """The whole state by the module's own names, as `module.state_dict()` had it: loads into an unwrapped module.
@@ -271,15 +298,3 @@ class FSDP(nn.Module):
     def load_full_params(self, full: dict[str, Tensor]) -> None:
         """Take this rank's rows from a whole state. Raises UserError for missing or unknown names and wrong shapes."""
         load_full(self.module, self.units, full)
-
-
-def _tensors_with_gradient(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree)
-
-
-def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(args, dtype), _cast(kwargs, dtype)

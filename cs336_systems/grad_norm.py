@@ -10,27 +10,28 @@ from cs336_systems.comm import Group, all_gather
 
 @torch.no_grad()
 def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
-    """The norm of all gradients as one vector, a scalar equal on every rank, in float32 at least.
+    """The norm of all gradients as one vector, a float64 scalar equal on every rank.
 
     `sharded` are this rank's parts, `replicated` what every rank has alike and counts once. The ranks' norms are
     gathered, not max-reduced, since a max reduction loses NaN. Every rank must call this if any gradient is sharded.
     """
     device = (*sharded, *replicated, torch.empty(0))[0].device
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in (*sharded, *replicated)) else torch.float32
-
-    norms = torch.zeros(group.size(), dtype=wide, device=device)
+    # One dtype on all ranks: one that has no gradient could not know the others'.
+    norms = torch.zeros(group.size(), dtype=torch.float64, device=device)
 
     def norm(gradients: Sequence[Tensor]) -> Tensor:
-        parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide) for g in gradients if g.numel()]
-        return (
-            torch.linalg.vector_norm(torch.stack(parts), norm_type)
-            if parts
-            else torch.zeros((), dtype=wide, device=device)
-        )
+        parts = [_norm(g, norm_type).double() for g in gradients if g.numel()]
+        return torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else norms.new_zeros(())
 
     norms[group.rank()] = norm(sharded)
     all_gather(norms, group, "gradient norm").wait()
     return torch.linalg.vector_norm(torch.cat((norms, norm(replicated)[None])), norm_type)
+
+
+def _norm(gradient: Tensor, norm_type: float) -> Tensor:
+    """The norm of one gradient, in float32 at least; a complex element counts by its absolute value."""
+    real = gradient.abs() if gradient.is_complex() else gradient
+    return torch.linalg.vector_norm(real, norm_type, dtype=torch.promote_types(real.dtype, torch.float32))
 
 
 @torch.no_grad()

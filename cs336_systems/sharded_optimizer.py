@@ -22,7 +22,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.flat import FlatLayout
 from cs336_systems.optimizer_state import gather_state, slice_state
 from cs336_systems.param_store import ParamStore, Part
-from cs336_systems.structure import require_synchronised
 
 Layout = Literal["flat", "whole"]
 
@@ -131,7 +130,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     part.tensor.grad = bucket.shard[first : first + part.tensor.numel()].view_as(part.tensor)
 
     def _check(self) -> None:
-        require_synchronised(self)  # once more, for what the closure has done
         if self.wrapper is not None and not self.wrapper.synchronised:
             raise UserError("step() before finish_gradient_synchronization(): the shards are not complete")
         for store in self.stores:
@@ -165,6 +163,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._copy_settings(self.inner.param_groups, self.param_groups)
         for store in self.stores:
             store.send_round()
+            torch.autograd.graph.increment_version(store.parameters)  # for graphs from before the step
         if self.wrapper is None:
             for part in self._parts():
                 part.tensor.grad = None

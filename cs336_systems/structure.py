@@ -3,15 +3,17 @@ no optimizer step on gradients that were never synchronised."""
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from cs336_systems.comm import Group, agree, broadcast, fault
+from cs336_systems.comm import Group, agree, broadcast, fault, global_rank
 from cs336_systems.errors import UserError
 
 
@@ -23,30 +25,31 @@ class Structure:
         self.names: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
-                raise fault(f"{name} has no values yet: materialise the module before it is wrapped", group)
+                raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
             self.names[parameter] = name
-        self.dtypes = [parameter.dtype for parameter in self.names]
+        self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = [parameter for parameter in self.names if parameter.requires_grad]
         self._trainable = set(self.trainable)
+
+    def stand_in(self, parameter: nn.Parameter, name: str) -> None:
+        """Accept a parameter that takes the place of a wrapped one for a while."""
+        self.names[parameter], self.dtypes[parameter] = name, parameter.dtype
+        if parameter.requires_grad:
+            self._trainable.add(parameter)
 
     def check_unchanged(self) -> None:
         """Raises UserError if a parameter was replaced, cast or unfrozen after wrapping: it would silently go its own
         way. (Freezing is fine: a frozen parameter gets no gradient.)"""
-        for (name, parameter), dtype in zip(self.module.named_parameters(), self._dtypes(), strict=False):
-            known, change = self.names.get(parameter), None
-            if known is None:
+        for name, parameter in self.module.named_parameters():
+            change = None
+            if parameter not in self.names:
                 change = "is not the parameter that was wrapped"
-            elif parameter.dtype != dtype:
-                change = f"was {dtype} when wrapped and is {parameter.dtype} now"
+            elif parameter.dtype != self.dtypes[parameter]:
+                change = f"was {self.dtypes[parameter]} when wrapped and is {parameter.dtype} now"
             elif parameter.requires_grad and parameter not in self._trainable:
                 change = "was frozen when wrapped and wants a gradient now"
             if change:
-                raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)", self.group)
-
-    def _dtypes(self) -> Iterable[torch.dtype | None]:
-        yield from self.dtypes
-        while True:
-            yield None
+                raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
 
 
 def describe(module: nn.Module) -> list[str]:
@@ -78,7 +81,10 @@ def compare_structures(lines: list[str], group: Group) -> None:
     pad = ["nothing more"] * longest
     pairs = zip((mine + pad)[:longest], (theirs + pad)[:longest], strict=True)
     number, (a, b) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise UserError(f"the ranks' modules differ, first in entry {number}: rank 0 has {a}, rank {other} has {b}")
+    ranks = global_rank(0, group), global_rank(other, group)
+    raise UserError(
+        f"the ranks' modules differ, first in entry {number}: rank {ranks[0]} has {a}, rank {ranks[1]} has {b}"
+    )
 
 
 @torch.no_grad()
@@ -98,21 +104,66 @@ class Guarded(Protocol):
 
 
 _guarded: WeakSet[Any] = WeakSet()
+_hooks: list[RemovableHandle] = []
+_replaced = WeakTensorKeyDictionary()  # parameters that shards have taken the place of, and their names
+
+
+def replaced(parameter: nn.Parameter, name: str) -> None:
+    """From now on every optimizer refuses to step on the parameter."""
+    _replaced[parameter] = name
 
 
 def guard_step(wrapper: Guarded) -> None:
     """From now on every optimizer refuses to step on a parameter of the wrapper that is not synchronised."""
-    if not _guarded:
-        register_optimizer_step_pre_hook(_refuse)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_refuse))
     _guarded.add(wrapper)
 
 
-def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    require_synchronised(optimizer)
+def require_finished(wrapper: Guarded, what: str) -> None:
+    """Raises UserError if `what` would look at gradients that are not synchronised."""
+    if not wrapper.synchronised:
+        raise UserError(
+            f"{what} before {type(wrapper).__name__}.finish_gradient_synchronization(): the gradients are still this "
+            "rank's own; call it after the last backward of a step"
+        )
 
 
-def require_synchronised(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError if a step would use gradients that are still this rank's own."""
+def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
+    """A hook that calls the method, for as long as its object lives: torch's gradient hooks would keep it, and what is
+    in `first`, alive for ever, since the garbage collector does not see them."""
+    reference, references = WeakMethod(method), [ref(each) for each in first]
+
+    def hook(*rest: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*(each() for each in references), *rest)
+
+    return hook
+
+
+def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Before every step of every optimizer: look at its gradients, and once more after a closure has made new ones."""
+    _require_synchronised(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _require_synchronised(optimizer)
+        return loss
+
+    return (args[0], checked, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter in _replaced:
+            raise UserError(
+                f"{type(optimizer).__name__} was made before {_replaced[parameter]} was sharded and would never move "
+                "it; make it from the wrapped module's parameters"
+            )
     for wrapper in list(_guarded):
         if wrapper.synchronised:
             continue

@@ -73,7 +73,7 @@ class Recipe:
     timeout: float = setting(
         TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
     )
-    log: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
+    log_file: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
     log_every: int = setting(10, "Steps between two log lines.", type=click.IntRange(1))
     prompt: str = setting("def ", "Start of the sample.")
     sample_bytes: int = setting(300, "Length of the sample.", type=click.IntRange(0))
@@ -184,7 +184,7 @@ def open_log(path: Path, group: Group) -> Iterator[IO[str]]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log FILE") from None
+        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE") from None
     with file:
         yield file
 
@@ -217,7 +217,7 @@ def train(recipe: Recipe, group: Group) -> dict[str, Any]:
         f"{trainer.corpus.name}: {format_count(len(trainer.corpus.tokens))} tokens\n"
         f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}"
     )
-    with open_log(recipe.log, group) as log:
+    with open_log(recipe.log_file, group) as log:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
         header = {"recipe": settings, "corpus": trainer.corpus.name, "sha256": trainer.corpus.sha256}
         stamp = environment(device) | {"world_size": group.size(), "backend": recipe.backend}
@@ -235,7 +235,7 @@ def train(recipe: Recipe, group: Group) -> dict[str, Any]:
     guessing = math.log(256 if trainer.text else trainer.config.vocab_size)
     out.print(
         f"{recipe.steps} steps in {format_seconds(final['seconds'])}; validation loss {reached} "
-        f"(guessing: {guessing:.3f}); log: {recipe.log}"
+        f"(guessing: {guessing:.3f}); log: {recipe.log_file}"
     )
     if trainer.text:
         out.print(f"\n{final['sample']}\n", markup=False)

@@ -1,11 +1,17 @@
 """The four data-parallel wrappers: equal to one process, and in the order that their lesson claims."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Event, record
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.fsdp import FSDP
+from cs336_systems.zero import zero
 from tests import ranks
 from tests.parallel_cases import loss_of, make, naive_mean, spread
 from tests.tolerances import bound
@@ -130,3 +136,48 @@ def test_an_impossible_bucket_is_refused():
 
 def negative_case(group) -> None:
     BucketedDDP(make(), bucket_size_mb=-1.0)
+
+
+def freed_case(group) -> None:
+    """A wrapper that nobody needs any more goes, with its buffers, although its module's hooks have known it."""
+    for wrap in (*WRAPPERS.values(), FSDP):
+        model = wrap(make())
+        loss_of(model, 0).backward()
+        model.finish_gradient_synchronization()
+        reference = weakref.ref(model)
+        del model
+        gc.collect()
+        assert reference() is None, wrap
+
+
+def test_wrappers_are_freed():
+    ranks.run(freed_case, 2)
+
+
+def early_clip_case(group, stage: int) -> None:
+    model, _ = zero(make(), torch.optim.SGD, stage, lr=0.1)
+    loss_of(model, 0).backward()
+    model.clip_grad_norm(1.0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_one_rank_are_not_clipped(stage):
+    for error in ranks.run_failing(early_clip_case, 2, stage=stage):
+        assert error[0] == "UserError"
+        assert "clip_grad_norm() before" in error[1]
+
+
+def no_sync_volume_case(group, wrapper: str) -> int:
+    model = WRAPPERS[wrapper](make())
+    with record() as events:
+        for micro in range(3):
+            with model.no_sync() if micro < 2 else nullcontext():
+                loss_of(model, micro).backward()
+        model.finish_gradient_synchronization()
+    return sum(event.nbytes for event in events if event.label != "ballot")
+
+
+@every_wrapper
+def test_accumulated_gradients_are_sent_once(wrapper):
+    total = 8 * sum(p.numel() for p in make().parameters() if p.requires_grad)
+    assert ranks.run(no_sync_volume_case, 2, wrapper=wrapper) == [total] * 2

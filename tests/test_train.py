@@ -25,7 +25,7 @@ def run(*arguments: str) -> int:
 
 
 def test_text_is_learned(in_tmp, capsys):
-    assert run("--steps", "60", "--lr", "3e-3", "--sample-bytes", "40", "--log", "logs/run.jsonl") == 0
+    assert run("--steps", "60", "--lr", "3e-3", "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
     header, *steps, final = [json.loads(line) for line in (in_tmp / "logs/run.jsonl").read_text().splitlines()]
     assert header["recipe"]["steps"] == 60
     assert len(header["sha256"]) == 64
@@ -67,7 +67,7 @@ def test_training_is_a_function_of_the_seed():
 def test_the_horizon_belongs_to_the_schedule(in_tmp):
     rates = {}
     for steps in (12, 24):
-        run("--data", "random", "--steps", str(steps), "--decay-steps", "20", "--log-every", "1", "--log", "log")
+        run("--data", "random", "--steps", str(steps), "--decay-steps", "20", "--log-every", "1", "--log-file", "log")
         lines = (in_tmp / "log").read_text().splitlines()[1:-1]
         rates[steps] = [json.loads(line)["lr"] for line in lines]
     assert rates[24][:12] == rates[12]
@@ -77,8 +77,8 @@ def test_the_horizon_belongs_to_the_schedule(in_tmp):
 def test_own_text(in_tmp, capsys):
     (in_tmp / "a.txt").write_text("to be or not to be, " * 50)
     (in_tmp / "b.txt").write_text("that is the question; " * 50)
-    assert run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "\udcff", "--log", "log") == 0
-    assert run("--data", "a.txt", "--steps", "3", "--precision", "bf16", "--log", "log") == 0
+    assert run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "\udcff", "--log-file", "log") == 0
+    assert run("--data", "a.txt", "--steps", "3", "--precision", "bf16", "--log-file", "log") == 0
     assert "a.txt, b.txt" in capsys.readouterr().out
 
 
@@ -104,7 +104,7 @@ def test_a_sample_is_safe_to_print():
         (("--backend", "nccl"), "error: --backend nccl moves tensors between GPUs, and there is none here"),
         (("--steps", "0"), "error: Invalid value for '--steps'"),
         (("stray.txt",), "error: unexpected argument 'stray.txt'; text is named with --data FILE ..."),
-        (("--log", "short.txt/log", "--steps", "1"), "error: cannot write the log short.txt/log: "),
+        (("--log-file", "short.txt/log", "--steps", "1"), "error: cannot write the log short.txt/log: "),
         (("--lr", "1e9", "--steps", "40", "--clip", "1e9"), "error: the loss or its gradient is nan after"),
         (("--lr", "-1"), "error: Invalid value for '--lr': -1.0 is not in the range x>=0."),
         (("--clip", "0"), "error: Invalid value for '--clip': 0.0 is not in the range x>0."),

@@ -1,7 +1,7 @@
 """The only door to torch.distributed: start-up, the verbs, and a record of everything that was sent."""
 
 from cs336_systems.comm.events import Event, record
-from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, subgroup
+from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, global_rank, subgroup
 from cs336_systems.comm.startup import Place, distributed, find_place
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 
@@ -20,6 +20,7 @@ __all__ = [
     "distributed",
     "fault",
     "find_place",
+    "global_rank",
     "record",
     "reduce_scatter",
     "subgroup",

@@ -29,7 +29,7 @@ def default_group(group: Group | None = None) -> Group:
     if group is not None:
         return group
     if not dist.is_initialized():
-        raise UserError("no process group: run under torchrun, or inside `with cs336_systems.startup.distributed():`")
+        raise UserError("no process group: do this inside `with cs336_systems.comm.distributed():`")
     assert dist.group.WORLD is not None
     return dist.group.WORLD
 
@@ -49,6 +49,11 @@ def group_timeout(group: Group) -> timedelta:
     return group._get_backend(device).options._timeout
 
 
+def global_rank(rank: int, group: Group) -> int:
+    """The number of a group's rank among all ranks, by which errors call it."""
+    return dist.get_global_rank(group, rank)
+
+
 def sequence(group: Group) -> int:
     """How many collectives and agreements this rank has taken part in."""
     return _counters.get(group, 0)
@@ -62,30 +67,35 @@ def count(group: Group) -> int:
 
 def last_words(group: Group) -> str:
     """What every other rank says that it was doing when it failed or ended; waits a little for those that are late."""
-    store, others = group.get_group_store(), [rank for rank in range(group.size()) if rank != group.rank()]
-    wait_for(store, [f"last word/{rank}" for rank in others], timedelta(seconds=EXPLAIN_SECONDS))
-    return "; ".join(f"rank {r} {_posted(store, r) or 'said nothing: it died, or still computes'}" for r in others)
+    others = [global_rank(rank, group) for rank in range(group.size()) if rank != group.rank()]
+    wait_for(_words(), [f"last word/{rank}" for rank in others], timedelta(seconds=EXPLAIN_SECONDS))
+    return "; ".join(f"rank {r} {_posted(r) or 'said nothing: it died, or still computes'}" for r in others)
 
 
 def occurrence(kind: str, group: Group) -> int:
-    """Count one more collective of a kind, and return its number."""
+    """Count one more collective or agreement of a kind, and return its number."""
     counts = _occurrences.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
 
 
-def post(message: str, group: Group) -> None:
-    """Leave a last word in the store, where a rank whose collective fails will look for the cause."""
-    group.get_group_store().set(f"last word/{group.rank()}", message)
+def _words() -> Store:
+    """One store for the last words of all ranks: what stops a rank may have happened in another of its groups."""
+    return default_group().get_group_store()
 
 
-def _posted(store: Store, rank: int) -> str:
-    return store.get(f"last word/{rank}").decode() if store.check([f"last word/{rank}"]) else ""
+def post(message: str) -> None:
+    """Leave a last word, which a rank whose collective fails will look for to name the cause."""
+    _words().set(f"last word/{dist.get_rank()}", message)
 
 
-def fault(message: str, group: Group) -> UserError:
+def _posted(rank: int) -> str:
+    return _words().get(f"last word/{rank}").decode() if _words().check([f"last word/{rank}"]) else ""
+
+
+def fault(message: str) -> UserError:
     """An error to raise, that the other ranks will name when they miss this one."""
-    post(f"failed: {message}", group)
+    post(f"failed: {message}")
     return UserError(message)
 
 
@@ -94,23 +104,28 @@ def agree(topic: str, value: str, group: Group) -> list[str]:
 
     Raises CommError that names the ranks which did not answer within the group's timeout.
     """
-    store, number, timeout = group.get_group_store(), count(group), group_timeout(group)
+    store, timeout, number = group.get_group_store(), group_timeout(group), occurrence(f"agree {topic}", group)
+    count(group)
     keys = [f"{topic}/{number}/{rank}" for rank in range(group.size())]
     store.set(keys[group.rank()], value)
     if silent := wait_for(store, keys, timeout):
-        words = [f"rank {r}: {_posted(store, r)}" for r in silent if _posted(store, r)]
+        post(f"waited for an answer: {topic}")
+        silent = [global_rank(rank, group) for rank in silent]
+        words = [f"rank {rank} {_posted(rank)}" for rank in silent if _posted(rank)]
         raise CommError(
-            f"{topic}: rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {group.size()} did not answer "
-            f"within {timeout.total_seconds():g} s" + "".join(f"; {word}" for word in words)
+            f"{topic}: rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))} of {dist.get_world_size()} did not "
+            f"answer within {timeout.total_seconds():g} s" + "".join(f"; {word}" for word in words)
         )
     return [store.get(key).decode() for key in keys]
 
 
-def wait_for(store: Store, keys: Sequence[str], timeout: timedelta) -> list[int]:
-    """Waits until all keys are set; returns the indices of those that are not in time."""
+def wait_for(store: Store, keys: Sequence[str], timeout: timedelta, unless: str = "") -> list[int]:
+    """Waits until all keys are set, or `unless` is; returns the indices of those that are not in time."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.001
     while (missing := [i for i, key in enumerate(keys) if not store.check([key])]) and time.monotonic() < deadline:
+        if unless and store.check([unless]):
+            break
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return missing

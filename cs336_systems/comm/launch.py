@@ -11,10 +11,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -34,20 +34,21 @@ PR_SET_PDEATHSIG = 1
 Worker = Callable[..., None]  # worker(place, *arguments)
 
 
-def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Connection) -> None:
-    """A rank's life. An error of the user's or the network's goes to the parent as a line, any other as a traceback."""
+def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Path) -> None:
+    """A rank's life. It leaves an error of the user's or the network's as a line, and any other as a traceback."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(threads)
     try:
         worker(place, *arguments)
     except (UserError, CommError) as error:
-        report.send_bytes(str(error).encode())
+        report.write_text(str(error))
         os._exit(2)
     except KeyboardInterrupt:
         os._exit(130)
     except BaseException:
-        report.send_bytes(traceback.format_exc().encode())
+        report.write_text(traceback.format_exc())
         os._exit(1)
 
 
@@ -62,22 +63,34 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any) -> None:
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sys.stdout.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        processes, reports = [], []
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminated_as_interrupted():
+        processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         try:
-            for rank in range(nproc):
-                receive, send = context.Pipe(duplex=False)
+            for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
-                process = context.Process(target=_run, args=(worker, place, arguments, max(1, cores // nproc), send))
-                process.start()
-                send.close()
-                processes.append(process)
-                reports.append(receive)
+                threads = max(1, cores // nproc)
+                processes.append(context.Process(target=_run, args=(worker, place, arguments, threads, report)))
+                processes[-1].start()
             failed = _first_failure(processes)
         finally:
             _stop(processes)
-    if failed is not None:
-        _raise_for(failed, processes[failed].exitcode, reports[failed])
+        if failed is not None:
+            message = reports[failed].read_text() if reports[failed].exists() else ""
+            _raise_for(failed, processes[failed].exitcode, message)
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the ranks as ^C does, rather than leaving that to the system."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _first_failure(processes: list[BaseProcess]) -> int | None:
@@ -106,10 +119,7 @@ def _stop(processes: list[BaseProcess]) -> None:
             process.join()
 
 
-def _raise_for(rank: int, code: int | None, report: Connection) -> None:
-    message = ""
-    with suppress(EOFError):  # a rank that was killed has said nothing
-        message = report.recv_bytes().decode()
+def _raise_for(rank: int, code: int | None, message: str) -> None:
     if code == 2:
         raise UserError(message)
     if code == 130:
@@ -145,7 +155,7 @@ def run_in_one_voice(command: click.Command) -> int:
     """
     with ExitStack() as stack:
         with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
-            if find_place().local_rank:
+            if "LOCAL_RANK" in os.environ and find_place().local_rank:
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(silence))
                 stack.enter_context(redirect_stderr(silence))

@@ -7,14 +7,12 @@ in a file, or on the loopback address, so that nothing listens to the network.
 import os
 import re
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -58,14 +56,22 @@ class Place:
         return self.world_size == self.local_world_size
 
 
-def _number(name: str) -> int:
-    """An environment variable. Raises UserError if it is missing or not a number."""
+def _number(name: str, default: int | None = None) -> int:
+    """An environment variable. Raises UserError if it is not a number, or missing without a default."""
+    value = os.environ.get(name, default)
+    if value is None:
+        raise UserError(f"RANK is set but {name} is not: start with torchrun, or set both")
     try:
-        return int(os.environ[name])
-    except KeyError:
-        raise UserError(f"RANK is set but {name} is not: start with torchrun, or set both") from None
+        return int(value)
     except ValueError:
-        raise UserError(f"{name} is {os.environ[name]!r}, not a number") from None
+        raise UserError(f"{name} is {value!r}, not a number") from None
+
+
+def _port(default: int) -> int:
+    port = _number("MASTER_PORT", default)
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT is {port}; ports lie between 1 and 65535")
+    return port
 
 
 def first_host(nodes: str) -> str:
@@ -84,16 +90,16 @@ def find_place() -> Place:
     env = os.environ
     if "RANK" in env:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
-        local = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world_size))
-        meeting = f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '29500')}"
+        local = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
+        meeting = f"{env.get('MASTER_ADDR', 'localhost')}:{_port(29500)}"
         served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         place = Place(rank, world_size, *local, meeting, served, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    elif int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
+    elif _number("SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
         rank, world_size = _number("SLURM_PROCID"), _number("SLURM_NTASKS")
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-        port = env.get("MASTER_PORT") or str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000)
-        nodes = int(env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES", "1")))
-        local = int(env.get("SLURM_LOCALID", "0")), world_size // nodes
+        port = _port(20_000 + _number("SLURM_JOB_ID", 0) % 10_000)
+        nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
+        local = _number("SLURM_LOCALID", 0), world_size // nodes
         place = Place(rank, world_size, *local, f"{host}:{port}")
     else:
         return Place()
@@ -137,15 +143,41 @@ def _open_store(place: Place, timeout: timedelta) -> Store:
 
 
 def _join(store: Store, place: Place, timeout: timedelta) -> None:
-    """Wait until every rank is there. Raises UserError that names those which are not."""
+    """Wait until every rank is there. Raises UserError, on all that are, for ranks that are not, that come twice, or
+    that count differently."""
+    try:
+        _compare(store, place, timeout)
+    except dist.DistNetworkError:
+        raise UserError(f"rank 0 has left {place.meeting} before all ranks had joined") from None
+
+
+def _compare(store: Store, place: Place, timeout: timedelta) -> None:
+    everyone = range(place.world_size)
+    if store.add(f"claims/{place.rank}", 1) > 1:
+        _refuse(
+            store, place, f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
+        )
     store.set(f"joined/{place.rank}", str(place.world_size))
-    absent = wait_for(store, [f"joined/{rank}" for rank in range(place.world_size)], timeout)
+    absent = wait_for(store, [f"joined/{rank}" for rank in everyone], timeout, unless="refused")
+    sizes = {rank: int(store.get(f"joined/{rank}")) for rank in everyone if rank not in absent}
+    if store.check(["refused"]):
+        _refuse(store, place, store.get("refused").decode())
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"rank {rank} says {size}" for rank, size in sizes.items())
+        _refuse(store, place, f"the ranks disagree on how many they are: {said}")
     if absent:
         names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {place.world_size}"
-        raise UserError(f"{names} did not join within {timeout.total_seconds():g} s at {place.meeting}")
-    sizes = {int(store.get(f"joined/{rank}")) for rank in range(place.world_size)}
-    if len(sizes) > 1:
-        raise UserError(f"the ranks disagree on how many they are: {', '.join(map(str, sorted(sizes)))}")
+        _refuse(store, place, f"{names} did not join within {timeout.total_seconds():g} s at {place.meeting}")
+
+
+def _refuse(store: Store, place: Place, message: str) -> NoReturn:
+    """Raises UserError, once every rank that is waiting has been told: rank 0 may hold the store."""
+    store.set("refused", message)
+    store.set(f"told/{place.rank}", "")
+    if place.rank == 0:
+        waiting = [rank for rank in range(place.world_size) if store.check([f"joined/{rank}"])]
+        wait_for(store, [f"told/{rank}" for rank in waiting], timedelta(seconds=EXPLAIN_SECONDS))
+    raise UserError(message)
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
@@ -187,7 +219,10 @@ def distributed(
     meeting = HashStore() if place.world_size == 1 else _open_store(place, limit)
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", meeting)
     _join(store, place, limit)
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    try:
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+    except RuntimeError as error:
+        raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None
     group = default_group()
     try:
         yield group
@@ -195,7 +230,8 @@ def distributed(
     except BaseException as error:
         with suppress(RuntimeError):  # the store may be gone with rank 0
             if not isinstance(error, CommError):
-                post(f"failed: {type(error).__name__}: {str(error)[:300]}", group)
+                post(f"failed: {type(error).__name__}: {str(error)[:300]}")
+            group.get_group_store().set(f"done/{group.rank()}", "")
         raise
     finally:
         dist.destroy_process_group()
@@ -205,8 +241,9 @@ def _leave(group: Group, timeout: timedelta) -> None:
     """Wait for the others and compare how many collectives each took part in. Raises CommError if they differ."""
     store, ranks, mine = group.get_group_store(), range(group.size()), sequence(group)
     store.set(f"left/{group.rank()}", str(mine))
-    post(f"ended after {mine} collectives; did it have fewer batches?", group)
-    wait_for(store, [f"last word/{rank}" for rank in ranks], timeout)
+    post(f"ended after {mine} collectives; did it have fewer batches?")
+    store.set(f"done/{group.rank()}", "")
+    wait_for(store, [f"done/{rank}" for rank in ranks], timeout)
     if not all(store.check([f"left/{rank}"]) for rank in ranks):
         raise CommError(f"rank {group.rank()} ended after {mine} collectives; {last_words(group)}")
     counts = [int(store.get(f"left/{rank}")) for rank in ranks]
@@ -215,8 +252,3 @@ def _leave(group: Group, timeout: timedelta) -> None:
         wait_for(store, [f"gone/{rank}" for rank in ranks], timedelta(seconds=EXPLAIN_SECONDS))
     if len(set(counts)) > 1:
         raise CommError(f"the ranks ended after {', '.join(map(str, counts))} collectives: some had fewer batches")
-
-
-def scratch_meeting() -> str:
-    """A path for the ranks of one machine to meet at, in a folder that only this user may enter."""
-    return str(Path(tempfile.mkdtemp(prefix="ranks-")) / "store")

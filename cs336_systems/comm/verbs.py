@@ -6,6 +6,7 @@ they move half as much, so there both are exchanges of slices.
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,15 @@ class Work:
         self,
         event: Event,
         group: Group,
-        pending: Sequence[dist.Work | None],
+        start: Callable[[], Sequence[dist.Work | None]] = tuple,
         finish: Callable[[], object] | None = None,
     ) -> None:
         self.event, self.group, self.finish = event, group, finish
-        self.pending = [work for work in pending if work is not None]
         self.number = sequence(group)
+        try:
+            self.pending = [work for work in start() if work is not None]
+        except RuntimeError as error:  # a connection that is known to be broken
+            raise self._explained(error) from error
 
     def wait(self) -> None:
         pending, self.pending = self.pending, []
@@ -44,9 +48,9 @@ class Work:
         """The failure, and what every other rank says that it was doing."""
         event = self.event
         doing = f"waited in {event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes} bytes)"
-        post(doing, self.group)
+        post(doing)
         cause = str(error).splitlines()[0][:120]
-        return CommError(f"rank {self.group.rank()} {doing}; {last_words(self.group)} ({cause})")
+        return CommError(f"rank {dist.get_rank()} {doing}; {last_words(self.group)} ({cause})")
 
 
 def _begin(verb: str, label: str, numel: int, tensor: Tensor, group: Group, algorithm: str = "") -> Event:
@@ -74,9 +78,9 @@ def all_reduce(flat: Tensor, group: Group, label: str = "") -> Work:
     """Every rank gets the mean over all ranks, in place."""
     event = _begin("all-reduce", label, flat.numel(), flat, group)
     if group.size() == 1:
-        return Work(event, group, [])
+        return Work(event, group)
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    return Work(event, group, [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+    return Work(event, group, lambda: [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
 
 
 def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
@@ -91,14 +95,14 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
     staged = dist.get_backend(group) == "gloo" and not direct
     event = _begin("reduce-scatter", label, flat.numel(), flat, group, "all-reduce" if staged else "")
     if ranks == 1:
-        return Work(event, group, [])
+        return Work(event, group)
     if staged:
-        return Work(event, group, [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+        return Work(event, group, lambda: [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
     if not direct:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Work(event, group, [scatter(slices[me], flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+        return Work(event, group, lambda: [scatter(slices[me], flat, dist.ReduceOp.AVG, group=group, async_op=True)])
     inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
-    pending = _exchange(list(slices), inbox, group, _tag(event, group))
+    tag = _tag(event, group)
 
     def add() -> None:
         total = inbox[0]
@@ -109,7 +113,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
                 total.add_(inbox[rank])
         torch.div(total, ranks, out=slices[me])
 
-    return Work(event, group, pending, add)
+    return Work(event, group, lambda: _exchange(list(slices), inbox, group, tag), add)
 
 
 def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
@@ -119,24 +123,25 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     assert flat.numel() % ranks == 0
     event = _begin("all-gather", label, flat.numel(), flat, group)
     if ranks == 1:
-        return Work(event, group, [])
+        return Work(event, group)
     if _by_slices(flat, group):
-        return Work(event, group, _exchange([slices[me]] * ranks, slices, group, _tag(event, group)))
+        tag = _tag(event, group)
+        return Work(event, group, lambda: _exchange([slices[me]] * ranks, slices, group, tag))
     if dist.get_backend(group) == "gloo":
-        roots = range(ranks)
-        return Work(event, group, [dist.broadcast(slices[r], group=group, async_op=True, group_src=r) for r in roots])
+        send = partial(dist.broadcast, group=group, async_op=True)
+        return Work(event, group, lambda: [send(slice_, group_src=rank) for rank, slice_ in enumerate(slices)])
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Work(event, group, [gather(flat, slices[me], group=group, async_op=True)])
+    return Work(event, group, lambda: [gather(flat, slices[me], group=group, async_op=True)])
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
     """Every rank gets the tensor of the group's rank `source`, in place."""
     event = _begin("broadcast", label, tensor.numel(), tensor, group)
     if group.size() == 1 or not tensor.numel():
-        return Work(event, group, [])
+        return Work(event, group)
     sent = tensor.contiguous()
-    pending = [dist.broadcast(sent, group=group, async_op=True, group_src=source)]
-    return Work(event, group, pending, None if sent is tensor else lambda: tensor.copy_(sent))
+    start = partial(dist.broadcast, sent, group=group, async_op=True, group_src=source)
+    return Work(event, group, lambda: [start()], None if sent is tensor else lambda: tensor.copy_(sent))
 
 
 def all_to_all(
@@ -148,8 +153,8 @@ def all_to_all(
     arguments = (output, given, list(output_rows), list(given_rows), group)
     if group.size() == 1:
         output.copy_(given)
-        return Work(event, group, [])
-    return Work(event, group, [dist.all_to_all_single(*arguments, async_op=True)])
+        return Work(event, group)
+    return Work(event, group, lambda: [dist.all_to_all_single(*arguments, async_op=True)])
 
 
 def _exchange(outbox: list[Tensor], inbox: list[Tensor], group: Group, tag: int) -> list[dist.Work | None]:

@@ -1,0 +1,280 @@
+"""Backward in unusual order, number or state, in every wrapper and stage: right, or an error that names the cause on
+every rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
+
+import pytest
+
+from tests.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
+
+REDUCED = " | ".join(REDUCES_EARLY)
+
+
+def accumulate(run: Run):
+    for step in range(2):
+        with run.model.no_sync():
+            run.backward(3 * step)
+            run.backward(3 * step + 1)
+        run.backward(3 * step + 2)
+        yield
+        run.step()
+
+
+def fail_in_no_sync(run: Run):
+    try:
+        with run.model.no_sync():
+            run.backward(0)
+            raise KeyError
+    except KeyError:
+        run.model.zero_grad()
+    for step in range(2):
+        run.backward(step)
+        yield
+        run.step()
+
+
+def two_backwards(skip_first: bool = False, skip_second: bool = False):
+    """Forward and backward twice without no_sync; rank 1 may leave a layer out."""
+
+    def program(run: Run):
+        for step in range(2):
+            run.backward(2 * step, skip=skip_first and run.rank == 1)
+            run.backward(2 * step + 1, skip=skip_second and run.rank == 1)
+            yield
+            run.step()
+
+    return program
+
+
+def two_forwards(skip: bool = False, together: bool = False):
+    def program(run: Run):
+        for step in range(2):
+            losses = [run.loss(2 * step, skip=skip and run.rank == 1), run.loss(2 * step + 1)]
+            for loss in [sum(losses)] if together else losses:
+                loss.backward()
+            yield
+            run.step()
+
+    return program
+
+
+def same_graph_twice(run: Run):
+    for step in range(2):
+        loss = run.loss(step)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        yield
+        run.step()
+
+
+def stale_graph(run: Run):
+    losses = [run.loss(0), run.loss(1)]
+    losses[0].backward()
+    yield
+    run.step()
+    losses[1].backward()
+    yield
+    run.step()
+
+
+def keep_gradients(run: Run):
+    for step in range(3):
+        run.backward(step, skip=step == 2)
+        yield
+        run.optimizer.step()
+
+
+def zero_in_place(of_model: bool):
+    def program(run: Run):
+        for step in range(3):
+            run.backward(step, skip=step == 2)  # its gradient is zero then, not None, and the optimizer moves it
+            yield
+            run.optimizer.step()
+            (run.model if of_model else run.optimizer).zero_grad(set_to_none=False)
+
+    return program
+
+
+def uneven(run: Run):
+    for step in range(5 if run.rank == 0 else 3):
+        run.backward(step)
+        yield
+        run.step()
+
+
+def retry(zero: str, places: tuple[str, ...] = ("early", "early"), set_to_none: bool = True):
+    """Each rank's backward fails at its place ("" for nowhere), and the ranks that failed try again."""
+
+    def program(run: Run):
+        for step in range(2):
+            try:
+                run.backward(step, boom=places[run.rank % len(places)])
+            except ArithmeticError:
+                if zero:
+                    (run.model if zero == "model" else run.optimizer).zero_grad(set_to_none)
+                run.backward(step)
+            yield
+            run.step()
+
+    return program
+
+
+def give_up(run: Run):
+    """What a failed backward has made of the gradients is used, as by one process."""
+    for step in range(2):
+        with pytest.raises(ArithmeticError):
+            run.backward(step, boom="late")
+        yield
+        run.step()
+
+
+def one_rank_dies(run: Run):
+    run.backward(0, boom="late" if run.rank == 1 else "")
+    yield
+    run.step()
+
+
+def skip_batch(zero: str, set_to_none: bool = True, skip: bool = False):
+    """A batch is dropped after its backward; the next one may leave a layer out on one rank."""
+
+    def program(run: Run):
+        run.backward(0, skip=skip and run.rank == 1)
+        (run.model if zero == "model" else run.optimizer).zero_grad(set_to_none)
+        run.backward(1)
+        yield
+        run.step()
+
+    return program
+
+
+def drop_between_two(run: Run):
+    losses = [run.loss(0), run.loss(1)]
+    losses[0].backward()
+    run.optimizer.zero_grad()
+    losses[1].backward()
+    yield
+    run.step()
+
+
+def drop_then_finish(run: Run):
+    run.backward(0)
+    run.optimizer.zero_grad()
+    yield
+    run.step()
+
+
+def write_before_finish(run: Run):
+    run.backward(0)
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    yield
+    run.step()
+
+
+def forget_to_finish(run: Run):
+    run.backward(0)
+    run.optimizer.step()
+    yield
+
+
+def forget_in_closure(run: Run):
+    def closure():
+        run.optimizer.zero_grad()
+        run.backward(0)
+        return 0.0
+
+    run.optimizer.step(closure)
+    yield
+
+
+def step_in_hook(run: Run):
+    run.backward(0)
+    yield
+
+
+def register_step_in_hook(module, rank: int) -> None:
+    import torch
+
+    optimizer = torch.optim.SGD([module.scale], lr=0.1)
+    module.scale.register_post_accumulate_grad_hook(lambda p: optimizer.step())
+
+
+UNFINISHED = "before finish_gradient_synchronization"
+CHANGED = "were changed while they were being reduced"
+DROPPED = "dropped between backward and finish_gradient_synchronization"
+UNDELIVERED = "changed or dropped before finish_gradient_synchronization() had delivered them"
+NOT_SYNCHRONISED = "finish_gradient_synchronization()"
+MANY = (*REDUCES_EARLY, *SCATTERS)  # modes that add the mean of one backward to that of another
+
+CASES = {
+    "accumulation in no_sync": Case(accumulate, inexact=("stage 3",)),
+    "exception inside no_sync, then a normal step": Case(fail_in_no_sync),
+    "two backward passes without no_sync": Case(two_backwards(), inexact=MANY),
+    "the same, a layer unused in both on one rank": Case(two_backwards(True, True), inexact=MANY),
+    "the same, unused in the first on one rank": Case(two_backwards(True, False), inexact=MANY),
+    "the same, unused in the second on one rank": Case(two_backwards(False, True), inexact=MANY),
+    "two forwards, then one backward": Case(two_forwards(together=True)),
+    "two forwards, then two backwards": Case(two_forwards(), inexact=MANY),
+    "the same, a layer unused on one rank": Case(
+        two_forwards(skip=True), {"stage 3": "waited in"}, inexact=MANY, waits=True
+    ),
+    "backward twice through one graph": Case(same_graph_twice, inexact=MANY),
+    "backward through a graph from before the step": Case(stale_graph, "modified by an inplace operation"),
+    "no zero_grad between steps": Case(keep_gradients, inexact=SCATTERS),
+    "optimizer.zero_grad(set_to_none=False)": Case(zero_in_place(of_model=False)),
+    "model.zero_grad(set_to_none=False)": Case(zero_in_place(of_model=True)),
+    "5 batches on one rank, 3 on the other": Case(uneven, "ended after", modes=("bucketed", "stage 3"), waits=True),
+    "backward fails, retry on top": Case(retry(""), inexact=MANY),
+    "backward fails at other places, retry on top": Case(retry("", ("early", "late")), inexact=MANY),
+    "backward fails, optimizer.zero_grad(), retry": Case(retry("optimizer"), {"stage 3": UNDELIVERED}),
+    "backward fails at other places, optimizer.zero_grad(), retry": Case(
+        retry("optimizer", ("early", "late")), {"stage 3": UNDELIVERED}, waits=True
+    ),
+    "backward fails, optimizer.zero_grad(set_to_none=False), retry": Case(
+        retry("optimizer", set_to_none=False), {"overlapped": CHANGED, "stage 3": UNDELIVERED}
+    ),
+    "backward fails, model.zero_grad(), retry": Case(retry("model")),
+    "backward fails at other places, model.zero_grad(), retry": Case(retry("model", ("early", "late"))),
+    "backward fails on one rank, which retries on top": Case(
+        retry("", ("", "early")),
+        {"overlapped | stage 3": "waited"},
+        modes=("flat", "overlapped", "stage 3"),
+        waits=True,
+    ),
+    "backward fails on one rank, which zeroes and retries": Case(
+        retry("model", ("", "late")), {"stage 2, small": "waited"}, modes=("naive", "stage 2, small"), waits=True
+    ),
+    "backward fails on all ranks, its gradients are used": Case(give_up),
+    "backward fails on one rank, which ends": Case(one_rank_dies, "a backward that fails", modes=ALL, waits=True),
+    "a batch dropped by optimizer.zero_grad()": Case(skip_batch("optimizer"), {"stage 3": UNDELIVERED}),
+    "the same, with a layer unused in it on one rank": Case(
+        skip_batch("optimizer", skip=True), {"stage 3": UNDELIVERED}
+    ),
+    "a batch dropped by optimizer.zero_grad(set_to_none=False)": Case(
+        skip_batch("optimizer", set_to_none=False), {REDUCED: CHANGED, "stage 3": UNDELIVERED}
+    ),
+    "a batch dropped by model.zero_grad()": Case(skip_batch("model")),
+    "optimizer.zero_grad() between two backward passes": Case(
+        drop_between_two, {REDUCED: DROPPED, "stage 3": UNDELIVERED}
+    ),
+    "optimizer.zero_grad() after backward, then finish": Case(
+        drop_then_finish, {REDUCED: DROPPED, "stage 3": UNDELIVERED}
+    ),
+    ".grad written to before finish": Case(
+        write_before_finish, {REDUCED: CHANGED, "stage 2 | stage 2, small": CHANGED, "stage 3": UNDELIVERED}
+    ),
+    "finish forgotten before the step": Case(forget_to_finish, NOT_SYNCHRONISED),
+    "finish forgotten in a closure": Case(forget_in_closure, NOT_SYNCHRONISED),
+    "an optimizer that steps in a gradient hook": Case(step_in_hook, NOT_SYNCHRONISED, prepare=register_step_in_hook),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_or_an_error_that_names_the_cause(name):
+    check(__name__, name, CASES[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["accumulation in no_sync", "the same, a layer unused in both on one rank", "backward fails, retry on top"]
+)
+def test_right_on_three_ranks(name):
+    check(__name__, name, CASES[name], world=3)

@@ -1,0 +1,259 @@
+"""Unusual parameters, inputs and groups in every wrapper and stage: right, or an error that names the cause on every
+rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
+
+import copy
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.fault_cases import ALL, Case, Net, Replica, Run, check
+from tests.parallel_cases import batch, rows_of
+
+
+def steps(number: int = 3, **options):
+    """Ordinary steps; an option that is a function is asked for each step and rank."""
+
+    def program(run: Run):
+        for step in range(number):
+            chosen = {key: value(step, run.rank) if callable(value) else value for key, value in options.items()}
+            run.backward(step, **chosen)
+            yield
+            run.step()
+
+    return program
+
+
+def freeze(module: nn.Module, rank: int) -> None:
+    module.optional.requires_grad_(False)
+    module.first.weight.requires_grad_(False)
+
+
+def freeze_embedding(module: nn.Module, rank: int) -> None:
+    module.embedding.requires_grad_(False)
+
+
+def freeze_all(module: nn.Module, rank: int) -> None:
+    module.requires_grad_(False)
+
+
+def change_later(flag: bool, only: int | None = None):
+    """After the first step a layer is frozen or unfrozen, on all ranks or on one."""
+
+    def program(run: Run):
+        for step in range(3):
+            if step == 1 and run.rank in (only, run.rank if only is None else None):
+                run.module.optional.requires_grad_(flag)
+            run.backward(step)
+            yield
+            run.step()
+
+    return program
+
+
+def cast(before_backward: bool):
+    def program(run: Run):
+        if not before_backward:
+            run.backward(0)
+        run.model.float()
+        run.remember()
+        if before_backward:
+            run.backward(0)
+        yield
+        run.step()
+
+    return program
+
+
+def replace(run: Run):
+    run.module.last.weight = nn.Parameter(run.module.last.weight.detach().clone())
+    run.backward(0)
+    yield
+    run.step()
+
+
+class Mixed(nn.Module):
+    """Three precisions, a complex matrix, nothing, one number, a transposed and a channels-last weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(4, 6)
+        self.transposed = nn.Linear(6, 4).double()
+        self.transposed.weight = nn.Parameter(torch.randn(6, 4, dtype=torch.float64).t())
+        self.short = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+        self.rotation = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+        self.nothing = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+        self.convolution = nn.Conv2d(2, 11, 2).double().to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.transposed(self.single(tokens / 11).double().tanh()) * self.short
+        z = y.to(torch.complex128) @ self.rotation
+        y = (z.real + z.imag + self.nothing.sum()).view(-1, 1, 2, 2).expand(-1, 2, -1, -1)
+        return (self.convolution(y) * self.scale).flatten(1)[:, None].expand(-1, 4, -1)
+
+
+class Normed(nn.Module):
+    """Batch normalisation: running statistics that each rank takes of its own rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(11, 6), nn.BatchNorm1d(6), nn.Linear(6, 11)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(self.embedding(tokens).transpose(1, 2)).transpose(1, 2))
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 6, sparse=True), nn.Linear(6, 11)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Nested(Net):
+    """Outputs in a dict of a list of a named tuple."""
+
+    def forward(self, tokens: Tensor) -> dict:
+        logits = super().forward(tokens)
+        return {"all": [Pair(logits, logits * 2)]}
+
+
+def nested(run: Run):
+    for step in range(2):
+        tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
+        F.cross_entropy(run.model(tokens)["all"][0].second.flatten(0, 1), targets.flatten()).backward()
+        yield
+        run.step()
+
+
+def empty_batch(run: Run):
+    for step in range(2):
+        tokens, targets = (rows_of(each, run.rank, run.world)[: 0 if run.rank == 1 else 6] for each in batch(step))
+        logits = run.model(tokens).flatten(0, 1)
+        (F.cross_entropy(logits, targets.flatten(), reduction="sum") / 48).backward()
+        yield
+        run.step()
+
+
+def evaluate_on_rank_0(run: Run):
+    for step in range(2):
+        run.backward(step)
+        yield
+        run.step()
+        if run.rank == 0:
+            run.model.eval()
+            with torch.no_grad():
+                run.loss(9)
+            run.model.train()
+
+
+def forward_only(run: Run):
+    run.loss(0)
+    yield
+    run.step()
+
+
+def wrap_anew(run: Run):
+    """The module is taken out, changed and wrapped again; one process only changes it."""
+    run.backward(0)
+    yield
+    run.step()
+    module = run.module if isinstance(run.model, Replica) else run.model.unwrap()
+    module.optional.requires_grad_(True)
+    run.model = Replica(module) if isinstance(run.model, Replica) else type(run.model)(module)
+    run.backward(1)
+    yield
+    run.step()
+
+
+def copied(run: Run):
+    copy.deepcopy(run.model)
+    yield
+
+
+def hook_small(module: nn.Module, rank: int) -> None:
+    for parameter in (module.norm.weight, module.scale, module.first.bias):
+        parameter.register_hook(lambda gradient: 2 * gradient)
+
+
+def hook_weight(module: nn.Module, rank: int) -> None:
+    module.first.weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def hook_weight_later(run: Run):
+    hook_weight(run.module, run.rank)
+    yield from steps(2)(run)
+
+
+THAWED = "optional.weight was frozen when wrapped and wants a gradient now"
+CAST = "was torch.float64 when wrapped and is torch.float32 now"
+HOOKED = {"stage 3": "first.weight has a gradient hook, which would never run"}
+DDP = ("naive", "flat", "overlapped", "bucketed")
+FEW = ("overlapped", "stage 2, small", "stage 3")  # where each case waits for a timeout
+
+CASES = {
+    "tied weights, a layer called twice": Case(steps()),
+    "a layer unused on every rank": Case(steps(skip=lambda step, rank: step != 1)),
+    "a layer unused on one rank": Case(steps(skip=lambda step, rank: rank == 1)),
+    "an output that the loss does not use": Case(steps(keep=lambda step, rank: [])),
+    "an output unused on one rank": Case(steps(keep=lambda step, rank: [] if rank == 1 else None), modes=ALL[:-1]),
+    "an output unused on one rank, stage 3": Case(
+        steps(keep=lambda step, rank: [] if rank == 1 else None), "waited in", modes=ALL[-1:], waits=True
+    ),
+    "frozen before wrapping": Case(steps(), prepare=freeze),
+    "a tied weight frozen before wrapping": Case(steps(), prepare=freeze_embedding),
+    "frozen after wrapping": Case(change_later(False)),
+    "frozen after wrapping on one rank": Case(change_later(False, only=1)),
+    "unfrozen after wrapping": Case(change_later(True), THAWED, prepare=freeze),
+    "unfrozen after wrapping on one rank": Case(
+        change_later(True, only=1), THAWED, prepare=freeze, modes=FEW, waits=True
+    ),
+    "every parameter frozen": Case(forward_only, prepare=freeze_all),
+    # A transposed weight lies in a flat buffer untransposed, so that the matrix product adds in another order.
+    "three dtypes, complex, empty, 0-d, transposed, channels-last": Case(steps(), make=Mixed, inexact=ALL[5:]),
+    "non-reentrant activation checkpointing, one layer twice": Case(steps(recompute="non-reentrant")),
+    "reentrant activation checkpointing, one layer twice": Case(
+        steps(recompute="reentrant"), inexact=("overlapped", "bucketed", *ALL[4:])
+    ),
+    "cast after wrapping": Case(cast(before_backward=True), CAST),
+    "cast between backward and finish": Case(cast(before_backward=False), CAST),
+    "a parameter replaced after wrapping": Case(replace, "last.weight is not the parameter that was wrapped"),
+    "evaluation on rank 0 only, with running statistics": Case(
+        evaluate_on_rank_0, make=Normed, modes=ALL[:-1]
+    ),
+    "evaluation on rank 0 only, stage 3": Case(
+        evaluate_on_rank_0, "waited in", make=Normed, modes=ALL[-1:], waits=True
+    ),
+    "nested outputs": Case(nested, make=Nested),
+    "an empty batch on one rank": Case(empty_batch),
+    "a sparse gradient": Case(steps(), "TypeError: a sparse gradient cannot lie in a flat buffer", make=Sparse),
+    "hooks on small parameters": Case(steps(), prepare=hook_small),
+    "a hook on a weight, before wrapping": Case(steps(), HOOKED, prepare=hook_weight),
+    "a hook on a weight, after wrapping": Case(hook_weight_later, HOOKED),
+    "taken out, unfrozen, wrapped anew": Case(wrap_anew, prepare=freeze, modes=DDP),
+    "deepcopy of the wrapper": Case(copied, "UserError: copy "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_or_an_error_that_names_the_cause(name):
+    check(__name__, name, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["a layer unused on one rank", "frozen after wrapping on one rank"])
+def test_right_on_three_ranks(name):
+    check(__name__, name, CASES[name], world=3)

@@ -1,0 +1,197 @@
+"""Misuse of the sharded optimizer by itself: right, or an error by name on every rank. The gradients here are the same
+on every rank, so that one process with the plain optimizer is the oracle."""
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.zero import ScatteredDDP, zero
+from tests import ranks
+from tests.fault_cases import TOLERANCE, Net
+from tests.parallel_cases import loss_of, spread
+
+both_layouts = pytest.mark.parametrize("layout", ["flat", "whole"])
+
+
+def model_and_optimizer(cls=torch.optim.AdamW, layout: str = "flat", **options) -> tuple[Net, ShardedOptimizer]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, ShardedOptimizer(model.parameters(), cls, layout=layout, **options)
+
+
+def refusal_case(group, name: str, layout: str) -> None:
+    ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], getattr(torch.optim, name), layout=layout, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "words"),
+    [
+        ("LBFGS", "flat", "LBFGS searches along one direction"),
+        ("LBFGS", "whole", "LBFGS searches along one direction"),
+        ("SparseAdam", "flat", "SparseAdam takes sparse gradients"),
+        ("SparseAdam", "whole", "SparseAdam takes sparse gradients"),
+        ("Muon", "flat", 'Muon does not treat every element by itself, so a parameter cannot be cut for it; use layout="whole"'),
+        ("Adafactor", "flat", "Adafactor does not treat every element by itself"),
+        ("SGD", "round", "layout 'round' does not exist"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sharded_is_refused_by_name(name, layout, words):
+    for error in ranks.run_failing(refusal_case, 2, name=name, layout=layout):
+        assert error[0] == "UserError"
+        assert words in error[1]
+
+
+def stage_case(group, stage: int) -> None:
+    zero(Net(), torch.optim.Muon, stage, lr=0.1)
+
+
+@pytest.mark.parametrize(("stage", "words"), [(1, "Muon does not"), (2, "Muon does not"), (4, "stages 0 to 3, not 4")])
+def test_stages_refuse_by_name(stage, words):
+    for error in ranks.run_failing(stage_case, 2, stage=stage):
+        assert error[0] == "UserError"
+        assert words in error[1]
+
+
+def whole_case(group, name: str) -> None:
+    cls, weights = getattr(torch.optim, name), lambda model: [p for p in model.parameters() if p.dim() == 2]
+    torch.manual_seed(0)
+    model, reference = Net(), Net()
+    reference.load_state_dict(model.state_dict())
+    optimizers = (
+        (model, ShardedOptimizer(weights(model), cls, layout="whole", lr=0.1)),
+        (reference, cls(weights(reference), lr=0.1)),
+    )
+    for step in range(3):
+        for each, optimizer in optimizers:
+            each.zero_grad()
+            loss_of(each, step).backward()
+            optimizer.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_whole_parameters_are_right_for_what_cannot_be_cut(name):
+    ranks.run(whole_case, 2, name=name)
+
+
+def two_groups_case(group, layout: str) -> None:
+    model = Net()
+    groups = [{"params": [model.scale]}, {"params": list(model.parameters())}]
+    ShardedOptimizer(groups, torch.optim.SGD, layout=layout, lr=0.1)
+
+
+@both_layouts
+def test_a_parameter_in_two_groups_is_refused(layout):
+    for error in ranks.run_failing(two_groups_case, 2, layout=layout):
+        assert error[0] == "ValueError"
+        assert "some parameters appear in more than one parameter group" in error[1]
+
+
+def changed_case(group, layout: str, change: str) -> None:
+    model, optimizer = model_and_optimizer(layout=layout)
+    before = [p.detach().clone() for p in model.parameters()]
+    if change == "cast":
+        model.float()
+    elif change == "moved":
+        model.scale.data = model.scale.data.clone()
+    loss_of(model, 0).backward()
+    try:
+        optimizer.step()
+    finally:
+        for old, p in zip(before, model.parameters(), strict=True):
+            assert torch.equal(p, old.to(p.dtype))
+
+
+@both_layouts
+@pytest.mark.parametrize("change", ["cast", "moved"])
+def test_a_parameter_that_left_its_buffer_is_refused(layout, change):
+    for error in ranks.run_failing(changed_case, 2, layout=layout, change=change):
+        assert error[0] == "UserError"
+        assert "moved or cast after the sharded optimizer was made" in error[1]
+
+
+def unfrozen_case(group, layout: str) -> None:
+    torch.manual_seed(0)
+    model = Net()
+    model.optional.requires_grad_(False)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, layout=layout, lr=0.1)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.optional.requires_grad_(True)
+    loss_of(model, 0).backward()
+    optimizer.step()
+
+
+@both_layouts
+def test_a_parameter_unfrozen_later_is_refused(layout):
+    for error in ranks.run_failing(unfrozen_case, 2, layout=layout):
+        assert error[0] == "UserError"
+        assert "frozen when the sharded optimizer was made" in error[1]
+
+
+def few_case(group, layout: str, number: int) -> None:
+    """Fewer parameters, or elements, than ranks."""
+    weights = [nn.Parameter(torch.arange(1.0, 3.0)) for _ in range(number)]
+    references = [nn.Parameter(p.detach().clone()) for p in weights]
+    optimizers = (
+        ShardedOptimizer(weights, torch.optim.Adam, layout=layout, lr=0.1),
+        torch.optim.Adam(references, lr=0.1),
+    )
+    for _ in range(2):
+        for parameters, optimizer in zip((weights, references), optimizers, strict=True):
+            sum((p**2).sum() for p in parameters).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(p, q) for p, q in zip(weights, references, strict=True))
+    optimizers[0].load_state_dict(optimizers[0].state_dict())
+
+
+@both_layouts
+@pytest.mark.parametrize("number", [1, 2])
+def test_fewer_parameters_than_ranks(layout, number):
+    ranks.run(few_case, 3, layout=layout, number=number)
+
+
+def closure_case(group) -> None:
+    """A closure that does everything, the synchronisation included, as LBFGS-style loops do."""
+    for stage in (0, 1, 2, 3):
+        torch.manual_seed(0)
+        model, optimizer = zero(Net(), torch.optim.SGD, stage, lr=0.5)
+
+        def closure(model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, group.rank(), group.size())
+            loss.backward()
+            model.finish_gradient_synchronization()
+            return loss.detach()
+
+        for _ in range(3):
+            optimizer.step(closure)
+        torch.manual_seed(0)
+        alone = Net()
+        plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+        for _ in range(3):
+            alone.zero_grad()
+            loss_of(alone, 0).backward()
+            plain.step()
+        full = model.gather_full_params() if stage == 3 else dict(model.module.named_parameters())
+        for name, p in alone.named_parameters():
+            torch.testing.assert_close(full[name], p, rtol=TOLERANCE, atol=TOLERANCE)
+        assert spread(group, [full[name].detach() for name, _ in alone.named_parameters()]) == 0
+
+
+def test_a_closure_that_synchronises_is_right_in_every_stage():
+    ranks.run(closure_case, 2)
+
+
+def left_out_case(group) -> None:
+    model = ScatteredDDP(Net())
+    ShardedOptimizer([model.module.scale], torch.optim.SGD, lr=0.1, wrapper=model)
+
+
+def test_a_wrapper_with_more_parameters_than_the_optimizer_is_refused():
+    for error in ranks.run_failing(left_out_case, 2):
+        assert "the wrapper synchronises parameters that the optimizer was not given" in error[1]

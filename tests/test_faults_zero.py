@@ -1,0 +1,262 @@
+"""What only sharding can get wrong: overflow on one rank, norms over shards, optimizers that cannot be divided, layers
+that hide from their wrapper. Right, or an error that names the cause on every rank before the optimizer can step."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests import ranks
+from tests.fault_cases import ALL, MODES, TOLERANCE, Case, Net, Replica, Run, check, full_parameters, start
+from tests.parallel_cases import batch, rows_of, spread
+from tests.test_faults_ddp import steps
+
+
+class Probed(Net):
+    """With a weight (4 rows) whose gradient a call chooses by rows: of two ranks, each owns two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = nn.Linear(1, 4, bias=False).double()
+
+    def forward(self, tokens: Tensor, rows: list[float]) -> tuple[Tensor, Tensor]:
+        chosen = torch.tensor(rows, dtype=torch.float64)
+        return super().forward(tokens), (self.side(torch.ones(1, dtype=torch.float64)) * chosen).sum()
+
+
+def loss_with(run: Run, step: int, rows: list[float]) -> Tensor:
+    tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
+    logits, extra = run.model(tokens, rows)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + extra
+
+
+def rows_with(value: float, row: int) -> list[float]:
+    return [value if i == row else 1.0 for i in range(4)]
+
+
+PROBED = Case(steps(), make=Probed)
+every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def scaler_case(group, mode: str) -> None:
+    """inf or NaN on each rank in turn, in a row that each rank owns in turn, between two ordinary steps."""
+    run = start(PROBED, mode, group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scale, moved = 2.0**10, 0
+    for step, (value, bad, row) in enumerate(
+        (value, bad, row) for value in (float("inf"), float("nan")) for bad in range(2) for row in (0, 3)
+    ):
+        for poison in (1.0, value if group.rank() == bad else 1.0):
+            before = {name: p.clone() for name, p in full_parameters(run.model).items()}
+            scaler.scale(loss_with(run, step, rows_with(poison, row))).backward()
+            run.model.finish_gradient_synchronization()
+            scaler.unscale_(run.optimizer)
+            run.model.clip_grad_norm(1.0)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+            after = full_parameters(run.model)
+            moved += any(not torch.equal(before[name], p) for name, p in after.items())
+        scale /= 2
+        assert scaler.get_scale() == scale, f"{mode}: {value} on rank {bad} in row {row}"
+        assert moved == step + 1, f"{mode}: {value} on rank {bad} in row {row} reached the weights"
+    assert all(p.isfinite().all() for p in after.values())
+    assert spread(group, list(after.values())) == 0
+
+
+@every_mode
+def test_overflow_on_one_rank_makes_every_rank_skip_and_halve(mode):
+    ranks.run(scaler_case, 2, mode=mode)
+
+
+def nan_case(group, mode: str) -> None:
+    """Without a scaler every rank sees it: in the norm of every type, and in its weights after the step."""
+    for bad in range(2):
+        for row in (0, 3):
+            for norm_type in (1.0, 2.0, float("inf")):
+                run = start(PROBED, mode, group)
+                loss_with(run, 0, rows_with(float("nan") if group.rank() == bad else 1.0, row)).backward()
+                run.model.finish_gradient_synchronization()
+                norm = run.model.clip_grad_norm(1.0, norm_type)
+                assert norm.isnan(), f"{mode}: norm {norm_type} is {norm}, NaN on rank {bad} in row {row}"
+                run.step()
+                assert full_parameters(run.model)["side.weight"][row].isnan()
+
+
+@every_mode
+def test_nan_on_one_rank_is_seen_by_every_rank_and_norm(mode):
+    ranks.run(nan_case, 2, mode=mode)
+
+
+class Complex(nn.Module):
+    """A complex weight beside real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6).double()
+        self.rotation = nn.Parameter(torch.randn(6, 11, dtype=torch.complex128))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.first(tokens.double() / 11).to(torch.complex128) @ self.rotation
+        return (y.real + y.imag)[:, None].expand(-1, 4, -1)
+
+
+def norm_case(group, mode: str) -> None:
+    """The norm and what clipping makes of the gradients are one process's, complex elements by absolute value."""
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        case = Case(steps(), make=Complex, cls=torch.optim.SGD, options={"lr": 1.0})
+        run = start(case, mode, group)
+        alone = Run(Replica(case.module(0, 0)), None, 0, 1)
+        alone.backward(0)
+        wanted = alone.module
+        flat = torch.cat([p.grad.abs().flatten() for p in wanted.parameters()])
+        want = torch.linalg.vector_norm(flat, norm_type)
+        run.backward(0)
+        run.model.finish_gradient_synchronization()
+        norm = run.model.clip_grad_norm(want.item() / 2, norm_type)
+        torch.testing.assert_close(norm, want, rtol=TOLERANCE, atol=0)
+        run.step()
+        for name, p in full_parameters(run.model).items():
+            expected = wanted.get_parameter(name) - wanted.get_parameter(name).grad / 2
+            torch.testing.assert_close(p, expected.detach(), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@every_mode
+def test_norms_of_every_type_are_those_of_one_process(mode):
+    ranks.run(norm_case, 3, mode=mode)
+
+
+class One(nn.Module):
+    """One weight (1 2): fewer rows than ranks, and on three ranks fewer elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1, bias=False).double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.stack((tokens.double() / 11, torch.ones_like(tokens).double()), -1)
+        return self.layer(x) * torch.arange(11)
+
+
+def scaled(run: Run):
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(2):
+        scaler.scale(run.loss(step)).backward()
+        yield
+        scaler.step(run.optimizer)
+        run.remember()  # a rank that owns nothing fails here, when the others have made their step
+        scaler.update()
+        run.optimizer.zero_grad()
+
+
+def two_backwards(run: Run):
+    for step in range(2):
+        run.backward(2 * step)
+        run.backward(2 * step + 1)
+        yield
+        run.step()
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+
+
+class Opaque:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Linear):
+    """A layer whose output is not a tensor."""
+
+    kind: type = Hidden
+
+    def forward(self, x: Tensor):
+        return self.kind(super().forward(x))
+
+
+class Hider(nn.Module):
+    def __init__(self, kind: type = Hidden, borrowed: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.first, self.second = nn.Embedding(11, 6), nn.Linear(6, 6), Hiding(6, 11)
+        self.second.kind, self.borrowed = kind, borrowed
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(self.embedding(tokens))
+        return self.second(x).value + (F.linear(x, self.embedding.weight) if self.borrowed else 0)
+
+
+class Reversed(nn.Module):
+    """Layers that are called in another order than they are registered in; one gets its input by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6 if i else 11) for i in range(5))
+        self.embedding = nn.Embedding(11, 6)
+        self.double()
+
+    def forward(self, tokens: Tensor, skip: bool = False) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in list(self.layers)[: 1 if skip else 0 : -1]:
+            x = x + torch.tanh(layer(input=x))
+        return self.layers[0](x)
+
+
+def freeze_middle(module: Reversed, rank: int) -> None:
+    module.layers[2].requires_grad_(False)
+
+
+def fail_in_forward(run: Run):
+    shorten = run.module.last.register_forward_pre_hook(lambda layer, args: args[0][..., :3])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        run.loss(0)
+    shorten.remove()
+    yield from steps(2)(run)
+
+
+def optimizer_from_before(run: Run):
+    """The optimizer holds the weights that the module had before it was wrapped."""
+    run.optimizer = torch.optim.SGD(run.module.before, lr=0.1)
+    run.remember()
+    run.backward(0)
+    yield
+    run.step()
+
+
+def keep_parameters(module: nn.Module, rank: int) -> None:
+    module.before = list(module.parameters())
+
+
+CASES = {
+    "one weight on two ranks": Case(steps(), make=One),
+    "one weight, two backward passes": Case(two_backwards, make=One, inexact=ALL[2:]),
+    "one weight, a scaler": Case(scaled, make=One, modes=ALL[:-1]),
+    "one weight in stage 3, a scaler": Case(
+        scaled, "No inf checks were recorded", make=One, modes=ALL[-1:], waits=True
+    ),
+    "a layer that returns a dataclass": Case(steps(), make=Hider),
+    "a dataclass, and the embedding's weight read outside": Case(steps(), make=lambda: Hider(Hidden, True)),
+    "a layer that returns an object": Case(
+        steps(), {"stage 3": "second.weight returns a Opaque, in which FSDP finds no tensor"},
+        make=lambda: Hider(Opaque),
+    ),
+    "layers called in another order": Case(steps(), make=Reversed),
+    "the same, one frozen": Case(steps(), make=Reversed, prepare=freeze_middle),
+    "the same, one unused on one rank": Case(
+        steps(skip=lambda step, rank: rank == 1), {"stage 3": "waited in"}, make=Reversed, waits=True
+    ),
+    "exception in forward, then steps": Case(fail_in_forward),
+    "an optimizer from before wrapping": Case(
+        optimizer_from_before, {"stage 3": "SGD was made before embedding.weight was sharded"},
+        prepare=keep_parameters, modes=("bucketed", "stage 3"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_or_an_error_that_names_the_cause(name):
+    check(__name__, name, CASES[name])
