@@ -34,6 +34,7 @@ from cs336_systems.structure import (
     compare_structures,
     describe,
     guard_step,
+    let_go,
     require_finished,
     weak_hook,
 )
@@ -83,7 +84,7 @@ class DataParallel(nn.Module):
         for parameter in self.structure.trainable:
             self.hooks.append(parameter.register_hook(weak_hook(self._before_gradient, parameter)))
             self.hooks.append(parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_ready)))
-        guard_step(self)
+        guard_step(self, self.bucket_of)
 
     def owns(self, parameter: nn.Parameter) -> bool:
         """Whether this wrapper synchronises the parameter's gradient."""
@@ -213,6 +214,7 @@ class DataParallel(nn.Module):
         for hook in self.hooks:
             hook.remove()
         self.synchronised = True
+        let_go(self.bucket_of)
         return self.module
 
     def __deepcopy__(self, memo: Any) -> Any:

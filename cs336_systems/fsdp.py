@@ -80,7 +80,7 @@ class FSDP(nn.Module):
         self.reduced: set[Unit] = set()  # in this backward
         self.awaiting = False  # whether a unit watches for zero_grad of an optimizer
         self.synchronised = True
-        guard_step(self)
+        guard_step(self, (*self.bucket_of, *self.shards))
 
     def _install_hooks(self, replicated: Sequence[Tensor]) -> None:
         for number, (layer, unit) in enumerate(self.layers):

@@ -3,7 +3,7 @@ no optimizer step on gradients that were never synchronised."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 from weakref import WeakMethod, WeakSet, ref
 
@@ -105,6 +105,7 @@ class Guarded(Protocol):
 
 _guarded: WeakSet[Any] = WeakSet()
 _hooks: list[RemovableHandle] = []
+_wrappers = WeakTensorKeyDictionary()  # parameters, and references to what synchronises them
 _replaced = WeakTensorKeyDictionary()  # parameters that shards have taken the place of, and their names
 
 
@@ -113,11 +114,20 @@ def replaced(parameter: nn.Parameter, name: str) -> None:
     _replaced[parameter] = name
 
 
-def guard_step(wrapper: Guarded) -> None:
-    """From now on every optimizer refuses to step on a parameter of the wrapper that is not synchronised."""
+def guard_step(wrapper: Guarded, parameters: Iterable[nn.Parameter]) -> None:
+    """From now on every optimizer refuses to step on a parameter of the wrapper that is not synchronised, or that
+    nobody synchronises since the wrapper is gone."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_refuse))
     _guarded.add(wrapper)
+    for parameter in parameters:
+        _wrappers[parameter] = ref(wrapper)
+
+
+def let_go(parameters: Iterable[nn.Parameter]) -> None:
+    """From now on the parameters may be trained on one rank alone."""
+    for parameter in parameters:
+        _wrappers.pop(parameter, None)
 
 
 def require_finished(wrapper: Guarded, what: str) -> None:
@@ -163,6 +173,11 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
             raise UserError(
                 f"{type(optimizer).__name__} was made before {_replaced[parameter]} was sharded and would never move "
                 "it; make it from the wrapped module's parameters"
+            )
+        if parameter in _wrappers and _wrappers[parameter]() is None:
+            raise UserError(
+                "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
+                "unwrap() it to train on this rank alone"
             )
     for wrapper in list(_guarded):
         if wrapper.synchronised:

@@ -54,10 +54,10 @@ class Net(nn.Module):
         self.embedding = nn.Embedding(11, 6)
         self.first = nn.Linear(6, 5)
         self.shared = nn.Linear(5, 5, bias=False)
-        self.deep = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.deep = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
         self.optional = nn.Linear(5, 5)
         self.norm = nn.LayerNorm(5)
-        self.last = nn.Linear(5, 6)
+        self.last = nn.Linear(5, 6, bias=False)
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
         self.scale = nn.Parameter(torch.ones(()))
@@ -244,47 +244,48 @@ def compare(group, case: Case, run: Run, mode: str, want: dict[str, Tensor]) -> 
     assert spread(group, prints[1:]) == 0, f"{mode}: the ranks' buffers differ"
 
 
-def right_case(group, module: str, name: str, modes: list[str]) -> None:
-    case = importlib.import_module(module).CASES[name]
-    want = oracle(case, group.size())
-    for mode in modes:
-        run = start(case, mode, group)
-        drive(run, case.program)
-        compare(group, case, run, mode, want)
+def case_of(module: str, name: str) -> Case:
+    return importlib.import_module(module).CASES[name]
 
 
-def error_case(group, module: str, name: str, modes: list[str]) -> dict[str, str]:
-    """What this rank raises, by mode, none of which has made a step after all ranks were in order."""
-    case, said = importlib.import_module(module).CASES[name], {}
+def together_case(group, module: str, name: str, modes: list[str]) -> None:
+    """One mode after another: right, or the error that every rank raises by itself."""
+    case = case_of(module, name)
+    want = oracle(case, group.size()) if any(case.expected(mode) == "right" for mode in modes) else {}
     for mode in modes:
-        run = None
-        try:
+        if case.expected(mode) == "right":
             run = start(case, mode, group)
-            run.remember()
             drive(run, case.program)
+            compare(group, case, run, mode, want)
+            continue
+        try:
+            failing_case(group, module, name, mode)
         except Exception as error:
-            if run is not None:
-                run.assert_no_step_since()
-            if case.waits:
-                raise
-            said[mode] = f"{type(error).__name__}: {error}"
-            dist.barrier(group)
-    return said
+            said = f"{type(error).__name__}: {error}"
+            assert case.expected(mode) in said, f"{mode}: {said}"
+        else:
+            raise AssertionError(f"{mode}: no error")
+        dist.barrier(group)
+
+
+def failing_case(group, module: str, name: str, mode: str) -> None:
+    """A program that fails on this rank, before a parameter has moved since all ranks were in order."""
+    case = case_of(module, name)
+    run = start(case, mode, group)
+    run.remember()
+    try:
+        drive(run, case.program)
+    finally:
+        run.assert_no_step_since()
 
 
 def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.0) -> None:
     """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
-    right = [mode for mode in case.modes if case.expected(mode) == "right"]
-    wrong = [mode for mode in case.modes if mode not in right]
-    arguments = {"module": module, "name": name}
-    if right:
-        ranks.run(right_case, world, modes=right, **arguments)
-    if wrong and not case.waits:
-        for said in ranks.run(error_case, world, modes=wrong, **arguments):
-            for mode in wrong:
-                assert case.expected(mode) in said.get(mode, "nothing"), f"{mode}: {said.get(mode)}"
-    for mode in wrong if case.waits else ():
-        errors = ranks.run_failing(error_case, world, timeout, modes=[mode], **arguments)
+    apart = [mode for mode in case.modes if case.waits and case.expected(mode) != "right"]
+    if together := [mode for mode in case.modes if mode not in apart]:
+        ranks.run(together_case, world, module=module, name=name, modes=together)
+    for mode in apart:
+        errors = ranks.run_failing(failing_case, world, timeout, module=module, name=name, mode=mode)
         for rank, error in enumerate(errors):
             assert error is not None, f"{mode}: rank {rank} raised nothing"
             assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"

@@ -5,6 +5,7 @@ process that once ran a multi-threaded operator hangs its children at their firs
 """
 
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -87,6 +88,7 @@ def run_case(request: dict) -> list[dict]:
 
 
 def main() -> None:
+    gc.freeze()
     print("ready", flush=True)
     for line in sys.stdin:
         print(json.dumps(run_case(json.loads(line))), flush=True)

@@ -2,6 +2,7 @@
 rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
 
 import copy
+import gc
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from tests.fault_cases import ALL, Case, Net, Replica, Run, check
 from tests.parallel_cases import batch, rows_of
 
 
-def steps(number: int = 3, **options):
+def steps(number: int = 2, **options):
     """Ordinary steps; an option that is a function is asked for each step and rank."""
 
     def program(run: Run):
@@ -43,7 +44,7 @@ def change_later(flag: bool, only: int | None = None):
     """After the first step a layer is frozen or unfrozen, on all ranks or on one."""
 
     def program(run: Run):
-        for step in range(3):
+        for step in range(2):
             if step == 1 and run.rank in (only, run.rank if only is None else None):
                 run.module.optional.requires_grad_(flag)
             run.backward(step)
@@ -180,6 +181,23 @@ def wrap_anew(run: Run):
     run.step()
 
 
+def bare_forward(run: Run):
+    for step in range(2):
+        tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
+        F.cross_entropy(run.module(tokens).flatten(0, 1), targets.flatten()).backward()
+        yield
+        run.step()
+
+
+def drop_wrapper(run: Run):
+    """Only the optimizer and the bare module are kept."""
+    run.model = Replica(run.module)
+    gc.collect()
+    run.backward(0)
+    run.optimizer.step()
+    yield
+
+
 def copied(run: Run):
     copy.deepcopy(run.model)
     yield
@@ -207,7 +225,7 @@ FEW = ("overlapped", "stage 2, small", "stage 3")  # where each case waits for a
 
 CASES = {
     "tied weights, a layer called twice": Case(steps()),
-    "a layer unused on every rank": Case(steps(skip=lambda step, rank: step != 1)),
+    "a layer unused on every rank": Case(steps(3, skip=lambda step, rank: step != 1)),
     "a layer unused on one rank": Case(steps(skip=lambda step, rank: rank == 1)),
     "an output that the loss does not use": Case(steps(keep=lambda step, rank: [])),
     "an output unused on one rank": Case(steps(keep=lambda step, rank: [] if rank == 1 else None), modes=ALL[:-1]),
@@ -245,6 +263,10 @@ CASES = {
     "a hook on a weight, before wrapping": Case(steps(), HOOKED, prepare=hook_weight),
     "a hook on a weight, after wrapping": Case(hook_weight_later, HOOKED),
     "taken out, unfrozen, wrapped anew": Case(wrap_anew, prepare=freeze, modes=DDP),
+    "the bare module called instead of the wrapper": Case(bare_forward),
+    "the wrapper dropped, the bare module trained": Case(
+        drop_wrapper, {" | ".join(ALL[:6]): "the wrapper of these parameters is gone", " | ".join(ALL[6:]): "before"}
+    ),
     "deepcopy of the wrapper": Case(copied, "UserError: copy "),
 }  # fmt: skip
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.errors import UserError
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import ScatteredDDP, zero
 from tests import ranks
@@ -20,37 +21,33 @@ def model_and_optimizer(cls=torch.optim.AdamW, layout: str = "flat", **options) 
     return model, ShardedOptimizer(model.parameters(), cls, layout=layout, **options)
 
 
-def refusal_case(group, name: str, layout: str) -> None:
-    ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], getattr(torch.optim, name), layout=layout, lr=0.1)
+REFUSED = {
+    ("LBFGS", "flat"): "LBFGS searches along one direction",
+    ("LBFGS", "whole"): "LBFGS searches along one direction",
+    ("SparseAdam", "flat"): "SparseAdam takes sparse gradients",
+    ("SparseAdam", "whole"): "SparseAdam takes sparse gradients",
+    (
+        "Muon",
+        "flat",
+    ): 'Muon does not treat every element by itself, so a parameter cannot be cut for it; use layout="who',
+    ("Adafactor", "flat"): "Adafactor does not treat every element by itself",
+    ("SGD", "round"): "layout 'round' does not exist",
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "layout", "words"),
-    [
-        ("LBFGS", "flat", "LBFGS searches along one direction"),
-        ("LBFGS", "whole", "LBFGS searches along one direction"),
-        ("SparseAdam", "flat", "SparseAdam takes sparse gradients"),
-        ("SparseAdam", "whole", "SparseAdam takes sparse gradients"),
-        ("Muon", "flat", 'Muon does not treat every element by itself, so a parameter cannot be cut for it; use layout="whole"'),
-        ("Adafactor", "flat", "Adafactor does not treat every element by itself"),
-        ("SGD", "round", "layout 'round' does not exist"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_sharded_is_refused_by_name(name, layout, words):
-    for error in ranks.run_failing(refusal_case, 2, name=name, layout=layout):
-        assert error[0] == "UserError"
-        assert words in error[1]
+def refusal_case(group) -> None:
+    for (name, layout), words in REFUSED.items():
+        with pytest.raises(UserError) as error:
+            ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], getattr(torch.optim, name), layout=layout, lr=0.1)
+        assert words in str(error.value)
+    for stage, words in ((1, "Muon does not"), (2, "Muon does not"), (4, "ZeRO has stages 0 to 3, not 4")):
+        with pytest.raises(UserError) as error:
+            zero(Net(), torch.optim.Muon, stage, lr=0.1)
+        assert words in str(error.value)
 
 
-def stage_case(group, stage: int) -> None:
-    zero(Net(), torch.optim.Muon, stage, lr=0.1)
-
-
-@pytest.mark.parametrize(("stage", "words"), [(1, "Muon does not"), (2, "Muon does not"), (4, "stages 0 to 3, not 4")])
-def test_stages_refuse_by_name(stage, words):
-    for error in ranks.run_failing(stage_case, 2, stage=stage):
-        assert error[0] == "UserError"
-        assert words in error[1]
+def test_what_cannot_be_sharded_is_refused_by_name():
+    ranks.run(refusal_case, 2)
 
 
 def whole_case(group, name: str) -> None:

@@ -37,7 +37,14 @@ def rows_with(value: float, row: int) -> list[float]:
 
 
 PROBED = Case(steps(), make=Probed)
-every_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def each_mode(group, case: str, modes: list[str]) -> None:
+    for mode in modes:
+        globals()[case](group, mode)
+
+
+every_mode = pytest.mark.parametrize("modes", [list(MODES)[:4], list(MODES)[4:]], ids=["wrappers", "stages"])
 
 
 def scaler_case(group, mode: str) -> None:
@@ -67,27 +74,25 @@ def scaler_case(group, mode: str) -> None:
 
 
 @every_mode
-def test_overflow_on_one_rank_makes_every_rank_skip_and_halve(mode):
-    ranks.run(scaler_case, 2, mode=mode)
+def test_overflow_on_one_rank_makes_every_rank_skip_and_halve(modes):
+    ranks.run(each_mode, 2, case="scaler_case", modes=modes)
 
 
 def nan_case(group, mode: str) -> None:
     """Without a scaler every rank sees it: in the norm of every type, and in its weights after the step."""
-    for bad in range(2):
-        for row in (0, 3):
-            for norm_type in (1.0, 2.0, float("inf")):
-                run = start(PROBED, mode, group)
-                loss_with(run, 0, rows_with(float("nan") if group.rank() == bad else 1.0, row)).backward()
-                run.model.finish_gradient_synchronization()
-                norm = run.model.clip_grad_norm(1.0, norm_type)
-                assert norm.isnan(), f"{mode}: norm {norm_type} is {norm}, NaN on rank {bad} in row {row}"
-                run.step()
-                assert full_parameters(run.model)["side.weight"][row].isnan()
+    for bad, (row, norm_type) in enumerate((row, kind) for row in (0, 3) for kind in (1.0, 2.0, float("inf"))):
+        run = start(PROBED, mode, group)
+        loss_with(run, 0, rows_with(float("nan") if group.rank() == bad % 2 else 1.0, row)).backward()
+        run.model.finish_gradient_synchronization()
+        norm = run.model.clip_grad_norm(1.0, norm_type)
+        assert norm.isnan(), f"{mode}: norm {norm_type} is {norm}, NaN on rank {bad % 2} in row {row}"
+        run.step()
+        assert full_parameters(run.model)["side.weight"][row].isnan()
 
 
 @every_mode
-def test_nan_on_one_rank_is_seen_by_every_rank_and_norm(mode):
-    ranks.run(nan_case, 2, mode=mode)
+def test_nan_on_one_rank_is_seen_by_every_rank_and_norm(modes):
+    ranks.run(each_mode, 2, case="nan_case", modes=modes)
 
 
 class Complex(nn.Module):
@@ -124,8 +129,8 @@ def norm_case(group, mode: str) -> None:
 
 
 @every_mode
-def test_norms_of_every_type_are_those_of_one_process(mode):
-    ranks.run(norm_case, 3, mode=mode)
+def test_norms_of_every_type_are_those_of_one_process(modes):
+    ranks.run(each_mode, 3, case="norm_case", modes=modes)
 
 
 class One(nn.Module):
