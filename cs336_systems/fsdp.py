@@ -85,7 +85,7 @@ class FSDP(nn.Module):
     def _install_hooks(self, replicated: Sequence[Tensor]) -> None:
         for number, (layer, unit) in enumerate(self.layers):
             layer.register_forward_pre_hook(partial(self._before_layer, number, unit))
-            layer.register_forward_hook(partial(self._after_layer, number, unit), always_call=True)
+            layer.register_forward_hook(partial(self._after_layer, number, unit))
             layer.__dict__["_parameters"] = Lender(layer._parameters, partial(self._lend, unit))
         for unit in self.units:
             if unit.trainable:

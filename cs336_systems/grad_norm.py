@@ -30,8 +30,7 @@ def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_ty
 
 def _norm(gradient: Tensor, norm_type: float) -> Tensor:
     """The norm of one gradient, in float32 at least; a complex element counts by its absolute value."""
-    real = gradient.abs() if gradient.is_complex() else gradient
-    return torch.linalg.vector_norm(real, norm_type, dtype=torch.promote_types(real.dtype, torch.float32))
+    return torch.linalg.vector_norm(gradient, norm_type, dtype=torch.promote_types(gradient.dtype, torch.float32))
 
 
 @torch.no_grad()

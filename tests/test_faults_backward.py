@@ -241,7 +241,7 @@ CASES = {
         waits=True,
     ),
     "backward fails on one rank, which zeroes and retries": Case(
-        retry("model", ("", "late")), {"stage 2, small": "waited"}, modes=("naive", "stage 2, small"), waits=True
+        retry("model", ("", "late")), {"overlapped": "waited"}, modes=("naive", "overlapped"), waits=True
     ),
     "backward fails on all ranks, its gradients are used": Case(give_up),
     "backward fails on one rank, which ends": Case(one_rank_dies, "a backward that fails", modes=ALL, waits=True),

@@ -1,9 +1,12 @@
 """What is refused when a module is wrapped, on every rank and by name, and groups of some ranks only."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 from torch import nn
 
+from cs336_systems import comm
 from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.errors import UserError
@@ -136,19 +139,23 @@ def test_a_group_of_some_ranks_trains_by_itself():
 
 
 def group_failure_case(group, fails: bool) -> None:
+    """Rank 1 waits for rank 2, which fails, or looks on while rank 1 gives up after the timeout of all ranks, 1 s."""
+    comm.group.EXPLAIN_SECONDS = 0.3
     members = subgroup([1, 2])
-    if fails and group.rank() == 2:
-        raise KeyError("no such column")
     if group.rank() == 1:
         all_reduce(torch.zeros(3), members, "alone").wait()
+    elif fails and group.rank() == 2:
+        raise KeyError("no such column")
+    elif group.rank() == 2:
+        assert not comm.group.wait_for(group.get_group_store(), ["last word/1"], timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_group_of_some_ranks_has_the_timeout_of_all_and_names_the_cause(fails):
-    """With torch's own timeout the case would wait for half an hour, and be killed."""
     errors = ranks.run_failing(group_failure_case, 3, fails=fails)
     assert "rank 1 waited in all-reduce no. 1 (alone, 12 bytes); rank 2 " in errors[1][1]
     assert ("failed: KeyError: 'no such column'" if fails else "ended after 0 collectives") in errors[1][1]
+    assert fails or errors[2][0] == "CommError"
 
 
 def group_structure_case(group) -> None:

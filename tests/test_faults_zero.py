@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cs336_systems.fsdp import FSDP
 from tests import ranks
 from tests.fault_cases import ALL, MODES, TOLERANCE, Case, Net, Replica, Run, check, full_parameters, start
 from tests.parallel_cases import batch, rows_of, spread
+from tests.test_faults_backward import stale_graph, two_backwards
 from tests.test_faults_ddp import steps
 
 
@@ -140,7 +142,7 @@ class One(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 1, bias=False).double()
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, skip: bool = False) -> Tensor:
         x = torch.stack((tokens.double() / 11, torch.ones_like(tokens).double()), -1)
         return self.layer(x) * torch.arange(11)
 
@@ -154,14 +156,6 @@ def scaled(run: Run):
         run.remember()  # a rank that owns nothing fails here, when the others have made their step
         scaler.update()
         run.optimizer.zero_grad()
-
-
-def two_backwards(run: Run):
-    for step in range(2):
-        run.backward(2 * step)
-        run.backward(2 * step + 1)
-        yield
-        run.step()
 
 
 @dataclass
@@ -238,10 +232,13 @@ def keep_parameters(module: nn.Module, rank: int) -> None:
 
 CASES = {
     "one weight on two ranks": Case(steps(), make=One),
-    "one weight, two backward passes": Case(two_backwards, make=One, inexact=ALL[2:]),
+    "one weight, two backward passes": Case(two_backwards(), make=One, inexact=ALL[2:]),
     "one weight, a scaler": Case(scaled, make=One, modes=ALL[:-1]),
     "one weight in stage 3, a scaler": Case(
         scaled, "No inf checks were recorded", make=One, modes=ALL[-1:], waits=True
+    ),
+    "backward through a graph from before the step, weights only": Case(
+        stale_graph, "modified by an inplace operation", make=Hider
     ),
     "a layer that returns a dataclass": Case(steps(), make=Hider),
     "a dataclass, and the embedding's weight read outside": Case(steps(), make=lambda: Hider(Hidden, True)),
@@ -265,3 +262,18 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_right_or_an_error_that_names_the_cause(name):
     check(__name__, name, CASES[name])
+
+
+def precision_case(group) -> None:
+    """A forward that fails in half precision leaves every bias the parameter that it was."""
+    model = FSDP(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), compute_dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 5))
+    assert isinstance(model.module[0].bias, nn.Parameter)
+    model(torch.ones(2, 3)).sum().backward()
+    model.finish_gradient_synchronization()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_failed_forward_in_half_precision_leaves_the_masters_in_place():
+    ranks.run(precision_case, 2)

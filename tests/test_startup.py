@@ -186,6 +186,26 @@ def killed_case(group, how: str) -> None:
         all_reduce(torch.zeros(4), group, f"step {step}").wait()
 
 
+def gone_case(group, verb: str) -> None:
+    """The connection is known to be broken when the second collective is launched."""
+    comm.group.EXPLAIN_SECONDS = 0.2
+    if group.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        try:
+            getattr(comm, verb)(torch.zeros(4), group, "late").wait()
+        except comm.CommError:
+            time.sleep(0.1)
+    getattr(comm, verb)(torch.zeros(4), group, "later").wait()
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+def test_a_collective_after_a_failed_one_says_why_it_fails_too(verb):
+    errors = ranks.run_failing(gone_case, 2, verb=verb)
+    assert errors[0][0] == "CommError"
+    assert "rank 1 said nothing: it died" in errors[0][1]
+
+
 @pytest.mark.parametrize("how", ["killed", "slow"])
 def test_a_rank_that_is_killed_or_hangs_is_named_by_the_others(how):
     errors = ranks.run_failing(killed_case, 3, how=how)
@@ -210,17 +230,22 @@ def worker(place: Place, folder: str, how: str) -> None:
     time.sleep(60)
 
 
-def launch_case(rank: int, world: int, folder: str, where: str, how: str) -> list[str]:
-    launch.GRACE = 0.2
-    with pytest.raises((UserError, RuntimeError)) as error:
-        launch.run_ranks(worker, 2, "cpu", where, how)
-    return [type(error.value).__name__, str(error.value)]
+def workers(folder: str | Path) -> list[int]:
+    return [int(Path(folder, f"pid-{rank}").read_text()) for rank in range(2)]
 
 
 def alive(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+def launch_case(rank: int, world: int, folder: str, where: str, how: str) -> list[str]:
+    launch.GRACE = 0.2
+    with pytest.raises((UserError, RuntimeError)) as error:
+        launch.run_ranks(worker, 2, "cpu", where, how)
+    assert not any(map(alive, workers(where)))
+    return [type(error.value).__name__, str(error.value)]
 
 
 @pytest.mark.parametrize(
@@ -241,9 +266,8 @@ def test_ranks_started_here_end_together(tmp_path, how, kind, words):
         [[got, text]] = ranks.run_alone(launch_case, 1, where=str(tmp_path), how=how)
         assert got == kind
         assert words in text
-    pids = [int(Path(tmp_path, f"pid-{rank}").read_text()) for rank in range(2)]
     for _ in range(100):
-        if not any(map(alive, pids)):
+        if not any(map(alive, workers(tmp_path))):
             break
         time.sleep(0.02)
-    assert not any(map(alive, pids))
+    assert not any(map(alive, workers(tmp_path)))

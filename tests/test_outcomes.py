@@ -1,0 +1,42 @@
+"""The table of outcomes in docs/data_parallel.md is what the tests prove: `python -m tests.test_outcomes` writes it."""
+
+from pathlib import Path
+
+from tests import test_faults_backward, test_faults_ddp, test_faults_zero
+
+PAGE = Path(__file__).resolve().parents[1] / "docs/data_parallel.md"
+BEGIN, END = "<!-- outcomes: begin (python -m tests.test_outcomes writes this) -->", "<!-- outcomes: end -->"
+
+
+def describe(outcome: str | dict[str, str]) -> str:
+    """`right`, or the words of the error, by mode where modes differ."""
+    if outcome == "right":
+        return "right"
+    if isinstance(outcome, str):
+        return f"error on every rank: “{outcome.strip()}”"
+    return (
+        "; ".join(f"{modes.replace(' | ', ', ')}: “{words.strip()}”" for modes, words in outcome.items())
+        + "; else right"
+    )
+
+
+def outcome_table() -> str:
+    """One row a case: every one is run in every mode that it makes sense in."""
+    lines = ["| what happens | what comes of it |", "| --- | --- |"]
+    for module in (test_faults_ddp, test_faults_backward, test_faults_zero):
+        lines += [f"| {name} | {describe(case.outcome)} |".replace("<", "\\<") for name, case in module.CASES.items()]
+    return "\n".join(lines)
+
+
+def with_table(text: str) -> str:
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{outcome_table()}\n\n{END}{rest.split(END)[1]}"
+
+
+def test_the_page_lists_what_is_proven():
+    text = PAGE.read_text()
+    assert with_table(text) == text, "run python -m tests.test_outcomes and commit"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
