@@ -48,8 +48,9 @@ class FSDP(nn.Module):
     After the last backward of a step call `finish_gradient_synchronization()`. A weight that is used outside its own
     layer's forward (a tied head) is gathered then, too, and stays whole until the end of the pass.
 
-    Every forward and backward communicates: all ranks must run it, evaluation too. Raises UserError, on every rank, if
-    the ranks' modules differ, and CommError for ranks that part.
+    Every forward and backward communicates: all ranks must run it, evaluation too. A rank may leave a layer out if
+    layers are called in the order in which they are registered and every output counts in the loss. Raises UserError,
+    on every rank, if the ranks' modules differ, and CommError for ranks that part.
     """
 
     def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None) -> None:
@@ -59,7 +60,8 @@ class FSDP(nn.Module):
         compare_structures([*describe(module), f"wrapper FSDP, compute dtype {compute_dtype}"], self.group)
         broadcast_module(module, self.group)
         self.units, self.layers = shard_weights(module, compute_dtype, self.group)
-        replicated = [p for p in module.parameters() if p not in {unit.shard for unit in self.units}]
+        self.shards = {unit.shard for unit in self.units}
+        replicated = [p for p in module.parameters() if p not in self.shards]
         self.structure = Structure(module, self.group)
         for unit in self.units:
             self.structure.stand_in(unit.full, unit.name)
@@ -69,10 +71,8 @@ class FSDP(nn.Module):
             for i, ps in enumerate(plan_buckets(trainable, float("inf")))
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.shards = {unit.shard for unit in self.units}
         self._install_hooks(trainable)
-        self.in_forward = False
-        self.reached = 0  # layers before this one have been gathered in this forward
+        self.in_forward, self.reached = False, 0  # layers before `reached` have been gathered in this forward
         self.remaining = 0  # layers from this one on have been gathered in this backward
         self.walked = 0  # layers from this one on have begun their backward, or were left out of it
         self.expected: set[Unit] = set()  # took part in a forward and have no gradient yet

@@ -279,7 +279,7 @@ def failing_case(group, module: str, name: str, mode: str) -> None:
         run.assert_no_step_since()
 
 
-def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.0) -> None:
+def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.5) -> None:
     """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
     apart = [mode for mode in case.modes if case.waits and case.expected(mode) != "right"]
     if together := [mode for mode in case.modes if mode not in apart]:

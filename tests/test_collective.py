@@ -69,7 +69,9 @@ def test_of_the_ranks_of_a_machine_one_speaks(local_rank, monkeypatch, capsys):
         raise UserError("what all ranks find")
 
     monkeypatch.setattr(sys, "argv", ["allreduce"])
-    monkeypatch.setattr(launch, "find_place", lambda: Place(2 + local_rank, 4, local_rank, 2, "host:1"))
+    place = {"RANK": 2 + local_rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
     assert launch.run_in_one_voice(failing) == 2
     said = capsys.readouterr()
     assert (said.out, said.err) == (("", "") if local_rank else ("a table\n", "error: what all ranks find\n"))

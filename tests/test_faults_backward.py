@@ -202,19 +202,19 @@ UNFINISHED = "before finish_gradient_synchronization"
 CHANGED = "were changed while they were being reduced"
 DROPPED = "dropped between backward and finish_gradient_synchronization"
 UNDELIVERED = "changed or dropped before finish_gradient_synchronization() had delivered them"
-NOT_SYNCHRONISED = "finish_gradient_synchronization()"
+NOT_SYNCHRONISED = "step() before "
 MANY = (*REDUCES_EARLY, *SCATTERS)  # modes that add the mean of one backward to that of another
 
 CASES = {
     "accumulation in no_sync": Case(accumulate, inexact=("stage 3",)),
     "exception inside no_sync, then a normal step": Case(fail_in_no_sync),
     "two backward passes without no_sync": Case(two_backwards(), inexact=MANY),
-    "the same, a layer unused in both on one rank": Case(two_backwards(True, True), inexact=MANY),
-    "the same, unused in the first on one rank": Case(two_backwards(True, False), inexact=MANY),
-    "the same, unused in the second on one rank": Case(two_backwards(False, True), inexact=MANY),
+    "two backward passes, a layer unused in both on one rank": Case(two_backwards(True, True), inexact=MANY),
+    "two backward passes, a layer unused in the first on one rank": Case(two_backwards(True, False), inexact=MANY),
+    "two backward passes, a layer unused in the second on one rank": Case(two_backwards(False, True), inexact=MANY),
     "two forwards, then one backward": Case(two_forwards(together=True)),
     "two forwards, then two backwards": Case(two_forwards(), inexact=MANY),
-    "the same, a layer unused on one rank": Case(
+    "two forwards, then two backwards, a layer unused on one rank": Case(
         two_forwards(skip=True), {"stage 3": "waited in"}, inexact=MANY, waits=True
     ),
     "backward twice through one graph": Case(same_graph_twice, inexact=MANY),
@@ -246,7 +246,7 @@ CASES = {
     "backward fails on all ranks, its gradients are used": Case(give_up),
     "backward fails on one rank, which ends": Case(one_rank_dies, "a backward that fails", modes=ALL, waits=True),
     "a batch dropped by optimizer.zero_grad()": Case(skip_batch("optimizer"), {"stage 3": UNDELIVERED}),
-    "the same, with a layer unused in it on one rank": Case(
+    "a batch dropped by optimizer.zero_grad(), a layer unused in it on one rank": Case(
         skip_batch("optimizer", skip=True), {"stage 3": UNDELIVERED}
     ),
     "a batch dropped by optimizer.zero_grad(set_to_none=False)": Case(
@@ -274,7 +274,12 @@ def test_right_or_an_error_that_names_the_cause(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["accumulation in no_sync", "the same, a layer unused in both on one rank", "backward fails, retry on top"]
+    "name",
+    [
+        "accumulation in no_sync",
+        "two backward passes, a layer unused in both on one rank",
+        "backward fails, retry on top",
+    ],
 )
 def test_right_on_three_ranks(name):
     check(__name__, name, CASES[name], world=3)

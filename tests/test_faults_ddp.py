@@ -3,6 +3,7 @@ rank before the optimizer can step. CASES is the catalogue: what happens, and wh
 
 import copy
 import gc
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fault_cases import ALL, Case, Net, Replica, Run, check
+from tests.fault_cases import ALL, SCATTERS, Case, Net, Replica, Run, check
 from tests.parallel_cases import batch, rows_of
 
 
@@ -162,6 +163,18 @@ def evaluate_on_rank_0(run: Run):
             run.model.train()
 
 
+def one_more(in_no_sync: bool):
+    def program(run: Run):
+        with run.model.no_sync() if in_no_sync else nullcontext():
+            if run.rank == 0:
+                run.backward(1)
+        run.backward(0)
+        yield
+        run.step()
+
+    return program
+
+
 def forward_only(run: Run):
     run.loss(0)
     yield
@@ -218,6 +231,7 @@ def hook_weight_later(run: Run):
 
 
 THAWED = "optional.weight was frozen when wrapped and wants a gradient now"
+GONE = "the wrapper of these parameters is gone"
 CAST = "was torch.float64 when wrapped and is torch.float32 now"
 HOOKED = {"stage 3": "first.weight has a gradient hook, which would never run"}
 DDP = ("naive", "flat", "overlapped", "bucketed")
@@ -259,13 +273,17 @@ CASES = {
     "nested outputs": Case(nested, make=Nested),
     "an empty batch on one rank": Case(empty_batch),
     "a sparse gradient": Case(steps(), "TypeError: a sparse gradient cannot lie in a flat buffer", make=Sparse),
+    "one more backward on one rank, in no_sync": Case(one_more(True), {"stage 3": "waited in"}, waits=True),
+    "one more backward on one rank, without no_sync": Case(
+        one_more(False), {" | ".join(FEW): "waited"}, modes=("naive", "flat", *FEW), waits=True
+    ),
     "hooks on small parameters": Case(steps(), prepare=hook_small),
     "a hook on a weight, before wrapping": Case(steps(), HOOKED, prepare=hook_weight),
     "a hook on a weight, after wrapping": Case(hook_weight_later, HOOKED),
     "taken out, unfrozen, wrapped anew": Case(wrap_anew, prepare=freeze, modes=DDP),
     "the bare module called instead of the wrapper": Case(bare_forward),
     "the wrapper dropped, the bare module trained": Case(
-        drop_wrapper, {" | ".join(ALL[:6]): "the wrapper of these parameters is gone", " | ".join(ALL[6:]): "before"}
+        drop_wrapper, {" | ".join(ALL[:6]): GONE, " | ".join(SCATTERS): "step() before "}
     ),
     "deepcopy of the wrapper": Case(copied, "UserError: copy "),
 }  # fmt: skip

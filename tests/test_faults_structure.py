@@ -100,8 +100,7 @@ def lazy_case(group, wrapper: str, kind: str, on_all: bool) -> None:
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("on_all", [True, False])
-@pytest.mark.parametrize("kind", ["lazy", "meta"])
-@pytest.mark.parametrize("wrapper", ["BucketedDDP", "FSDP"])
+@pytest.mark.parametrize(("wrapper", "kind"), [("BucketedDDP", "lazy"), ("FSDP", "meta")])
 def test_parameters_without_values_are_refused_by_name(wrapper, kind, on_all):
     for error in ranks.run_failing(lazy_case, 2, wrapper=wrapper, kind=kind, on_all=on_all):
         assert "1.weight has no values yet: materialise the module before it is wrapped" in error[1]

@@ -247,8 +247,8 @@ CASES = {
         make=lambda: Hider(Opaque),
     ),
     "layers called in another order": Case(steps(), make=Reversed),
-    "the same, one frozen": Case(steps(), make=Reversed, prepare=freeze_middle),
-    "the same, one unused on one rank": Case(
+    "layers called in another order, one frozen": Case(steps(), make=Reversed, prepare=freeze_middle),
+    "layers called in another order, one unused on one rank": Case(
         steps(skip=lambda step, rank: rank == 1), {"stage 3": "waited in"}, make=Reversed, waits=True
     ),
     "exception in forward, then steps": Case(fail_in_forward),
@@ -262,6 +262,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_right_or_an_error_that_names_the_cause(name):
     check(__name__, name, CASES[name])
+
+
+def test_fewer_rows_than_ranks_are_right():
+    check(__name__, "one weight on two ranks", CASES["one weight on two ranks"], world=3)
 
 
 def precision_case(group) -> None:

@@ -15,7 +15,7 @@ from cs336_systems.comm import Place
 from cs336_systems.console import run_command
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.parallel import Link, exposed_seconds, zero_memory
-from cs336_systems.ddp import BucketedDDP
+from cs336_systems.ddp import BucketedDDP, FlatDDP
 from tests import ranks
 
 SMALL = {"d_model": 64, "layers": 1, "batch_size": 1, "context": 8, "rounds": 2, "steps": 1, "device": "cpu"}
@@ -75,7 +75,7 @@ class Undivided(BucketedDDP):
                 p.grad.mul_(self.group.size())
 
 
-class Unsynchronised(BucketedDDP):
+class Unsynchronised(FlatDDP):
     """Keeps every rank's own gradients."""
 
     def finish_gradient_synchronization(self) -> None:

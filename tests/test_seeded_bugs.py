@@ -28,7 +28,7 @@ def missing_wait() -> None:
 
     def lazy(tensor, group, label=""):
         event = comm.Event("all-reduce", label, tensor.numel(), tensor.dtype, group.size(), "all-reduce")
-        return verbs.Work(event, group, [], lambda: comm.all_reduce(tensor, group, label).wait())
+        return verbs.Work(event, group, finish=lambda: comm.all_reduce(tensor, group, label).wait())
 
     real = bucket.GradBucket.finish
 

@@ -186,6 +186,20 @@ def killed_case(group, how: str) -> None:
         all_reduce(torch.zeros(4), group, f"step {step}").wait()
 
 
+def fails_case(group) -> None:
+    if group.rank() == 1:
+        raise KeyError("no such column")
+
+
+def test_a_rank_that_has_finished_is_told_at_once_of_one_that_failed():
+    """With a timeout of a minute, and killed after ten seconds."""
+    with pytest.raises(ranks.RanksFailedError) as error:
+        ranks.ask(fails_case, 2, True, 10.0, 60.0, {})
+    (kind, words), (failure, _) = error.value.errors
+    assert (kind, failure) == ("CommError", "KeyError")
+    assert "rank 0 ended after 0 collectives; rank 1 failed: KeyError: 'no such column'" in words
+
+
 def gone_case(group, verb: str) -> None:
     """The connection is known to be broken when the second collective is launched."""
     comm.group.EXPLAIN_SECONDS = 0.2

@@ -136,7 +136,7 @@ def ranks_case(group, folder: str, stage: int) -> dict:
         device="cpu",
         zero=stage,
         steps=6,
-        log=Path(folder, "log"),
+        log_file=Path(folder, "log"),
         log_every=2,
     )
     final = train(recipe, group)

@@ -24,7 +24,7 @@ import torch
 
 from cs336_systems import console
 from cs336_systems.comm.group import CommError
-from cs336_systems.comm.startup import Place, find_place
+from cs336_systems.comm.startup import Place, find_place, speaks_for_its_machine
 from cs336_systems.errors import UserError
 
 GRACE = 5.0  # seconds that the others get to name the cause after one rank has failed
@@ -155,7 +155,7 @@ def run_in_one_voice(command: click.Command) -> int:
     """
     with ExitStack() as stack:
         with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
-            if "LOCAL_RANK" in os.environ and find_place().local_rank:
+            if not speaks_for_its_machine():
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(silence))
                 stack.enter_context(redirect_stderr(silence))

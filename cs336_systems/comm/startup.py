@@ -108,6 +108,11 @@ def find_place() -> Place:
     return place
 
 
+def speaks_for_its_machine() -> bool:
+    """Whether this is the first rank of its machine, or was started by hand. Raises UserError as `find_place` does."""
+    return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
+
+
 def _listen(host: str, port: int) -> socket.socket:
     """Rank 0's socket, on the loopback address alone if the ranks meet there. Raises UserError for a port in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
