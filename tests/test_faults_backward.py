@@ -2,6 +2,7 @@
 every rank before the optimizer can step. CASES is the catalogue: what happens, and what comes of it."""
 
 import pytest
+import torch
 
 from tests.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
 
@@ -192,8 +193,6 @@ def step_in_hook(run: Run):
 
 
 def register_step_in_hook(module, rank: int) -> None:
-    import torch
-
     optimizer = torch.optim.SGD([module.scale], lr=0.1)
     module.scale.register_post_accumulate_grad_hook(lambda p: optimizer.step())
 
