@@ -14,6 +14,7 @@ from rich.table import Table
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.live_memory import Held, held_memory
 from benchmarks.parallel_run import ParallelSettings, Run, start, worker_run
+from benchmarks.parallel_tables import KINDS
 from benchmarks.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.records import Record
 from benchmarks.turns import OF_GRADIENTS, Turns
@@ -24,7 +25,6 @@ from cs336_systems.console import format_bytes, format_seconds
 from cs336_systems.cost.parallel import exposed_seconds, zero_memory
 
 STAGE_OF = {"stage 0": 0, "stage 1": 1, "stage 1, whole": 1, "stage 2": 2, "stage 3": 3, TORCH_ZERO: 1, TORCH_FSDP: 3}
-KINDS = ("parameters", "gradients", "optimizer")
 TIMES = ("candidate", "step", "± std", "predicted", "/ ZeroRedundancy", "/ FSDP2", "reductions", "gathers", "sent")
 MEMORY = ("candidate", "parameters", "gradients", "optimizer", "in all", "by the formula", "activations")
 TIME_CAPTION = (

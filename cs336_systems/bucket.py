@@ -49,7 +49,7 @@ class GradBucket:
         self.layout = FlatLayout.pack(parameters, group.size() if scatters else 1, granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
-        self.shard: Tensor | None = None  # the sum of this rank's slices since the last `drop`
+        self.shard: Tensor | None = None  # the sum of this rank's slices since the last `reset`
         self.work: Work | None = None
         self.launched: list[tuple[Tensor, int]] = []  # the gradients under way, and their versions: writing raises them
         self.waiting = set(parameters)
