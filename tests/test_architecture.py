@@ -95,7 +95,8 @@ def run_python(code: str) -> None:
 
 def test_everything_imports_without_triton():
     modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in FILES]
-    names = ", ".join(sorted({name.removesuffix(".__init__") for name in modules}))
+    # The one file that is about Triton itself; kernels/backend.py imports it only where Triton interprets.
+    names = ", ".join(sorted({name.removesuffix(".__init__") for name in modules} - {"kernels.interpreter"}))
     run_python(f"import sys; sys.modules['triton'] = None; import {names}")
 
 

@@ -1,0 +1,125 @@
+"""Two defects of Triton's interpreter (3.4 to 3.9), mended so that a kernel computes on a CPU what it does on a GPU.
+
+The interpreter keeps bfloat16 as 16-bit integers and then computes with these integers, without an error, and it cuts
+digits off where the hardware rounds to the nearest. Here every operation on bfloat16 goes through float32 and back,
+rounded to nearest even, as torch does it. Up to 3.6 its loops over a runtime range also fail with NumPy 2.4.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from numpy.typing import NDArray
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
+
+
+def to_float32(bits: NDArray[Any]) -> NDArray[Any]:
+    """bfloat16 given as 16-bit integers: it is the upper half of a float32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def to_bfloat16(values: NDArray[Any]) -> NDArray[Any]:
+    """float32 rounded to the nearest bfloat16, ties to even, as 16-bit integers; not-a-number stays one."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def widen(value: Any) -> Any:
+    """A handle of bfloat16 as one of float32; anything else as it is."""
+    if isinstance(value, TensorHandle) and value.dtype.scalar == tl.bfloat16:
+        return TensorHandle(to_float32(value.data), tl.float32)
+    return value
+
+
+def narrow(handle: Any) -> Any:
+    """A handle of float32 rounded to bfloat16; one of another type, such as a comparison's, as it is."""
+    if handle.dtype.scalar == tl.float32 and handle.data.dtype == np.float32:
+        return TensorHandle(to_bfloat16(handle.data), tl.bfloat16)
+    return TensorHandle(handle.data, tl.int1) if handle.data.dtype == np.bool_ else handle
+
+
+def through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of the interpreter that meets bfloat16 in float32."""
+
+    def mended(self: Any, *args: Any) -> Any:
+        if all(widen(arg) is arg for arg in args):
+            return method(self, *args)
+        return narrow(method(self, *map(widen, args)))
+
+    return mended
+
+
+def mend_casts() -> None:
+    """Conversions from bfloat16 widen first; those to bfloat16 go to float32 and are rounded once."""
+    cast = InterpreterBuilder.cast_impl
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if target.scalar == tl.bfloat16:
+            wide = widen(source)
+            return TensorHandle(to_bfloat16(wide.data.astype(np.float32)), tl.bfloat16)
+        return cast(self, widen(source), target) if source.dtype.scalar != target.scalar else source
+
+    convert = InterpreterBuilder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if tl.bfloat16 in (source.dtype.scalar, target.scalar):
+            return cast_impl(self, source, target)
+        return convert(self, source, target, rounding)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
+
+
+def mend_arithmetic() -> None:
+    """Operations on one, two or three values, products of matrices, and sums."""
+    for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_rsqrt", "create_erf"):
+        setattr(InterpreterBuilder, name, through_float32(getattr(InterpreterBuilder, name)))
+    dot, reduce_sum = InterpreterBuilder.create_dot, ReduceOps.sum
+
+    def create_dot(self: Any, a: Any, b: Any, sum_so_far: Any, *options: Any) -> Any:
+        return dot(self, widen(a), widen(b), sum_so_far, *options)  # the hardware, too, adds in float32
+
+    def mended_sum(self: Any, value: Any) -> Any:
+        if value.dtype != tl.bfloat16:
+            return reduce_sum(self, value)
+        total = np.sum(to_float32(value.handle.data), axis=self.axis, keepdims=self.keep_dims)
+        return self.to_tensor(to_bfloat16(np.asarray(total)), tl.bfloat16)
+
+    InterpreterBuilder.create_dot = create_dot
+    ReduceOps.sum = mended_sum
+
+
+def mend_ranges() -> None:
+    """`for i in range(n)` over a value that is known only when the kernel runs (triton PR 9172, in 3.7)."""
+    patch = interpreter._patch_lang_tensor
+
+    def mended(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = mended
+
+
+def silence_numpy() -> None:
+    """A kernel that divides by zero or overflows gets an infinity, as on a GPU, and no warning of NumPy's."""
+    run = interpreter.GridExecutor.__call__
+
+    def quietly(self: Any, *args: Any, **options: Any) -> None:
+        with np.errstate(all="ignore"):
+            run(self, *args, **options)
+
+    interpreter.GridExecutor.__call__ = quietly
+
+
+def mend_interpreter() -> None:
+    """Mend the interpreter of this process; call once, after Triton was imported with TRITON_INTERPRET=1."""
+    InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
+        to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16
+    )
+    mend_casts()
+    mend_arithmetic()
+    mend_ranges()
+    silence_numpy()

@@ -1,0 +1,113 @@
+"""Launches find compiled kernels by all that these depend on, and versions of Triton are checked, without a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kernels import backend, launch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class FakeKernel:
+    """Behaves as a JIT function whose compiled versions note what they are launched with."""
+
+    def __init__(self):
+        self.fn, self.arg_names = test_a_second_launch_is_direct, ["x_ptr", "n", "A", "B"]
+        self.compiled, self.launched = [], []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, num_warps, num_stages, **constants):
+            self.compiled.append((args, constants, num_warps))
+            return {grid: self.direct, (7, 1, 1): self.direct}
+
+        return compile_and_run
+
+    def direct(self, *args):
+        self.launched.append(args)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what the tests' CPU tensors are on
+    return FakeKernel()
+
+
+def start(kernel, x, n=3, grid=(7, 1, 1), num_warps=4, **constants):
+    launch.launch(kernel, grid, x, n, num_warps=num_warps, **({"A": 1, "B": 2} | constants))
+
+
+def test_a_second_launch_is_direct(kernel):
+    x = torch.zeros(8)
+    start(kernel, x)
+    start(kernel, x, n=5)  # numbers are no part of a compiled kernel
+    assert len(kernel.compiled) == 1
+    assert kernel.launched == [(x, 5, 1, 2)]  # constants, too, in the kernel's order
+
+
+def test_what_a_kernel_is_compiled_anew_for(kernel):
+    x = torch.zeros(8)
+    for change in ({}, {"n": 2**31}, {"A": 2}, {"num_warps": 8}):
+        start(kernel, x, **change)
+    for other in (x.half(), x[1:]):
+        start(kernel, other)
+    assert len(kernel.compiled) == 6
+
+
+def test_constants_in_another_order_are_refused(kernel):
+    with pytest.raises(TypeError, match=r"takes the constants \['A', 'B'\], in this order, not \['B', 'A'\]"):
+        launch.launch(kernel, (1, 1, 1), torch.zeros(1), 3, num_warps=4, B=1, A=2)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.1", "3.8.0+git1234"])
+def test_versions_that_were_tried(version):
+    backend.require_version(version)
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.9.0", "4.0"])
+def test_versions_that_were_not(version):
+    with pytest.raises(RuntimeError, match=rf"Triton {version} was never tried .* \(3.6 to 3.8 were\)"):
+        backend.require_version(version)
+
+
+def test_a_new_version_stops_a_kernel(monkeypatch):
+    monkeypatch.setattr(backend, "triton", SimpleNamespace(__version__="3.9.0"))
+    with pytest.raises(RuntimeError, match=r"Triton 3.9.0"):
+        backend.runs_triton(torch.zeros(1))
+
+
+PROGRAM = """
+import sys, warnings
+{first}
+import torch
+from kernels.rmsnorm import TritonRMSNormFunction
+from kernels.reference import rmsnorm
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50)
+        y = TritonRMSNormFunction.apply(x, w)
+        y.sum().backward()
+        assert torch.equal(y, rmsnorm(x, w))
+print([str(each.message) for each in caught])
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "reason"),
+    [("sys.modules['triton'] = None", "Triton is not installed"), ("", "tensors are on the CPU")],
+    ids=["no Triton", "no interpreter"],
+)
+def test_the_reference_runs_instead_and_says_so_once(first, reason, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    program = [sys.executable, "-c", PROGRAM.format(first=first)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("kernels.reference computes instead") == 1
+    assert reason in done.stdout
