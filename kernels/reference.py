@@ -1,17 +1,143 @@
-"""The maths of the hot spots in plain torch: what a fused kernel has to equal, and the baseline it has to beat."""
+"""The maths of the hot spots in plain torch, each with its gradient in closed form.
+
+What a fused kernel has to equal, the baseline it has to beat, and what runs where there is no Triton. Arithmetic is in
+float32 at least, because a mean of a few thousand squares in half precision loses most of its digits; results have the
+dtype of what they belong to.
+"""
+
+import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float32, or in float64 if it is that."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """r = 1 / sqrt(mean_j(x_j^2) + eps): (... d_model) -> (... 1), wide."""
+    return torch.rsqrt(widen(x).pow(2).mean(dim=-1, keepdim=True) + eps)
 
 
 def rmsnorm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
     """Root-mean-square normalisation (Zhang and Sennrich, arXiv:1910.07467, equation 4).
 
-    y_i = g_i x_i / sqrt(mean_j(x_j^2) + eps)
+    y_j = g_j x_j r,  r = 1 / sqrt(mean_j(x_j^2) + eps)
 
-    x is (... d_model) and g (d_model); y has x's shape and dtype. The arithmetic is in float32 at least, because a
-    mean of d_model squares in half precision loses most of its digits.
+    x is (... d_model) and g (d_model); y has x's shape and dtype.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    inverse_rms = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return (wide * inverse_rms * g).to(x.dtype)
+    return (widen(x) * inverse_rms(x, eps) * g).to(x.dtype)
+
+
+def rmsnorm_backward_g(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
+    """dL/dg of `rmsnorm`: (d_model), in g's dtype, from dL/dy (... d_model).
+
+    dL/dg_j = sum over rows of dL/dy_j x_j r, for y_j depends on g_j only, and in every row.
+    """
+    each_row = widen(grad_output) * widen(x) * inverse_rms(x, eps)
+    return each_row.reshape(-1, x.shape[-1]).sum(dim=0).to(g.dtype)
+
+
+def rmsnorm_backward_x(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
+    """dL/dx of `rmsnorm`: (... d_model), in x's dtype, from dL/dy (... d_model).
+
+    dr/dx_j = -r^3 x_j / d_model, so that every y_i depends on x_j through r:
+    dL/dx_j = r g_j dL/dy_j - x_j r^3 mean_i(dL/dy_i g_i x_i)
+    """
+    wide, r = widen(x), inverse_rms(x, eps)
+    scaled = widen(grad_output) * g
+    return (r * scaled - wide * r**3 * (scaled * wide).mean(dim=-1, keepdim=True)).to(x.dtype)
+
+
+def causal_mask(scores: Tensor) -> Tensor:
+    """True where query i may see key j, that is j <= i: (... queries keys)."""
+    return torch.ones_like(scores, dtype=torch.bool).tril()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
+    """Attention and the log-sum-exp of its scores: q (... queries dim), k and v (... keys dim) -> (... queries dim),
+    (... queries).
+
+    S = Q K^T / sqrt(dim),  L_i = log sum_j exp(S_ij),  P_ij = exp(S_ij - L_i),  O = P V
+
+    (Dao, arXiv:2307.08691, section 2.2.) With is_causal, query i sees keys 0 to i. L is wide, O of q's dtype.
+    """
+    scores = widen(q) @ widen(k).mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(scores), -math.inf)
+    log_sum_exp = scores.logsumexp(dim=-1)
+    return ((scores - log_sum_exp.unsqueeze(-1)).exp() @ widen(v)).to(q.dtype), log_sum_exp
+
+
+def attention_backward(
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum_exp: Tensor, is_causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dL/dq, dL/dk, dL/dv of `attention` from dL/dO, what forward computed, and no stored matrix of scores.
+
+    D_i = sum_d dO_id O_id,  dV = P^T dO,  dP = dO V^T,  dS_ij = P_ij (dP_ij - D_i),
+    dQ = dS K / sqrt(dim),  dK = dS^T Q / sqrt(dim)
+
+    (arXiv:2307.08691, section 2.3.) The softmax's gradient needs sum_j P_ij dP_ij, which is D_i: P_i V is O_i.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    wide_q, wide_k, wide_v, grad = widen(q), widen(k), widen(v), widen(grad_output)
+    weights = (wide_q @ wide_k.mT * scale - log_sum_exp.unsqueeze(-1)).exp()
+    if is_causal:
+        weights = weights.masked_fill(~causal_mask(weights), 0.0)
+    row_dot = (grad * widen(output)).sum(dim=-1, keepdim=True)
+    grad_scores = weights * (grad @ wide_v.mT - row_dot) * scale
+    return (grad_scores @ wide_k).to(q.dtype), (grad_scores.mT @ wide_q).to(k.dtype), (weights.mT @ grad).to(v.dtype)
+
+
+def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Mean cross entropy in nats of a language model's head: hidden (... d_model), weight (vocab d_model) and targets
+    (...) -> a wide scalar.
+
+    z = hidden weight^T,  loss = mean over kept tokens of log sum_j exp(z_j) - z_target
+
+    Tokens whose target is ignore_index are left out; if all are, the loss is 0 / 0, as in torch.
+    """
+    logits = widen(hidden.reshape(-1, hidden.shape[-1])) @ widen(weight).mT
+    return F.cross_entropy(logits, targets.reshape(-1), ignore_index=ignore_index)
+
+
+def cross_entropy_backward(
+    grad_loss: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100
+) -> tuple[Tensor, Tensor]:
+    """dL/dhidden and dL/dweight of `cross_entropy` from dL/dloss, a scalar.
+
+    dL/dz_j = dL/dloss (softmax(z)_j - [j = target]) / kept tokens,  dL/dhidden = dL/dz weight,
+    dL/dweight = dL/dz^T hidden
+    """
+    wide, flat = widen(hidden.reshape(-1, hidden.shape[-1])), targets.reshape(-1)
+    kept = flat != ignore_index
+    grad_logits = (wide @ widen(weight).mT).softmax(dim=-1)
+    grad_logits[kept, flat[kept]] -= 1
+    grad_logits = torch.where(kept[:, None], grad_logits, 0.0) * (grad_loss / kept.sum())
+    return (grad_logits @ widen(weight)).view_as(hidden).to(hidden.dtype), (grad_logits.mT @ wide).to(weight.dtype)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """The gated activation of SwiGLU (Shazeer, arXiv:2002.05202): gate and up (... d_ff) -> (... d_ff).
+
+    y = silu(gate) up,  silu(a) = a s,  s = 1 / (1 + exp(-a))
+    """
+    return (F.silu(widen(gate)) * widen(up)).to(gate.dtype)
+
+
+def swiglu_backward(grad_output: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """dL/dgate and dL/dup of `swiglu` from dL/dy, all (... d_ff).
+
+    silu'(a) = s (1 + a (1 - s)),  dL/dgate = dL/dy up silu'(gate),  dL/dup = dL/dy silu(gate)
+    """
+    wide, grad = widen(gate), widen(grad_output)
+    s = torch.sigmoid(wide)
+    return (grad * widen(up) * s * (1 + wide * (1 - s))).to(gate.dtype), (grad * wide * s).to(up.dtype)
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """y = sum_j w_j x_j: x (... columns), weight (columns) -> (...), in x's dtype."""
+    return (widen(x) * widen(weight)).sum(dim=-1).to(x.dtype)

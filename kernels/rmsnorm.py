@@ -1,0 +1,260 @@
+"""RMSNorm in Triton, forward and backward, each row read once: kernels, launchers, autograd.Function, nn.Module.
+
+    y_j = w_j x_j r        with r = 1 / sqrt(mean_j(x_j^2) + eps)
+
+Nothing here is worth computing for itself: a row is a few thousand numbers, and the time goes into reading x and
+writing y. So the row stays in registers between its two uses, which is all that plain torch misses. Rows too long
+for the registers are in `rmsnorm_wide.py`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from kernels import reference
+from kernels.backend import jit, runs_triton, tl
+from kernels.checks import require_floating, require_same_device, require_shape
+from kernels.column_sum import column_sum
+from kernels.launch import ceil_power_of_2, launch, num_multiprocessors
+from kernels.ops import define
+from kernels.rmsnorm_wide import halves_backward_kernel, slices_backward, wide_forward_kernel
+
+
+@jit
+def forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, inverse_rms_ptr, rows,
+    COLUMNS: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program normalises BLOCK_ROWS rows; with ADD, those of x + residual, which it also stores."""
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    inside = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]  # more than 2^31 elements are no rarity
+    # The weight is asked for before the sum has to wait for x. Every program wants it: it stays in the cache.
+    weight = tl.load(weight_ptr + column, mask=column < COLUMNS, other=0.0, eviction_policy="evict_last")
+    x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+    if ADD:
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)  # rounded: what backward will find in memory
+        tl.store(sum_ptr + at, x, mask=inside, eviction_policy="evict_first")
+    x = x.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, axis=1) / COLUMNS + EPS)
+    y = x * inverse_rms[:, None] * weight.to(tl.float32)[None, :]
+    tl.store(y_ptr + at, y, mask=inside, eviction_policy="evict_first")
+    tl.store(inverse_rms_ptr + row, inverse_rms, mask=row < rows)
+
+
+@jit
+def backward_kernel(
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
+    COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dL/dx_j = r (g_j w_j - x_j r^2 mean_i(g_i w_i x_i)) and a part of dL/dw_j = sum over rows of g_j x_j r.
+
+    A program takes every num_programs-th block of rows, so that its sum for the weight stays in registers until it
+    stores it as one row of `partial`: no atomics, the same bits every time. With ADD, the gradient of the sum that
+    forward stored is added to dL/dx.
+    """
+    column = tl.arange(0, BLOCK_COLUMNS)
+    in_row = column < COLUMNS
+    weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=2):
+        row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = (row < rows)[:, None] & in_row[None, :]
+        at = row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
+        if NEED_X:
+            mean = tl.sum(x * grad * weight[None, :], axis=1) * inverse_rms * inverse_rms / COLUMNS
+            grad_x = (grad * weight[None, :] - x * mean[:, None]) * inverse_rms[:, None]
+            if ADD:
+                grad_x += tl.load(grad_sum_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(
+                    tl.float32
+                )
+            tl.store(grad_x_ptr + at, grad_x, mask=inside, eviction_policy="evict_first")
+        if NEED_WEIGHT:
+            total += grad * x * inverse_rms[:, None]
+    if NEED_WEIGHT:
+        tl.store(partial_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(total, axis=0), mask=in_row)
+
+
+# What a multiprocessor holds of a row without spilling, in columns (the code-generation tests see to it): forward x,
+# backward x, its gradient and the sum for the weight. Columns alone choose, so a row's bits do not depend on its batch.
+FORWARD_COLUMNS, BACKWARD_COLUMNS = 16_384, 8_192
+
+
+def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y and x + residual (... columns) and 1 / rms (...) of contiguous tensors; without a residual, no sum."""
+    columns, rows = x.shape[-1], x.shape[:-1].numel()
+    y, inverse_rms = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    arguments = (x, residual, weight, y, total, inverse_rms, rows)
+    constants: dict[str, Any] = {"COLUMNS": columns, "EPS": eps, "ADD": residual is not None}
+    if columns > FORWARD_COLUMNS and rows:
+        launch(wide_forward_kernel, (rows, 1, 1), *arguments, num_warps=32, **constants, BLOCK_COLUMNS=FORWARD_COLUMNS)
+    elif x.numel():
+        block_columns = ceil_power_of_2(columns)
+        block_rows = max(1, 2048 // block_columns)
+        # 16 elements a thread: enough bytes in flight to hide the memory, few enough for many threads.
+        constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+        grid, num_warps = (-(-rows // block_rows), 1, 1), block_rows * block_columns // 512
+        launch(forward_kernel, grid, *arguments, num_warps=num_warps, **constants)
+    return y, total, inverse_rms
+
+
+def backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    grad_sum: Tensor | None,
+    need_x: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """dL/dx (... columns) and dL/dw (columns) of contiguous tensors, each empty where it is not needed."""
+    columns, rows = x.shape[-1], x.shape[:-1].numel()
+    grad_x = torch.empty_like(x) if need_x else x.new_empty(0)
+    if not x.numel():
+        return grad_x, torch.zeros_like(weight) if need_weight else weight.new_empty(0)
+    block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
+    block_rows = max(1, 1024 // block_columns)
+    num_warps = block_rows * block_columns // 256  # 8 elements a thread, since backward holds three numbers for each
+    programs = num_programs(-(-rows // block_rows), num_warps, x.device)
+    partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
+    arguments = (grad, x, weight, inverse_rms, grad_sum, grad_x, partial, rows)
+    constants: dict[str, Any] = {
+        "COLUMNS": columns,
+        "ADD": grad_sum is not None,
+        "NEED_X": need_x,
+        "NEED_WEIGHT": need_weight,
+    }
+    if columns > 2 * BACKWARD_COLUMNS:
+        slices_backward(*arguments, **constants)
+    elif columns > BACKWARD_COLUMNS:
+        constants["HALF"] = BACKWARD_COLUMNS
+        launch(halves_backward_kernel, (programs, 1, 1), *arguments, num_warps=num_warps, **constants)
+    else:
+        constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+        launch(backward_kernel, (programs, 1, 1), *arguments, num_warps=num_warps, **constants)
+    return grad_x, column_sum(partial, weight.dtype) if need_weight else weight.new_empty(0)
+
+
+def num_programs(blocks: int, num_warps: int, device: torch.device) -> int:
+    """Programs that share the blocks of backward: as many as run side by side (32 warps to a multiprocessor). But each
+    adds a row of float32 to the traffic, so of a small batch a program takes several blocks."""
+    side_by_side = num_multiprocessors(device)
+    return min(blocks, side_by_side * (32 // num_warps), max(side_by_side, blocks // 8))
+
+
+def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if runs_triton(x):
+        y, _, inverse_rms = forward(x.contiguous(), None, weight.contiguous(), eps)
+        return y, inverse_rms
+    return reference.rmsnorm(x, weight, eps), reference.inverse_rms(x, eps).squeeze(-1)
+
+
+def _rmsnorm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, eps: float,
+    need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if runs_triton(x):
+        grad_sum = None if grad_sum is None else grad_sum.contiguous()
+        return backward(
+            grad.contiguous(), x.contiguous(), weight.contiguous(), inverse_rms, grad_sum, need_x, need_weight
+        )
+    grad_x = reference.rmsnorm_backward_x(grad, x, weight, eps) if need_x else x.new_empty(0)
+    if grad_sum is not None and need_x:
+        grad_x = (reference.widen(grad_x) + grad_sum).to(x.dtype)
+    return grad_x, reference.rmsnorm_backward_g(grad, x, weight, eps) if need_weight else weight.new_empty(0)
+
+
+def fake_rmsnorm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Tensors like those of the operator, y (... columns) and 1 / rms (...), without values."""
+    return x.new_empty(x.shape), reference.widen(x.new_empty(x.shape[:-1]))
+
+
+def _fake_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, eps: float,
+    need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
+
+
+_forward_op = define("rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _rmsnorm, fake_rmsnorm)
+rmsnorm_backward = define(
+    "rmsnorm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse_rms, Tensor? grad_sum, float eps, "
+    "bool need_x, bool need_weight) -> (Tensor, Tensor)",
+    _rmsnorm_backward,
+    _fake_backward,
+)
+
+
+def check(weight: Tensor, **inputs: Tensor) -> None:
+    """Raises TypeError or ValueError for inputs (... columns) and weight (columns) that do not belong together."""
+    require_floating(**inputs, weight=weight)
+    require_same_device(**inputs, weight=weight)
+    (name, x), *others = inputs.items()
+    if x.dim() == 0:
+        raise ValueError(f"{name} has no dimensions; its last one is normalised")
+    for other, tensor in others:
+        require_shape(other, tensor, tuple(x.shape), f"{name}")
+    require_shape("weight", weight, tuple(x.shape[-1:]), f"{name}'s last dimension")
+
+
+class TritonRMSNormFunction(torch.autograd.Function):
+    """`reference.rmsnorm` fused: apply(x, weight, eps=1e-5), x (... d_model), weight (d_model) -> (... d_model).
+
+    Any mix of float32, float16 and bfloat16; y has x's dtype. Keeps x, weight and 1 / rms for backward. Raises
+    TypeError for integers, ValueError for a weight of another shape or device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+        check(weight, x=x)
+        y, inverse_rms = _forward_op(x, weight, eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        ctx.eps = eps
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, None, ctx.eps, need_x, need_weight)
+        return grad_x if need_x else None, grad_weight if need_weight else None, None
+
+
+class RMSNormFunction(torch.autograd.Function):
+    """`reference.rmsnorm` with its gradients in closed form, in plain torch: apply(x, weight, eps=1e-5)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+        check(weight, x=x)
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return reference.rmsnorm(x, weight, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_weight, *_ = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        grad_x = reference.rmsnorm_backward_x(grad, x, weight, ctx.eps) if need_x else None
+        return grad_x, reference.rmsnorm_backward_g(grad, x, weight, ctx.eps) if need_weight else None, None
+
+
+class TritonRMSNorm(nn.Module):
+    """RMSNorm as a layer with its weight (d_model), which starts at one: (... d_model) -> the same."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return TritonRMSNormFunction.apply(x, self.weight, self.eps)

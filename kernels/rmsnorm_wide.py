@@ -1,0 +1,153 @@
+"""RMSNorm's kernels for rows that do not fit the registers of a multiprocessor: each row is read twice, in chunks.
+
+The second reading goes backwards, so that it starts with what was read last and is still in the cache. From 32,768
+columns on, backward gives that up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.backend import jit, tl
+from kernels.launch import launch
+
+
+@jit
+def wide_forward_kernel(
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, inverse_rms_ptr, rows,
+    COLUMNS: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One program normalises one row; of its chunks the last one stays in registers."""
+    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    offsets = tl.arange(0, BLOCK_COLUMNS)
+    last: tl.constexpr = (COLUMNS - 1) // BLOCK_COLUMNS
+    squares = tl.zeros((BLOCK_COLUMNS,), dtype=tl.float32)
+    for chunk in range(0, last):
+        at = start + chunk * BLOCK_COLUMNS + offsets
+        x = tl.load(x_ptr + at, eviction_policy="evict_last")
+        if ADD:
+            x = (x.to(tl.float32) + tl.load(residual_ptr + at).to(tl.float32)).to(x.dtype)
+            tl.store(sum_ptr + at, x)
+        squares += x.to(tl.float32) * x.to(tl.float32)
+    column = last * BLOCK_COLUMNS + offsets
+    inside = column < COLUMNS
+    x = tl.load(x_ptr + start + column, mask=inside, other=0.0)
+    if ADD:
+        residual = tl.load(residual_ptr + start + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + start + column, x, mask=inside)
+    x = x.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(squares + x * x, axis=0) / COLUMNS + EPS)
+    tl.store(inverse_rms_ptr + tl.program_id(0), inverse_rms)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + start + column, x * inverse_rms * weight, mask=inside, eviction_policy="evict_first")
+    for back in range(0, last):
+        column = (last - 1 - back) * BLOCK_COLUMNS + offsets
+        source = sum_ptr if ADD else x_ptr
+        x = tl.load(source + start + column, eviction_policy="evict_first").to(tl.float32)
+        weight = tl.load(weight_ptr + column).to(tl.float32)
+        tl.store(y_ptr + start + column, x * inverse_rms * weight, eviction_policy="evict_first")
+
+
+@jit
+def halves_backward_kernel(
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
+    COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """As `rmsnorm.backward_kernel` for one row at a time, of which only the sums for the weight stay in registers:
+    each half of x and its gradient is read once for the mean and once more, from the cache, for the result."""
+    offsets = tl.arange(0, HALF)
+    total_0 = tl.zeros((HALF,), dtype=tl.float32)
+    total_1 = tl.zeros((HALF,), dtype=tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        inverse_rms = tl.load(inverse_rms_ptr + row)
+        products = tl.zeros((HALF,), dtype=tl.float32)
+        for half in tl.static_range(2 if NEED_X else 0):
+            column = half * HALF + offsets
+            at, inside = tl.cast(row, tl.int64) * COLUMNS + column, column < COLUMNS
+            x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            grad = tl.load(grad_ptr + at, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            weight = tl.load(weight_ptr + column, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
+            products += x * grad * weight
+        mean = tl.sum(products, axis=0) * inverse_rms * inverse_rms / COLUMNS
+        for back in tl.static_range(2):
+            column = (1 - back) * HALF + offsets
+            at, inside = tl.cast(row, tl.int64) * COLUMNS + column, column < COLUMNS
+            # Another eviction policy, lest the compiler keep the first copies after all.
+            x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            grad = tl.load(grad_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            if NEED_X:
+                weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+                grad_x = (grad * weight - x * mean) * inverse_rms
+                if ADD:
+                    grad_x += tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+                tl.store(grad_x_ptr + at, grad_x, mask=inside, eviction_policy="evict_first")
+            if back == 1:
+                total_0 += grad * x * inverse_rms
+            else:
+                total_1 += grad * x * inverse_rms
+    if NEED_WEIGHT:
+        mine = partial_ptr + tl.program_id(0) * COLUMNS + offsets
+        tl.store(mine, total_0, mask=offsets < COLUMNS)
+        tl.store(mine + HALF, total_1, mask=HALF + offsets < COLUMNS)
+
+
+@jit
+def row_mean_kernel(
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, rows, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):
+    """r^2 mean_j(g_j w_j x_j), the one number that dL/dx needs to know of a whole row; a program a row."""
+    start = tl.program_id(0).to(tl.int64) * COLUMNS
+    products = tl.zeros((BLOCK_COLUMNS,), dtype=tl.float32)
+    for first in range(0, COLUMNS, BLOCK_COLUMNS):
+        column = first + tl.arange(0, BLOCK_COLUMNS)
+        inside = column < COLUMNS
+        x = tl.load(x_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + start + column, mask=inside, other=0.0).to(tl.float32)
+        products += x * grad * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    inverse_rms = tl.load(inverse_rms_ptr + tl.program_id(0))
+    tl.store(mean_ptr + tl.program_id(0), tl.sum(products, axis=0) * inverse_rms * inverse_rms / COLUMNS)
+
+
+@jit
+def slice_backward_kernel(
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
+    COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """As `rmsnorm.backward_kernel`, of some columns of every num_programs(1)-th row, with the rows' means given."""
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    inside = column < COLUMNS
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros((BLOCK_COLUMNS,), dtype=tl.float32)
+    for row in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=2):
+        at = tl.cast(row, tl.int64) * COLUMNS + column
+        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        inverse_rms = tl.load(inverse_rms_ptr + row)
+        if NEED_X:
+            grad_x = (grad * weight - x * tl.load(mean_ptr + row)) * inverse_rms
+            if ADD:
+                grad_x += tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            tl.store(grad_x_ptr + at, grad_x, mask=inside, eviction_policy="evict_first")
+        total += grad * x * inverse_rms
+    if NEED_WEIGHT:
+        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * COLUMNS + column, total, mask=inside)
+
+
+def slices_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, grad_x: Tensor,
+    partial: Tensor, rows: int, **constants: Any,
+) -> None:  # fmt: skip
+    """Launch the two kernels for very long rows; partial (programs columns) says how many programs share the rows."""
+    columns = x.shape[-1]
+    mean = torch.empty_like(inverse_rms)
+    if constants["NEED_X"]:
+        sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
+        launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, rows, num_warps=16, **sizes)
+    block_columns = 2048
+    programs = partial.shape[0] if constants["NEED_WEIGHT"] else rows
+    grid = (-(-columns // block_columns), programs, 1)
+    arguments = (grad, x, weight, inverse_rms, mean, grad_sum, grad_x, partial, rows)
+    launch(slice_backward_kernel, grid, *arguments, num_warps=8, **constants, BLOCK_COLUMNS=block_columns)
