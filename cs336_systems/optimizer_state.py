@@ -111,7 +111,9 @@ def slice_state(
                 mine[key] = value
             elif value.shape == part.owner.shape:
                 like = part.tensor if key != "step" and value.is_floating_point() else value
-                mine[key] = ParamStore.slice_of(part, value).to(like.device, like.dtype, copy=True)
+                # Like torch, in the parameter's dtype; FusedAdamW, for one, keeps wider moments than that.
+                dtype = torch.promote_types(like.dtype, getattr(inner, "moments_dtype", like.dtype))
+                mine[key] = ParamStore.slice_of(part, value).to(like.device, dtype, copy=True)
             else:
                 mine[key] = value.clone()
         inner.state[part.tensor] = mine

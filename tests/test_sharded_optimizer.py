@@ -8,6 +8,7 @@ from cs336_systems.ddp import BucketedDDP
 from cs336_systems.optim import AdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
+from kernels.adamw import FusedAdamW
 from tests import ranks
 from tests.parallel_cases import loss_of, make
 from tests.tolerances import bound
@@ -19,6 +20,7 @@ ELEMENTWISE = {
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
     "ours": (AdamW, {"lr": 0.05}),
+    "ours-fused": (FusedAdamW, {"lr": 0.05}),
     "nadam": (torch.optim.NAdam, {"lr": 0.05}),
     "radam": (torch.optim.RAdam, {"lr": 0.05}),
     "adamax": (torch.optim.Adamax, {"lr": 0.05}),
@@ -205,3 +207,29 @@ def overlap_with_ddp_case(group) -> None:
 def test_gradients_that_nobody_synchronised_are_refused():
     for error in ranks.run_failing(overlap_with_ddp_case, 2):
         assert "before BucketedDDP.finish_gradient_synchronization()" in error[1]
+
+
+def wide_moments_case(group, layout: str) -> None:
+    def params() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [torch.nn.Parameter(torch.randn(n).bfloat16()) for n in (5, 12)]
+
+    def steps(optimizer, tensors, numbers) -> None:
+        for number in numbers:
+            for p in tensors:
+                p.grad = torch.full_like(p, 0.1 * (number + 1))
+            optimizer.step()
+
+    sharded, whole = params(), params()
+    first, plain = ShardedOptimizer(sharded, FusedAdamW, layout=layout), FusedAdamW(whole)
+    steps(first, sharded, range(3))
+    steps(plain, whole, range(6))
+    second = ShardedOptimizer(sharded, FusedAdamW, layout=layout)
+    second.load_state_dict(first.state_dict())
+    steps(second, sharded, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(sharded, whole, strict=True))
+
+
+@both_layouts
+def test_moments_that_are_wider_than_the_parameters_stay_so(layout):
+    ranks.run(wide_moments_case, 2, layout=layout)

@@ -1,0 +1,298 @@
+"""AdamW for all parameters in one launch, each number read once and written once.
+
+    m = b1 m + (1 - b1) g
+    v = b2 v + (1 - b2) g^2
+    p = (1 - lr decay) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+
+The update is a dozen operations for 28 bytes of memory, and a model has hundreds of parameters, most of them small. So
+what costs time is a pass over memory for every operation, and a launch for every parameter. Here a kernel is given
+tables of addresses instead of tensors: a program looks up which chunk of which parameter is its own.
+
+Parameters and gradients may be of half precision. The moments m and v are float32 always: b2 v + (1 - b2) g^2 with
+b2 = 0.999 changes v by less than bfloat16 can tell apart, so that v would stand still.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from kernels.backend import jit, runs_triton, tl
+from kernels.launch import launch
+
+BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
+CHUNK = 8 * BLOCK  # elements of a program, so that what it looks up is little beside what it updates
+NUM_WARPS = 4
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of m and v
+
+
+@jit
+def update_block(param_ptr, grad_ptr, mean_ptr, square_ptr, settings, inside):
+    """The equations above for one block of addresses; without a mask, all of them lie inside."""
+    sign, beta1, rest1, beta2, rest2, shrink, step_size, root_bias, eps = settings
+    # All are asked for before the first store, behind which the compiler cannot move a load.
+    param = tl.load(param_ptr, mask=inside).to(tl.float32)
+    grad = tl.load(grad_ptr, mask=inside).to(tl.float32) * sign
+    mean = tl.load(mean_ptr, mask=inside) * beta1 + grad * rest1
+    square = tl.load(square_ptr, mask=inside) * beta2 + grad * grad * rest2
+    tl.store(mean_ptr, mean, mask=inside)
+    tl.store(square_ptr, square, mask=inside)
+    step = step_size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root_bias) + eps)
+    tl.store(param_ptr, param * shrink - step, mask=inside)
+
+
+@jit
+def adamw_kernel(
+    programs_ptr, places_ptr, grads_ptr, settings_ptr,
+    PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program updates CHUNK elements of one tensor.
+
+    programs (programs 2): which tensor, which of its chunks. places (tensors 5): the addresses of p, m and v, the
+    number of elements, the row of the settings. grads (tensors): the addresses of g. settings (rows 9):
+    `settings_row`.
+    """
+    tensor = tl.load(programs_ptr + 2 * tl.program_id(0))
+    start = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
+    place = places_ptr + 5 * tensor
+    param_ptr = tl.load(place).to(tl.pointer_type(PARAM)) + start
+    grad_ptr = tl.load(grads_ptr + tensor).to(tl.pointer_type(GRAD)) + start
+    mean_ptr = tl.load(place + 1).to(tl.pointer_type(tl.float32)) + start
+    square_ptr = tl.load(place + 2).to(tl.pointer_type(tl.float32)) + start
+    if ALIGNED:  # of an address that comes out of a table the compiler knows nothing
+        param_ptr, grad_ptr = tl.multiple_of(param_ptr, 16), tl.multiple_of(grad_ptr, 16)
+        mean_ptr, square_ptr = tl.multiple_of(mean_ptr, 16), tl.multiple_of(square_ptr, 16)
+    size = tl.minimum(tl.load(place + 3) - start, CHUNK).to(tl.int32)
+    row = settings_ptr + 9 * tl.load(place + 4)
+    settings = (
+        tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4),
+        tl.load(row + 5), tl.load(row + 6), tl.load(row + 7), tl.load(row + 8),
+    )  # fmt: skip
+    # Whole blocks go without a mask, since loads and stores are 128 bits wide only if no element may be left out.
+    for block in range(0, size // BLOCK):
+        at = block * BLOCK + tl.arange(0, BLOCK)
+        update_block(param_ptr + at, grad_ptr + at, mean_ptr + at, square_ptr + at, settings, None)
+    if size % BLOCK != 0:
+        at = size // BLOCK * BLOCK + tl.arange(0, BLOCK)
+        update_block(param_ptr + at, grad_ptr + at, mean_ptr + at, square_ptr + at, settings, at < size)
+
+
+def settings_row(group: dict[str, Any], step: int) -> tuple[float, ...]:
+    """What the update needs besides its tensors, in float64: sign of g, b1, 1 - b1, b2, 1 - b2, 1 - lr decay,
+    lr / (1 - b1^t), sqrt(1 - b2^t), eps."""
+    lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
+    sign, shrink = -1.0 if group["maximize"] else 1.0, 1 - lr * group["weight_decay"]
+    step_size, root_bias = lr / (1 - beta1**step), math.sqrt(1 - beta2**step)
+    return sign, beta1, 1 - beta1, beta2, 1 - beta2, shrink, step_size, root_bias, eps
+
+
+def plain_update(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, settings: tuple[float, ...]) -> None:
+    """The same update in plain torch, in place, of tensors of any layout: what runs where the kernel cannot."""
+    sign, beta1, rest1, beta2, rest2, shrink, step_size, root_bias, eps = settings
+    wide = grad.to(mean.dtype) * sign
+    mean.mul_(beta1).add_(wide, alpha=rest1)
+    square.mul_(beta2).addcmul_(wide, wide, value=rest2)
+    step = step_size * (mean / (square.sqrt() / root_bias + eps))
+    param.copy_(param.to(mean.dtype) * shrink - step)
+
+
+class Kind(NamedTuple):
+    """What the tensors of a launch have in common."""
+
+    device: torch.device
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    aligned: bool
+
+
+class Batch:
+    """The tables of a launch. They stay on the device, and each is sent anew only when it has changed: the addresses of
+    parameters and moments never do, those of gradients seldom, although they are made anew for every step."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.sent: dict[str, tuple[list[Any], Tensor]] = {}
+
+    def table(self, name: str, numbers: list[Any], make: Callable[[list[Any]], Tensor]) -> Tensor:
+        """The table `make(numbers)` on the device. The copy does not wait for the GPU to catch up: it starts from
+        pinned memory that torch takes back only after the copy."""
+        known = self.sent.get(name)
+        if known is None or known[0] != numbers:
+            host = make(numbers)
+            if self.kind.device.type == "cuda":
+                host = host.pin_memory().to(self.kind.device, non_blocking=True)
+            known = self.sent[name] = numbers, host
+        return known[1]
+
+    def update(self, rows: Sequence[Sequence[int]], settings: list[tuple[float, ...]]) -> None:
+        """Launch for rows of (p, m, v, elements, row of the settings, g), where tensors are given by address."""
+        programs = self.table("programs", [row[3] for row in rows], program_table)
+        places = self.table("places", list(chain.from_iterable(row[:5] for row in rows)), addresses)
+        grads = self.table("grads", [row[5] for row in rows], addresses)
+        values = self.table("settings", settings, floats)
+        if programs.numel():
+            types = {"PARAM": type_of(self.kind.param_dtype), "GRAD": type_of(self.kind.grad_dtype)}
+            constants = {**types, "ALIGNED": self.kind.aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
+            tables = (programs, places, grads, values)
+            launch(adamw_kernel, (programs.shape[0], 1, 1), *tables, num_warps=NUM_WARPS, **constants)
+
+
+def program_table(sizes: list[int]) -> Tensor:
+    """(programs 2): for every program the tensor and the chunk that are its own, from the tensors' sizes."""
+    chunks = [-(-size // CHUNK) for size in sizes]
+    tensor = torch.tensor(range(len(chunks)), dtype=torch.int32, device="cpu")
+    chunk = [torch.arange(n, dtype=torch.int32, device="cpu") for n in chunks]
+    return torch.stack((tensor.repeat_interleave(torch.tensor(chunks, device="cpu")), torch.cat(chunk)), dim=1)
+
+
+def addresses(numbers: list[int]) -> Tensor:
+    """A table of addresses, which are 64 bits wide."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def floats(rows: list[tuple[float, ...]]) -> Tensor:
+    """A table of `settings_row`s, rounded to what the kernel computes with."""
+    return torch.tensor(rows, dtype=torch.float32, device="cpu")
+
+
+def type_of(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The parameter's state with one step more counted, and with moments that the kernel can read."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    for name in MOMENTS:
+        moment = state.get(name)
+        if moment is None:
+            state[name] = torch.zeros_like(param, dtype=wide)
+        elif moment.dtype != wide or (param.is_contiguous() and not moment.is_contiguous()):
+            state[name] = torch.empty_like(param, dtype=wide).copy_(moment)
+    state["step"] = int(state.get("step", 0)) + 1  # torch keeps a tensor; a number needs no waiting for a GPU
+    return state
+
+
+class Work:
+    """What one step has to do, by kind of launch."""
+
+    def __init__(self) -> None:
+        self.settings: list[tuple[float, ...]] = []
+        self.row_of: dict[int, int] = {}  # by step, for parameters may have been left out of some
+        self.rows: dict[Kind, list[tuple[int, ...]]] = {}
+        self.fused: list[Tensor] = []
+        self.alive: list[Tensor] = []  # gradients of which the kernel knows no more than an address
+
+    def add(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
+        """Note the addresses of one parameter for the kernel, or update it at once where that cannot."""
+        step, mean, square, grad = state["step"], *(state[name] for name in MOMENTS), param.grad
+        assert grad is not None
+        if step not in self.row_of:
+            self.row_of[step] = len(self.settings)
+            self.settings.append(settings_row(group, step))
+        row = self.row_of[step]
+        if type(param) not in (Tensor, nn.Parameter) or not param.is_contiguous() or not runs_triton(param):
+            plain_update(param, grad, mean, square, self.settings[row])
+            return
+        grad = grad.contiguous().resolve_neg()
+        self.fused.append(param)
+        self.alive.append(grad)
+        p, m, v, g = param.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.data_ptr()
+        kind = Kind(param.device, param.dtype, grad.dtype, (p | m | v | g) % 16 == 0)
+        self.rows.setdefault(kind, []).append((p, m, v, param.numel(), row, g))
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2), all in one launch.
+
+    Options, groups and state are those of `torch.optim.AdamW`, and so is the update, but for float32 moments whatever
+    the parameter's dtype. State dicts load both ways. Parameters that differ in dtype, device or whether they begin at
+    a multiple of 16 bytes take a launch each kind. float64, tensors that are not contiguous, subclasses such as DTensor
+    and CPUs without Triton's interpreter take plain torch. Not capturable in a CUDA graph: steps are counted on the
+    host. `torch.amp.GradScaler` works, as with any optimizer, by leaving steps out.
+
+    Raises ValueError for a hyperparameter out of range and a state with amsgrad, TypeError for a learning rate that is
+    a tensor, a parameter that is no real floating-point number, and a sparse gradient.
+    """
+
+    moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        self._batches: dict[Kind, Batch] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with settings of their own; those that are not given are the optimizer's."""
+        group = self.defaults | param_group
+        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+        if any(isinstance(number, Tensor) for number in (lr, *betas)):
+            raise TypeError("lr and betas must be numbers: to read a tensor, every step would wait for the GPU")
+        if lr < 0 or eps < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"lr {lr}, eps {eps} and weight_decay {decay} must not be negative, betas {betas} lie in [0, 1)"
+            )
+        super().add_param_group(param_group)
+        for i, param in enumerate(self.param_groups[-1]["params"]):
+            if not param.dtype.is_floating_point:
+                self.param_groups.pop()
+                raise TypeError(f"params[{i}] must be of a real floating-point dtype, not {param.dtype}")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._batches = {}
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            group["lr"] = float(group["lr"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of a FusedAdamW or a `torch.optim.AdamW` over parameters of the same shapes."""
+        for group in state_dict["param_groups"]:
+            if group.get("amsgrad") or not group.get("decoupled_weight_decay", True):
+                raise ValueError("the state belongs to another algorithm: amsgrad, or Adam with coupled weight decay")
+        super().load_state_dict(state_dict)
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, param in zip(numbers, params, strict=True):
+            saved = state_dict["state"].get(number)
+            for name in MOMENTS if saved else ():  # as it was saved: torch cuts it down to the parameter's dtype
+                self.state[param][name] = saved[name].to(param.device, copy=True)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        used = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
+        for param in chain.from_iterable(params for _, params in used):
+            if param.grad.layout != torch.strided:
+                raise TypeError(f"FusedAdamW keeps dense moments; a gradient of layout {param.grad.layout} has none")
+        work = Work()
+        for group, params in used:
+            for param in params:
+                work.add(param, group, advance(param, self.state[param]))
+            work.row_of.clear()  # the next group has settings of its own
+        for kind, rows in work.rows.items():
+            self._batches.setdefault(kind, Batch(kind)).update(rows, work.settings)
+        torch.autograd.graph.increment_version(work.fused)  # for graphs from before the step
+        return loss
