@@ -5,6 +5,7 @@ digits off where the hardware rounds to the nearest. Here every operation on bfl
 rounded to nearest even, as torch does it. Up to 3.6 its loops over a runtime range also fail with NumPy 2.4.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -108,7 +109,8 @@ def silence_numpy() -> None:
     run = interpreter.GridExecutor.__call__
 
     def quietly(self: Any, *args: Any, **options: Any) -> None:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # the maximum of a row of not-a-numbers
             run(self, *args, **options)
 
     interpreter.GridExecutor.__call__ = quietly

@@ -21,7 +21,7 @@ def sort_of(argument: Tensor | int | float | None) -> Any:
     """What Triton compiles anew for: a tensor's dtype and alignment, the width of an integer."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
-    return argument.__class__, isinstance(argument, int) and argument >= 2**31
+    return argument.__class__, isinstance(argument, int) and not -(2**31) <= argument < 2**31
 
 
 def launch(

@@ -116,7 +116,8 @@ def cross_entropy_backward(
     kept = flat != ignore_index
     grad_logits = (wide @ widen(weight).mT).softmax(dim=-1)
     grad_logits[kept, flat[kept]] -= 1
-    grad_logits = torch.where(kept[:, None], grad_logits, 0.0) * (grad_loss / kept.sum())
+    # If all tokens are ignored, the loss is no number, but a mean over none depends on nothing.
+    grad_logits = torch.where(kept[:, None], grad_logits, 0.0) * (grad_loss / kept.sum().clamp(min=1))
     return (grad_logits @ widen(weight)).view_as(hidden).to(hidden.dtype), (grad_logits.mT @ wide).to(weight.dtype)
 
 

@@ -7,6 +7,7 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need on a GPU
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +17,15 @@ def seeded_and_poisoned():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def where_triton_runs():
+    """New tensors are made on the GPU if there is one: Triton compiles for it, and interprets where there is none."""
+    if torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
+        torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from kernels.adamw import BLOCK, CHUNK, FusedAdamW
 from kernels.backend import INTERPRETED
 from tests.tolerances import bound
 
+pytestmark = pytest.mark.usefixtures("where_triton_runs")
 # An eps and a decay so large that an error in either of them shows.
 HYPER = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 0.05, "weight_decay": 0.2}
 SHAPES = [(0,), (1,), (7,), (1023,), (4, 1024), (3, 5), (CHUNK + BLOCK + 9,), ()]
@@ -22,13 +22,6 @@ STEPS = 4
 # Of one step: eight constants are rounded; m takes 3 operations, v 4, the step 5, the parameter 2.
 ONE_STEP = bound(torch.float32, stages=22)
 ROUNDING = STEPS * ONE_STEP  # a step inherits the errors of those before it
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu_if_any():
-    """Tensors are made where Triton computes: on a GPU, or without one on the CPU, where it is interpreted."""
-    with torch.device("cuda") if torch.cuda.is_available() and not INTERPRETED else nullcontext():
-        yield
 
 
 def make(shapes=SHAPES, dtype=torch.float32):

@@ -1,7 +1,6 @@
 """The first kernel, a weighted sum, against float64: values, gradients, layouts, masks, refusals."""
 
 import dataclasses
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,15 +10,9 @@ from kernels.backend import INTERPRETED
 from kernels.weighted_sum import WeightedSumFunction, f_weightedsum
 from tests.tolerances import bound, relative_error
 
+pytestmark = pytest.mark.usefixtures("where_triton_runs")
 # Rows and columns below, at and above a block of 16 x 128; leading dimensions of every number.
 SHAPES = [(1, 1), (5,), (3, 7), (2, 3, 50), (17, 128), (2, 129), (33, 300), (2049, 1), (1, 1025)]
-
-
-@pytest.fixture(autouse=True)
-def on_the_gpu_if_any():
-    """Tensors are made where Triton computes: on a GPU, or without one on the CPU, where it is interpreted."""
-    with torch.device("cuda") if torch.cuda.is_available() and not INTERPRETED else nullcontext():
-        yield
 
 
 def inputs(shape, dtype=torch.float32, weight_dtype=None):

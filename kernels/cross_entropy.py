@@ -1,0 +1,276 @@
+"""A language model's head and its loss, fused: the logits of all tokens never exist at the same time.
+
+    z = hidden weight^T,    loss = mean over kept tokens of log sum_j exp(z_j) - z_target
+
+With a vocabulary of 128,256 the logits of 16,384 tokens are 4 GB in bfloat16, and a loss that keeps them, their softmax
+and their gradient needs three times that. Here a chunk of tokens makes its logits, one kernel replaces them by their
+gradient in place, and two matrix products turn that into the gradients of hidden and weight, before the next chunk
+overwrites it. So both gradients are computed in forward, for dL/dloss = 1, and backward merely scales them.
+
+Floor of n tokens: three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers of traffic, logits read and
+gradients written. At 4096 x 128,256 x 4096 in bfloat16 on an H200 (790 TFLOP/s, 4.3 TB/s) that is 16.3 ms and 0.49 ms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels import reference
+from kernels.backend import jit, runs_triton, tl
+from kernels.checks import require_floating, require_same_device, require_shape
+from kernels.launch import ceil_power_of_2, launch
+from kernels.ops import define
+
+
+@jit
+def cross_entropy_kernel(
+    logits_ptr, targets_ptr, losses_ptr, ignore_index,
+    VOCAB: tl.constexpr, STRIDE: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program takes one token: its loss, and with NEED_GRAD dL/dz_j = softmax(z)_j - [j = target] in place of z_j.
+
+    The sum of exponentials is kept relative to the largest logit so far, m, and rescaled when m grows (Milakov and
+    Gimelshein, arXiv:1805.02867, algorithm 3), so nothing overflows and one pass yields log sum_j exp(z_j) = m + log s.
+    The second pass runs backwards, to find in the cache what the first one read last.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets_ptr + row)
+    at = row * STRIDE
+    if target == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        if NEED_GRAD:
+            for first in range(0, STRIDE, BLOCK):
+                column = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+                tl.store(logits_ptr + at + column, zeros, mask=column < STRIDE)
+    else:
+        is_word = (target >= 0) & (target < VOCAB)
+        picked = tl.load(logits_ptr + at + target, mask=is_word, other=0.0).to(tl.float32)
+        missing = tl.where(is_word, 0.0, float("nan"))  # says so where the host cannot look without waiting
+        lowest = -3.4028234663852886e38  # the first m is finite, because -inf - -inf would not be a number
+        largest = tl.full((BLOCK // 8,), lowest, dtype=tl.float32)
+        total = tl.zeros((BLOCK // 8,), dtype=tl.float32)
+        # 8 neighbours, which one thread holds, share an m and an s: threads wait for each other only at the end.
+        lane = 8 * tl.arange(0, BLOCK // 8)[:, None] + tl.arange(0, 8)[None, :]
+        for first in tl.range(0, STRIDE, BLOCK, num_stages=STAGES):
+            # The padding is read, so that loads are 16 bytes wide, and then ignored.
+            z = tl.load(logits_ptr + at + first + lane, mask=first + lane < STRIDE, eviction_policy="evict_last")
+            z = tl.where(first + lane < VOCAB, z.to(tl.float32), -float("inf"))
+            grown = tl.maximum(largest, tl.max(z, axis=1))
+            total = total * tl.exp(largest - grown) + tl.sum(tl.exp(z - grown[:, None]), axis=1)
+            largest = grown
+        grown = tl.max(largest, axis=0)
+        total = tl.sum(total * tl.exp(largest - grown), axis=0)
+        tl.store(losses_ptr + row, tl.log(total) + (grown - picked) + missing)
+        if NEED_GRAD:
+            scale = 1.0 / total + missing
+            BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
+            for block in tl.range(0, BLOCKS, num_stages=STAGES):
+                column = (BLOCKS - 1 - block) * BLOCK + tl.arange(0, BLOCK)
+                z = tl.load(logits_ptr + at + column, mask=column < STRIDE, other=0.0, eviction_policy="evict_first")
+                softmax = tl.exp(z.to(tl.float32) - grown) * scale
+                tl.store(logits_ptr + at + column, softmax - tl.where(column == target, 1.0, 0.0), mask=column < STRIDE)
+
+
+@jit
+def scale_kernel(x_ptr, factor_ptr, y_ptr, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
+    """y = factor x for a factor that only the GPU knows, rounded to y's dtype."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < tl.cast(units, tl.int64) * UNIT  # UNIT neighbours are in or out together: wide loads
+    x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    tl.store(y_ptr + at, x * tl.load(factor_ptr), mask=inside)
+
+
+def chunk_tokens(vocab: int, d_model: int, itemsize: int) -> int:
+    """How many tokens' logits exist at the same time: as many as weigh no more than 512 MiB or than the weight itself,
+    whichever is more, but 1024 at least and 4096 at most, for which matrix products run at full speed."""
+    budget = max(512 * 2**20, vocab * d_model * itemsize)
+    return min(4096, max(1024, budget // (vocab * itemsize) // 128 * 128))
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
+    """total += a b in float32, or total = a b for the first chunk; a and b may be in half precision."""
+    beta = 0 if is_first else 1
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)  # the CPU has no product of mixed dtypes
+    else:
+        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
+
+
+def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, need_grad: bool) -> None:
+    """Losses (tokens) of logits (tokens vocab), which with need_grad become their gradients. Their rows are padded."""
+    tokens, vocab = logits.shape
+    stride = logits.stride(0)
+    # 32 bytes a thread. From 64 Ki logits on a row takes a whole multiprocessor: the fewer rows are under way, the more
+    # of each is still in the cache for the second pass.
+    num_warps = max(4, min(32, ceil_power_of_2(stride) // 2048))
+    block = num_warps * 1024 // logits.element_size()
+    constants = {"VOCAB": vocab, "STRIDE": stride, "NEED_GRAD": need_grad, "BLOCK": block, "STAGES": 3}
+    arguments = (logits, targets, losses, ignore_index)
+    launch(cross_entropy_kernel, (tokens, 1, 1), *arguments, num_warps=num_warps, **constants)
+
+
+def in_chunks(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (tokens), and of their sum the gradients for hidden and weight, each empty where it is not needed."""
+    tokens, (vocab, d_model) = hidden.shape[0], weight.shape
+    size = min(tokens, chunk_tokens(vocab, d_model, hidden.element_size()))
+    padded = -(-vocab // 64) * 64  # rows of 128 bytes or a multiple: cuBLAS and the kernel read and write them whole
+    buffer = hidden.new_empty(size, padded)[:, :vocab]
+    losses = hidden.new_empty(tokens, dtype=torch.float32)
+    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
+    make = torch.empty_like if tokens else torch.zeros_like
+    grad_weight = make(weight, dtype=torch.float32) if need_weight else weight.new_empty(0, dtype=torch.float32)
+    for first in range(0, tokens, max(1, size)):
+        some = slice(first, first + size)
+        chunk = hidden[some]
+        logits = torch.mm(chunk, weight.T, out=buffer[: len(chunk)])
+        rows_in_place(logits, targets[some], losses[some], ignore_index, need_hidden or need_weight)
+        if need_hidden:
+            torch.mm(logits, weight, out=grad_hidden[some])
+        if need_weight:
+            add_product(grad_weight, logits.T, chunk, is_first=first == 0)
+    return losses, grad_hidden, grad_weight
+
+
+def require_words(targets: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raises ValueError on a CPU for a target that is no row of weight; to look at a GPU's would be to wait for it."""
+    if targets.device.type == "cpu":
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
+        if wrong.numel():
+            raise ValueError(f"targets contains {wrong[0]}, neither in [0, {vocab}) nor ignore_index={ignore_index}")
+
+
+def _linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
+    require_words(targets, len(weight), ignore_index)
+    kept = (targets != ignore_index).sum()
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        if runs_triton(hidden):
+            losses, grad_hidden, grad_weight = in_chunks(
+                hidden, weight, targets, ignore_index, need_hidden, need_weight
+            )
+            return losses.sum() / kept, kept, grad_hidden, grad_weight
+        wide = reference.widen(weight)
+        loss = reference.cross_entropy(hidden, wide, targets, ignore_index)
+        grad_hidden, grad_weight = hidden.new_empty(0), wide.new_empty(0)
+        if need_hidden or need_weight:
+            both = reference.cross_entropy_backward(kept, hidden, wide, targets, ignore_index)
+            grad_hidden = both[0] if need_hidden else grad_hidden
+            grad_weight = both[1] if need_weight else grad_weight
+        return loss, kept, grad_hidden, grad_weight
+
+
+def _fake_linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    grad_hidden = hidden.new_empty(hidden.shape if need_hidden else 0)
+    grad_weight = weight.new_empty(weight.shape if need_weight else 0, dtype=wide)
+    return hidden.new_empty((), dtype=wide), targets.new_empty(()), grad_hidden, grad_weight
+
+
+def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    y = x.new_empty(x.shape, dtype=dtype)
+    if not runs_triton(x) or dtype == torch.float64:
+        return y.copy_(reference.widen(x) * factor)
+    if x.numel():
+        unit, block = 16 if x.numel() % 16 == 0 else 1, 4096
+        grid = (-(-x.numel() // block), 1, 1)
+        launch(scale_kernel, grid, x, factor, y, x.numel() // unit, num_warps=8, UNIT=unit, BLOCK=block)
+    return y
+
+
+def _fake_scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape, dtype=dtype)
+
+
+_forward_op = define(
+    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool need_hidden, "
+    "bool need_weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    _linear_cross_entropy,
+    _fake_linear_cross_entropy,
+)
+_scaled_op = define("scaled(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", _scaled, _fake_scaled)
+
+
+def check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Raises TypeError or ValueError for hidden (... d_model), weight (vocab d_model) and targets (...) that do not
+    belong together."""
+    require_floating(hidden=hidden, weight=weight)
+    require_same_device(hidden=hidden, weight=weight, targets=targets)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets must be of dtype torch.int64, not {targets.dtype}")
+    if weight.dim() != 2 or not weight.numel():
+        raise ValueError(f"weight has shape {tuple(weight.shape)}, not (vocab, d_model) with at least one of each")
+    require_shape("hidden", hidden, (*hidden.shape[:-1], weight.shape[1]), "weight's last dimension")
+    require_shape("targets", targets, tuple(hidden.shape[:-1]), "hidden without its last dimension")
+
+
+def as_linear_would(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden and weight in the dtype of their product: that of autocast where it is on, else their own.
+
+    Raises ValueError where they differ.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+        return hidden.to(dtype), weight.to(dtype)
+    if hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's dtype or use torch.autocast"
+        )
+    return hidden, weight
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """`reference.cross_entropy` in chunks: apply(hidden, weight, targets, ignore_index=-100), hidden (... d_model),
+    weight (vocab d_model), targets (...) of int64 -> the mean loss, a float32 scalar.
+
+    What needs a gradient gets it in forward, before backward is asked; `linear_cross_entropy` skips that under no_grad.
+    Kept until backward: the gradient of hidden in its dtype and that of weight in float32. As in torch, logits are
+    rounded to the dtype of the product, and if every token is ignored, the loss is 0 / 0 and the gradients are zero.
+    An ignored token's gradient is zero whatever its hidden is; but the weight's gets 0 times it, which is NaN for NaN.
+
+    Raises TypeError for integers in place of floating point and for targets of another dtype, ValueError for shapes or
+    devices that do not fit, for dtypes that differ outside autocast, and on a CPU for a target outside [0, vocab). On
+    a GPU, which is not waited for, such a target makes the loss NaN. float64, and a computer without Triton, take the
+    reference, which does hold all logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+        check(hidden, weight, targets)
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
+        ctx.shape, ctx.dtypes = hidden.shape, (hidden.dtype, weight.dtype)
+        hidden, weight = as_linear_would(hidden, weight)
+        loss, kept, grad_hidden, grad_weight = _forward_op(
+            hidden.reshape(-1, weight.shape[1]), weight, targets.reshape(-1), ignore_index, need_hidden, need_weight
+        )
+        ctx.save_for_backward(kept, grad_hidden, grad_weight)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_hidden, need_weight, *_ = ctx.needs_input_grad
+        kept, grad_hidden, grad_weight = ctx.saved_tensors
+        factor = grad / kept.clamp(min=1)
+        return (
+            _scaled_op(grad_hidden, factor, ctx.dtypes[0]).view(ctx.shape) if need_hidden else None,
+            _scaled_op(grad_weight, factor, ctx.dtypes[1]) if need_weight else None,
+            None,
+            None,
+        )
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """`LinearCrossEntropyFunction`, which computes no gradients where none are recorded, as in evaluation."""
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    return LinearCrossEntropyFunction.apply(hidden, weight, targets, ignore_index)
