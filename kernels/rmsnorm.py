@@ -88,11 +88,12 @@ def backward_kernel(
 FORWARD_COLUMNS, BACKWARD_COLUMNS = 16_384, 8_192
 
 
-def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y and x + residual (... columns) and 1 / rms (...) of contiguous tensors; without a residual, no sum."""
+def forward(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, total: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """y (... columns) and 1 / rms (...) of contiguous tensors; with a residual, of its sum with x, written to total."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    y, inverse_rms = torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    total = torch.empty_like(x) if residual is not None else x.new_empty(0)
+    y, inverse_rms = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     arguments = (x, residual, weight, y, total, inverse_rms, rows)
     constants: dict[str, Any] = {"COLUMNS": columns, "EPS": eps, "ADD": residual is not None}
     if columns > FORWARD_COLUMNS and rows:
@@ -104,7 +105,7 @@ def forward(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
         constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         grid, num_warps = (-(-rows // block_rows), 1, 1), block_rows * block_columns // 512
         launch(forward_kernel, grid, *arguments, num_warps=num_warps, **constants)
-    return y, total, inverse_rms
+    return y, inverse_rms
 
 
 def backward(
@@ -153,8 +154,7 @@ def num_programs(blocks: int, num_warps: int, device: torch.device) -> int:
 
 def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
-        y, _, inverse_rms = forward(x.contiguous(), None, weight.contiguous(), eps)
-        return y, inverse_rms
+        return forward(x.contiguous(), weight.contiguous(), eps)
     return reference.rmsnorm(x, weight, eps), reference.inverse_rms(x, eps).squeeze(-1)
 
 

@@ -5,31 +5,20 @@ machines have it. Compilation needs a process whose Triton does not interpret.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.codegen_run import OTHER_TRITON, VERSIONS, run_without_interpreter
+
 pytest.importorskip("triton", reason="Triton is not installed")
-ROOT = Path(__file__).resolve().parents[1]
-OTHER_TRITON = Path(sys.prefix) / "triton-3.6.0"
-VERSIONS = ["installed", "3.6.0"]
 REGISTERS, SHARED_BYTES = 65_536, 232_448  # of a multiprocessor, and the most of it that one program may have
 
 
 @pytest.fixture(scope="module")
 def running():
     """The compilation of every case with each Triton, side by side."""
-    found = {}
-    for version in VERSIONS:
-        if version == "installed" or OTHER_TRITON.exists():
-            environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"OMP_NUM_THREADS": "1"}
-            environment["PYTHONPATH"] = str(OTHER_TRITON) if version == "3.6.0" else ""
-            run = [sys.executable, "-m", "tests.codegen"]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            found[version] = subprocess.Popen(run, cwd=ROOT, env=environment, **pipes)
+    started = {version: run_without_interpreter("tests.codegen", version) for version in VERSIONS}
+    found = {version: process for version, process in started.items() if process}
     yield found
     for process in found.values():
         process.kill()

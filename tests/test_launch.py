@@ -1,5 +1,6 @@
 """Launches find compiled kernels by all that these depend on, and versions of Triton are checked, without a GPU."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from kernels import backend, launch
+from tests.codegen_run import OTHER_TRITON, VERSIONS, run_without_interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 class FakeKernel:
     """Behaves as a JIT function whose compiled versions note what they are launched with."""
+
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self):
         self.fn, self.arg_names = test_a_second_launch_is_direct, ["x_ptr", "n", "A", "B"]
@@ -23,11 +27,11 @@ class FakeKernel:
     def __getitem__(self, grid):
         def compile_and_run(*args, num_warps, num_stages, **constants):
             self.compiled.append((args, constants, num_warps))
-            return {grid: self.direct, (7, 1, 1): self.direct}
+            return self
 
         return compile_and_run
 
-    def direct(self, *args):
+    def run(self, *args):
         self.launched.append(args)
 
 
@@ -35,6 +39,7 @@ class FakeKernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_compiled", {})
+    monkeypatch.setattr(launch, "current_stream", lambda device: "stream")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what the tests' CPU tensors are on
     return FakeKernel()
 
@@ -48,7 +53,7 @@ def test_a_second_launch_is_direct(kernel):
     start(kernel, x)
     start(kernel, x, n=5)  # numbers are no part of a compiled kernel
     assert len(kernel.compiled) == 1
-    assert kernel.launched == [(x, 5, 1, 2)]  # constants, too, in the kernel's order
+    assert kernel.launched == [(7, 1, 1, "stream", "function", "metadata", None, None, None, x, 5, 1, 2)]
 
 
 def test_what_a_kernel_is_compiled_anew_for(kernel):
@@ -111,3 +116,16 @@ def test_the_reference_runs_instead_and_says_so_once(first, reason, monkeypatch)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("kernels.reference computes instead") == 1
     assert reason in done.stdout
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_driver_is_given_what_triton_would_give_it(version):
+    done = run_without_interpreter("tests.fake_driver", version)
+    if done is None:
+        pytest.skip(f"there is no {OTHER_TRITON}: make test installs it")
+    out, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors
+    found = json.loads(out)
+    by_triton, again, first, direct = found["given"]
+    assert by_triton == again == first == direct
+    assert found["compiled"] == [1, 3]  # another dtype and another alignment are other kernels
