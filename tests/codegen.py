@@ -2,7 +2,7 @@
 
 Run as a program (without TRITON_INTERPRET): `python -m tests.codegen`. The project's own launchers are called with
 small tensors on the CPU; in place of a launch, the kernel is compiled with the very arguments, constants and number of
-warps that a GPU would have been given, and the machine code is read with the disassembler that Triton carries.
+warps that a GPU would have been given.
 """
 
 import json
@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import column_sum, rmsnorm, rmsnorm_wide
+from kernels import adamw, add_rmsnorm, column_sum, cross_entropy, rmsnorm, rmsnorm_wide, swiglu, weighted_sum
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64",
@@ -55,33 +55,36 @@ def compile_kernel(kernel, args, constants, num_warps, num_stages):
 
 
 @cache
-def disassembler() -> str:
+def reader() -> str:
+    """A program that Triton carries and that says what machine code needs; to disassemble it would take 100 x as long."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
 def report(compiled) -> dict[str, int]:
-    """What matters of the machine code: registers, spills, width of loads, matrix instructions, shared memory."""
+    """Registers and stack of the machine code, and from the PTX that it was assembled from: the width of loads and
+    stores, asynchronous ones, tensor-core instructions, double precision."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        run = [disassembler(), "-sass", "-res-usage", file.name]
-        text = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
+        run = [reader(), "-res-usage", file.name]
+        usage = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
+    ptx = compiled.asm["ptx"]
 
     def count(pattern: str) -> int:
-        return len(re.findall(pattern, text))
+        return len(re.findall(pattern, ptx))
 
+    copies, wide_copies = count(r"cp\.async\.c[ag]\."), count(r"cp\.async\.c[ag]\.[^;]*, 0x10,")
     return {
-        "registers": int(re.search(r"REG:(\d+)", text)[1]),
-        "stack": int(re.search(r"STACK:(\d+)", text)[1]),
-        "spills": count(r"\b(?:LDL|STL)\b"),
-        "loads": count(r"\bLDG\b|\bLDGSTS\b"),
-        "loads_128": count(r"\bLDG\.\S*128|\bLDGSTS\.\S*128"),
-        "async_loads": count(r"\bLDGSTS\b"),
-        "bulk_loads": count(r"\bUTMALDG\b"),
-        "stores_128": count(r"\bSTG\.\S*128"),
-        "stores": count(r"\bSTG\b"),
-        "wgmma": count(r"\bHGMMA\b"),
-        "mma": count(r"\bHMMA\b"),
-        "double": count(r"\bD(?:ADD|MUL|FMA|SETP)\b|\bMUFU\.\w*64"),
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "stack": int(re.search(r"STACK:(\d+)", usage)[1]),  # where a spilled register goes
+        "loads": count(r"\bld\.global") + copies,
+        "loads_128": count(r"\bld\.global\S*\.v4\.b32|\bld\.global\S*\.v2\.b64") + wide_copies,
+        "async_loads": copies,
+        "bulk_loads": count(r"cp\.async\.bulk\.tensor"),
+        "stores": count(r"\bst\.global"),
+        "stores_128": count(r"\bst\.global\S*\.v4\.b32|\bst\.global\S*\.v2\.b64"),
+        "wgmma": count(r"\bwgmma\.mma_async"),
+        "mma": count(r"\bmma\.sync"),
+        "double": count(r"\.f64\b"),
         "shared_bytes": compiled.metadata.shared,
         "num_warps": compiled.metadata.num_warps,
     }
@@ -113,25 +116,71 @@ def compiling(*modules):
             setattr(module, name, value)
 
 
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
 def rmsnorm_case(columns: int, x_dtype: torch.dtype, w_dtype: torch.dtype) -> None:
     x, w = torch.zeros(1, columns, dtype=x_dtype).requires_grad_(), torch.ones(columns, dtype=w_dtype).requires_grad_()
     y = rmsnorm.TritonRMSNormFunction.apply(x, w)
     y.backward(torch.zeros_like(y))
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
+def add_rmsnorm_case(columns: int) -> None:
+    x, w = torch.zeros(1, columns, dtype=BF16).requires_grad_(), torch.ones(columns).requires_grad_()
+    y, total = add_rmsnorm.TritonAddRMSNormFunction.apply(x, x.detach(), w)
+    torch.autograd.backward((y, total), (torch.zeros_like(y), torch.zeros_like(total)))
+
+
+def weighted_sum_case(columns: int, dtype: torch.dtype) -> None:
+    x, w = (torch.zeros(shape, dtype=dtype).requires_grad_() for shape in ((1, columns), (columns,)))
+    weighted_sum.f_weightedsum(x, w).backward(torch.ones(1, dtype=dtype))
+
+
+def swiglu_case(dtype: torch.dtype) -> None:
+    gate, up = (torch.zeros(64, 64, dtype=dtype).requires_grad_() for _ in range(2))
+    y = swiglu.SwiGLUFunction.apply(gate, up)
+    y.backward(torch.zeros_like(y))
+
+
+def cross_entropy_case(vocab: int, dtype: torch.dtype, need_grad: bool) -> None:
+    logits = torch.zeros(2, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
+    cross_entropy.rows_in_place(logits, torch.zeros(2, dtype=torch.int64), torch.empty(2), -100, need_grad)
+
+
+def adamw_case(dtype: torch.dtype, aligned: bool) -> None:
+    p = torch.nn.Parameter(torch.zeros(64 + (not aligned), dtype=dtype)[0 if aligned else 1 :])
+    p.grad = torch.zeros(64, dtype=dtype)
+    adamw.FusedAdamW([p]).step()
+
+
+def name_of(*what: object) -> str:
+    return " ".join(str(each).removeprefix("torch.") for each in what)
+
+
 COLUMNS = (64, 1000, 1024, 4096, 8192, 16_384, 32_768, 262_144)
+NORMS = [*product(COLUMNS, [(FP32, FP32), (BF16, FP32)]), *product((4096, 16_384), [(BF16, BF16)])]
 CASES: dict[str, Callable[[], None]] = {
-    f"rmsnorm {columns} {str(x)[6:]} {str(w)[6:]}": partial(rmsnorm_case, columns, x, w)
-    for columns, (x, w) in [*product(COLUMNS, [(FP32, FP32), (BF16, FP32)]), *product((4096, 16_384), [(BF16, BF16)])]
+    **{name_of("rmsnorm", n, x, w): partial(rmsnorm_case, n, x, w) for n, (x, w) in NORMS},
+    **{name_of("add_rmsnorm", n): partial(add_rmsnorm_case, n) for n in (4096, 16_384, 32_768)},
+    **{name_of("weighted_sum", n, t): partial(weighted_sum_case, n, t) for n, t in ((1000, FP32), (4096, BF16))},
+    **{name_of("swiglu", t): partial(swiglu_case, t) for t in (FP32, BF16)},
+    **{
+        name_of("cross_entropy", n, t, grad): partial(cross_entropy_case, n, t, grad)
+        for n, t, grad in ((128_256, BF16, True), (128_256, BF16, False), (50_257, FP32, True), (10_000, FP16, True))
+    },
+    **{
+        name_of("adamw", t, "aligned" if aligned else "odd"): partial(adamw_case, t, aligned)
+        for t, aligned in ((FP32, True), (BF16, True), (FP32, False))
+    },
 }
+MODULES = (rmsnorm, rmsnorm_wide, add_rmsnorm, column_sum, weighted_sum, swiglu, cross_entropy, adamw)
 
 
 def main() -> None:
     """Print, as one line of JSON, {case: [[kernel, report], ...]}."""
     reports = {}
     for name, case in CASES.items():
-        with compiling(rmsnorm, rmsnorm_wide, column_sum) as found:
+        with compiling(*MODULES) as found:
             case()
         reports[name] = found
     print(json.dumps({"triton": triton.__version__, "reports": reports}))
