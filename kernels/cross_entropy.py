@@ -43,8 +43,7 @@ def cross_entropy_kernel(
         if NEED_GRAD:
             for first in range(0, STRIDE, BLOCK):
                 column = first + tl.arange(0, BLOCK)
-                zeros = tl.zeros((BLOCK,), dtype=tl.float32)
-                tl.store(logits_ptr + at + column, zeros, mask=column < STRIDE)
+                tl.store(logits_ptr + at + column, tl.zeros((BLOCK,), dtype=tl.float32), mask=column < STRIDE)
     else:
         is_word = (target >= 0) & (target < VOCAB)
         picked = tl.load(logits_ptr + at + target, mask=is_word, other=0.0).to(tl.float32)
@@ -65,12 +64,11 @@ def cross_entropy_kernel(
         total = tl.sum(total * tl.exp(largest - grown), axis=0)
         tl.store(losses_ptr + row, tl.log(total) + (grown - picked) + missing)
         if NEED_GRAD:
-            scale = 1.0 / total + missing
             BLOCKS: tl.constexpr = (STRIDE + BLOCK - 1) // BLOCK
             for block in tl.range(0, BLOCKS, num_stages=STAGES):
                 column = (BLOCKS - 1 - block) * BLOCK + tl.arange(0, BLOCK)
                 z = tl.load(logits_ptr + at + column, mask=column < STRIDE, other=0.0, eviction_policy="evict_first")
-                softmax = tl.exp(z.to(tl.float32) - grown) * scale
+                softmax = tl.exp(z.to(tl.float32) - grown) * (1.0 / total + missing)
                 tl.store(logits_ptr + at + column, softmax - tl.where(column == target, 1.0, 0.0), mask=column < STRIDE)
 
 

@@ -20,7 +20,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import adamw, add_rmsnorm, column_sum, cross_entropy, rmsnorm, rmsnorm_wide, swiglu, weighted_sum
+from kernels import (
+    adamw,
+    add_rmsnorm,
+    column_sum,
+    cross_entropy,
+    flash_attention,
+    flash_attention_backward,
+    rmsnorm,
+    rmsnorm_wide,
+    swiglu,
+    weighted_sum,
+)
 
 TYPES = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float64: "*fp64",
@@ -56,7 +67,7 @@ def compile_kernel(kernel, args, constants, num_warps, num_stages):
 
 @cache
 def reader() -> str:
-    """A program that Triton carries and that says what machine code needs; to disassemble it would take 100 x as long."""
+    """What Triton carries to read machine code with. To disassemble it, too, would take a hundred times as long."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 
@@ -147,6 +158,11 @@ def cross_entropy_case(vocab: int, dtype: torch.dtype, need_grad: bool) -> None:
     cross_entropy.rows_in_place(logits, torch.zeros(2, dtype=torch.int64), torch.empty(2), -100, need_grad)
 
 
+def attention_case(dim: int, dtype: torch.dtype, is_causal: bool) -> None:
+    q, k, v = (torch.zeros(1, 1, dim, dtype=dtype).requires_grad_() for _ in range(3))
+    flash_attention.FlashAttention2.apply(q, k, v, is_causal).backward(torch.zeros(1, 1, dim, dtype=dtype))
+
+
 def adamw_case(dtype: torch.dtype, aligned: bool) -> None:
     p = torch.nn.Parameter(torch.zeros(64 + (not aligned), dtype=dtype)[0 if aligned else 1 :])
     p.grad = torch.zeros(64, dtype=dtype)
@@ -169,11 +185,18 @@ CASES: dict[str, Callable[[], None]] = {
         for n, t, grad in ((128_256, BF16, True), (128_256, BF16, False), (50_257, FP32, True), (10_000, FP16, True))
     },
     **{
+        name_of("attention", dim, t, "causal" if is_causal else "full"): partial(attention_case, dim, t, is_causal)
+        for dim, t, is_causal in [*product((64, 128), (BF16,), (False, True)), (40, FP16, True), (128, FP32, True)]
+    },
+    **{
         name_of("adamw", t, "aligned" if aligned else "odd"): partial(adamw_case, t, aligned)
         for t, aligned in ((FP32, True), (BF16, True), (FP32, False))
     },
 }
-MODULES = (rmsnorm, rmsnorm_wide, add_rmsnorm, column_sum, weighted_sum, swiglu, cross_entropy, adamw)
+MODULES = (
+    rmsnorm, rmsnorm_wide, add_rmsnorm, column_sum, weighted_sum, swiglu, cross_entropy, adamw, flash_attention,
+    flash_attention_backward,
+)  # fmt: skip
 
 
 def main() -> None:

@@ -75,3 +75,14 @@ def test_loops_load_ahead(reports):
     found = [each for each in reports if each[1] in looping and not each[0].startswith("weighted_sum")]
     assert {kernel for _, kernel, _ in found} == set(looping)
     assert not failures(found, lambda case, kernel, r: not r["async_loads"])
+
+
+def test_attention_runs_on_the_tensor_cores(reports):
+    passes = ("forward_kernel", "keys_kernel", "queries_kernel")
+    halves = [each for each in reports if each[0].startswith("attention") and "float32" not in each[0]]
+    found = [each for each in halves if each[1] in passes]
+    assert {kernel for _, kernel, _ in found} == set(passes)
+    assert not failures(found, lambda case, kernel, r: not r["wgmma"] or not r["async_loads"])
+    # Two programs to a multiprocessor hide each other's waiting.
+    of_64 = [each for each in found if " 64 " in each[0] and each[1] == "queries_kernel"]
+    assert not failures(of_64, lambda case, kernel, r: 2 * r["registers"] * r["num_warps"] * 32 > REGISTERS)

@@ -1,0 +1,166 @@
+"""FlashAttention-2 in plain torch, tile by tile: the algorithm of `flash_attention.py` without Triton's syntax.
+
+    O = softmax(Q K^T / sqrt(dim)) V
+
+The matrix of scores has (queries keys) entries and is needed by nobody: a row of O wants one row of it, once. So scores
+are made a tile at a time and forgotten. What makes this possible is that a softmax can be summed up in pieces, each
+rescaled when a larger score turns up, and that backward can make any tile anew from one number a row, the logarithm of
+the softmax's denominator.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.checks import require_floating, require_same_device, require_shape
+from kernels.reference import widen
+
+QUERY_TILE, KEY_TILE = 64, 32
+
+
+def tiles(length: int, size: int) -> Iterator[slice]:
+    """Cut a sequence into slices of `size`; the last one may be shorter."""
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def is_visible(query_tile: slice, key_tile: slice, is_causal: bool) -> bool:
+    """Whether any query of the one tile sees any key of the other: its last query is not before the first key."""
+    return not is_causal or key_tile.start < query_tile.stop
+
+
+def scores(q: Tensor, k: Tensor, query_tile: slice, key_tile: slice, is_causal: bool) -> Tensor:
+    """One tile of S = Q K^T / sqrt(dim), wide: (... query_tile key_tile), with minus infinity where j > i."""
+    s = widen(q[..., query_tile, :]) @ widen(k[..., key_tile, :]).mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        query = torch.arange(query_tile.start, query_tile.stop, device=q.device)
+        key = torch.arange(key_tile.start, key_tile.stop, device=q.device)
+        s = s.masked_fill(key[None, :] > query[:, None], -math.inf)
+    return s
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """O (... queries dim) and the log-sum-exp L (... queries) (Dao, arXiv:2307.08691, algorithm 1).
+
+    Over the tiles j of keys, with m the largest score so far, l the softmax's denominator and O its numerator times V,
+    both relative to exp(m):
+
+        m' = max(m, rowmax(S_j)),  P_j = exp(S_j - m'),
+        l' = exp(m - m') l + rowsum(P_j),  O' = exp(m - m') O + P_j V_j
+
+    and at the end O / l and L = m + log(l). Nothing overflows, since no exponent is above 0.
+    """
+    output, log_sum_exp = torch.zeros_like(q), widen(q.new_full(q.shape[:-1], -math.inf))
+    if not k.shape[-2]:
+        return output, log_sum_exp
+    for query_tile in tiles(q.shape[-2], QUERY_TILE):
+        maximum = log_sum_exp[..., query_tile]  # minus infinity, which the first tile of keys replaces
+        total = torch.zeros_like(maximum)
+        weighted = widen(output[..., query_tile, :])  # zero
+        for key_tile in tiles(k.shape[-2], KEY_TILE):
+            if not is_visible(query_tile, key_tile, is_causal):
+                continue
+            s = scores(q, k, query_tile, key_tile, is_causal)
+            larger = torch.maximum(maximum, s.amax(dim=-1))
+            weights = (s - larger.unsqueeze(-1)).exp()
+            rescale = (maximum - larger).exp()
+            total = total * rescale + weights.sum(dim=-1)
+            weighted = weighted * rescale.unsqueeze(-1) + weights @ widen(v[..., key_tile, :])
+            maximum = larger
+        output[..., query_tile, :] = (weighted / total.unsqueeze(-1)).to(q.dtype)
+        log_sum_exp[..., query_tile] = maximum + total.log()
+    return output, log_sum_exp
+
+
+def grad_keys(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum_exp: Tensor, row_dot: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """dL/dK and dL/dV, each tile of keys summed over the tiles of queries that see it (algorithm 2 without dQ).
+
+        P = exp(S - L),  dV = P^T dO,  dP = dO V^T,  dS = P (dP - D),  dK = dS^T Q / sqrt(dim)
+
+    with D = rowsum(dO O) of `reference.attention_backward`. P is made anew: L holds its whole row's maximum and sum.
+    """
+    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
+    for key_tile in tiles(k.shape[-2], KEY_TILE):
+        total_k, total_v = widen(grad_k[..., key_tile, :]), widen(grad_v[..., key_tile, :])
+        for query_tile in tiles(q.shape[-2], QUERY_TILE):
+            if not is_visible(query_tile, key_tile, is_causal):
+                continue
+            s = scores(q, k, query_tile, key_tile, is_causal)
+            weights = (s - log_sum_exp[..., query_tile, None]).exp()
+            grad_tile = widen(grad[..., query_tile, :])
+            grad_weights = grad_tile @ widen(v[..., key_tile, :]).mT
+            grad_scores = weights * (grad_weights - row_dot[..., query_tile, None])
+            total_v = total_v + weights.mT @ grad_tile
+            total_k = total_k + grad_scores.mT @ widen(q[..., query_tile, :])
+        grad_k[..., key_tile, :] = (total_k / math.sqrt(q.shape[-1])).to(k.dtype)
+        grad_v[..., key_tile, :] = total_v.to(v.dtype)
+    return grad_k, grad_v
+
+
+def grad_queries(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum_exp: Tensor, row_dot: Tensor, is_causal: bool
+) -> Tensor:
+    """dL/dQ = dS K / sqrt(dim), each tile of queries summed over the tiles of keys that it sees.
+
+    The tiles of P are made a second time. To add to dQ in the other pass, tiles of keys that run side by side would
+    have to take turns at the same rows, in an order that differs from run to run.
+    """
+    grad_q = torch.zeros_like(q)
+    for query_tile in tiles(q.shape[-2], QUERY_TILE):
+        total = widen(grad_q[..., query_tile, :])
+        for key_tile in tiles(k.shape[-2], KEY_TILE):
+            if not is_visible(query_tile, key_tile, is_causal):
+                continue
+            s = scores(q, k, query_tile, key_tile, is_causal)
+            weights = (s - log_sum_exp[..., query_tile, None]).exp()
+            grad_weights = widen(grad[..., query_tile, :]) @ widen(v[..., key_tile, :]).mT
+            grad_scores = weights * (grad_weights - row_dot[..., query_tile, None])
+            total = total + grad_scores @ widen(k[..., key_tile, :])
+        grad_q[..., query_tile, :] = (total / math.sqrt(q.shape[-1])).to(q.dtype)
+    return grad_q
+
+
+def check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises TypeError for integers, ValueError for q (... queries dim), k and v (... keys dim) that differ in dtype,
+    device, leading dimensions or dim."""
+    require_floating(q=q, k=k, v=v)
+    require_same_device(q=q, k=k, v=v)
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, q {q.dtype}; cast one of them")
+    for name, tensor in (("q", q), ("k", k)):
+        if tensor.ndim < 2:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}; (... sequence dim) is demanded")
+    require_shape("k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), f"q's {tuple(q.shape)}")
+    require_shape("v", v, tuple(k.shape), "k")
+
+
+class TiledAttentionFunction(torch.autograd.Function):
+    """`reference.attention` in tiles: apply(q, k, v, is_causal=False), q (... queries dim), k and v (... keys dim) ->
+    (... queries dim), all of one dtype.
+
+    With is_causal, query i sees keys 0 to i. Keeps q, k, v, O and L for backward. Errors: see `check`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        check(q, k, v)
+        output, log_sum_exp = forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, output, log_sum_exp)
+        ctx.is_causal = is_causal
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        need_q, need_k, need_v, *_ = ctx.needs_input_grad
+        q, k, v, output, log_sum_exp = ctx.saved_tensors
+        row_dot = (widen(grad) * widen(output)).sum(dim=-1)
+        kept = (grad, q, k, v, log_sum_exp, row_dot, ctx.is_causal)
+        grad_k, grad_v = grad_keys(*kept) if need_k or need_v else (None, None)
+        return grad_queries(*kept) if need_q else None, grad_k if need_k else None, grad_v if need_v else None, None
