@@ -23,7 +23,7 @@ from cs336_systems.cost.fit import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, usable_memory
 
-CHOICES = ("norm", "attention", "precision", "compile", "recompute", "recompute-every")
+CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
 
 
 @click.command()

@@ -50,7 +50,7 @@ def check(case: Case) -> tuple[float, float]:
     batch = case.make_batch(config, batch=2)
     candidate = case.make_model(config)
     make_it_matter(candidate)
-    reference = case.make_model(replace(config, attention="naive", recompute="none")).double()
+    reference = case.make_model(replace(config, attention="naive", kernels="torch", recompute="none")).double()
     reference.load_state_dict(candidate.state_dict())
     run = compile_model(candidate, case.device) if case.compiled else candidate
     got = loss_and_gradient(candidate, run, case, batch)

@@ -25,7 +25,7 @@ from cs336_systems.cost import (
 from cs336_systems.cost.probe import probe
 from cs336_systems.machine import device_name, environment
 from cs336_systems.precision import set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Norm, Recompute, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Recompute, preset
 
 PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
@@ -43,6 +43,7 @@ class Settings:
     precision: Precision = setting("fp32", "Precision of matrix products; bf16 and fp16 are mixed precision.")
     norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
+    kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
     compile: bool = setting(False, "Compile the model with torch.compile.")
     recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
@@ -65,6 +66,7 @@ class Settings:
         config = chosen.model.override(
             norm=self.norm,
             attention=self.attention,
+            kernels=self.kernels,
             context_length=self.context,
             recompute=self.recompute,
             recompute_every=self.recompute_every,
@@ -83,6 +85,8 @@ class Settings:
             "precision": case.precision,
             "norm": config.norm,
             "attention": config.attention,
+            # Named where it is unusual only: records from before there was a choice keep their configuration.
+            **({"kernels": config.kernels} if config.kernels != "torch" else {}),
             "compile": case.compiled,
             "recompute": config.recompute,
             "recompute_every": config.recompute_every,

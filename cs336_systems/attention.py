@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.presets import ModelConfig
+from kernels.flash_attention import FlashAttention2
 
 
 def angles(seq: int, dim: int, base: float, device: torch.device) -> Tensor:
@@ -95,6 +96,8 @@ class SelfAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """The part without weights, (batch heads seq head_dim) -> the same: what selective recompute repeats."""
         dropout = self.config.dropout if self.training else 0.0
+        if self.config.attention == "flash":
+            return FlashAttention2.apply(q, k, v, self.config.causal)
         if self.config.attention == "sdpa":
             causal = self.config.causal and bias is None
             if bias is not None and bias.dtype != q.dtype:

@@ -16,18 +16,23 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.attention import SelfAttention, angles, attention_bias, rotary_table
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
+from kernels.cross_entropy import linear_cross_entropy
 from kernels.reference import rmsnorm
+from kernels.rmsnorm import TritonRMSNormFunction
+from kernels.swiglu import SwiGLUFunction
 
 
 class RMSNorm(nn.Module):
-    """`kernels.reference.rmsnorm` with its gain as a parameter: (... d_model) -> (... d_model)."""
+    """`kernels.reference.rmsnorm`, or its fused form, with the gain as a parameter: (... d_model) -> (... d_model)."""
 
-    def __init__(self, d_model: int, eps: float) -> None:
+    def __init__(self, d_model: int, eps: float, fused: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(d_model))
-        self.eps = eps
+        self.eps, self.fused = eps, fused
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            return TritonRMSNormFunction.apply(x, self.weight, self.eps)
         return rmsnorm(x, self.weight, self.eps)
 
 
@@ -35,7 +40,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
     """The normalisation that the configuration names."""
     if config.norm == "layernorm":
         return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
-    return RMSNorm(config.d_model, config.norm_eps)
+    return RMSNorm(config.d_model, config.norm_eps, fused=config.kernels == "triton")
 
 
 class Embedding(nn.Module):
@@ -70,14 +75,16 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.kind = config.feed_forward
+        self.kind, self.fused = config.feed_forward, config.kernels == "triton"
         self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         if self.kind == "swiglu":
             self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "swiglu":
+        if self.kind == "swiglu" and self.fused:
+            hidden = SwiGLUFunction.apply(self.gate(x), self.up(x))
+        elif self.kind == "swiglu":
             hidden = F.silu(self.gate(x)) * self.up(x)
         else:
             hidden = F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu-tanh" else "none")
@@ -170,12 +177,17 @@ class TransformerLM(nn.Module):
                 parameter.normal_(std=narrow if name.endswith(("attention.out.weight", "down.weight")) else 0.02)
 
     def forward(
-        self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Tensor | BertOutput:
-        """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the pair's.
+        """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the pair's; or, with targets
+        (batch seq), the mean cross entropy in nats.
 
         token_types (batch seq) are BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens.
-        Raises UserError for a sequence longer than the context.
+        Raises UserError for a sequence longer than the context, and for a mask where attention knows none.
         """
         config, seq = self.config, tokens.shape[1]
         if seq > config.context_length:
@@ -183,12 +195,19 @@ class TransformerLM(nn.Module):
         x = self.embedding(tokens, token_types)
         table = rotary_table(config, seq, x) if config.positions == "rotary" else None
         # The fused attention knows causality by itself and is faster without a bias.
-        fused = config.attention == "sdpa" and padding_mask is None
+        fused = config.attention != "naive" and padding_mask is None
+        if config.attention == "flash" and not fused:
+            raise UserError("attention flash knows no padding mask; use sdpa")
         bias = None if fused else attention_bias(config, seq, padding_mask, x)
         x = self.final_norm(self.run_blocks(x, table, bias))
         if self.bert_heads is not None:
-            return self.bert_heads(x, self.embedding.tokens.weight)
-        return F.linear(x, self.embedding.tokens.weight) if self.head is None else self.head(x)
+            output: BertOutput = self.bert_heads(x, self.embedding.tokens.weight)
+            return output if targets is None else F.cross_entropy(output.tokens.flatten(0, 1), targets.flatten())
+        if targets is not None and config.kernels == "triton":
+            weight = self.embedding.tokens.weight if self.head is None else self.head.weight
+            return linear_cross_entropy(x, weight, targets)
+        logits = F.linear(x, self.embedding.tokens.weight) if self.head is None else self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def run_blocks(self, x: Tensor, table: Tensor | None, bias: Tensor | None) -> Tensor:
         """All blocks in order, (batch seq d_model) -> the same; backward runs again what `recompute` names."""
@@ -217,6 +236,4 @@ class TransformerLM(nn.Module):
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats of the targets (batch seq) after, or for BERT in place of, the tokens; a scalar."""
-    output = model(tokens)
-    logits = output.tokens if isinstance(output, BertOutput) else output
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return model(tokens, targets=targets)

@@ -11,7 +11,8 @@ from cs336_systems.errors import UserError
 Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 FeedForwardKind = Literal["gelu", "gelu-tanh", "swiglu"]
-Attention = Literal["naive", "sdpa"]
+Attention = Literal["naive", "sdpa", "flash"]
+Kernels = Literal["torch", "triton"]
 Recompute = Literal["none", "segments", "nested", "attention"]
 
 
@@ -42,7 +43,8 @@ class ModelConfig:
     dropout: float = 0.0  # on the embeddings, the attention weights and both branches of a block
     num_experts: int = 0  # 0: every feed-forward layer is dense
     expert_every: int = 2  # with experts: every k-th layer's feed-forward is a mixture
-    attention: Attention = "naive"
+    attention: Attention = "naive"  # flash is this project's FlashAttention-2
+    kernels: Kernels = "torch"  # triton: RMSNorm, SwiGLU, and the head with its loss are fused
     recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): what backward runs again
     recompute_every: int = 1  # blocks in a segment, for "segments"
 
@@ -60,6 +62,11 @@ class ModelConfig:
             raise UserError(f"sinusoidal positions come in pairs: d_model {self.d_model} must be even")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), not {self.dropout}")
+        if self.attention == "flash" and (self.dropout or self.head_dim > 128):
+            raise UserError(
+                f"attention flash has no dropout and heads of 128 at most, not dropout {self.dropout} and heads of "
+                f"{self.head_dim}; use sdpa"
+            )
         if self.bert_heads and not (self.tied_head and self.bias):
             raise UserError("bert_heads need tied_head=True and bias=True, as BERT has them")
         for name, choices in (
@@ -67,6 +74,7 @@ class ModelConfig:
             ("norm", Norm),
             ("feed_forward", FeedForwardKind),
             ("attention", Attention),
+            ("kernels", Kernels),
             ("recompute", Recompute),
         ):
             if getattr(self, name) not in get_args(choices):

@@ -35,7 +35,7 @@ from cs336_systems.machine import choose_device, device_name, environment, out_o
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.optim import AdamW, decay_groups, learning_rate
 from cs336_systems.precision import autocast, set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, ModelConfig, Norm, Recompute, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, ModelConfig, Norm, Recompute, preset
 from cs336_systems.zero import zero
 
 
@@ -61,6 +61,7 @@ class Recipe:
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
     norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
     attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
+    kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
     recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
     # fp16 is missing because its gradients need loss scaling, which this loop does not have.
@@ -85,6 +86,7 @@ class Recipe:
             dropout=self.dropout,
             norm=self.norm,
             attention=self.attention,
+            kernels=self.kernels,
             recompute=self.recompute,
             recompute_every=self.recompute_every,
         )

@@ -45,6 +45,8 @@ def variant(**changes) -> ModelConfig:
 def loss_of(model: TransformerLM) -> torch.Tensor:
     tokens = torch.randint(0, model.config.vocab_size, (BATCH, SEQ))
     targets = torch.randint(0, model.config.vocab_size, (BATCH, SEQ))
+    if model.config.kernels == "triton":
+        return lm_loss(model, tokens, targets)
     out = model(tokens, torch.zeros_like(tokens) if model.config.token_types else None)
     if model.config.bert_heads:
         return F.cross_entropy(out.tokens.flatten(0, 1), targets.flatten()) + 0 * out.pair.sum()
@@ -129,6 +131,13 @@ def test_recompute_flops_equal_torch_counter(recompute, layers):
 def test_saved_activations_to_the_byte(changes, attention, precision):
     if (config := variant(**changes, attention=attention)).dropout and (attention, precision) == ("sdpa", "bf16"):
         pytest.skip("fused attention with dropout falls back to float32 on a CPU, and only there")
+    assert saved_bytes(config, precision) == saved_activations(config, BATCH, SEQ, precision)[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, LLAMA, {"norm": "layernorm", "tied_head": False}, BERT], ids=str)
+def test_fused_kernels_save_what_the_formula_says(changes, precision):
+    config = variant(**changes, attention="flash", kernels="triton")
     assert saved_bytes(config, precision) == saved_activations(config, BATCH, SEQ, precision)[0]
 
 

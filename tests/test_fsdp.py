@@ -14,6 +14,7 @@ from tests.tolerances import bound
 
 TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
 LLAMA = {"tied_head": False, "positions": "rotary", "feed_forward": "swiglu"}
+FUSED = {**LLAMA, "kernels": "triton", "attention": "flash"}
 BERT = {"norm": "layernorm", "bias": True, "causal": False, "token_types": 2, "bert_heads": True}
 TOLERANCE = bound(torch.float64, stages=100, longest_sum=TOY.d_ff)
 
@@ -103,7 +104,7 @@ def transformer_case(group, changes: dict, recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "segments", "nested"])
-@pytest.mark.parametrize("changes", [{}, LLAMA, BERT], ids=["gpt", "llama", "bert"])
+@pytest.mark.parametrize("changes", [{}, LLAMA, BERT, FUSED], ids=["gpt", "llama", "bert", "fused"])
 def test_the_transformer_equals_one_process(changes, recompute):
     ranks.run(transformer_case, 2, changes=changes, recompute=recompute)
 

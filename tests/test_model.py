@@ -275,8 +275,29 @@ def test_a_fresh_model_knows_nothing():
     assert loss == pytest.approx(math.log(19) + 0.1**2 / 2, abs=6 * 0.1 / 448**0.5)
 
 
+@pytest.mark.parametrize("changes", [{}, LLAMA, BERT, {"causal": False, "positions": "none"}], ids=str)
+def test_fused_kernels_change_nothing(changes):
+    plain = build(config := replace(TOY, **changes))
+    fused = TransformerLM(replace(config, kernels="triton", attention="flash"))
+    fused.load_state_dict(plain.state_dict())
+    tokens, targets = torch.randint(config.vocab_size, (2, 2, 7))
+    losses = [lm_loss(model, tokens, targets) for model in (fused, plain)]
+    for loss in losses:
+        loss.backward()
+    tolerance = bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
+    assert relative_error(losses[0].detach(), losses[1].detach()) < tolerance
+    got, want = (
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) for model in (fused, plain)
+    )
+    assert relative_error(got, want) < tolerance
+
+
 def test_what_cannot_be_built_is_refused():
     with pytest.raises(UserError, match="512 experts can be counted, but not yet built"):
         TransformerLM(model_preset("fairseq-moe-twin"))
     with pytest.raises(UserError, match="8 tokens do not fit the context of 7"):
         TransformerLM(TOY)(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):
+        TransformerLM(replace(TOY, attention="flash"))(*[torch.zeros(1, 7, dtype=torch.long)] * 2, torch.ones(1, 7))
+    with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
+        replace(TOY, attention="flash", dropout=0.1)

@@ -50,12 +50,16 @@ class Sizes:
 
 
 def _norm(config: ModelConfig, s: Sizes) -> int:
-    # The written-out RMSNorm keeps its input, 1/rms and the normalised input; LayerNorm its input, mean and 1/std.
-    return 2 * s.stream + s.row if config.norm == "rmsnorm" else s.stream + 2 * s.row
+    # LayerNorm keeps its input, mean and 1/std; RMSNorm its input and 1/rms and, written out, the normalised input.
+    if config.norm == "layernorm":
+        return s.stream + 2 * s.row
+    return (1 if config.kernels == "triton" else 2) * s.stream + s.row
 
 
 def _scores(config: ModelConfig, s: Sizes) -> int:
     """What the attention core keeps besides its inputs and output."""
+    if config.attention == "flash":
+        return s.row * config.num_heads + s.compute  # its output is contiguous by head: a copy in the stream's order
     if config.attention == "sdpa" and not config.dropout:
         # The log-sum-exp of each query; and rotated queries are contiguous by head, so is the output: a copy of it
         # in the stream's order is what the next product reads.
@@ -78,7 +82,19 @@ def feed_forward_activations(config: ModelConfig, s: Sizes) -> int:
     gated = config.feed_forward == "swiglu"
     reads = 2 if s.mixed and gated else 1
     masks = s.compute if config.dropout else 0
-    return _norm(config, s) + reads * s.compute + (4 if gated else 2) * s.hidden + masks
+    gate = 2 if config.kernels == "torch" else 1  # fused, silu(gate) is computed anew
+    return _norm(config, s) + reads * s.compute + (2 + gate if gated else 2) * s.hidden + masks
+
+
+def _is_loss_fused(config: ModelConfig) -> bool:
+    return config.kernels == "triton" and not config.bert_heads
+
+
+def _logits(config: ModelConfig, s: Sizes) -> int:
+    """The most that the loss adds to what is kept: the logits and their gradient, or the logits of a chunk of tokens
+    (`kernels/cross_entropy.py`) and a scaled copy of the weight's gradient."""
+    weight = 4 * config.vocab_size * config.d_model
+    return min(s.logits, max(2**29, weight)) + weight if _is_loss_fused(config) else 2 * s.logits
 
 
 def block_activations(config: ModelConfig, s: Sizes) -> int:
@@ -88,13 +104,15 @@ def block_activations(config: ModelConfig, s: Sizes) -> int:
 
 def _end_activations(config: ModelConfig, s: Sizes, tokens: int, batch: int) -> int:
     """What the embedding, the last norm, the head and the loss keep, token ids and targets included."""
-    ids = 8 * tokens * (3 if config.token_types else 2)
+    fused = _is_loss_fused(config)
+    ids = 8 * tokens * ((1 if fused else 2) + (1 if config.token_types else 0))
     seq = tokens // batch
     table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
     recomputes_bias = config.recompute == "attention" and config.attention == "naive" and config.causal
     bias = 4 * seq**2 if recomputes_bias else 0  # an input of what is run again
-    loss = s.logits + 4  # its log-softmax and a scalar weight
-    kept = ids + table + bias + _norm(config, s) + s.compute + loss
+    # The head's input, the log-softmax and a scalar weight; or, fused, both gradients of the head and a count.
+    loss = s.compute + (4 * config.vocab_size * config.d_model + 8 if fused else s.logits + 4)
+    kept = ids + table + bias + _norm(config, s) + loss
     kept += s.stream if config.dropout else 0
     if config.bert_heads:
         # The transform's product, the norm's input, mean and 1/std, the norm's output, and the pooler's.
@@ -126,7 +144,7 @@ def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
     feed_forward = 5 * s.stream + (3 if gated else 2) * s.hidden
     # The embedding's output, the block's input, its norm, q, k, v, contiguous q and k, two stages of the scores.
     attention = 3 * s.stream + 5 * s.compute + (2 * s.scores if config.attention == "naive" else 0)
-    loss = s.stream + 2 * s.logits
+    loss = s.stream + _logits(config, s)
     return max(feed_forward, attention, loss)
 
 
@@ -151,7 +169,7 @@ def _backward(config: ModelConfig, s: Sizes, counts: dict[str, int], kept: int, 
     block = attention + 4 * counts["feed-forward"] // config.num_layers
     full = kept + (0 if config.recompute == "attention" else recomputed)
     return max(
-        (0, full + max(2 * s.logits, inside_feed_forward)),
+        (0, full + max(_logits(config, s), inside_feed_forward)),
         (0, kept + recomputed - feed_forward_activations(config, s) + inside_attention),
         (weights - block, block_activations(config, s) + inside_feed_forward),
         (weights - attention, attention_activations(config, s) + inside_attention),

@@ -18,9 +18,11 @@ ADAMW_PASSES = 20
 def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precision) -> int:
     """Bytes that the element-wise operators of one forward pass read and write, one operator at a time."""
     s = Sizes.of(config, batch, seq, precision)
-    norm = (8 if config.norm == "rmsnorm" else 2) * s.stream  # square, mean, two products; LayerNorm is fused
+    plain = config.kernels == "torch"
+    # Square, mean and two products; LayerNorm is fused, as is everything in Triton.
+    norm = (8 if config.norm == "rmsnorm" and plain else 2) * s.stream
     residual = 2 * 3 * s.stream
-    hidden = (6 if config.feed_forward == "swiglu" else 2) * s.hidden
+    hidden = ((6 if plain else 3) if config.feed_forward == "swiglu" else 2) * s.hidden
     copies = 8 * s.compute  # q, k, v and the output become contiguous
     scores = 6 * s.scores if config.attention == "naive" else 0  # scale, bias, softmax
     return config.num_layers * (2 * norm + residual + hidden + copies + scores) + norm + 3 * s.logits
