@@ -1,0 +1,238 @@
+"""What `benchmarks.attention` compares: the candidates, their FLOPs and memory, and the gate before the clock."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.contest import OURS, Entry, UnavailableError, compiled, spread
+from benchmarks.harness import require_close
+from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
+from cs336_systems.attention import naive_attention
+from cs336_systems.machine import PeakMemory
+from kernels.backend import HAVE_TRITON
+from kernels.flash_attention import FlashAttention2
+from kernels.tiled_attention import TiledAttentionFunction
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
+GATE_QUERIES = 16
+# Roundings that follow one another: scores, scale, exp, weights, their sum, product; in backward D, dP, dS, product.
+STAGES = 10
+# Of two matrix products backward makes four, and computes the scores a second time: 2.5 times forward's FLOPs.
+BACKWARD_FLOPS = 2.5
+
+NO_KERNEL = ("No available kernel", "No viable backend")  # how PyTorch's own refuse, by version
+
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One shape: q, k and v (batch seq dim); `batch` counts heads too."""
+
+    grid: str
+    batch: int
+    seq: int
+    dim: int
+    dtype: DtypeName
+    causal: bool
+    backward: bool = True  # with a backward, or a forward that keeps nothing for one
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.seq} x {self.dim} {self.dtype}{' causal' * self.causal}"
+
+
+def flops(task: Task, what: str) -> float:
+    """4 batch seq^2 dim for the two products of forward, half of it with a causal mask, 2.5 times it for backward."""
+    forward = 4.0 * task.batch * task.seq**2 * task.dim / (2 if task.causal else 1)
+    return {FORWARD: forward, BACKWARD: BACKWARD_FLOPS * forward, BOTH: (1 + BACKWARD_FLOPS) * forward}[what]
+
+
+# Bytes a score at the peak of a forward alone and of one with backward, (fp32, bf16): naive attention holds the scaled
+# scores and the weights, then the weights and two gradients; weights are in float32 and, for bf16, in that too.
+SCORE_BYTES = {
+    ("eager", False): (8, 10),
+    ("eager", True): (12, 14),
+    ("sdpa-math", False): (12, 12),
+    ("sdpa-math", True): (14, 16),
+    ("compiled", False): (4, 2),  # at the least: what the compiler fuses is its secret
+    ("compiled", True): (8, 4),
+}
+
+
+def peak_bytes(name: str, task: Task) -> int:
+    """Bytes that a candidate needs at its peak: inputs, outputs, gradients, and scores if it keeps them."""
+    item = DTYPES[task.dtype].itemsize
+    tensors = (8 if task.backward else 4) * task.batch * task.seq * task.dim * item
+    per_score = SCORE_BYTES.get((name, task.backward), (0, 0))[task.dtype == "bf16"]
+    mask = item * task.seq**2 if task.causal and name in ("eager", "compiled") else 0
+    return tensors + per_score * task.batch * task.seq**2 + mask
+
+
+def load_eager(task: Task, device: torch.device) -> Function:
+    """The course's attention, all scores kept. A batch of single heads is given as heads of one sequence."""
+    bias = None
+    if task.causal:
+        dtype = DTYPES[task.dtype]
+        hidden = torch.full((task.seq, task.seq), torch.finfo(dtype).min, dtype=dtype, device=device)
+        bias = hidden.triu(1)
+    return lambda q, k, v: naive_attention(q[None], k[None], v[None], bias)[0]
+
+
+def load_compiled(task: Task, device: torch.device) -> Function:
+    """The same through torch.compile."""
+    return compiled(load_eager(task, device), device)
+
+
+def load_tiled(task: Task, device: torch.device) -> Function:
+    """FlashAttention-2's algorithm in plain torch, tile by tile."""
+    return lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal)
+
+
+def load_ours(task: Task, device: torch.device) -> Function:
+    """FlashAttention-2 as a kernel, where Triton compiles it."""
+    if not HAVE_TRITON:
+        raise UnavailableError("Triton is not installed")
+    return lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal)
+
+
+def load_sdpa(backend: SDPBackend, task: Task, device: torch.device) -> Function:
+    """One of PyTorch's own. Raises UnavailableError if it does not take such inputs on this device."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=task.causal)[0]
+
+    probe = torch.zeros(3, task.batch, task.seq, task.dim, dtype=DTYPES[task.dtype], device=device)
+    if backend != SDPBackend.MATH:  # which takes everything, and much memory
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each says why it refuses
+            try:
+                attend(*probe.requires_grad_(task.backward))
+            except RuntimeError as error:
+                if not str(error).startswith(NO_KERNEL):
+                    raise
+                raise UnavailableError(f"does not take {task.dtype} of this shape on {device.type}") from None
+    return attend
+
+
+CANDIDATES: dict[str, Callable[[Task, torch.device], Function]] = {
+    OURS: load_ours,
+    "tiled": load_tiled,
+    "eager": load_eager,
+    "compiled": load_compiled,
+    "sdpa-flash": partial(load_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa-efficient": partial(load_sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa-cudnn": partial(load_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa-math": partial(load_sdpa, SDPBackend.MATH),
+}
+
+
+class Inputs:
+    """q, k, v and the upstream gradient, (batch seq dim) each, random but the same for all."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        shape, dtype = (task.batch, task.seq, task.dim), DTYPES[task.dtype]
+        tensors = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
+        self.q, self.k, self.v = (each.requires_grad_(task.backward) for each in tensors[:3])
+        self.grad = tensors[3]
+        self.nbytes = sum(each.nbytes for each in tensors)
+
+
+def some_queries(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, is_causal: bool) -> Tensor:
+    """softmax(q k^T / sqrt(dim)) v, for q (batch len(queries) dim) that stand at these places of the sequence."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        hidden = torch.arange(k.shape[-2], device=q.device) > queries[:, None]
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(dim=-1) @ v
+
+
+def gate(name: str, function: Function, task: Task, inputs: Inputs) -> float:
+    """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError.
+
+    The output of a few queries, from the first to the last, needs only them; and if the upstream gradient is zero at
+    all others, so do the gradients of q, k and v.
+    """
+    q, k, v = inputs.q, inputs.k, inputs.v
+    queries = spread(task.seq, GATE_QUERIES, q.device)
+    wide = [t.detach().double().requires_grad_() for t in (q[:, queries], k, v)]
+    want = some_queries(wide[0], wide[1], wide[2], queries, task.causal)
+    longest = max(task.seq, task.dim)
+    tolerance = STAGES * (UNIT_ROUNDOFF[task.dtype] + longest**0.5 * UNIT_ROUNDOFF["fp32"])
+    output = function(q, k, v)
+    error = require_close(f"{name}'s output", output[:, queries], want, tolerance)
+    if not task.backward:
+        return error
+    grad = torch.zeros_like(inputs.grad)
+    grad[:, queries] = inputs.grad[:, queries]
+    wanted = torch.autograd.grad(want, wide, grad[:, queries].double())
+    got_q, got_k, got_v = torch.autograd.grad(output, (q, k, v), grad)
+    for what, got, ideal in zip(("dq", "dk", "dv"), (got_q[:, queries], got_k, got_v), wanted, strict=True):
+        error = max(error, require_close(f"{name}'s {what}", got, ideal, tolerance))
+    return error
+
+
+def make_phases(function: Function, task: Task, inputs: Inputs) -> dict[str, Callable[[], object]]:
+    """What is timed, without arguments: forward, and the backward of what it computed last."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not task.backward:
+        return {FORWARD: lambda: function(q, k, v)}
+    held: list[Tensor] = []
+    return {
+        FORWARD: lambda: held.append(function(q, k, v)),
+        BACKWARD: lambda: torch.autograd.grad(held.pop(), (q, k, v), inputs.grad),
+    }
+
+
+def kept_bytes(forward: Callable[[], object]) -> int:
+    """Bytes of the storages that a forward keeps for its backward."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    return sum(kept.values())
+
+
+def prepare(name: str, task: Task, inputs: Inputs) -> Entry:
+    """Gate a candidate and look at its memory. Raises whatever keeps it from taking part.
+
+    On a GPU `before_backward_bytes` is all that is in use, the inputs too; on a CPU, what forward keeps for backward.
+    There, what a compiled candidate needs is unknown: the compiler itself was in the process.
+    """
+    device = inputs.q.device
+    on_gpu = device.type == "cuda"
+    memory = PeakMemory(device)
+    others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
+    function = CANDIDATES[name](task, device)
+    error = gate(name, function, task, inputs)
+    phases = make_phases(function, task, inputs)
+    before: int | None = None
+    peak: int | None = None
+    if on_gpu or name != "compiled":
+        memory.reset()
+        if on_gpu:
+            phases[FORWARD]()
+            before = torch.cuda.memory_allocated(device) - others
+        else:
+            before = kept_bytes(phases[FORWARD])
+        if task.backward:
+            phases[BACKWARD]()
+        peak = memory.read()
+    metrics = {
+        "before_backward_bytes": before if task.backward else None,
+        "peak_memory_bytes": None if peak is None else peak - others,
+    }
+    return Entry(phases, error, metrics)

@@ -1,0 +1,223 @@
+"""Candidates for one shape: each passes the gate, then they take turns with cold caches, A B A B."""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Timer, WrongResultError, interleave, ratios
+from benchmarks.records import Status
+from benchmarks.workload import compile_model
+from cs336_systems.console import format_seconds
+from cs336_systems.errors import UserError
+from cs336_systems.machine import out_of_memory
+
+OURS = "ours"
+FOREIGN = ("liger", "quack", "sdpa")  # whose failures are not this project's faults
+SAMPLE_MS = 5.0  # a sample is the median of as many calls as fit into this,
+MOST_CALLS = 20  # and of no more than these
+SLEEP_CYCLES = 2.0e9  # of a GPU in a second, at most
+LONGEST_LEAD = 0.01  # seconds that a GPU sleeps ahead of a call, at most
+FEWEST_ROUNDS = 3
+UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
+LATENCY = 1e-3  # seconds of a call that a larger shape does not lengthen
+
+Phases = Mapping[str, Callable[[], object]]
+
+
+class UnavailableError(Exception):
+    """A candidate is not installed here, or does not take such inputs."""
+
+
+def peer(package: str, module: str, name: str) -> Any:
+    """Something of another project, imported only now. Raises UnavailableError where that cannot be done."""
+    try:
+        return getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        missing = f"{package} is not installed" if error.name == module.split(".")[0] else f"{package}: {error}"
+        raise UnavailableError(missing) from None
+    except (ImportError, AttributeError) as error:
+        raise UnavailableError(f"{package}: {error}") from None
+
+
+def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A function through torch.compile, for one shape. Raises UserError where there is no compiler."""
+    return compile_model(function, device)  # type: ignore[arg-type]  # torch.compile takes either
+
+
+def spread(count: int, wanted: int, device: torch.device) -> torch.Tensor:
+    """Up to `wanted` different indices from the first to the last of `count`, evenly."""
+    return torch.linspace(0, count - 1, min(count, wanted), device=device, dtype=torch.float64).round().long().unique()
+
+
+@dataclass
+class Entry:
+    """A candidate that passed the gate: its phases, and the samples in milliseconds that each has collected."""
+
+    phases: Phases
+    gate_error: float
+    metrics: dict[str, Any] = field(default_factory=dict)
+    calls: int = 1
+    lead: float = 0.0  # seconds for which the GPU is kept busy ahead of a call
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a candidate has no speed; `fault` if it should have one."""
+
+    status: Status
+    reason: str
+    fault: bool = False
+
+
+def refuse(name: str, error: Exception) -> Refusal:
+    """What a candidate's error says of it. Raises it again if the device is lost and no other candidate could run."""
+    if isinstance(error, RuntimeError) and out_of_memory(error):
+        return Refusal("out-of-memory", "out of memory")
+    if "CUDA error" in str(error):
+        raise error
+    if isinstance(error, WrongResultError):
+        return Refusal("unsupported", f"wrong result: {error}", fault=True)
+    reason = next(iter(str(error).splitlines()), "")
+    if isinstance(error, UnavailableError | UserError):
+        return Refusal("unsupported", reason)
+    return Refusal("unsupported", f"{type(error).__name__}: {reason}"[:300], fault=not name.startswith(FOREIGN))
+
+
+class Stopwatch:
+    """Times phases on caches that hold nothing of theirs, and without what the host takes to launch them.
+
+    Ahead of each call a GPU overwrites its L2 cache, then sleeps while the host runs ahead: what is timed then waits in
+    the queue. On a CPU a call is timed as it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.filler = torch.empty(0)
+        if device.type == "cuda":
+            cache = torch.cuda.get_device_properties(device).L2_cache_size
+            self.filler = torch.empty(2 * cache, dtype=torch.uint8, device=device)
+
+    def wait(self) -> None:
+        """Until the device has done what it was told."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def host_seconds(self, run: Callable[[], object], calls: int = 1) -> float:
+        """What the host takes for one of `calls` back to back, which on a GPU are launched and not awaited."""
+        times = []
+        for _ in range(3):
+            self.wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            times.append((time.perf_counter() - start) / calls)
+            if times[-1] > LONGEST_LEAD:
+                break
+        self.wait()
+        return min(times)
+
+    def laps(self, entry: Entry) -> dict[str, list[float]]:
+        """The milliseconds of each phase in each of the entry's calls."""
+        timer = Timer(self.device)
+        for _ in range(entry.calls):
+            if self.device.type == "cuda":
+                self.filler.zero_()
+                torch.cuda._sleep(int(entry.lead * SLEEP_CYCLES))
+            for run in entry.phases.values():
+                timer.lap(run)
+        times, count = timer.milliseconds(), len(entry.phases)
+        return {name: times[start::count] for start, name in enumerate(entry.phases)}
+
+    def sample(self, entry: Entry) -> float:
+        """Add one sample to each phase, and to their sum if they are several; returns the sum in milliseconds."""
+        laps = self.laps(entry)
+        totals = [sum(lap) for lap in zip(*laps.values(), strict=True)]
+        for name, times in (laps if len(laps) == 1 else laps | {"forward-backward": totals}).items():
+            entry.samples.setdefault(name, []).append(statistics.median(times))
+        return statistics.median(totals)
+
+    def settle(self, entry: Entry) -> None:
+        """Choose how many calls make a sample, and by how much the host has to run ahead."""
+
+        def once() -> None:
+            for run in entry.phases.values():
+                run()
+
+        if self.device.type == "cuda":
+            entry.lead = min(2 * self.host_seconds(once), LONGEST_LEAD)
+        lap = sum(times[0] for times in self.laps(entry).values())
+        entry.calls = max(1, min(MOST_CALLS, int(SAMPLE_MS / lap)))
+
+
+class Patience:
+    """How long a candidate should take for a shape: its prediction, times how far it fell short of its last one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.slowness: dict[str, float] = {}
+
+    def expected(self, name: str, predicted: float) -> float:
+        """Seconds of one call."""
+        return predicted * self.slowness.get(name, 1.0)
+
+    def learn(self, name: str, predicted: float, measured: float) -> None:
+        """Remember a measurement; both in seconds."""
+        self.slowness[name] = max(1.0, (measured - LATENCY) / predicted)
+
+    def objection(self, name: str, predicted: float) -> str:
+        """How slow a candidate would be if that is too slow, else empty: the fewest rounds have to fit."""
+        expected = self.expected(name, predicted)
+        return (
+            "" if (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds else f"about {format_seconds(expected)} a call"
+        )
+
+    def rounds(self, names: Iterable[str], predicted: float, wanted: int) -> int:
+        """As many rounds as are wanted, or as can be waited for."""
+        a_round = sum(max(self.expected(name, predicted), SAMPLE_MS / 1e3) for name in names)
+        return max(FEWEST_ROUNDS, min(wanted, int(self.seconds / a_round))) if wanted > FEWEST_ROUNDS else wanted
+
+
+class Contest:
+    """The candidates for one shape: those that take turns, and those that were refused and why."""
+
+    def __init__(self, clock: Stopwatch) -> None:
+        self.clock = clock
+        self.entries: dict[str, Entry] = {}
+        self.refusals: dict[str, Refusal] = {}
+
+    def enter(self, name: str, prepare: Callable[[], Entry]) -> None:
+        """Let a candidate in if it can be prepared, which includes its gate."""
+        try:
+            entry = prepare()
+            self.clock.settle(entry)
+            self.entries[name] = entry
+        except Exception as error:  # a peer may raise anything, and the others still want to be measured
+            self.refusals[name] = refuse(name, error)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def play(self, rounds: int) -> None:
+        """Let the candidates take turns. If memory runs out in spite of the gate, none of them has a speed."""
+        try:
+            interleave({name: partial(self.clock.sample, entry) for name, entry in self.entries.items()}, rounds)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            self.refusals |= {name: refuse(name, error) for name in self.entries}
+            self.entries.clear()
+
+    def against_others(self, name: str, what: str, ignored: Sequence[str] = ()) -> dict[str, Any]:
+        """The fastest other candidate, and the ratio of the times to it pair by pair; empty if there is none."""
+        others = {other: entry.samples[what] for other, entry in self.entries.items() if other not in (name, *ignored)}
+        if not others:
+            return {}
+        best = min(others, key=lambda other: statistics.median(others[other]))
+        return {"best_other": best} | ratios(self.entries[name].samples[what], others[best])

@@ -1,0 +1,194 @@
+"""What the benchmarks of kernels share around their contests: options, the machine, records, a budget of time."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+import torch
+from rich.table import Table
+
+from benchmarks.contest import Patience, Refusal, Stopwatch
+from benchmarks.harness import WrongResultError
+from benchmarks.plan import measure_once
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from cs336_systems import console
+from cs336_systems.console import format_seconds, setting
+from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, environment, usable_memory
+from cs336_systems.precision import set_matmul_precision
+
+DtypeName = Literal["fp32", "bf16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+
+Shape = TypeVar("Shape")
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """Options of a benchmark of kernels."""
+
+    dtype: DtypeName | None = setting(None, "Type of the inputs.  [default: that of each shape]")
+    forward: bool = setting(False, "Forward passes only.")
+    backward: bool = setting(False, "Passes with a backward only.")
+    candidate: tuple[str, ...] = setting((), "Only this candidate; may be repeated.  [default: all]")
+    rounds: int | None = setting(
+        None, "Turns of every candidate.  [default: as the write-up asks]", type=click.IntRange(2)
+    )
+    patience: float = setting(
+        20.0, "Seconds that one shape may take; slower candidates are left out.", type=click.FloatRange(0)
+    )
+    budget: float | None = setting(None, "Seconds after which no other shape is begun.", type=click.FloatRange(0))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: tiny, two rounds, no record.")
+
+    def wants(self, what: str) -> bool:
+        """Whether a pass was asked for: both kinds, unless one of the flags is given."""
+        return self.forward == self.backward or self.forward == (what == "forward")
+
+    def chosen(self, candidates: Iterable[str]) -> list[str]:
+        """The candidates that were asked for. Raises UserError for one that does not exist."""
+        known = list(candidates)
+        for name in self.candidate:
+            if name not in known:
+                raise UserError(f"no candidate {name!r}; choose from {', '.join(known)}")
+        return [name for name in known if name in (self.candidate or known)]
+
+
+@dataclass
+class Session:
+    """One command: its settings and machine, what it has recorded so far and what it has to say in the end."""
+
+    benchmark: str
+    settings: KernelSettings
+    device: torch.device
+    clock: Stopwatch
+    patience: Patience
+    usable: int
+    stamp: dict[str, Any]
+    path: Path | None
+    records: list[Record] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def hardware(self, dtype: DtypeName) -> Hardware:
+        """This machine's ceilings, measured once."""
+        return measure_once(self.device, dtype, 0.02 if self.settings.smoke else 0.3)
+
+    def keep(self, record: Record) -> None:
+        """Write a record at once."""
+        self.records.append(record)
+        if self.path:
+            append_record(record, self.path)
+
+    def refused(self, name: str, refusal: Refusal, config: dict[str, Any], predicted: dict[str, Any]) -> None:
+        """Keep the record of a candidate without a speed."""
+        if refusal.fault:
+            self.faults.append(refusal.reason if "wrong" in refusal.reason else f"{name}: {refusal.reason}")
+        flags, status = [refusal.reason], refusal.status
+        self.keep(Record(self.benchmark, config, self.stamp, [], {}, predicted, flags, status))
+
+    def note(self, reason: str, where: str) -> None:
+        """Something to be said below the table, with the shapes that it is true of."""
+        self.notes.setdefault(reason, []).append(where)
+
+
+def open_session(benchmark: str, settings: KernelSettings) -> Session:
+    """Look at the machine and open the file of records. Raises UserError for what is not there."""
+    device = choose_device(settings.device)
+    set_matmul_precision(device, "fp32")
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, benchmark)
+    stamp, patience = environment(device, settings.commit), Patience(settings.patience)
+    return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path)
+
+
+def hold_contests(
+    session: Session,
+    shapes: Sequence[Shape],
+    expected: float,
+    hold: Callable[[Session, Shape], None],
+    show: Callable[[Session], None],
+) -> None:
+    """Hold a contest for each shape while the budget lasts, about `expected` seconds in all, then print.
+
+    Raises WrongResultError in the end if a result was wrong.
+    """
+    budget, begun = session.settings.budget, time.monotonic()
+    try:
+        with console.progress(session.benchmark, len(shapes), expected) as advance:
+            for shape in shapes:
+                if budget is not None and time.monotonic() - begun >= budget:
+                    session.note(f"not begun: the budget of {format_seconds(budget)} is used up", str(shape))
+                    continue
+                hold(session, shape)
+                advance(str(shape))
+    finally:
+        if session.records:
+            show(session)
+        for reason, where in session.notes.items():
+            console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
+    if session.path:
+        print(f"{len(session.records)} records appended to {session.path}")
+    if session.faults:
+        raise WrongResultError("; ".join(dict.fromkeys(session.faults)))
+
+
+def format_ms(milliseconds: float) -> str:
+    """Like `format_seconds`, but 0.0123 -> `12.3 us`: kernels are short."""
+    return format_seconds(milliseconds / 1e3) if milliseconds >= 0.9995 else f"{milliseconds * 1e3:.3g} us"
+
+
+def time_cells(record: Record) -> list[str]:
+    """The median with its relative standard deviation, or why there is none, and the prediction."""
+    metrics, predicted = record.metrics, format_ms(record.predicted["median_ms"])
+    if record.status == "ok":
+        spread = f"{format_ms(metrics['median_ms'])} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
+        return [spread, predicted]
+    if record.status == "out-of-memory":
+        return ["does not fit", predicted]
+    known = [word for word in ("wrong result", "not installed") if word in record.flags[0]]
+    return [*(known or [record.status]), predicted]
+
+
+def show_table(
+    session: Session,
+    columns: Sequence[str],
+    caption: str,
+    heading: Callable[[Record], str],
+    cells: Callable[[Record], list[str]],
+) -> None:
+    """Print the records as a table, those of one heading together, and below it what is suspect or missing.
+
+    Of a candidate that was refused, one record stands for all its passes.
+    """
+    stamp = session.stamp
+    title = f"{stamp['device']}, {stamp['threads']} threads, torch {stamp['torch']}, triton {stamp['triton']}"
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for number, head in enumerate(columns):
+        table.add_column(head, justify="right" if number else "left", no_wrap=number == 0)
+    shown: tuple[str, str] = ("", "")
+    remarks: dict[str, list[str]] = {}
+    for record in session.records:
+        where, name = heading(record), record.config["candidate"]
+        if where != shown[0]:
+            table.add_section()
+            table.add_row(where, style="bold")
+        if record.status == "ok" or shown != (where, name):
+            table.add_row(f"  {name}", *cells(record), style=None if record.status == "ok" else "dim")
+        shown = (where, name)
+        for flag in record.flags:
+            if not flag.startswith("noisy") and not flag.endswith("is not installed"):  # which the table shows
+                remarks.setdefault(f"{name}: {flag}", []).append(where)
+    out = console.console()
+    out.print(table)
+    for flag, places in remarks.items():
+        shapes = list(dict.fromkeys(places))
+        out.print(f"{flag} ({'; '.join(shapes) if len(shapes) <= 3 else f'{len(shapes)} shapes'})", markup=False)

@@ -1,0 +1,112 @@
+"""Candidates for one shape: who is let in, in what order they are timed, and how long that may take."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import contest
+from benchmarks.contest import Contest, Entry, Patience, Stopwatch, UnavailableError, spread
+
+CPU = torch.device("cpu")
+
+
+def test_candidates_take_turns_and_are_refused_for_a_reason():
+    order, held = [], Contest(Stopwatch(CPU))
+
+    def candidate(name):
+        return lambda: Entry({"forward": lambda: order.append(name), "backward": lambda: None}, 0.0)
+
+    def broken():
+        raise KeyError("block size\nand more")
+
+    held.enter("a", candidate("a"))
+    held.enter("b", candidate("b"))
+    held.enter("ours", broken)
+    held.enter("liger", broken)
+    for entry in held.entries.values():
+        entry.calls = 1
+    order.clear()
+    held.play(3)
+    assert order == ["a", "b"] * 3
+    assert set(held.entries["a"].samples) == {"forward", "backward", "forward-backward"}
+    assert held.refusals["ours"].fault
+    assert not held.refusals["liger"].fault
+    held.entries["a"].samples["forward"], held.entries["b"].samples["forward"] = [2.0, 9.0, 4.0], [1.0, 3.0, 4.0]
+    assert held.against_others("a", "forward") == {
+        "best_other": "b",
+        "ratio_median": 2.0,
+        "ratio_low": 1.5,
+        "ratio_high": 2.5,
+    }
+    held.entries["c"] = Entry({}, 0.0, samples={"forward": [5.0, 5.0, 5.0]})
+    assert held.against_others("a", "forward")["best_other"] == "b"
+    assert held.against_others("a", "forward", ignored=["b", "c"]) == {}
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        contest.refuse("ours", RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+def test_patience_learns_from_the_last_shape():
+    patience = Patience(8.0)
+    assert patience.objection("slow", 1.1) == ""
+    assert patience.objection("slow", 1.2) == "about 1.2 s a call"
+    patience.learn("slow", 0.1, 1.001)
+    assert patience.expected("slow", 0.3) == pytest.approx(3.0)
+    assert patience.objection("slow", 0.3)
+    assert patience.rounds(["slow"], 0.1, wanted=100) == 8
+    assert patience.rounds(["slow"], 10.0, wanted=100) == 3
+    assert patience.rounds(["slow"], 0.1, wanted=2) == 2
+
+
+def test_a_peer_that_is_missing_says_so():
+    with pytest.raises(UnavailableError, match="Nobody's is not installed"):
+        contest.peer("Nobody's", "nobodys_package.ops", "norm")
+    with pytest.raises(UnavailableError, match="torch: "):
+        contest.peer("torch", "torch", "no_such_norm")
+
+
+def test_the_gates_places_reach_from_the_first_to_the_last():
+    assert spread(1000, 4, CPU).tolist() == [0, 333, 666, 999]
+    assert spread(3, 16, CPU).tolist() == [0, 1, 2]
+    assert spread(1, 16, CPU).tolist() == [0]
+
+
+class FakeGPU:
+    """What a stopwatch asks of a GPU, written down in order; each event is a second later than the last."""
+
+    def __init__(self):
+        self.log, self.clock = [], 0.0
+
+    def event(self, enable_timing):
+        def record(stream):
+            self.clock += 1.0
+            made.at = self.clock
+            self.log.append("event")
+
+        made = SimpleNamespace(record=record, elapsed_time=lambda stop: stop.at - made.at)
+        return made
+
+    def install(self, monkeypatch):
+        found = SimpleNamespace(L2_cache_size=100)
+        filler = SimpleNamespace(zero_=lambda: self.log.append("flush"))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: self.log.append(("sleep", cycles)))
+        monkeypatch.setattr(torch, "empty", lambda *size, **_: self.log.append(size) or filler)
+
+
+def test_on_a_gpu_a_call_meets_a_cold_cache_and_is_launched_before_its_turn(monkeypatch):
+    gpu = FakeGPU()
+    gpu.install(monkeypatch)
+    clock = Stopwatch(SimpleNamespace(type="cuda"))
+    assert gpu.log[-1] == (200,)  # twice the L2 cache
+    gpu.log.clear()
+    entry = Entry({"forward": lambda: gpu.log.append("run")}, 0.0, calls=2, lead=0.001)
+    assert clock.sample(entry) == 1.0
+    assert gpu.log == ["flush", ("sleep", 2_000_000), "event", "run", "event"] * 2
+    assert entry.samples == {"forward": [1.0]}
+    clock.settle(entry)
+    assert 0 < entry.lead <= contest.LONGEST_LEAD
+    assert entry.calls == 5
