@@ -29,6 +29,8 @@ def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
     """The sums over the rows of partial (programs columns), float32: (columns), rounded once to the dtype."""
     programs, columns = partial.shape
     total = partial.new_empty(columns, dtype=dtype)
-    sizes = {"COLUMNS": columns, "BLOCK_ROWS": 32, "BLOCK_COLUMNS": 128}
-    launch(column_sum_kernel, (-(-columns // 128), 1, 1), partial, total, programs, num_warps=4, **sizes)
+    # Few columns make few programs, which then should not be wide.
+    block_rows, block_columns = (32, 128) if columns <= 16_384 else (4, 1024)
+    sizes = {"COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+    launch(column_sum_kernel, (-(-columns // block_columns), 1, 1), partial, total, programs, num_warps=4, **sizes)
     return total
