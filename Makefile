@@ -46,6 +46,7 @@ bench: $(VENV)/.installed ## benchmark every model size of the course on this ma
 readme: $(VENV)/.installed ## write the measured tables of README and docs/ from benchmarks/results/
 	$(RUN) -m benchmarks.tables --write README.md
 	$(RUN) -m benchmarks.tables --what parallel --write docs/data_parallel.md
+	$(RUN) -m benchmarks.tables --what kernels --write docs/kernels.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
@@ -44,8 +45,9 @@ def label(record: Record) -> str:
     config = record.config
     model = preset(config["size"], config["year"]).model
     usual = {"year": DEFAULT_YEAR, "precision": "fp32", "norm": model.norm, "attention": model.attention}
+    usual["kernels"] = model.kernels
     usual |= {"compile": False, "recompute": "none", "warmup": Settings.warmup}
-    other = [f"{name} {config[name]}" for name in usual if config[name] != usual[name]]
+    other = [f"{name} {config[name]}" for name in usual if config.get(name, usual[name]) != usual[name]]
     return ", ".join([f"{config['size']} {config['batch_size']} x {config['context']}", *other])
 
 
@@ -63,16 +65,21 @@ def row(record: Record) -> list[str]:
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables, of whole passes or of several ranks. Raises UserError if there is no record at all."""
-    if what == "parallel":
-        tables = parallel_tables(results)
-    else:
+    """Every machine's tables, of whole passes, several ranks or kernels; with whole passes, the kernels' goals.
+
+    Raises UserError if there is no record at all.
+    """
+    if what == "e2e":
         tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
+    else:
+        tables = parallel_tables(results) if what == "parallel" else kernel_tables(results)
+    if not tables and what == "kernels":
+        return "Not measured yet: `python -m benchmarks.norms`, then `make readme`."
     if not tables:
         raise UserError(
             f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
         )
-    return "\n\n".join(tables)
+    return "\n\n".join([*tables, goals_table(results)] if what == "e2e" else tables)
 
 
 def insert(text: str, tables: str) -> str:
@@ -87,7 +94,12 @@ def insert(text: str, tables: str) -> str:
 @click.option(
     "--write", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="File whose marked part is replaced."
 )
-@click.option("--what", type=click.Choice(["e2e", "parallel"]), default="e2e", help="Whole passes, or several ranks.")
+@click.option(
+    "--what",
+    type=click.Choice(["e2e", "parallel", "kernels"]),
+    default="e2e",
+    help="Whole passes, several ranks, or kernels.",
+)
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""
     if write is None:

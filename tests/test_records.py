@@ -97,7 +97,8 @@ def test_the_stamp_says_what_was_measured_on():
 def test_tables_come_from_records(tmp_path):
     noisy = replace(record(precision="bf16", norm="layernorm", warmup=0), flags=["noisy: much"])
     write(tmp_path / "test-cpu", record(), record("step", "out-of-memory"), noisy)
-    (table,) = measured_tables(tmp_path).split("\n\n\n")
+    table, goals = measured_tables(tmp_path).split("\n\n**Kernels")
+    assert "not yet measured" in goals
     assert "**Test CPU**, 2 cores, torch 2.13, commit abcdef0, 2026-01-01:" in table
     assert "| small 2 x 128 | forward | 1.9 s ± 5% | 1.5 s | 1.02 k | 50% | 1.0 GiB | 512.0 MiB |" in table
     assert "| small 2 x 128 | step | does not fit | 1.5 s |  |  |  | 512.0 MiB |" in table
@@ -142,6 +143,6 @@ def test_the_pages_show_the_committed_records(tmp_path):
         path = tmp_path / Path(name).relative_to("benchmarks/results")
         path.parent.mkdir(exist_ok=True)
         path.write_text(git("show", f"HEAD:{name}"))
-    for page, what in (("README.md", "e2e"), ("docs/data_parallel.md", "parallel")):
+    for page, what in (("README.md", "e2e"), ("docs/data_parallel.md", "parallel"), ("docs/kernels.md", "kernels")):
         text = git("show", f"HEAD:{page}")
         assert insert(text, measured_tables(tmp_path, what)) == text, "run make readme and commit"

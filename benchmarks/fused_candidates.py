@@ -1,0 +1,283 @@
+"""What `benchmarks.fused` compares besides `fused_rows`: a head with its loss, AdamW, and the gate before the clock."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.contest import OURS, Entry, Stopwatch, compiled, peer, spread
+from benchmarks.fused_rows import (
+    STAGES,
+    AddRMSNorm,
+    Function,
+    Kernel,
+    Load,
+    SwiGLU,
+    Task,
+    always,
+    as_tuple,
+    only_triton,
+    tolerance,
+)
+from benchmarks.harness import require_close
+from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF
+from benchmarks.norm_candidates import BOTH, FORWARD
+from cs336_systems.machine import PeakMemory
+from cs336_systems.optim import AdamW
+from kernels.adamw import FusedAdamW
+from kernels.cross_entropy import LinearCrossEntropyFunction, chunk_tokens
+
+MATMULS, UPDATE = "matmuls", "step"
+GATE_TOKENS = 16
+IGNORED = -100
+
+
+def torch_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """All logits, then their loss."""
+    return F.cross_entropy(F.linear(hidden, weight), targets)
+
+
+def load_liger_loss(device: torch.device) -> Function:
+    """Liger-Kernel's, in chunks as ours."""
+    module = "liger_kernel.ops.fused_linear_cross_entropy"
+    function = peer("Liger-Kernel", module, "LigerFusedLinearCrossEntropyFunction")
+    return lambda hidden, weight, targets: as_tuple(function.apply(hidden, weight, targets))[0]
+
+
+class LossInputs:
+    """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        tokens, d_model, vocab = task.sizes
+        generator = torch.Generator(device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
+        learns = task.what == BOTH
+        self.hidden = draw(tokens, d_model).requires_grad_(learns)
+        self.weight = draw(vocab, d_model).mul_(d_model**-0.5).requires_grad_(learns)
+        self.targets = torch.randint(vocab, (tokens,), generator=generator, device=device)
+        self.nbytes = self.hidden.nbytes + self.weight.nbytes + self.targets.nbytes
+
+
+class CrossEntropy(Kernel):
+    """A language model's head and its loss: three matrix products, and what is between them."""
+
+    sizes_are = ("tokens", "d_model", "vocab")
+    sizes = ((4096, 4096, 128_256), (8192, 4096, 128_256), (16384, 1600, 50_257))
+    cpu_sizes = ((512, 512, 16_032), (1024, 512, 16_032), (2048, 200, 6282))
+    tiny = (64, 32, 500)
+    interpreted = (8, 16, 100)
+    floor = MATMULS
+    candidates: ClassVar[Mapping[str, Load]] = {
+        OURS: partial(only_triton, LinearCrossEntropyFunction.apply),
+        "torch": always(torch_loss),
+        "compiled": partial(compiled, torch_loss),
+        "liger": load_liger_loss,
+    }
+
+    def flops(self, task: Task) -> float:
+        """2 tokens d_model vocab for the logits, and twice that for the two gradients."""
+        tokens, d_model, vocab = task.sizes
+        return (2.0 if task.what == FORWARD else 6.0) * tokens * d_model * vocab
+
+    def moved(self, task: Task, device: torch.device) -> int:
+        """What lies between the products: logits read, and with a backward their gradient written in their place."""
+        tokens, _, vocab = task.sizes
+        return (1 if task.what == FORWARD else 2) * tokens * vocab * task.itemsize
+
+    def peak_bytes(self, name: str, task: Task) -> int:
+        """Inputs and gradients, and a chunk of logits (ours, Liger's) or all of them: torch keeps their logarithms of
+        softmax, and two gradients in backward; a compiler needs two of the three at least."""
+        tokens, d_model, vocab = task.sizes
+        item, learns = task.itemsize, task.what == BOTH
+        hidden, weight, logits = tokens * d_model * item, vocab * d_model * item, tokens * vocab * item
+        inputs = hidden + weight + 8 * tokens
+        if name == OURS:
+            chunk = min(tokens, chunk_tokens(vocab, d_model, item)) * (-(-vocab // 64) * 64) * item
+            # The weight's gradient is summed in float32; backward makes scaled copies when the chunk is gone.
+            return inputs + (hidden + 4 * vocab * d_model + max(chunk, hidden + weight) if learns else chunk)
+        if name == "liger":
+            chunk = 2 ** (-(-tokens // -(-vocab // d_model)) - 1).bit_length()
+            return inputs + min(tokens, chunk) * vocab * item + (hidden + weight if learns else 0)
+        kept = 2 if name == "compiled" or not learns else 3
+        return inputs + kept * logits + (hidden + weight if learns else 0)
+
+    def other_bytes(self, task: Task) -> int:
+        """The floor's logits, of padded rows, and its results."""
+        tokens, d_model, vocab = task.sizes
+        return (tokens * (vocab + 64) + 2 * (tokens + vocab) * d_model) * task.itemsize
+
+    def gate_bytes(self, task: Task) -> int:
+        """In float64 the weight, its gradient, the candidate's and their difference."""
+        return 4 * 8 * task.sizes[1] * task.sizes[2]
+
+    def inputs(self, task: Task, device: torch.device) -> LossInputs:
+        return LossInputs(task, device)
+
+    def gate(self, name: str, function: Function, task: Task, inputs: LossInputs) -> float:
+        """A few tokens, from the first to the last, are enough: the targets of all others are ignored, as padding is,
+        so that the loss is that of the few, and they alone have a gradient."""
+        hidden, weight = inputs.hidden, inputs.weight
+        some, bound = spread(task.sizes[0], GATE_TOKENS, hidden.device), tolerance(task, max(task.sizes[1:]))
+        targets = torch.full_like(inputs.targets, IGNORED)
+        targets[some] = inputs.targets[some]
+        wide_hidden, wide_weight = hidden.detach()[some].double(), weight.detach().double()
+        wide = wide_hidden.requires_grad_(), wide_weight.requires_grad_()
+        want, loss = torch_loss(*wide, targets[some]), function(hidden, weight, targets)
+        error = require_close(f"{name}'s loss", loss.detach(), want.detach(), bound)
+        if task.what == FORWARD:
+            return error
+        grad_hidden, grad_weight = torch.autograd.grad(loss, (hidden, weight))
+        want_hidden, want_weight = torch.autograd.grad(want, wide)
+        error = max(error, require_close(f"{name}'s gradient of hidden", grad_hidden[some], want_hidden, bound))
+        return max(error, require_close(f"{name}'s gradient of weight", grad_weight, want_weight, bound))
+
+    def make_pass(self, function: Function, task: Task, inputs: LossInputs) -> Callable[[], object]:
+        hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
+        if task.what == FORWARD:
+            return lambda: function(hidden, weight, targets)
+        return lambda: torch.autograd.grad(function(hidden, weight, targets), (hidden, weight))
+
+    def make_floor(self, task: Task, device: torch.device) -> Callable[[], object]:
+        """The products alone, each whole, on logits whose rows are padded to 128 bytes."""
+        inputs, vocab = LossInputs(task, device), task.sizes[2]
+        hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
+        logits = hidden.new_empty(len(hidden), -(-vocab // 64) * 64)[:, :vocab]
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.empty_like(weight)
+
+        def products() -> None:
+            torch.mm(hidden, weight.T, out=logits)
+            if task.what == BOTH:
+                torch.mm(logits, weight, out=grad_hidden)
+                torch.mm(logits.T, hidden, out=grad_weight)
+
+        return products
+
+
+class ModelParameters:
+    """The parameters of a GPT-2 by layers, width and vocabulary, each with a gradient; shared by all candidates."""
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        draw = partial(torch.randn, generator=generator, device=device)
+        self.values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
+        self.grads = [draw(value.shape) for value in self.values]
+        self.nbytes = sum(t.nbytes for t in (*self.values, *self.grads))
+
+    def parameters(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        """Copies of the values, with the gradients themselves, as parameters."""
+        made = [value.to(dtype, copy=True).requires_grad_() for value in self.values]
+        for parameter, grad in zip(made, self.grads, strict=True):
+            parameter.grad = grad.to(dtype)
+        return made
+
+
+def gpt2_shapes(sizes: tuple[int, ...], positions: int = 1024) -> list[tuple[int, ...]]:
+    """Shapes of a GPT-2's parameters: (12, 768, 50257) are those of the small one, 124 M in 148 tensors."""
+    layers, width, vocab = sizes
+    norm: list[tuple[int, ...]] = [(width,), (width,)]
+    linear = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+    block = [*norm, *norm, *(shape for each in linear for shape in (each, each[1:]))]
+    return [(vocab, width), (positions, width), *(block * layers), *norm]
+
+
+class AdamWStep(Kernel):
+    """One update of all parameters of a model."""
+
+    sizes_are = ("layers", "d_model", "vocab")
+    sizes = ((12, 768, 50_257),)
+    cpu_sizes = ((4, 256, 8192),)
+    tiny = (1, 16, 64)
+    interpreted = (1, 16, 64)
+    dtypes = ("fp32",)
+    passes = (UPDATE,)
+    options: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    candidates: ClassVar[Mapping[str, Load]] = {
+        OURS: partial(only_triton, partial(FusedAdamW, **options)),
+        "torch-fused": always(partial(torch.optim.AdamW, fused=True, **options)),
+        "torch-foreach": always(partial(torch.optim.AdamW, foreach=True, **options)),
+        "eager": always(partial(AdamW, **options)),
+    }
+
+    def parameters(self, task: Task) -> int:
+        """How many numbers are updated."""
+        return sum(torch.Size(shape).numel() for shape in gpt2_shapes(task.sizes))
+
+    def moved(self, task: Task, device: torch.device) -> int:
+        """Parameter, gradient and two moments read, all but the gradient written: 28 bytes a parameter."""
+        return 28 * self.parameters(task)
+
+    def peak_bytes(self, name: str, task: Task) -> int:
+        """16 bytes a parameter, the shared values, and what an operation of all tensors at once puts aside."""
+        return (24 if name == "torch-foreach" else 20) * self.parameters(task)
+
+    def other_bytes(self, task: Task) -> int:
+        """The copy's tensors, and the other candidates' parameters and moments."""
+        return (28 + 12 * (len(self.candidates) - 1)) * self.parameters(task)
+
+    def gate_bytes(self, task: Task) -> int:
+        """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
+        return (4 * 8 + 20) * self.parameters(task)
+
+    def inputs(self, task: Task, device: torch.device) -> ModelParameters:
+        return ModelParameters(task, device)
+
+    def gate(self, name: str, function: Function, task: Task, inputs: ModelParameters) -> float:
+        """Two steps, so that the moments matter, against torch's AdamW in float64: how far each tensor has moved.
+
+        A step of lr is rounded as finely as a parameter of 0.02 allows, which is 20 times as large.
+        """
+        got, want = inputs.parameters(), inputs.parameters(torch.float64)
+        for optimizer in (function(got), torch.optim.AdamW(want, foreach=False, **self.options)):
+            optimizer.step()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = -0.5 * parameter.grad
+            optimizer.step()
+        error, bound = 0.0, STAGES * 20 * UNIT_ROUNDOFF["fp32"]
+        for number, (a, b, start) in enumerate(zip(got, want, inputs.values, strict=True)):
+            moved = a.detach().double() - start, b.detach() - start
+            error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
+        return error
+
+    def make_pass(self, function: Function, task: Task, inputs: ModelParameters) -> Callable[[], object]:
+        return function(inputs.parameters()).step
+
+
+KERNELS: dict[str, Kernel] = {
+    "cross-entropy": CrossEntropy(),
+    "swiglu": SwiGLU(),
+    "add-rmsnorm": AddRMSNorm(),
+    "adamw": AdamWStep(),
+}
+
+
+def prepare(clock: Stopwatch, name: str, task: Task, inputs: Any) -> Entry:
+    """Gate a candidate, and look at its memory and at how long a call keeps the host. Raises whatever keeps it out.
+
+    On a CPU, what a compiled candidate needs is unknown: the compiler itself was in the process.
+    """
+    kernel, device = KERNELS[task.kernel], clock.device
+    on_gpu = device.type == "cuda"
+    others = torch.cuda.memory_allocated(device) - inputs.nbytes if on_gpu else -inputs.nbytes
+    function = kernel.candidates[name](device)
+    if name in kernel.in_place:
+        inputs = kernel.inputs(task, device)  # of its own
+    error = kernel.gate(name, function, task, inputs)
+    memory = PeakMemory(device)  # only now: on a CPU, what the gate has freed may still be held
+    run = kernel.make_pass(function, task, inputs)
+    run()
+    memory.reset()
+    run()
+    peak = memory.read() if on_gpu or name != "compiled" else None
+    metrics: dict[str, Any] = {"peak_memory_bytes": None if peak is None else peak - others}
+    if on_gpu:
+        metrics["host_us"] = 1e6 * clock.host_seconds(run)
+    return Entry({task.what: run}, error, metrics)
+
+
+def prepare_floor(clock: Stopwatch, task: Task) -> Entry:
+    """What no candidate can be faster than."""
+    return Entry({task.what: KERNELS[task.kernel].make_floor(task, clock.device)}, 0.0)

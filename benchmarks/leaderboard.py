@@ -1,0 +1,182 @@
+"""The course's two leaderboards, timed as their rules say: `python -m benchmarks.leaderboard`.
+
+2025: attention forward and backward, 16 heads x 16,384 x 64, bf16, causal, on one H100. 2026: a training step of an 8B
+model at a context of 32,768, batch 2, on two B200; here on one GPU, with as many of its layers as that holds.
+"""
+
+import gc
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+from torch import Tensor
+
+from benchmarks.attention import LEADERBOARD
+from benchmarks.attention_candidates import BOTH, Inputs, flops, gate, load_ours
+from benchmarks.contest import OURS, compiled
+from benchmarks.harness import summarise, suspicions
+from benchmarks.kernel_run import format_ms
+from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
+from benchmarks.plan import measure_once
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from cs336_systems import console
+from cs336_systems.console import format_bytes, format_count, setting
+from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, environment, out_of_memory, usable_memory
+from cs336_systems.precision import set_matmul_precision
+from kernels.backend import INTERPRETED
+from kernels.flash_attention import FlashAttention2
+
+TASK = LEADERBOARD[0]
+ATTENTION, STEP = "attention-2025", "step-2026"
+# The best of cs336's boards in 2026-11: H. Brunborg, on an H100, and K. P. Keval, on two B200.
+PUBLISHED = {ATTENTION: (5.364, "an H100"), STEP: (3837.0, "two B200")}
+INTERPRETER = "on a CPU kernels run in Triton's interpreter: the time shows no more than that they do"
+PLAIN = "on a CPU plain torch runs in the kernels' place"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; every field is an option of the command line."""
+
+    task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
+    layers: int | None = setting(
+        None, "Layers of the 8B model.  [default: as many as fit, 34 at most]", type=click.IntRange(1)
+    )
+    batch_size: int | None = setting(
+        None, "Sequences in a step.  [default: 2, or 1 if 2 do not fit]", type=click.IntRange(1)
+    )
+    compile: bool = setting(False, "Compile the model with torch.compile.")
+    seconds: float = setting(10.0, "Seconds for which the attention task is repeated.", type=click.FloatRange(0.1))
+    steps: int = setting(3, "Training steps that count, after two that do not.", type=click.IntRange(1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
+
+
+def time_attention(seconds: float, device: torch.device) -> list[float]:
+    """The rules' own loop: milliseconds of a forward and a backward, each on a cold cache."""
+    shape = TASK.batch, TASK.seq, TASK.dim
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    flash: Callable[..., Tensor] = compiled(FlashAttention2.apply, device)
+
+    def forward_backward() -> None:
+        flash(q, k, v, True).sum().backward()
+
+    do_bench = importlib.import_module("triton.testing").do_bench
+    return list(do_bench(forward_backward, rep=1e3 * seconds, warmup=1e2 * seconds, return_mode="all"))
+
+
+def run_attention(settings: Settings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
+    """Gate and time the task of 2025: the fields of its record."""
+    work = flops(TASK, BOTH)
+    config = {"task": ATTENTION, "heads": TASK.batch, "seq": TASK.seq, "dim": TASK.dim, "dtype": TASK.dtype}
+    fields = {
+        "config": config | {"causal": TASK.causal},
+        "predicted": {"median_ms": 1e3 * work / hardware.matmul_flops, "flops": work},
+    }
+    if device.type == "cpu":
+        print(f"{ATTENTION}: not run on a CPU, where Triton has an interpreter only")
+        return fields | {"status": "unsupported", "flags": ["needs a GPU"]}
+    error = gate(OURS, load_ours(TASK, device), TASK, Inputs(TASK, device))
+    print(f"{ATTENTION}: gate: equals float64 within {error:.1e}")
+    samples = time_attention(0.1 if settings.smoke else settings.seconds, device)
+    return fields | {"samples_ms": samples, "metrics": {"gate_error": error}}
+
+
+def run_step(settings: Settings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
+    """Gate and time the task of 2026, scaled to what fits: the fields of its record."""
+    on_gpu = device.type == "cuda"
+    full = TINY if settings.smoke else FULL if on_gpu else LAPTOP
+    step = largest_step(full, settings.layers, settings.batch_size, settings.compile, usable_memory(device))
+    model = step.config
+    shape = f"{model.num_layers} layers of width {model.d_model}, batch {step.batch} x {model.context_length}"
+    if (model, step.batch) != (FULL, BATCH):
+        shape += f" (the board's: {FULL.num_layers} of {FULL.d_model}, {BATCH} x {FULL.context_length})"
+    print(f"{STEP}: {shape}; needs {format_bytes(step.bytes_needed)}")
+    config = {"task": STEP, "layers": model.num_layers, "d_model": model.d_model, "batch_size": step.batch}
+    config |= {"context": model.context_length, "compile": step.compiled, "dtype": "bf16"}
+    fields = {"config": config, "predicted": step.predict(hardware)}
+    try:
+        error = gate_step(step, device)
+        print(f"{STEP}: gate: one block equals float64 within {error:.1e} (tolerance {step.tolerance:.1e})")
+        gc.collect()
+        if on_gpu:
+            torch.cuda.empty_cache()
+        samples, peak = time_step(step, 1 if settings.smoke else settings.steps, device)
+    except RuntimeError as failure:
+        if not out_of_memory(failure):
+            raise
+        print(f"{STEP}: out of memory although it was counted to fit; --layers {max(1, model.num_layers - 2)} may fit")
+        return fields | {"status": "out-of-memory", "flags": ["out of memory"]}
+    flags = [] if on_gpu else [INTERPRETER if INTERPRETED else PLAIN]
+    return fields | {
+        "samples_ms": samples, "metrics": {"gate_error": error, "peak_memory_bytes": peak}, "flags": flags,
+    }  # fmt: skip
+
+
+def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) -> Record:
+    """The record, and one line that says what it shows."""
+    config, predicted = fields["config"], fields["predicted"]
+    if samples := fields.get("samples_ms"):
+        metrics = summarise(samples) | fields["metrics"]
+        metrics["flops_per_s"] = 1e3 * predicted["flops"] / metrics["median_ms"]
+        metrics["mfu"] = metrics["flops_per_s"] / hardware.matmul_flops
+        best, where = PUBLISHED[config["task"]]
+        metrics |= {"published_best_ms": best, "published_on": where}
+        flags = suspicions(metrics, predicted["flops"], 0.0, hardware) + fields.get("flags", [])
+        fields = fields | {"metrics": metrics, "flags": flags}
+        print(
+            f"{config['task']}: {format_ms(metrics['median_ms'])} (predicted {format_ms(predicted['median_ms'])}), "
+            f"{format_count(metrics['flops_per_s'])}FLOP/s, MFU {metrics['mfu']:.0%}; "
+            f"best published, the whole task on {where}: {format_ms(best)}"
+        )
+        for flag in flags:
+            print(f"{config['task']}: {flag}")
+    return Record("leaderboard", environment=stamp, **fields)
+
+
+def run(settings: Settings) -> list[Record]:
+    """Measure, print and, unless it is a smoke run, record each task. Raises UserError in the end if one was wrong or
+    does not fit."""
+    device = choose_device(settings.device)
+    set_matmul_precision(device, "fp32")
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, "leaderboard")
+    hardware = measure_once(device, "bf16", 0.02 if settings.smoke else 0.5)
+    stamp, records, faults = environment(device, settings.commit), [], []
+    for name, run_task in ((ATTENTION, run_attention), (STEP, run_step)):
+        if settings.task not in (name, "both"):
+            continue
+        torch.manual_seed(0)
+        try:
+            records.append(finish(run_task(settings, device, hardware), hardware, stamp))
+        except UserError as fault:  # the other task still wants to be measured
+            faults.append(f"{name}: {fault}")
+            continue
+        if path:
+            append_record(records[-1], path)
+    if path and records:
+        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+    if faults:
+        raise UserError("; ".join(faults))
+    return records
+
+
+@click.command()
+@console.options(Settings)
+def main(**settings: Any) -> None:
+    """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
+    run(Settings(**settings))
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))
