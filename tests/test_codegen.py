@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.codegen_run import OTHER_TRITON, VERSIONS, run_without_interpreter
+from tests.codegen_run import OTHER_TRITON, VERSIONS, run_without_interpreter, start
 
 pytest.importorskip("triton", reason="Triton is not installed")
 REGISTERS, SHARED_BYTES = 65_536, 232_448  # of a multiprocessor, and the most of it that one program may have
@@ -86,3 +86,19 @@ def test_attention_runs_on_the_tensor_cores(reports):
     # Two programs to a multiprocessor hide each other's waiting.
     of_64 = [each for each in found if " 64 " in each[0] and each[1] == "queries_kernel"]
     assert not failures(of_64, lambda case, kernel, r: 2 * r["registers"] * r["num_warps"] * 32 > REGISTERS)
+
+
+def test_the_older_triton_interprets_alike():
+    tests = [
+        "interpreter.py",
+        "rmsnorm.py::test_any_width",
+        "swiglu.py::test_any_dtype",
+        "cross_entropy.py::test_one_chunk",
+    ]
+    tests += ["flash_attention.py::test_half_precision", "fused_adamw.py", "weighted_sum.py::test_equals_float64"]
+    run = ["pytest", "-q", "-p", "no:cacheprovider", *(f"tests/test_{name}" for name in tests)]
+    process = start(run, "3.6.0", {"TRITON_INTERPRET": "1"})
+    if process is None:
+        pytest.skip(f"there is no {OTHER_TRITON}: make test installs it")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, out + errors

@@ -55,6 +55,15 @@ def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
         assert record["config"]["mode"] in shown
 
 
+def test_fused_kernels_pass_the_gate_and_are_named(in_tmp):
+    short = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--mode", "forward", "--steps", "1")
+    assert run(*short, "--results", "out") == 0
+    assert run(*short, "--kernels", "triton", "--attention", "flash", "--results", "out") == 0
+    plain, fused = (line["config"] for line in lines(in_tmp / "out"))
+    assert (fused["kernels"], fused["attention"]) == ("triton", "flash")
+    assert "kernels" not in plain  # as in the records from before there was a choice
+
+
 def test_the_file_itself_runs_as_a_script(in_tmp):
     before = {path: path.stat().st_mtime for path in RESULTS.rglob("*")}
     done = subprocess.run(
