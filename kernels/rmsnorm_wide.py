@@ -147,7 +147,8 @@ def slices_backward(
         sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
         launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, rows, num_warps=16, **sizes)
     block_columns = 2048
-    programs = partial.shape[0] if constants["NEED_WEIGHT"] else rows
+    # Without sums to share, a program could take a row, but a grid's second axis ends at 65,535.
+    programs = partial.shape[0] if constants["NEED_WEIGHT"] else min(rows, 1024)
     grid = (-(-columns // block_columns), programs, 1)
     arguments = (grad, x, weight, inverse_rms, mean, grad_sum, grad_x, partial, rows)
     launch(slice_backward_kernel, grid, *arguments, num_warps=8, **constants, BLOCK_COLUMNS=block_columns)

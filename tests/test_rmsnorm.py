@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kernels import reference, rmsnorm
+from kernels import column_sum, reference, rmsnorm, rmsnorm_wide
 from kernels.add_rmsnorm import TritonAddRMSNormFunction
 from kernels.rmsnorm import RMSNormFunction, TritonRMSNorm, TritonRMSNormFunction
 from tests.tolerances import UNIT_ROUNDOFF, bound, relative_error
@@ -170,6 +170,19 @@ def test_only_what_is_needed_is_computed(columns, need_x, need_w, monkeypatch):
     for got, want in ((x.grad, grad_x), (w.grad, grad_w)):
         assert got is None or relative_error(got, want) < rounding(torch.float32, columns, 3)
     assert (x.grad is None, w.grad is None) == (not need_x, not need_w)
+
+
+def test_grids_stay_within_what_a_gpu_can_launch(monkeypatch):
+    grids = []
+    for module in (rmsnorm, rmsnorm_wide, column_sum):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    x, w, inverse_rms = torch.zeros(1, 1).expand(70_000, 20_000), torch.zeros(20_000), torch.zeros(70_000)
+    monkeypatch.setattr(torch, "empty_like", lambda like: like)
+    for need_x, need_w in ((True, True), (True, False), (False, True)):
+        rmsnorm.backward(x, x, w, inverse_rms, None, need_x, need_w)
+    rmsnorm.forward(x, w, 1e-5)
+    assert len(grids) == 8
+    assert all(max(grid[1:]) < 2**16 and grid[0] < 2**31 for grid in grids)
 
 
 def test_what_is_kept_for_backward():
