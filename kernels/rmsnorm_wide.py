@@ -1,7 +1,7 @@
 """RMSNorm's kernels for rows that do not fit the registers of a multiprocessor: each row is read twice, in chunks.
 
-The second reading goes backwards, so that it starts with what was read last and is still in the cache. From 32,768
-columns on, backward gives that up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
+The second reading goes backwards, so that it starts with what was read last and is still in the cache. Beyond 16,384
+columns, backward gives that up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
 """
 
 from typing import Any
