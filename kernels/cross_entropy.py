@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from kernels import reference
 from kernels.backend import jit, runs_triton, tl
 from kernels.checks import require_floating, require_same_device, require_shape
+from kernels.elementwise import launch_over
 from kernels.launch import ceil_power_of_2, launch
 from kernels.ops import define
 
@@ -76,7 +77,7 @@ def cross_entropy_kernel(
 def scale_kernel(x_ptr, factor_ptr, y_ptr, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
     """y = factor x for a factor that only the GPU knows, rounded to y's dtype."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.cast(units, tl.int64) * UNIT  # UNIT neighbours are in or out together: wide loads
+    inside = at < tl.cast(units, tl.int64) * UNIT
     x = tl.load(x_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     tl.store(y_ptr + at, x * tl.load(factor_ptr), mask=inside)
 
@@ -177,10 +178,7 @@ def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     y = x.new_empty(x.shape, dtype=dtype)
     if not runs_triton(x) or dtype == torch.float64:
         return y.copy_(reference.widen(x) * factor)
-    if x.numel():
-        unit, block = 16 if x.numel() % 16 == 0 else 1, 4096
-        grid = (-(-x.numel() // block), 1, 1)
-        launch(scale_kernel, grid, x, factor, y, x.numel() // unit, num_warps=8, UNIT=unit, BLOCK=block)
+    launch_over(scale_kernel, x, factor, y)
     return y
 
 

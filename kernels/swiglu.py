@@ -16,14 +16,13 @@ from torch.autograd.function import once_differentiable
 from kernels import reference
 from kernels.backend import jit, runs_triton, tl
 from kernels.checks import require_floating, require_same_device, require_shape
-from kernels.launch import launch
+from kernels.elementwise import launch_over
 from kernels.ops import define
 
 
 @jit
 def swiglu_kernel(gate_ptr, up_ptr, y_ptr, units, UNIT: tl.constexpr, BLOCK: tl.constexpr):
-    """y = a s u of `units * UNIT` elements. That product tells the compiler that UNIT neighbours are all inside or all
-    outside, so that it reads them with one instruction."""
+    """y = a s u; `elementwise.launch_over` says why the elements are counted in units."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < tl.cast(units, tl.int64) * UNIT
     gate = tl.load(gate_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
@@ -47,18 +46,6 @@ def swiglu_backward_kernel(
         tl.store(grad_gate_ptr + at, grad * up * s * (1.0 + gate * (1.0 - s)), mask=inside)
     if NEED_UP:
         tl.store(grad_up_ptr + at, grad * gate * s, mask=inside)
-
-
-BLOCK, NUM_WARPS = 2048, 8  # 8 elements a thread: 16 bytes of bfloat16
-
-
-def launch_over(kernel: Any, *tensors: Tensor, **flags: bool) -> None:
-    """Run a kernel over all elements of contiguous tensors, the first of which is whole."""
-    elements = tensors[0].numel()
-    if elements:
-        unit = 16 if elements % 16 == 0 else 1
-        grid = (-(-elements // BLOCK), 1, 1)
-        launch(kernel, grid, *tensors, elements // unit, num_warps=NUM_WARPS, **flags, UNIT=unit, BLOCK=BLOCK)
 
 
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from kernels import (
     add_rmsnorm,
     column_sum,
     cross_entropy,
+    elementwise,
     flash_attention,
     flash_attention_backward,
     rmsnorm,
@@ -156,6 +157,8 @@ def swiglu_case(dtype: torch.dtype) -> None:
 def cross_entropy_case(vocab: int, dtype: torch.dtype, need_grad: bool) -> None:
     logits = torch.zeros(2, -(-vocab // 64) * 64, dtype=dtype)[:, :vocab]
     cross_entropy.rows_in_place(logits, torch.zeros(2, dtype=torch.int64), torch.empty(2), -100, need_grad)
+    if need_grad:
+        cross_entropy._scaled(torch.empty(64, 64), torch.ones(()), dtype)
 
 
 def attention_case(dim: int, dtype: torch.dtype, is_causal: bool) -> None:
@@ -195,7 +198,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 MODULES = (
     rmsnorm, rmsnorm_wide, add_rmsnorm, column_sum, weighted_sum, swiglu, cross_entropy, adamw, flash_attention,
-    flash_attention_backward,
+    flash_attention_backward, elementwise,
 )  # fmt: skip
 
 
