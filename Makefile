@@ -23,10 +23,12 @@ demo: $(VENV)/.installed ## train a small language model and print a benchmark t
 	$(RUN) -m benchmarks.e2e --size small --batch-size 2 --steps 2 --results runs/demo
 
 # The version of the GPU machines, for the test that reads kernels' machine code; there is none but for Linux.
-$(VENV)/triton-3.6.0: $(VENV)/.installed
-	@[ "$$(uname)" != Linux ] || $(RUN) -m pip install --quiet --quiet --no-deps --target $@ triton==3.6.0
+$(VENV)/.other-triton: $(VENV)/.installed
+	@[ "$$(uname)" != Linux ] || \
+		$(RUN) -m pip install --quiet --quiet --no-deps --upgrade --target $(VENV)/triton-3.6.0 triton==3.6.0
+	@touch $@
 
-test: $(VENV)/.installed $(VENV)/triton-3.6.0 ## run the test suite (no GPU needed)
+test: $(VENV)/.installed $(VENV)/.other-triton ## run the test suite (no GPU needed)
 	$(RUN) -m pytest -q
 
 lint: $(VENV)/.installed ## check style and formatting

@@ -26,6 +26,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.machine import device_name, environment
 from cs336_systems.precision import set_matmul_precision
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Recompute, preset
+from kernels.backend import INTERPRETED
 
 PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
@@ -161,7 +162,20 @@ class Bench:
         metrics |= {"peak_flops_per_s": self.hardware.matmul_flops, "bandwidth_bytes_per_s": self.hardware.bandwidth}
         least = least_forward_flops(case.config, case.batch, seq) * flops / forward
         flags = suspicions(metrics, least, predicted["memory_by_part"]["parameters"], self.hardware)
+        flags += instead_of_kernels(case)
         return Record("e2e", config, self.environment, samples, metrics, predicted, flags)
+
+
+def instead_of_kernels(case: Case) -> list[str]:
+    """What ran where fused kernels were asked for, if it was not these."""
+    config = case.config
+    if case.device.type == "cuda" or (config.kernels == "torch" and config.attention != "flash"):
+        return []
+    return [
+        "fused kernels in Triton's interpreter, whose time means nothing"
+        if INTERPRETED
+        else "plain torch in place of the fused kernels, which a CPU cannot run"
+    ]
 
 
 def make_bench(settings: Settings, device: torch.device, usable: int) -> Bench:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
@@ -25,7 +26,10 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
-    """Run a command line; a user's error becomes one line on stderr. Returns the exit status: 0, 2, or 130 for ^C."""
+    """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
+    that it is about. Returns the exit status: 0, 2, or 130 for ^C."""
+    format_of_python = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
     try:
         command.main(args=arguments, standalone_mode=False)
     except click.ClickException as error:
@@ -37,6 +41,8 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
         return 130
     else:
         return 0
+    finally:
+        warnings.formatwarning = format_of_python
     print(f"error: {message}", file=sys.stderr)
     return 2
 

@@ -190,6 +190,10 @@ class TransformerLM(nn.Module):
         Raises UserError for a sequence longer than the context, and for a mask where attention knows none.
         """
         config, seq = self.config, tokens.shape[1]
+        if targets is not None and targets.shape != tokens.shape:
+            raise UserError(
+                f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}; one a token is meant"
+            )
         if seq > config.context_length:
             raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
         x = self.embedding(tokens, token_types)

@@ -238,11 +238,11 @@ class FusedAdamW(torch.optim.Optimizer):
         """Add parameters with settings of their own; those that are not given are the optimizer's."""
         group = self.defaults | param_group
         lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
-        if any(isinstance(number, Tensor) for number in (lr, *betas)):
-            raise TypeError("lr and betas must be numbers: to read a tensor, every step would wait for the GPU")
-        if lr < 0 or eps < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
+            raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
+        if not (min(lr, eps, decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
-                f"lr {lr}, eps {eps} and weight_decay {decay} must not be negative, betas {betas} lie in [0, 1)"
+                f"lr {lr}, eps {eps} and weight_decay {decay} must not be negative, two betas, {betas}, lie in [0, 1)"
             )
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):

@@ -19,10 +19,10 @@ from kernels.rmsnorm import check, fake_rmsnorm, forward, rmsnorm_backward
 
 
 def _add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    if runs_triton(x):
-        x = x.contiguous()
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    if runs_triton(x, residual, weight):
         total = torch.empty_like(x)
-        y, inverse_rms = forward(x, weight.contiguous(), eps, residual.contiguous(), total)
+        y, inverse_rms = forward(x, weight, eps, residual, total)
         return y, total, inverse_rms
     total = (reference.widen(x) + residual).to(x.dtype)
     return reference.rmsnorm(total, weight, eps), total, reference.inverse_rms(total, eps).squeeze(-1)

@@ -3,13 +3,17 @@
 import importlib
 import inspect
 import re
+import sys
 import warnings
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Files between a user's line and here, which are not to blame for what it is warned of.
+BETWEEN = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
 OLDEST, NEWEST = (3, 6), (3, 8)  # the versions of Triton that the kernels were compiled and run with
 
 
@@ -30,7 +34,7 @@ except ImportError:
 
 HAVE_TRITON = not isinstance(triton, _Missing)
 # Read by Triton itself from TRITON_INTERPRET, once, when it is imported.
-INTERPRETED = HAVE_TRITON and bool(triton.knobs.runtime.interpret)
+INTERPRETED = HAVE_TRITON and hasattr(triton, "knobs") and bool(triton.knobs.runtime.interpret)
 if INTERPRETED:
     from kernels.interpreter import mend_interpreter
 
@@ -59,22 +63,26 @@ def require_version(version: str) -> None:
 
 @cache
 def _say_once(reason: str) -> None:
-    warnings.warn(f"{reason}: kernels.reference computes instead, in plain torch", stacklevel=4)
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(BETWEEN):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(f"{reason}: kernels.reference computes instead, in plain torch", stacklevel=level + 1)
 
 
-def runs_triton(x: Tensor) -> bool:
-    """Whether Triton can compute where x lives; if not, the reader is told why, once.
+def runs_triton(*tensors: Tensor) -> bool:
+    """Whether Triton can compute where the tensors, which share a device, live; if not, the reader is told why, once.
 
-    float64 is left to the reference, since the kernels' arithmetic is float32. Raises RuntimeError for a version of
-    Triton that was never tried.
+    float64 is left to the reference, since the kernels' arithmetic is float32, and so are devices that are neither CPU
+    nor CUDA. Raises RuntimeError for a version of Triton that was never tried.
     """
-    if x.dtype == torch.float64:
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or any(each.dtype == torch.float64 for each in tensors):
         return False
     if not HAVE_TRITON:
         _say_once("Triton is not installed")
         return False
     require_version(triton.__version__)
-    if x.device.type == "cpu" and not INTERPRETED:
+    if device == "cpu" and not INTERPRETED:
         _say_once("tensors are on the CPU and TRITON_INTERPRET=1 was not set before Triton was imported")
         return False
     return True

@@ -1,13 +1,20 @@
 """What a kernel demands of its arguments, said with the argument's name before a pointer is handed over."""
 
+import torch
 from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 def require_floating(**tensors: Tensor) -> None:
-    """Raises TypeError for tensors of integers or complex numbers."""
+    """Raises TypeError for what is no dense tensor of float32, float16, bfloat16 or float64."""
     for name, tensor in tensors.items():
-        if not tensor.dtype.is_floating_point:
-            raise TypeError(f"{name} must be of a floating-point dtype, not {tensor.dtype}")
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be of a floating-point dtype of 16 to 64 bits, not {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, not {tensor.layout}")
 
 
 def require_same_device(**tensors: Tensor) -> None:

@@ -21,7 +21,7 @@ def column_sum_kernel(
     for first in range(0, programs, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         inside = (row < programs)[:, None] & (column < COLUMNS)[None, :]
-        total += tl.load(partial_ptr + row[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+        total += tl.load(partial_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
     tl.store(total_ptr + column, tl.sum(total, axis=0), mask=column < COLUMNS)
 
 

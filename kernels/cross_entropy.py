@@ -214,7 +214,8 @@ def as_linear_would(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     Raises ValueError where they differ.
     """
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+    casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if casts and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
         return hidden.to(dtype), weight.to(dtype)
     if hidden.dtype != weight.dtype:

@@ -215,7 +215,7 @@ class FlashAttention2(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        check(q, k, v)
+        check(q, k, v, is_causal)
         if not 1 <= q.shape[-1] <= MAX_DIM:
             raise ValueError(f"q, k and v have dim {q.shape[-1]}; these kernels can do 1 to {MAX_DIM}")
         o, log_sum_exp = flash_attention(q, k, v, is_causal)

@@ -1,4 +1,4 @@
-"""Two defects of Triton's interpreter (3.4 to 3.9), mended so that a kernel computes on a CPU what it does on a GPU.
+"""Defects of Triton's interpreter (3.6 to 3.8), mended so that a kernel computes on a CPU what it does on a GPU.
 
 The interpreter keeps bfloat16 as 16-bit integers and then computes with these integers, without an error, and it cuts
 digits off where the hardware rounds to the nearest. Here every operation on bfloat16 goes through float32 and back,

@@ -47,9 +47,9 @@ def launch(
     if compiled is None:
         require_order(kernel, len(args), constants)
         compiled = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
-        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata)
+        _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # which unloads if freed
         return
-    run, function, metadata = compiled
+    run, function, metadata, _ = compiled
     run(*grid, current_stream(device.index), function, metadata, None, None, None, *args, *values)
 
 

@@ -97,7 +97,8 @@ def forward(
     arguments = (x, residual, weight, y, total, inverse_rms, rows)
     constants: dict[str, Any] = {"COLUMNS": columns, "EPS": eps, "ADD": residual is not None}
     if columns > FORWARD_COLUMNS and rows:
-        launch(wide_forward_kernel, (rows, 1, 1), *arguments, num_warps=32, **constants, BLOCK_COLUMNS=FORWARD_COLUMNS)
+        constants["BLOCK_COLUMNS"] = FORWARD_COLUMNS
+        launch(wide_forward_kernel, (rows, 1, 1), *arguments[:-1], num_warps=32, **constants)
     elif x.numel():
         block_columns = ceil_power_of_2(columns)
         block_rows = max(1, 2048 // block_columns)
@@ -153,8 +154,9 @@ def num_programs(blocks: int, num_warps: int, device: torch.device) -> int:
 
 
 def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if runs_triton(x):
-        return forward(x.contiguous(), weight.contiguous(), eps)
+    x, weight = x.contiguous(), weight.contiguous()
+    if runs_triton(x, weight):
+        return forward(x, weight, eps)
     return reference.rmsnorm(x, weight, eps), reference.inverse_rms(x, eps).squeeze(-1)
 
 
@@ -162,11 +164,10 @@ def _rmsnorm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, eps: float,
     need_x: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    if runs_triton(x):
+    grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
+    if runs_triton(x, weight):
         grad_sum = None if grad_sum is None else grad_sum.contiguous()
-        return backward(
-            grad.contiguous(), x.contiguous(), weight.contiguous(), inverse_rms, grad_sum, need_x, need_weight
-        )
+        return backward(grad, x, weight, inverse_rms, grad_sum, need_x, need_weight)
     grad_x = reference.rmsnorm_backward_x(grad, x, weight, eps) if need_x else x.new_empty(0)
     if grad_sum is not None and need_x:
         grad_x = (reference.widen(grad_x) + grad_sum).to(x.dtype)

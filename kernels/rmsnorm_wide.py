@@ -15,7 +15,7 @@ from kernels.launch import launch
 
 @jit
 def wide_forward_kernel(
-    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, inverse_rms_ptr, rows,
+    x_ptr, residual_ptr, weight_ptr, y_ptr, sum_ptr, inverse_rms_ptr,
     COLUMNS: tl.constexpr, EPS: tl.constexpr, ADD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program normalises one row; of its chunks the last one stays in registers."""
@@ -42,6 +42,7 @@ def wide_forward_kernel(
     tl.store(inverse_rms_ptr + tl.program_id(0), inverse_rms)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + start + column, x * inverse_rms * weight, mask=inside, eviction_policy="evict_first")
+    # Other threads may have stored the sums that are read back here; `tl.sum` has made all wait for each other.
     for back in range(0, last):
         column = (last - 1 - back) * BLOCK_COLUMNS + offsets
         source = sum_ptr if ADD else x_ptr
@@ -95,7 +96,7 @@ def halves_backward_kernel(
 
 @jit
 def row_mean_kernel(
-    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, rows, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
     """r^2 mean_j(g_j w_j x_j), the one number that dL/dx needs to know of a whole row; a program a row."""
     start = tl.program_id(0).to(tl.int64) * COLUMNS
@@ -145,7 +146,7 @@ def slices_backward(
     mean = torch.empty_like(inverse_rms)
     if constants["NEED_X"]:
         sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
-        launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, rows, num_warps=16, **sizes)
+        launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, num_warps=16, **sizes)
     block_columns = 2048
     # Without sums to share, a program could take a row, but a grid's second axis ends at 65,535.
     programs = partial.shape[0] if constants["NEED_WEIGHT"] else min(rows, 1024)

@@ -125,10 +125,12 @@ def grad_queries(
     return grad_q
 
 
-def check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises TypeError for integers, ValueError for q (... queries dim), k and v (... keys dim) that differ in dtype,
-    device, leading dimensions or dim."""
+def check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
+    """Raises TypeError for integers and for a mask in place of is_causal, ValueError for q (... queries dim), k and v
+    (... keys dim) that differ in dtype, device, leading dimensions or dim."""
     require_floating(q=q, k=k, v=v)
+    if not isinstance(is_causal, bool):
+        raise TypeError(f"is_causal must be True or False, not a {type(is_causal).__name__}: there are no other masks")
     require_same_device(q=q, k=k, v=v)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
@@ -149,7 +151,7 @@ class TiledAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        check(q, k, v)
+        check(q, k, v, is_causal)
         output, log_sum_exp = forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, output, log_sum_exp)
         ctx.is_causal = is_causal

@@ -90,7 +90,7 @@ def cut(rows: int, columns: int) -> tuple[int, dict[str, int]]:
 
 
 def _weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    if not runs_triton(x):
+    if not runs_triton(x, weight):
         return reference.weighted_sum(x, weight)
     if not x.numel():
         return x.new_zeros(x.shape[:-1])  # a sum over nothing
@@ -105,7 +105,7 @@ def _weighted_sum_backward(
     grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     wide_grad = reference.widen(grad).unsqueeze(-1)
-    if not runs_triton(x) or not x.numel():
+    if not runs_triton(x, weight) or not x.numel():
         grad_x = (wide_grad * reference.widen(weight)).to(x.dtype) if need_x else x.new_empty(0)
         each_row = (wide_grad * reference.widen(x)).reshape(x.shape[:-1].numel(), x.shape[-1])
         return grad_x, each_row.sum(dim=0).to(weight.dtype) if need_weight else weight.new_empty(0)

@@ -79,7 +79,7 @@ def main() -> None:
         launch.launch(rmsnorm.forward_kernel, (2, 1, 1), *other, num_warps=4, **constants)
     found = {"given": given, "compiled": [known, len(launch._compiled)]}
     started.clear()
-    rmsnorm.runs_triton = lambda x: True
+    rmsnorm.runs_triton = lambda *_: True
     taken = {
         "triton_us": by_triton,
         "ours_us": by_us,

@@ -226,7 +226,7 @@ def test_chunk_is_bounded_by_memory():
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_autocast_as_linear_would(fused, monkeypatch):
-    monkeypatch.setattr(cross_entropy, "runs_triton", lambda _: fused)
+    monkeypatch.setattr(cross_entropy, "runs_triton", lambda *_: fused)
     hidden, weight, targets = make(5, 16, 40)
     with torch.autocast("cpu", torch.bfloat16):
         got = run(hidden, weight, targets)
@@ -307,3 +307,9 @@ def test_nothing_but_ignored_tokens(dtype):
     assert loss.isnan()
     assert not grad_hidden.any()
     assert not grad_weight.any()
+
+
+def test_a_model_without_memory():
+    hidden, weight = torch.zeros(4, 3, device="meta"), torch.zeros(5, 3, device="meta")
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(4, dtype=torch.int64, device="meta"))
+    assert loss.shape == ()

@@ -59,9 +59,12 @@ def test_fused_kernels_pass_the_gate_and_are_named(in_tmp):
     short = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--mode", "forward", "--steps", "1")
     assert run(*short, "--results", "out") == 0
     assert run(*short, "--kernels", "triton", "--attention", "flash", "--results", "out") == 0
-    plain, fused = (line["config"] for line in lines(in_tmp / "out"))
-    assert (fused["kernels"], fused["attention"]) == ("triton", "flash")
-    assert "kernels" not in plain  # as in the records from before there was a choice
+    plain, fused = lines(in_tmp / "out")
+    assert (fused["config"]["kernels"], fused["config"]["attention"]) == ("triton", "flash")
+    assert "kernels" not in plain["config"]  # as in the records from before there was a choice
+    what_ran = ("fused kernels in Triton's interpreter", "plain torch in place of the fused kernels")
+    assert [flag.startswith(what_ran) for flag in fused["flags"] if "fused" in flag] == [True]
+    assert not any("fused" in flag for flag in plain["flags"])
 
 
 def test_the_file_itself_runs_as_a_script(in_tmp):

@@ -293,6 +293,12 @@ def test_bad_arguments(function, name, change, error, words):
         function.apply(*(torch.zeros(**(good | change if each == name else good)) for each in "qkv"))
 
 
+@FUNCTIONS
+def test_a_mask_is_not_a_switch(function):
+    with pytest.raises(TypeError, match="is_causal must be True or False, not a Tensor: there are no other masks"):
+        function.apply(*torch.zeros(3, 2, 5, 16), torch.ones(5, 5).tril())
+
+
 def test_dims_beyond_the_registers():
     for dim in (0, 129):
         with pytest.raises(ValueError, match=f"dim {dim}; these kernels can do 1 to 128"):

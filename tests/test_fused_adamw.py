@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -397,7 +398,7 @@ def test_plain_torch_computes_where_triton_cannot(dtype, monkeypatch, launches):
     gradients = [torch.randn(p.shape) for p in ours]
     give(gradients, theirs)
     fused.step()
-    monkeypatch.setattr(adamw, "runs_triton", lambda x: False)
+    monkeypatch.setattr(adamw, "runs_triton", lambda *_: False)
     give(gradients, ours)
     plain.step()
     assert len(launches) == 1
@@ -412,9 +413,17 @@ def assert_refused(error, words, params, **options):
 
 
 def test_hyperparameters_out_of_range():
-    for options in ({"lr": -1}, {"eps": -1}, {"weight_decay": -1}, {"betas": (1.0, 0.9)}, {"betas": (0.9, -0.1)}):
+    betas = [{"betas": pair} for pair in ((1.0, 0.9), (0.9, -0.1), (0.9,))]
+    for options in ({"lr": -1}, {"lr": math.nan}, {"eps": -1}, {"weight_decay": -1}, *betas):
         assert_refused(ValueError, "must not be negative", make([(2,)]), **options)
-    assert_refused(TypeError, "lr and betas must be numbers", make([(2,)]), lr=torch.tensor(0.1))
+    for number in (torch.tensor(0.1), "0.1"):
+        assert_refused(TypeError, "lr, betas, eps and weight_decay must be numbers", make([(2,)]), lr=number)
+
+
+def test_parameters_without_memory():
+    params = [nn.Parameter(torch.zeros(3, device="meta"))]
+    params[0].grad = torch.zeros(3, device="meta")
+    FusedAdamW(params).step()
 
 
 def test_parameters_that_are_no_real_numbers():

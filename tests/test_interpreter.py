@@ -133,7 +133,7 @@ def test_addresses_beyond_two_to_the_31(kernel, constants, touched):
     memory, columns, rows = torch.zeros(1), 1024, 2**22 + 1
     order = [name for name in kernel.arg_names if name.isupper()]
     constants = {name: ({"COLUMNS": columns, "ADD": False} | constants)[name] for name in order}
-    pointers = [memory] * (len(kernel.arg_names) - len(order) - 1)
-    kernel[(1, 1, 1)](*pointers, rows, **constants)
+    others = {name: memory if name.endswith("_ptr") else rows for name in kernel.arg_names if name not in order}
+    kernel[(1, 1, 1)](**others, **constants)
     end = memory.data_ptr() + ((rows - 1) * columns + columns - 1) * 4  # 2^32 elements away
     assert touched == {"load": end, "store": end}

@@ -81,6 +81,15 @@ def test_versions_that_were_not(version):
         backend.require_version(version)
 
 
+@pytest.mark.parametrize("device", ["meta", "xpu"])
+def test_other_devices_take_the_reference(device):
+    assert not backend.runs_triton(SimpleNamespace(device=SimpleNamespace(type=device), dtype=torch.float32))
+
+
+def test_any_tensor_of_float64_takes_the_reference():
+    assert not backend.runs_triton(torch.zeros(1), torch.zeros(1, dtype=torch.float64))
+
+
 def test_a_new_version_stops_a_kernel(monkeypatch):
     monkeypatch.setattr(backend, "triton", SimpleNamespace(__version__="3.9.0"))
     with pytest.raises(RuntimeError, match=r"Triton 3.9.0"):
@@ -91,6 +100,7 @@ PROGRAM = """
 import sys, warnings
 {first}
 import torch
+from kernels.add_rmsnorm import TritonAddRMSNormFunction
 from kernels.rmsnorm import TritonRMSNormFunction
 from kernels.reference import rmsnorm
 with warnings.catch_warnings(record=True) as caught:
@@ -100,6 +110,11 @@ with warnings.catch_warnings(record=True) as caught:
         y = TritonRMSNormFunction.apply(x, w)
         y.sum().backward()
         assert torch.equal(y, rmsnorm(x, w))
+    # What was promised to torch.compile holds for the reference, too, whatever the layout.
+    ops, tall = torch.ops.cs336_kernels, torch.randn(50, 3).T
+    torch.library.opcheck(ops.rmsnorm.default, (tall, w, 1e-5))
+    torch.library.opcheck(ops.add_rmsnorm.default, (tall, tall, w, 1e-5))
+    torch.library.opcheck(ops.rmsnorm_backward.default, (tall, tall, w, torch.rand(3), tall, 1e-5, True, True))
 print([str(each.message) for each in caught])
 """
 

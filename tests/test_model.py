@@ -297,6 +297,8 @@ def test_what_cannot_be_built_is_refused():
         TransformerLM(model_preset("fairseq-moe-twin"))
     with pytest.raises(UserError, match="8 tokens do not fit the context of 7"):
         TransformerLM(TOY)(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(UserError, match=r"targets have shape \(7,\), tokens \(1, 7\)"):
+        lm_loss(TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long), torch.zeros(7, dtype=torch.long))
     with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):
         TransformerLM(replace(TOY, attention="flash"))(*[torch.zeros(1, 7, dtype=torch.long)] * 2, torch.ones(1, 7))
     with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):

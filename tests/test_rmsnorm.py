@@ -270,8 +270,11 @@ def test_what_is_not_offered_says_so():
         (torch.ones(2, 3), torch.ones(4), ValueError, r"weight has shape \(4,\), not \(3,\) as x's last dimension"),
         (torch.ones(2, 3), torch.ones(3, device="meta"), ValueError, "weight is on meta, x on cpu"),
         (torch.ones(()), torch.ones(3), ValueError, "x has no dimensions"),
+        ([1.0, 2.0], torch.ones(2), TypeError, "x must be a tensor, not list"),
+        (torch.ones(2, 3).to(torch.float8_e5m2), torch.ones(3), TypeError, "x must be .* not torch.float8_e5m2"),
+        (torch.ones(2, 3).to_sparse(), torch.ones(3), TypeError, "x must be dense, not torch.sparse_coo"),
     ],
-    ids=["integer x", "integer weight", "shape", "device", "scalar"],
+    ids=["integer x", "integer weight", "shape", "device", "scalar", "list", "8 bits", "sparse"],
 )
 def test_bad_arguments_are_named(x, w, error, words):
     for function in (TritonRMSNormFunction, RMSNormFunction):
