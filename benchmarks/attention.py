@@ -21,11 +21,12 @@ from benchmarks.attention_candidates import (
     prepare,
 )
 from benchmarks.contest import OURS, Contest, Refusal, refuse
-from benchmarks.harness import WrongResultError, summarise, suspicions
+from benchmarks.harness import summarise, suspicions
 from benchmarks.kernel_run import (
     DtypeName,
     KernelSettings,
     Session,
+    check_interpreted,
     hold_contests,
     open_session,
     show_table,
@@ -34,7 +35,7 @@ from benchmarks.kernel_run import (
 from benchmarks.records import Record
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, setting
-from kernels.backend import INTERPRETED
+from cs336_systems.machine import choose_device
 
 Grid = Literal["course", "flash", "leaderboard"]
 COURSE_SEQUENCES, FLASH_SEQUENCES = (256, 1024, 4096, 8192, 16384), tuple(2**power for power in range(7, 17))
@@ -52,7 +53,6 @@ LEADERBOARD = (
 # Spring 2025's leaderboard, on an H100; and what plain Triton reaches there for the second task (FlashAttention-3's
 # figures, arXiv:2407.08608, and Triton's own benchmarks since).
 PUBLISHED = {LEADERBOARD[0]: {"published_best_ms": 5.364}, LEADERBOARD[1]: {"goal_flops_per_s": 430e12}}
-INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
 COLUMNS = (
     "batch x seq x dim", "pass", "median", "predicted", "FLOP/s", "MFU", "/ best other", "kept", "peak", "predicted",
 )  # fmt: skip
@@ -169,29 +169,17 @@ def measured(session: Session, contest: Contest, name: str, task: Task, what: st
 
 def names_for(session: Session, grid: str) -> list[str]:
     """The grid's candidates that are wanted and that run on this device."""
-    out = [OURS] if session.device.type == "cpu" else []
-    if session.settings.smoke:
-        out.append("compiled")  # a compiler takes longer than a smoke run may
-    return [name for name in session.settings.chosen(CANDIDATES) if name in GRID_CANDIDATES[grid] and name not in out]
+    return [name for name in session.settings.timed(CANDIDATES, session.device) if name in GRID_CANDIDATES[grid]]
 
 
-def check_interpreted(session: Session, tasks: list[Task]) -> None:
-    """On a CPU, put our kernel through the gate on a short sequence, and say so."""
-    if OURS not in session.settings.chosen(CANDIDATES):
-        return
-    if not INTERPRETED:
-        print(f"{OURS}: {INTERPRETER}; nor checked, because TRITON_INTERPRET=1 is not set")
-        return
-    error, few = 0.0, []
-    try:
-        for dtype, causal in dict.fromkeys((task.dtype, task.causal) for task in tasks):
-            few.append(Task("gate", 1, 32, min(task.dim for task in tasks), dtype, causal))
-            error = max(error, gate(OURS, load_ours(few[-1], session.device), few[-1], Inputs(few[-1], session.device)))
-    except WrongResultError as wrong:
-        session.faults.append(str(wrong))
-    else:
-        checked = ", ".join(map(str, few))
-        print(f"{OURS}: {INTERPRETER}; gate: equals float64 within {error:.1e} ({checked})")
+def gate_ours(session: Session, tasks: list[Task]) -> str:
+    """Our kernel through the gate on short sequences: the error, and on what. Raises WrongResultError, and
+    UnavailableError for a dim that the kernel cannot do."""
+    kinds, dim = dict.fromkeys((task.dtype, task.causal) for task in tasks), min(task.dim for task in tasks)
+    few, error = [Task("gate", 1, 32, dim, dtype, causal) for dtype, causal in kinds], 0.0
+    for task in few:
+        error = max(error, gate(OURS, load_ours(task, session.device), task, Inputs(task, session.device)))
+    return f"within {error:.1e} ({', '.join(map(str, few))})"
 
 
 def cells(record: Record) -> list[str]:
@@ -231,10 +219,11 @@ def run(settings: Settings) -> list[Record]:
     if settings.smoke:
         sequence, dim = settings.sequence or (64,), settings.dim or (16,)
         settings = replace(settings, sequence=sequence, dim=dim, rounds=2)
-    settings.chosen(CANDIDATES)  # before anything is opened or measured
-    session, tasks = open_session("attention", settings), settings.tasks()
-    if session.device.type == "cpu":
-        check_interpreted(session, tasks)
+    device, tasks, present = choose_device(settings.device), settings.tasks(), GRID_CANDIDATES[settings.grid]
+    idle = settings.idle(CANDIDATES, device, present, absent=f"not in the grid {settings.grid}")
+    session = open_session("attention", settings, idle)
+    if device.type == "cpu":
+        check_interpreted(session, CANDIDATES, partial(gate_ours, session, tasks))
     calls = (settings.rounds or ROUNDS[settings.grid]) + 4
     names = names_for(session, settings.grid)
     each = [min(settings.patience, calls * len(names) * seconds_of(session, task)) for task in tasks]

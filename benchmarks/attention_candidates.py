@@ -18,7 +18,7 @@ from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
 from cs336_systems.attention import naive_attention
 from cs336_systems.machine import PeakMemory
 from kernels.backend import HAVE_TRITON
-from kernels.flash_attention import FlashAttention2
+from kernels.flash_attention import MAX_DIM, FlashAttention2
 from kernels.tiled_attention import TiledAttentionFunction
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
@@ -97,9 +97,11 @@ def load_tiled(task: Task, device: torch.device) -> Function:
 
 
 def load_ours(task: Task, device: torch.device) -> Function:
-    """FlashAttention-2 as a kernel, where Triton compiles it."""
+    """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if not HAVE_TRITON:
         raise UnavailableError("Triton is not installed")
+    if task.dim > MAX_DIM:
+        raise UnavailableError(f"takes dims up to {MAX_DIM}, not {task.dim}")
     return lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal)
 
 

@@ -27,6 +27,7 @@ LONGEST_LEAD = 0.01  # seconds that a GPU sleeps ahead of a call, at most
 FEWEST_ROUNDS = 3
 UNTIMED = 4  # calls before the first sample: the gate, a look at memory, what launching takes, how long a call is
 LATENCY = 1e-3  # seconds of a call that a larger shape does not lengthen
+DRIVER = ("CUDA error", "Triton Error [CUDA]")  # how torch and Triton begin what the driver says
 
 Phases = Mapping[str, Callable[[], object]]
 
@@ -49,6 +50,11 @@ def peer(package: str, module: str, name: str) -> Any:
 def compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """A function through torch.compile, for one shape. Raises UserError where there is no compiler."""
     return compile_model(function, device)  # type: ignore[arg-type]  # torch.compile takes either
+
+
+def format_ms(milliseconds: float) -> str:
+    """Like `format_seconds`, but 0.0123 -> `12.3 us`: kernels are short."""
+    return format_seconds(milliseconds / 1e3) if milliseconds >= 0.9995 else f"{milliseconds * 1e3:.3g} us"
 
 
 def spread(count: int, wanted: int, device: torch.device) -> torch.Tensor:
@@ -77,11 +83,17 @@ class Refusal:
     fault: bool = False
 
 
+def ran_out(error: Exception) -> bool:
+    """Whether memory ran out: of torch's allocator, or of the driver, which a launch may ask for more."""
+    driver = any(f"{who}: out of memory" in str(error) for who in DRIVER)
+    return isinstance(error, RuntimeError) and (driver or out_of_memory(error))
+
+
 def refuse(name: str, error: Exception) -> Refusal:
     """What a candidate's error says of it. Raises it again if the device is lost and no other candidate could run."""
-    if isinstance(error, RuntimeError) and out_of_memory(error):
+    if ran_out(error):
         return Refusal("out-of-memory", "out of memory")
-    if "CUDA error" in str(error):
+    if any(who in str(error) for who in DRIVER):
         raise error
     if isinstance(error, WrongResultError):
         return Refusal("unsupported", f"wrong result: {error}", fault=True)
@@ -175,9 +187,8 @@ class Patience:
     def objection(self, name: str, predicted: float) -> str:
         """How slow a candidate would be if that is too slow, else empty: the fewest rounds have to fit."""
         expected = self.expected(name, predicted)
-        return (
-            "" if (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds else f"about {format_seconds(expected)} a call"
-        )
+        fits = (UNTIMED + FEWEST_ROUNDS) * expected <= self.seconds
+        return "" if fits else f"about {format_ms(1e3 * expected)} a call"
 
     def rounds(self, names: Iterable[str], predicted: float, wanted: int) -> int:
         """As many rounds as are wanted, or as can be waited for."""
@@ -209,7 +220,7 @@ class Contest:
         try:
             interleave({name: partial(self.clock.sample, entry) for name, entry in self.entries.items()}, rounds)
         except RuntimeError as error:
-            if not out_of_memory(error):
+            if not ran_out(error):
                 raise
             self.refusals |= {name: refuse(name, error) for name in self.entries}
             self.entries.clear()

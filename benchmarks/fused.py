@@ -9,14 +9,14 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.contest import OURS, Contest, Refusal, refuse
+from benchmarks.contest import OURS, Contest, Refusal, format_ms, refuse
 from benchmarks.fused_candidates import KERNELS, prepare, prepare_floor
 from benchmarks.fused_rows import Task
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
 from benchmarks.kernel_run import (
     KernelSettings,
     Session,
-    format_ms,
+    check_interpreted,
     hold_contests,
     open_session,
     show_table,
@@ -26,7 +26,7 @@ from benchmarks.norm_candidates import BOTH
 from benchmarks.records import Record
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, setting
-from kernels.backend import INTERPRETED
+from cs336_systems.machine import choose_device
 
 ROUNDS = 15
 COLUMNS = (
@@ -40,7 +40,6 @@ CAPTION = (
     "+ bytes / the rate of a large copy. / best other: time over the fastest other's. host: for how long a call keeps "
     "it busy. predicted peak: inputs, results, gradients, state, and logits as far as they are kept"
 )
-INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
 KERNEL_NAMES = click.Choice(list(KERNELS))
 
 
@@ -64,6 +63,20 @@ class Settings(KernelSettings):
             shapes = [kernel.tiny] if self.smoke else sizes
             columns.append([[Task(name, shape, dtype, what) for what in passes] for shape in shapes])
         return [task for row in zip_longest(*columns, fillvalue=[]) for tasks in row for task in tasks]
+
+    def why_idle(self, device: torch.device) -> str:
+        """Why there is nothing to measure, empty if there is."""
+        kernels, names = list(dict.fromkeys(task.kernel for task in self.tasks(device))), self.kernels()
+        if not kernels:
+            dtypes = {name: (None, *KERNELS[name].dtypes) for name in names}
+            return "; ".join(
+                f"{name} has no forward pass"
+                if self.dtype in dtypes[name]
+                else f"{name} is not measured in {self.dtype}"
+                for name in names
+            )
+        present = chain.from_iterable(KERNELS[name].candidates for name in kernels)
+        return self.idle(all_candidates(), device, present, absent=f"no candidate for {', '.join(kernels)}")
 
 
 def predict(session: Session, task: Task, name: str) -> dict[str, Any]:
@@ -146,11 +159,8 @@ def measured(session: Session, contest: Contest, name: str, task: Task) -> Recor
 
 def names_for(session: Session, task: Task) -> list[str]:
     """The kernel's candidates that are wanted and that run on this device."""
-    out = [OURS] if session.device.type == "cpu" else []
-    if session.settings.smoke:
-        out.append("compiled")  # a compiler takes longer than a smoke run may
-    wanted = session.settings.chosen(all_candidates())
-    return [name for name in KERNELS[task.kernel].candidates if name in wanted and name not in out]
+    wanted = session.settings.timed(all_candidates(), session.device)
+    return [name for name in KERNELS[task.kernel].candidates if name in wanted]
 
 
 def all_candidates() -> list[str]:
@@ -158,13 +168,8 @@ def all_candidates() -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(kernel.candidates for kernel in KERNELS.values())))
 
 
-def check_interpreted(session: Session, tasks: list[Task]) -> None:
-    """On a CPU, put our kernels through the gate on tiny shapes, and say so."""
-    if OURS not in session.settings.chosen(all_candidates()):
-        return
-    if not INTERPRETED:
-        print(f"{OURS}: {INTERPRETER}; nor checked, because TRITON_INTERPRET=1 is not set")
-        return
+def gate_ours(session: Session, tasks: list[Task]) -> str:
+    """Our kernels through the gate on tiny shapes: which passed. Those that did not are the session's faults."""
     errors: dict[str, float] = {}
     for task in dict.fromkeys(replace(task, sizes=KERNELS[task.kernel].interpreted) for task in tasks):
         kernel = KERNELS[task.kernel]
@@ -173,8 +178,7 @@ def check_interpreted(session: Session, tasks: list[Task]) -> None:
             errors[task.kernel] = max(errors.get(task.kernel, 0.0), kernel.gate(OURS, function, task, inputs))
         except WrongResultError as wrong:
             session.faults.append(f"{task.kernel}: {wrong}")
-    checked = ", ".join(f"{name} within {error:.1e}" for name, error in errors.items())
-    print(f"{OURS}: {INTERPRETER}; gate: equals float64: {checked or 'nothing'}")
+    return f"in {', '.join(f'{name} within {error:.1e}' for name, error in errors.items()) or 'nothing'}"
 
 
 def cells(record: Record) -> list[str]:
@@ -213,11 +217,10 @@ def run(settings: Settings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         settings = replace(settings, rounds=2)
-    settings.chosen(all_candidates())  # before anything is opened or measured
-    session = open_session("fused", settings)
-    tasks = settings.tasks(session.device)
-    if session.device.type == "cpu":
-        check_interpreted(session, tasks)
+    device = choose_device(settings.device)
+    session, tasks = open_session("fused", settings, settings.why_idle(device)), settings.tasks(device)
+    if tasks and device.type == "cpu":
+        check_interpreted(session, all_candidates(), partial(gate_ours, session, tasks))
         if not settings.smoke:
             print("on a CPU shapes are scaled down to what it computes in a moment")
     calls = (settings.rounds or ROUNDS) + 6

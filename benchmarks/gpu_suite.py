@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,13 +217,15 @@ def run_steps(steps: Iterable[Step], settings: Settings, results: Path) -> list[
     return outcomes
 
 
-def show(outcomes: Iterable[Outcome]) -> None:
+def show(outcomes: Sequence[Outcome]) -> None:
     """How every step went, as a table."""
     table = Table(title="gpu_suite", title_justify="left")
-    for column in ("step", "outcome", "time", ""):
+    columns = ["step", "outcome", "time", *["remark"] * any(done.remark for done in outcomes)]
+    for column in columns:
         table.add_column(column, justify="right" if column == "time" else "left")
     for done in outcomes:
-        table.add_row(done.step.name, done.status, format_seconds(done.seconds), done.remark)
+        cells = (done.step.name, done.status, format_seconds(done.seconds), done.remark)
+        table.add_row(*cells[: len(columns)])
     console.console().print(table, markup=False)
 
 
@@ -284,6 +286,8 @@ def main(**options: Any) -> None:
         if settings.pack:
             pack(settings.pack, results, (log_of(step, settings) for step in steps))
     show(outcomes)
+    if all(done.status == "left out" for done in outcomes):
+        raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(done.remark for done in outcomes))}")
     if wrong := [f"{done.step.name} ({done.status})" for done in outcomes if done.status in ("failed", "stopped")]:
         raise UserError(f"{len(wrong)} of {len(outcomes)} steps went wrong: {', '.join(wrong)}")
 

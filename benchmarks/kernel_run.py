@@ -10,7 +10,7 @@ import click
 import torch
 from rich.table import Table
 
-from benchmarks.contest import Patience, Refusal, Stopwatch
+from benchmarks.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.harness import WrongResultError
 from benchmarks.plan import measure_once
 from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
@@ -20,10 +20,12 @@ from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, environment, usable_memory
 from cs336_systems.precision import set_matmul_precision
+from kernels.backend import INTERPRETED
 
 DtypeName = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 UNIT_ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
 
 Shape = TypeVar("Shape")
 
@@ -61,6 +63,22 @@ class KernelSettings:
                 raise UserError(f"no candidate {name!r}; choose from {', '.join(known)}")
         return [name for name in known if name in (self.candidate or known)]
 
+    def left_out(self, device: torch.device) -> dict[str, str]:
+        """Which candidates are not timed here, and why: what each is."""
+        ours = {OURS: INTERPRETER} if device.type == "cpu" else {}
+        return ours | ({"compiled": "left out of smoke runs, which it would make long"} if self.smoke else {})
+
+    def timed(self, candidates: Iterable[str], device: torch.device) -> list[str]:
+        """The candidates that were asked for and are timed here. Raises UserError for one that does not exist."""
+        return [name for name in self.chosen(candidates) if name not in self.left_out(device)]
+
+    def idle(self, candidates: Iterable[str], device: torch.device, present: Iterable[str], absent: str = "") -> str:
+        """Why no candidate is timed, empty if one is; those that are not `present` are `absent`."""
+        known, here, reasons = list(candidates), set(present), self.left_out(device)
+        if here.intersection(self.timed(known, device)):
+            return ""
+        return "; ".join(f"{name} is {reasons[name] if name in here else absent}" for name in self.chosen(known))
+
 
 @dataclass
 class Session:
@@ -74,6 +92,7 @@ class Session:
     usable: int
     stamp: dict[str, Any]
     path: Path | None
+    idle: str = ""  # why there is nothing to measure, if so
     records: list[Record] = field(default_factory=list)
     notes: dict[str, list[str]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -100,14 +119,42 @@ class Session:
         self.notes.setdefault(reason, []).append(where)
 
 
-def open_session(benchmark: str, settings: KernelSettings) -> Session:
-    """Look at the machine and open the file of records. Raises UserError for what is not there."""
+def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Session:
+    """Look at the machine and open the file of records, unless there is a reason why there will be none.
+
+    Raises UserError for what is not there.
+    """
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
     folder = settings.results or RESULTS / machine_name(device, settings.machine)
-    path = None if settings.smoke else open_records(folder, benchmark)
+    path = None if settings.smoke or idle else open_records(folder, benchmark)
     stamp, patience = environment(device, settings.commit), Patience(settings.patience)
-    return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path)
+    return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path, idle)
+
+
+def check_interpreted(session: Session, candidates: Iterable[str], check: Callable[[], str]) -> None:
+    """On a CPU, put our kernel through the gate and say so; `check` does it, and returns on what.
+
+    A result that is wrong is one of the session's faults.
+    """
+    if OURS not in session.settings.chosen(candidates):
+        return
+    start = f"{OURS}: {INTERPRETER}"
+    if not INTERPRETED:
+        print(f"{start}; nor checked, because TRITON_INTERPRET=1 is not set")
+        return
+    try:
+        print(f"{start}; gate: equals float64 {check()}")
+    except UnavailableError as reason:
+        print(f"{start}; nor checked: {reason}")
+    except WrongResultError as wrong:
+        session.faults.append(str(wrong))
+
+
+def raise_faults(session: Session) -> None:
+    """Raises WrongResultError if a result was wrong."""
+    if session.faults:
+        raise WrongResultError("; ".join(dict.fromkeys(session.faults)))
 
 
 def hold_contests(
@@ -119,8 +166,11 @@ def hold_contests(
 ) -> None:
     """Hold a contest for each shape while the budget lasts, about `expected` seconds in all, then print.
 
-    Raises WrongResultError in the end if a result was wrong.
+    Raises WrongResultError in the end if a result was wrong, and UserError if there is nothing to measure.
     """
+    if session.idle:
+        raise_faults(session)
+        raise UserError(f"nothing to measure: {session.idle}")
     budget, begun = session.settings.budget, time.monotonic()
     try:
         with console.progress(session.benchmark, len(shapes), expected) as advance:
@@ -137,13 +187,7 @@ def hold_contests(
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
     if session.path:
         print(f"{len(session.records)} records appended to {session.path}")
-    if session.faults:
-        raise WrongResultError("; ".join(dict.fromkeys(session.faults)))
-
-
-def format_ms(milliseconds: float) -> str:
-    """Like `format_seconds`, but 0.0123 -> `12.3 us`: kernels are short."""
-    return format_seconds(milliseconds / 1e3) if milliseconds >= 0.9995 else f"{milliseconds * 1e3:.3g} us"
+    raise_faults(session)
 
 
 def time_cells(record: Record) -> list[str]:

@@ -8,13 +8,13 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.contest import OURS, Contest, Refusal, refuse
-from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
+from benchmarks.contest import OURS, Contest, Refusal, format_ms, refuse
+from benchmarks.harness import ratios, summarise, suspicions
 from benchmarks.kernel_run import (
     DtypeName,
     KernelSettings,
     Session,
-    format_ms,
+    check_interpreted,
     hold_contests,
     open_session,
     show_table,
@@ -37,7 +37,7 @@ from benchmarks.norm_candidates import (
 from benchmarks.records import Record
 from cs336_systems import console
 from cs336_systems.console import format_bytes, setting
-from kernels.backend import INTERPRETED
+from cs336_systems.machine import choose_device
 
 COPY = "copy"
 ROUNDS = 15
@@ -54,7 +54,6 @@ CAPTION = (
     "/ best other: time over the fastest other's. predicted: bytes / the rate of a large copy. host: for how long one "
     "call on 16 x 1024 keeps it busy; on a CPU, how long it takes"
 )
-INTERPRETER = "not timed on a CPU, where Triton has an interpreter only"
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def hold(session: Session, shape: Shape) -> None:
     predicted = predict(session, shape)
     seconds, playing = predicted["median_ms"] / 1e3, []
     contest = Contest(session.clock)
-    names = [name for name in session.settings.chosen(CANDIDATES) if name not in left_out(session)]
+    names = session.settings.timed(CANDIDATES, session.device)
     refusal: Refusal | None = None
     if (need := memory_needed(shape)) > session.usable:
         reason = f"needs {format_bytes(need)}, {format_bytes(session.usable)} usable"
@@ -142,28 +141,13 @@ def measured(
     return Record(session.benchmark, config, session.stamp, samples, metrics, predicted, flags)
 
 
-def left_out(session: Session) -> list[str]:
-    """What is not timed on this device: our kernel on a CPU, and compilers where a few seconds must do."""
-    on_cpu = [OURS] if session.device.type == "cpu" else []
-    return [*on_cpu, "compiled"] if session.settings.smoke else on_cpu
-
-
-def check_interpreted(session: Session, shapes: list[Shape]) -> None:
-    """On a CPU, put our kernel through the gate on a few rows, and say so."""
-    if OURS not in session.settings.chosen(CANDIDATES):
-        return
-    if not INTERPRETED:
-        print(f"{OURS}: {INTERPRETER}; nor checked, because TRITON_INTERPRET=1 is not set")
-        return
-    error = 0.0
+def gate_ours(session: Session, shapes: list[Shape]) -> str:
+    """Our kernel through the gate on a few rows: the error, and on what. Raises WrongResultError."""
+    error, columns = 0.0, min(shape.columns for shape in shapes)
     for what, dtype in dict.fromkeys((shape.what, shape.dtype) for shape in shapes):
-        few = Shape(8, min(shape.columns for shape in shapes), dtype, what)
-        try:
-            error = max(error, gate(OURS, ours, CANDIDATES[OURS], few, Inputs(few, session.device)))
-        except WrongResultError as wrong:
-            session.faults.append(str(wrong))
-            return
-    print(f"{OURS}: {INTERPRETER}; gate: equals float64 within {error:.1e} on 8 x {few.columns}")
+        few = Shape(8, columns, dtype, what)
+        error = max(error, gate(OURS, ours, CANDIDATES[OURS], few, Inputs(few, session.device)))
+    return f"within {error:.1e} on 8 x {columns}"
 
 
 def cells(record: Record) -> list[str]:
@@ -195,11 +179,12 @@ def run(settings: Settings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
-    names = settings.chosen(CANDIDATES)
-    session = open_session("norms", settings)
-    shapes = settings.shapes(session.device)
-    if session.device.type == "cpu":
-        check_interpreted(session, shapes)
+    device = choose_device(settings.device)
+    names = settings.timed(CANDIDATES, device)
+    session = open_session("norms", settings, idle=settings.idle(CANDIDATES, device, present=CANDIDATES))
+    shapes = settings.shapes(device)
+    if device.type == "cpu":
+        check_interpreted(session, CANDIDATES, partial(gate_ours, session, shapes))
         if fewer := [shape for shape in shapes if shape.rows != settings.rows]:
             print(f"on a CPU rows are scaled down to {CPU_ELEMENTS // 2**20} M elements a tensor ({fewer[0]}, ...)")
     calls = (settings.rounds or ROUNDS) + 4

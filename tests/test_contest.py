@@ -42,14 +42,32 @@ def test_candidates_take_turns_and_are_refused_for_a_reason():
     held.entries["c"] = Entry({}, 0.0, samples={"forward": [5.0, 5.0, 5.0]})
     assert held.against_others("a", "forward")["best_other"] == "b"
     assert held.against_others("a", "forward", ignored=["b", "c"]) == {}
-    with pytest.raises(RuntimeError, match="CUDA error"):
-        contest.refuse("ours", RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+@pytest.mark.parametrize("driver", ["CUDA error: ", "Triton Error [CUDA]: "])
+def test_a_lost_device_ends_the_run_but_memory_that_ran_out_one_candidate(driver):
+    lost, full = (RuntimeError(driver + what) for what in ("an illegal memory access was encountered", "out of memory"))
+    for name in ("ours", "liger"):
+        with pytest.raises(RuntimeError, match="an illegal memory access"):
+            contest.refuse(name, lost)
+        assert contest.refuse(name, full) == contest.Refusal("out-of-memory", "out of memory")
+
+    def explode():
+        if timed:
+            raise full
+
+    held, timed = Contest(Stopwatch(CPU)), False
+    held.enter("ours", lambda: Entry({"forward": explode}, 0.0))
+    timed = True
+    held.play(2)
+    assert held.refusals["ours"].status == "out-of-memory"
 
 
 def test_patience_learns_from_the_last_shape():
     patience = Patience(8.0)
     assert patience.objection("slow", 1.1) == ""
     assert patience.objection("slow", 1.2) == "about 1.2 s a call"
+    assert Patience(0.0).objection("quick", 2.29e-6) == "about 2.29 us a call"
     patience.learn("slow", 0.1, 1.001)
     assert patience.expected("slow", 0.3) == pytest.approx(3.0)
     assert patience.objection("slow", 0.3)

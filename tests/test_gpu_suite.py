@@ -91,6 +91,23 @@ def test_all_well_is_exit_code_0_and_the_results_are_packed(fakes, capsys):
     assert "packed into new/all.tar.gz" in capsys.readouterr().out
 
 
+def test_the_table_has_remarks_only_where_there_are_any(fakes, capsys):
+    fakes(fake("ok"))
+    assert suite() == 0
+    assert [line.count("┃") for line in capsys.readouterr().out.splitlines() if "outcome" in line] == [4]
+    fakes(fake("ok"), fake("two", gpus=2))
+    assert suite() == 0
+    (head,) = (line for line in capsys.readouterr().out.splitlines() if "outcome" in line)
+    assert "remark" in head
+
+
+def test_no_time_at_all_is_one_line_and_exit_code_2(fakes, capsys):
+    folder = fakes(fake("ok"))
+    assert suite("--minutes", "0") == 2
+    assert capsys.readouterr().err.splitlines() == ["error: nothing to measure: the 0 minutes are used up"]
+    assert not list(folder.glob("logs/*"))
+
+
 def test_a_step_that_hangs_is_stopped_with_all_it_started(fakes, capsys):
     folder = fakes(fake("hang", seconds=1.0), fake("ok"))
     begun = time.monotonic()
@@ -130,8 +147,11 @@ def test_sigterm_ends_the_step_under_way_and_still_packs(fakes, monkeypatch, cap
 
 def test_steps_without_gpus_or_time_are_left_out(fakes, capsys):
     folder = fakes(fake("two", gpus=2), fake("ok", seconds=40.0))
-    assert suite("--minutes", "0.2") == 0
-    shown = " ".join(capsys.readouterr().out.split())
+    assert suite("--minutes", "0.2") == 2
+    captured = capsys.readouterr()
+    reasons = "needs 2 GPUs, 1 here; the 0.2 minutes are used up"
+    assert captured.err.splitlines() == [f"error: nothing to measure: {reasons}"]
+    shown = " ".join(captured.out.split())
     assert "two: left out (0 ms) needs 2 GPUs, 1 here" in shown
     assert "ok: left out (0 ms) the 0.2 minutes are used up" in shown
     assert list((folder / "logs").iterdir()) == []

@@ -2,13 +2,13 @@
 
 import json
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import attention, attention_candidates, kernel_run, norm_candidates, norms
 from benchmarks.attention_candidates import Inputs, Task, flops, peak_bytes, some_queries
+from benchmarks.contest import UnavailableError
 from benchmarks.harness import WrongResultError
 from benchmarks.norm_candidates import Shape, bytes_moved
 from cs336_systems.console import run_command
@@ -225,6 +225,18 @@ def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, 
 
 
 @needs_interpreter
+def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
+    with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
+        attention_candidates.load_ours(Task("flash", 1, 32, 129, "fp32", causal=True), CPU)
+    attention_candidates.load_ours(Task("flash", 1, 32, 128, "fp32", causal=True), CPU)
+    options = ("--dim", "129", "--candidate", "ours", "--candidate", "eager", "--forward", "--smoke")
+    assert run_command(attention.main, ["--device", "cpu", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "ours: not timed on a CPU" in shown
+    assert "nor checked: takes dims up to 128, not 129" in shown
+
+
+@needs_interpreter
 def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
     monkeypatch.setattr(norms, "ours", lambda x, weight: x)
     assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 2
@@ -252,15 +264,6 @@ def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp,
     assert len(errors) == 1
     assert errors[0].startswith(line)
     assert not (in_tmp / "results").exists()
-
-
-def test_the_budget_lets_no_other_shape_begin(in_tmp, monkeypatch, capsys):
-    ticks = iter(range(100))
-    monkeypatch.setattr(kernel_run, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
-    assert run_command(norms.main, [*TINY_NORM, "--columns", "32", "--budget", "1.5"]) == 0
-    assert {(r["config"]["columns"], r["config"]["pass"]) for r in lines(in_tmp, "norms")} == {(64, "forward")}
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "not begun: the budget of 1.5 s is used up: 32 x 64 fp32 forward-backward; 32 x 32 fp32 forward;" in shown
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):

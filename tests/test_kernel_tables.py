@@ -11,18 +11,28 @@ STAMP = {"device": "NVIDIA H200", "threads": 1, "torch": "2.11", "commit": "abc"
 TIMES = {"median_ms": 1.0, "mean_ms": 1.0, "std_ms": 0.01}
 
 
-def norm(columns: int, what: str, candidate: str = "ours", **metrics: Any) -> Record:
-    config = {"candidate": candidate, "pass": what, "rows": 8, "columns": columns, "dtype": "bf16"}
+def norm(
+    columns: int, what: str, candidate: str = "ours", rows: int = 32_768, dtype: str = "bf16", **metrics: Any
+) -> Record:
+    config = {"candidate": candidate, "pass": what, "rows": rows, "columns": columns, "dtype": dtype}
     metrics = TIMES | {"bytes_per_s": 4e12, "copy_fraction_median": 0.97, "ratio_median": 0.9} | metrics
     return Record("norms", config, STAMP, [1.0], metrics, {"median_ms": 0.9})
 
 
-def attention(dim: int, causal: bool, what: str, **metrics: Any) -> Record:
+def attention(dim: int, causal: bool, what: str, dtype: str = "bf16", **metrics: Any) -> Record:
     config = {"candidate": "ours", "pass": what, "grid": "leaderboard", "batch": 16, "seq": 16384, "dim": dim}
-    config |= {"dtype": "bf16", "causal": causal, "keeps": causal}
+    config |= {"dtype": dtype, "causal": causal, "keeps": causal}
     return Record(
         "attention", config, STAMP, [1.0], TIMES | {"mfu": 0.5, "flops_per_s": 4e14} | metrics, {"median_ms": 1.0}
     )
+
+
+def fused(kernel: str, what: str, dtype: str = "bf16", **metrics: Any) -> Record:
+    config = {"candidate": "ours", "kernel": kernel, "pass": what, "dtype": dtype}
+    sizes = {"tokens": 8, "d_model": 16, "vocab": 64} if kernel == "cross-entropy" else {"rows": 8, "columns": 64}
+    config |= {"layers": 12, "d_model": 16, "vocab": 64} if kernel == "adamw" else sizes
+    metrics = TIMES | {"flops": 0, "bytes_per_s": 4e12, "floor_fraction_median": 0.93} | metrics
+    return Record("fused", config, STAMP, [1.0], metrics, {"median_ms": 0.9})
 
 
 def write(folder, *records: Record) -> None:
@@ -54,37 +64,77 @@ def test_the_worst_of_our_own_counts(tmp_path):
     assert found[2:4] == ["1.10", "21.0 us"]
 
 
+def test_only_the_shapes_that_the_benchmark_names_count(tmp_path):
+    for what in ("forward", "forward-backward"):
+        good, bad = {"ratio_median": 0.8, "host_us": 9.0}, {"copy_fraction_median": 0.1, "ratio_median": 3.0}
+        bad["host_us"] = 90.0
+        named = norm(8192, what, rows=50_000, dtype="fp32", copy_fraction_median=0.96, **good)
+        unnamed = [norm(8192, what, rows=8, **bad), norm(8192, what, dtype="fp32", **bad), norm(1000, what, **bad)]
+        unnamed.append(norm(8192, what, rows=50_000, **bad))  # the course's, but in bf16
+        write(tmp_path / GPU_MACHINE, *unnamed)
+        wide = norm(
+            65_536, what, copy_fraction_median=0.5, host_us=12.0, ratio_median=0.85
+        )  # named, beyond 32K columns
+        write(tmp_path / GPU_MACHINE, named, wide)
+    assert list(measured(tmp_path).values())[:4] == ["96%", "96%", "0.85", "12.0 us"]
+
+
 def test_attention_and_the_loss(tmp_path):
-    loss = Record("fused", {"candidate": "ours", "kernel": "cross-entropy"}, STAMP, [1.0], {"floor_ratio_median": 1.2})
+    loss = fused("cross-entropy", "forward-backward", floor_ratio_median=1.2)
+    exact = fused("cross-entropy", "forward-backward", dtype="fp32", floor_ratio_median=9.9)
     fast = attention(64, True, "forward-backward", median_ms=5.0)
-    write(tmp_path / GPU_MACHINE, attention(128, False, "forward", flops_per_s=4.5e14), fast, loss)
+    slow = attention(64, True, "forward-backward", dtype="fp32", median_ms=50.0)
+    write(tmp_path / GPU_MACHINE, attention(128, False, "forward", flops_per_s=4.5e14), fast, slow, loss, exact)
     assert list(measured(tmp_path).values())[4:] == ["450 TFLOP/s", "5 ms", "1.20"]
 
 
 def test_records_become_rows(tmp_path):
-    missing = replace(norm(1024, "forward", "quack"), status="unsupported", flags=["quack is not installed"])
-    wrong = replace(norm(1024, "forward", "torch"), status="unsupported", flags=["wrong result: off"], metrics={})
-    write(tmp_path / "test-gpu", norm(1024, "forward"), missing, wrong, attention(64, True, "forward"))
+    full = replace(norm(1024, "forward-backward", "torch"), status="out-of-memory", flags=["needs 2 GiB"], metrics={})
+    write(tmp_path / "test-gpu", norm(1024, "forward-backward"), full, attention(64, True, "forward-backward"))
     norms, attentions = kernel_tables(tmp_path)
     assert norms.startswith("**NVIDIA H200**, 1 threads, torch 2.11, norms:")
-    assert "| 8 x 1024 bf16 | forward | ours | 1 ms ± 1% | 900 us | 4000 | 97% |" in norms
-    assert "| 8 x 1024 bf16 | forward | torch | wrong result: off |  |  |  |" in norms
-    assert "quack" not in norms
-    assert "| 16 x 16384 x 64 bf16 causal | forward | ours | 1 ms ± 1% | 1 ms | 400 T | 50% |" in attentions
+    assert "| 32768 x 1024 bf16 | forward-backward | ours | 1 ms ± 1% | 900 us | 4000 | 97% |" in norms
+    assert "| 32768 x 1024 bf16 | forward-backward | torch | needs 2 GiB |  |  |  |" in norms
+    assert "| 16 x 16384 x 64 bf16 causal | forward-backward | ours | 1 ms ± 1% | 1 ms | 400 T | 50% |" in attentions
     assert measured_tables(tmp_path, "kernels") == f"{norms}\n\n{attentions}"
 
 
+def rows(table: str) -> list[list[str]]:
+    """The first three cells of each row."""
+    return [line.strip("| ").split(" | ")[:3] for line in table.splitlines()[4:]]
+
+
+def test_only_whole_passes_are_shown_in_the_order_of_their_records(tmp_path):
+    refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["no such columns"])
+    passes = ("forward", "forward-backward")
+    write(tmp_path / "test-gpu", *(norm(4096, what, dtype=dtype) for dtype in ("fp32", "bf16") for what in passes))
+    write(tmp_path / "test-gpu", refused, norm(1024, "forward-backward"))
+    kept = [attention(64, True, what) for what in ("forward", "backward", "forward-backward")]
+    write(tmp_path / "test-gpu", *kept, attention(128, False, "forward"))
+    write(tmp_path / "test-gpu", *(fused("swiglu", what) for what in passes), fused("adamw", "step", "fp32"))
+    norms, attentions, others = map(rows, kernel_tables(tmp_path))
+    assert norms == [
+        ["32768 x 4096 fp32", "forward", "ours"],
+        ["32768 x 4096 fp32", "forward-backward", "ours"],
+        ["32768 x 4096 bf16", "forward-backward", "ours"],
+        ["32768 x 1024 bf16", "forward-backward", "ours"],
+    ]
+    assert [row[:2] for row in attentions] == [
+        ["16 x 16384 x 64 bf16 causal", "forward-backward"],
+        ["16 x 16384 x 128 bf16", "forward"],
+    ]
+    assert [row[:2] for row in others] == [["swiglu 8 x 64 bf16", "both"], ["adamw 12 x 16 x 64 fp32", "step"]]
+
+
+def test_records_that_show_nothing_have_no_table(tmp_path):
+    refused = replace(norm(2048, "forward-backward", "quack"), status="unsupported", flags=["quack is not installed"])
+    write(tmp_path / "test-gpu", refused)
+    (tmp_path / "test-gpu/attention.jsonl").touch()
+    assert kernel_tables(tmp_path) == []
+
+
 def test_fused_kernels_stand_beside_their_floor(tmp_path):
-    config = {
-        "candidate": "ours",
-        "kernel": "swiglu",
-        "pass": "forward-backward",
-        "rows": 8,
-        "columns": 64,
-        "dtype": "bf16",
-    }
-    metrics = TIMES | {"flops": 0, "bytes_per_s": 4e12, "floor_fraction_median": 0.93}
-    write(tmp_path / "test-gpu", Record("fused", config, STAMP, [1.0], metrics, {"median_ms": 0.9}))
+    write(tmp_path / "test-gpu", fused("swiglu", "forward-backward"))
     (table,) = kernel_tables(tmp_path)
     assert "| swiglu 8 x 64 bf16 | both | ours | 1 ms ± 1% | 900 us | 4 TB/s | 93% |" in table
 

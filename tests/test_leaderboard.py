@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import leaderboard, leaderboard_step
+from benchmarks import attention_candidates, leaderboard, leaderboard_step
 from benchmarks.harness import WrongResultError
 from benchmarks.leaderboard_step import FULL, TINY, Step, gate_step, largest_step
 from cs336_systems import attention
@@ -84,8 +84,74 @@ def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch
     assert 0 < metrics["gate_error"] < 0.1
     assert metrics["peak_memory_bytes"] >= 0
     assert metrics["flops_per_s"] == pytest.approx(1e3 * done["predicted"]["flops"] / metrics["median_ms"])
-    assert metrics["published_on"] == "two B200"
-    assert "2 records appended" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 records appended" in shown
+    assert "step-2026: 1 layer of width 32, batch 2 x 32 (the board's" in shown
+    assert "published_on" not in metrics  # of another model
+    assert "best published" not in shown
+
+
+def test_the_published_best_stands_beside_its_own_model_however_deep(monkeypatch, capsys):
+    full = replace(TINY, num_layers=4)
+    monkeypatch.setattr(leaderboard, "FULL", full)
+    monkeypatch.setattr(leaderboard, "gate_step", lambda *_: 0.0)
+    monkeypatch.setattr(leaderboard, "time_step", lambda *_: ([2.0, 2.0], None))
+    hardware = Hardware("fast", 1e15, 1e15, "made up")
+    for model, known in ((full, True), (replace(full, num_layers=2), True), (replace(full, d_ff=32), False)):
+        monkeypatch.setattr(leaderboard, "LAPTOP", model)
+        record = leaderboard.finish(leaderboard.run_step(leaderboard.Settings(), CPU, hardware), hardware, {})
+        assert ("published_best_ms" in record.metrics) == known
+        shown = capsys.readouterr().out
+        assert ("best published, the whole task on two B200: 3.8 s" in shown) == known
+        assert f"{model.num_layers} layers of width" in shown
+
+
+def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
+    task, cuda = attention_candidates.Task("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda")
+    hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
+
+    def right(q, k, v):
+        return reference.attention(q, k, v, True)[0]
+
+    def compiler(found):
+        return lambda function, device: found
+
+    def clock(flash, seconds, device):
+        timed.append(flash)
+        return [2.0, 2.0]
+
+    monkeypatch.setattr(leaderboard, "TASK", task)
+    monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
+    monkeypatch.setattr(leaderboard, "Inputs", lambda task, device: attention_candidates.Inputs(task, CPU))
+    monkeypatch.setattr(leaderboard, "time_attention", clock)
+    monkeypatch.setattr(leaderboard, "compiled", compiler(compiled := lambda q, k, v: right(q, k, v)))
+    fields = leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+    assert timed == [compiled]
+    leaderboard.finish(fields, hardware, {})
+    assert "best published, the whole task on an H100: 5.36 ms" in capsys.readouterr().out
+    monkeypatch.setattr(leaderboard, "compiled", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
+    with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
+        leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+    assert len(timed) == 1
+
+
+def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkeypatch):
+    triton, calls, task = pytest.importorskip("triton.testing"), [], replace(leaderboard.TASK, batch=2, seq=8, dim=4)
+
+    def flash(q, k, v):
+        assert q.shape == (2, 8, 4)
+        q.register_hook(lambda grad: calls.append("backward"))
+        calls.append("forward")
+        return q + k + v
+
+    def bench(run, rep, warmup, return_mode):
+        run()
+        return [rep, warmup]
+
+    monkeypatch.setattr(leaderboard, "TASK", task)
+    monkeypatch.setattr(triton, "do_bench", bench)
+    assert leaderboard.time_attention(flash, 2.0, CPU) == [2000.0, 200.0]
+    assert calls == ["forward", "backward"]
 
 
 def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
