@@ -29,7 +29,7 @@ $(VENV)/.other-triton: $(VENV)/.installed
 	@touch $@
 
 test: $(VENV)/.installed $(VENV)/.other-triton ## run the test suite (no GPU needed)
-	$(RUN) -m pytest -q
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
 
 lint: $(VENV)/.installed ## check style and formatting
 	$(RUN) -m ruff check .
