@@ -22,7 +22,7 @@ demo: $(VENV)/.installed ## train a small language model and print a benchmark t
 	$(RUN) -m benchmarks.e2e --size tiny --results runs/demo
 	$(RUN) -m benchmarks.e2e --size small --batch-size 2 --steps 2 --results runs/demo
 
-# The version of the GPU machines, for the test that reads kernels' machine code; there is none but for Linux.
+# The version of the GPU machines, for the test that reads kernels' generated code; there is none but for Linux.
 $(VENV)/.other-triton: $(VENV)/.installed
 	@[ "$$(uname)" != Linux ] || \
 		$(RUN) -m pip install --quiet --quiet --no-deps --upgrade --target $(VENV)/triton-3.6.0 triton==3.6.0

@@ -1,5 +1,6 @@
 """What `benchmarks.fused` has to know of a kernel, and the two that work row by row: SwiGLU, and RMSNorm of a sum."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +72,7 @@ def make_copy(nbytes: int, device: torch.device) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-class Kernel:
+class Kernel(ABC):
     """What the benchmark has to know of a kernel: shapes, candidates, costs, floor, and how to check a result."""
 
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
@@ -89,13 +90,13 @@ class Kernel:
         """FLOPs of the matrix products."""
         return 0.0
 
+    @abstractmethod
     def moved(self, task: Task, device: torch.device) -> int:
         """The least that a pass reads and writes, in bytes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def peak_bytes(self, name: str, task: Task) -> int:
         """What a candidate needs at its peak, inputs and results included."""
-        raise NotImplementedError
 
     def other_bytes(self, task: Task) -> int:
         """What is in memory besides: the floor's tensors, and what candidates keep between their turns."""
@@ -105,17 +106,17 @@ class Kernel:
         """What the gate needs, if that is more than the pass does."""
         return 0
 
+    @abstractmethod
     def inputs(self, task: Task, device: torch.device) -> Any:
         """Inputs, random but the same for all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gate(self, name: str, function: Function, task: Task, inputs: Any) -> float:
         """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_pass(self, function: Function, task: Task, inputs: Any) -> Callable[[], object]:
         """What is timed, without arguments."""
-        raise NotImplementedError
 
     def make_floor(self, task: Task, device: torch.device) -> Callable[[], object]:
         """What no candidate can be faster than."""

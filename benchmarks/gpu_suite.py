@@ -27,7 +27,9 @@ from cs336_systems.console import format_seconds, setting
 from cs336_systems.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = ("rmsnorm", "flash_attention", "cross_entropy", "swiglu", "fused_adamw", "weighted_sum", "gpu")
+TESTS = (
+    "rmsnorm", "flash_attention", "cross_entropy", "swiglu", "fused_adamw", "fused_adamw_state", "weighted_sum", "gpu",
+)  # fmt: skip
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
 LEAST = 15.0  # seconds for which no step is worth beginning

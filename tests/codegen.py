@@ -1,4 +1,4 @@
-"""Compile kernels for an H100 or H200 (sm_90) without one, and count what the machine code holds.
+"""Compile kernels for an H100 or H200 (sm_90) without one, and count what the generated code holds.
 
 Run as a program (without TRITON_INTERPRET): `python -m tests.codegen`. The project's own launchers are called with
 small tensors on the CPU; in place of a launch, the kernel is compiled with the very arguments, constants and number of

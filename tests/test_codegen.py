@@ -1,4 +1,4 @@
-"""The machine code of every kernel for an H100 or H200, read without one: no spills, wide loads, tensor cores.
+"""The code generated from every kernel for an H100 or H200, read without one: no spills, wide loads, tensor cores.
 
 With two versions of Triton: the one installed, and 3.6.0, which `make test` puts beside the environment because the GPU
 machines have it. Compilation needs a process whose Triton does not interpret.
