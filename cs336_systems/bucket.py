@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Group, Work, fault
 from cs336_systems.flat import FlatLayout
+from cs336_systems.marks import mark
 
 Verb = Callable[[Tensor, Group, str], Work]
 
@@ -67,6 +68,7 @@ class GradBucket:
             raise TypeError("a sparse gradient cannot lie in a flat buffer; use an embedding with sparse=False")
         self.waiting.discard(parameter)
         self.used.add(parameter)
+        mark("gradients", gradient)
         fits = len(self.parameters) == 1 and self.layout.numel == gradient.numel() and gradient.is_contiguous()
         if self.flat is None and fits and gradient.dtype == self.dtype:
             self.flat = gradient.data.view(-1)  # a bucket of one needs no buffer of its own
@@ -81,6 +83,7 @@ class GradBucket:
     def _view(self, parameter: nn.Parameter) -> Tensor:
         if self.flat is None:
             self.flat = torch.empty(self.layout.numel, dtype=self.dtype, device=parameter.device)
+            mark("gradients", self.flat)
             self.flat[sum(p.numel() for p in self.parameters) :].zero_()
         return self.layout.view(self.flat, self.index[parameter])
 
@@ -122,6 +125,7 @@ class GradBucket:
             mine = self.layout.shard(self.flat, self.group.rank())
             # A copy, since a view would keep the whole buffer alive.
             self.shard = mine.clone() if self.shard is None else self.shard.add_(mine)
+            mark("gradients", self.shard)
             self._free()
 
     def expect_all(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cs336_systems.bucket import GradBucket
 from cs336_systems.comm import Group, Work, all_gather, fault, reduce_scatter
 from cs336_systems.flat import FlatLayout
+from cs336_systems.marks import mark
 from cs336_systems.structure import replaced
 
 
@@ -71,6 +72,7 @@ class Unit:
             self.version = self.shard._version
             torch.autograd.graph.increment_version(self.full)
         self.flat.untyped_storage().resize_(self.nbytes)
+        mark("parameters", self.flat)
         mine = self.layout.shard(self.flat, self.group.rank())
         mine[: self.shard.numel()].copy_(self.shard.view(-1))
         mine[self.shard.numel() :].zero_()

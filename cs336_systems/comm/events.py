@@ -1,8 +1,9 @@
 """A record of every collective: what the tests count, and what the analytic model is compared with."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,13 @@ class Event:
     def bytes_sent(self) -> float:
         """What one rank sends, in bytes."""
         return self.nbytes * SENT[self.algorithm](self.ranks)
+
+    def annotate(self, what: str, number: int, group: str) -> AbstractContextManager[Any]:
+        """A span in a profiler's trace, `wait all-reduce 0#3 bucket 1`: this collective is the group's third. Its name
+        is the same on every rank, which is how traces of several ranks are matched. Nothing without a profiler."""
+        if not torch._C._autograd._profiler_enabled():
+            return nullcontext()
+        return torch.profiler.record_function(f"{what} {self.verb} {group}#{number} {self.label}".rstrip())
 
 
 _recorders: list[list[Event]] = []

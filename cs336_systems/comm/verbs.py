@@ -29,16 +29,20 @@ class Work:
         self.event, self.group, self.finish = event, group, finish
         self.number = sequence(group)
         try:
-            self.pending = [work for work in start() if work is not None]
+            with event.annotate("launch", self.number, group.group_name):
+                self.pending = [work for work in start() if work is not None]
         except RuntimeError as error:  # a connection that is known to be broken
             raise self._explained(error) from error
 
     def wait(self) -> None:
         pending, self.pending = self.pending, []
         finish, self.finish = self.finish, None
+        if not pending and finish is None:
+            return
         try:
-            for work in pending:
-                work.wait()
+            with self.event.annotate("wait", self.number, self.group.group_name):
+                for work in pending:
+                    work.wait()
         except RuntimeError as error:
             raise self._explained(error) from error
         if finish:

@@ -1,0 +1,90 @@
+"""How far each rank's clock is from rank 0's, by ping-pong."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.comm.group import Group, group_timeout
+
+ROUNDS = 1000  # at most
+PATIENCE = 100  # rounds that may pass without making the interval a tenth smaller
+GOOD = 80_000  # nanoseconds of an interval that is small enough to stop
+NEVER = 2**62
+
+
+@dataclass(frozen=True)
+class Offset:
+    """This rank's clock is `nanoseconds` ahead of rank 0's, give or take `bound`."""
+
+    nanoseconds: int
+    bound: int
+
+
+def clock_offset(group: Group, now: Callable[[], int] = time.time_ns) -> Offset:
+    """This rank's clock against that of the group's first rank; every rank must call this. Rank 0's is (0, 0).
+
+    Rank 0 answers each question with its time, which it read after the question was sent and before the answer came.
+    So each round holds the offset in an interval as wide as the round trip, whatever the way there and back took
+    (Cristian, Probabilistic clock synchronization, 1989, section 3). The offset lies in all of them: their intersection
+    may be narrower than the fastest round's. Its middle is the offset, half its width the bound.
+    """
+    if group.size() == 1:
+        return Offset(0, 0)
+    if dist.get_backend(group) != "gloo":  # messages of a CPU's tensors
+        ranks = dist.get_process_group_ranks(group)
+        group = dist.new_group(ranks, backend="gloo", timeout=group_timeout(group))
+    best = Offset(0, 0)
+    for other in range(1, group.size()):
+        if group.rank() == 0:
+            _answer(other, group, now)
+        elif group.rank() == other:
+            best = _ask(group, now)
+    return best
+
+
+def _answer(other: int, group: Group, now: Callable[[], int]) -> None:
+    question, reply = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    while True:
+        dist.recv(question, group=group, group_src=other)
+        if not question.item():
+            return
+        reply[0] = now()
+        dist.send(reply, group=group, group_dst=other)
+
+
+def _ask(group: Group, now: Callable[[], int]) -> Offset:
+    question, reply = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+
+    def rounds() -> Iterator[tuple[int, int, int]]:
+        for _ in range(ROUNDS):
+            start = now()
+            dist.send(question, group=group, group_dst=0)
+            dist.recv(reply, group=group, group_src=0)
+            end = now()
+            yield start, int(reply.item()), end
+
+    best = narrow(rounds())
+    question.zero_()
+    dist.send(question, group=group, group_dst=0)
+    return best
+
+
+def narrow(rounds: Iterable[tuple[int, int, int]]) -> Offset:
+    """The offset from rounds (sent, the other's time, answered), each in nanoseconds of the clock that was read.
+
+    Takes as many rounds as it needs. A clock set anew between two rounds contradicts what was known: that is forgotten.
+    """
+    low, high, mark, idle = -NEVER, NEVER, 2 * NEVER, 0
+    for sent, theirs, answered in rounds:
+        low, high = max(low, sent - theirs), min(high, answered - theirs)
+        if low > high:
+            low, high, mark = sent - theirs, answered - theirs, 2 * NEVER
+        idle += 1
+        if high - low < 0.9 * mark:
+            mark, idle = high - low, 0
+        if high - low < GOOD or idle >= PATIENCE:
+            break
+    return Offset((low + high) // 2, (high - low + 1) // 2)
