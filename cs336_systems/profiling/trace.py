@@ -1,0 +1,201 @@
+"""A trace of one rank, read from the Chrome-trace JSON that torch.profiler writes, ours or anybody's.
+
+Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading mends what
+torch.profiler gets wrong: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), and the
+spans of gloo's sends and receives, which lie on the thread that posted them although they last until they are waited
+for; they get lanes of their own.
+"""
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.errors import UserError
+
+Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
+OURS = "cs336"  # the key of what capture.py adds to a trace
+COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
+KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
+HOST = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver")
+POSTED = ("gloo:send", "gloo:recv")
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time: [start, end) in nanoseconds since the epoch, on one lane of one process."""
+
+    name: str
+    category: str
+    start: int
+    end: int
+    lane: Lane
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """One event of an allocator: `nbytes` is negative when memory is given back. `total` is the allocator's own sum."""
+
+    time: int
+    address: int
+    nbytes: int
+    device: str  # cpu or cuda
+    total: int
+    lane: Lane
+
+
+@dataclass(frozen=True)
+class Link:
+    """From an operator of the forward pass to the one of backward that autograd made of it: (lane, time) each."""
+
+    source: tuple[Lane, int]
+    target: tuple[Lane, int]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added."""
+
+    spans: list[Span]
+    allocations: list[Allocation]
+    links: list[Link]
+    threads: dict[Lane, str]
+    rank: int
+    world_size: int
+    host: str
+    ours: dict[str, Any]
+    chrome: dict[str, Any]  # the JSON itself, for what writes another
+    base: int  # nanoseconds since the epoch at which the JSON's clock starts
+
+    def named(self, pattern: str) -> list[Span]:
+        """The spans whose name matches a regular expression from its start."""
+        found = re.compile(pattern)
+        return [span for span in self.spans if found.match(span.name)]
+
+    def lanes(self, categories: Iterable[str]) -> dict[Lane, list[Span]]:
+        """The spans of some categories by lane, in order."""
+        wanted = set(categories)
+        result: dict[Lane, list[Span]] = {}
+        for span in self.spans:
+            if span.category in wanted:
+                result.setdefault(span.lane, []).append(span)
+        return result
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
+    try:
+        text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
+        found = json.loads(text, strict=False)
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise UserError(
+            f"{path} is cut short or damaged: {len(data)} bytes that are no whole gzip; profile again"
+        ) from None
+    except json.JSONDecodeError as error:
+        if text.startswith("{") and (error.pos >= len(text) or not text.endswith("}")):
+            raise UserError(
+                f"{path} is cut short: its JSON stops after {len(text)} characters; profile again"
+            ) from None
+        where = (
+            f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!r}"
+            if text
+            else "it is empty"
+        )
+        raise UserError(f"{path} is no whole trace, for it is no JSON: {where}; profile again") from None
+    except RecursionError:
+        raise UserError(f"{path} is no trace of torch.profiler: its JSON is nested too deeply") from None
+    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+        raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
+    return found
+
+
+def write_json(chrome: dict[str, Any], path: Path) -> None:
+    """Write a trace, gzipped if the name ends in .gz."""
+    data = json.dumps(chrome, separators=(",", ":")).encode()
+    path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
+
+
+def read_trace(path: Path) -> Trace:
+    """One rank's trace. Raises UserError for a file that is none."""
+    return parse(read_json(path), path)
+
+
+def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
+    """The trace in a Chrome-trace JSON. Raises UserError for events that lack what every event has."""
+    base, ours = int(chrome.get("baseTimeNanoseconds", 0)), chrome.get(OURS, {})
+    info = chrome.get("distributedInfo", {}) | ours
+    spans, allocations, threads, links = [], [], {}, []
+    ends: dict[Any, dict[str, tuple[Lane, int]]] = {}
+    try:
+        for event in chrome["traceEvents"]:
+            lane, phase = (event.get("pid"), event.get("tid")), event["ph"]
+            time = base + round(1000 * float(event.get("ts", 0)))
+            category = event.get("cat", "")
+            if phase == "X" and category != "Trace":
+                end = time + round(1000 * float(event.get("dur", 0)))
+                spans.append(Span(event["name"], category, time, end, lane, event.get("args", {})))
+            elif phase == "i" and event["name"] == "[memory]":
+                allocations.append(_allocation(event["args"], time, lane))
+            elif phase == "M" and event["name"] == "thread_name":
+                threads[lane] = event["args"]["name"]
+            elif phase in "sf" and category == "fwdbwd":
+                ends.setdefault(event["id"], {})[phase] = (lane, time)
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is no trace of torch.profiler: an event lacks or garbles {error}") from None
+    links = [Link(each["s"], each["f"]) for each in ends.values() if len(each) == 2]
+    spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
+    allocations.sort(key=lambda each: each.time)
+    rank, world = int(info.get("rank", 0)), int(info.get("world_size", 1))
+    host = str(chrome.get("host_name", ""))
+    return Trace(spans, allocations, links, threads, rank, world, host, ours, chrome, base)
+
+
+def _allocation(args: Mapping[str, Any], time: int, lane: Lane) -> Allocation:
+    device = "cpu" if args["Device Type"] == 0 else "cuda"
+    return Allocation(time, int(args["Addr"]), int(args["Bytes"]), device, int(args["Total Allocated"]), lane)
+
+
+def _posted_apart(spans: list[Span]) -> list[Span]:
+    """Sends and receives moved to lanes of their own, as few as leave none crossing another."""
+    free: list[tuple[int, Any]] = []  # when each lane is free again
+    result = []
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.name not in POSTED:
+            result.append(span)
+            continue
+        number = next((i for i, (end, pid) in enumerate(free) if end <= span.start and pid == span.lane[0]), len(free))
+        free[number : number + 1] = [(span.end, span.lane[0])]
+        result.append(replace(span, lane=(span.lane[0], f"in flight {number}")))
+    return result
+
+
+def trace_name(rank: int) -> str:
+    """The file of a rank's trace."""
+    return f"rank{rank}.trace.json.gz"
+
+
+def trace_files(folder: Path) -> list[Path]:
+    """The traces of all ranks in a folder, by rank. Raises UserError if there is none."""
+    found = {}
+    for path in folder.glob("rank*.trace.json*") if folder.is_dir() else ():
+        if match := re.fullmatch(r"rank(\d+)\.trace\.json(\.gz)?", path.name):
+            found[int(match[1])] = path
+    if not found:
+        raise UserError(
+            f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
+        )
+    return [found[rank] for rank in sorted(found)]
