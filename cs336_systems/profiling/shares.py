@@ -1,0 +1,205 @@
+"""What share of the time is what: matrix products, norms, softmax and the loss, and attention's softmax beside its
+products, in time and in FLOPs.
+
+The time is the device's on a GPU, the CPU's self time elsewhere. An operator counts with all that it calls, so a
+product's time includes the copies that it needs.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cs336_systems.console import format_count, format_seconds
+from cs336_systems.profiling.attribution import Placed
+from cs336_systems.profiling.module_table import COLLECTIVES, costs
+from cs336_systems.profiling.op_flops import FACTORS, FUSED, SOFTMAX, SOFTMAX_BACKWARD, operator_flops, softmax_flops
+from cs336_systems.profiling.op_table import COLLECTIVE, share
+from cs336_systems.profiling.tags import kind_of, parse_tag
+
+MATMUL, FUSED_ATTENTION = "matrix products", "fused attention"
+SOFTMAX_LINE, LOSS = "softmax of attention", "loss"
+SCORES, VALUES, PRODUCTS, PROJECTIONS = "scores q k^T", "weights times v", "both products", "projections"
+SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", SOFTMAX, SOFTMAX_BACKWARD)
+MORE_PRODUCTS = ("aten::mv", "aten::addmv", "aten::dot")  # a product with one row or column
+LOSSES = re.compile(r"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|cs336_kernels::linear_cross_entropy)$")
+FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
+BATCHED = ("aten::bmm", "aten::baddbmm")
+NO_SOFTMAX = (
+    "Attention is fused here: its softmax and its products are one operator, so the softmax has no time of its own; "
+    "profile with --attention naive to see it."
+)
+
+
+@dataclass(frozen=True)
+class ShareRow:
+    """What some operators take of the step and of its phases; nanoseconds. Forward and backward need not add up to the
+    total: the optimizer and what lies outside the phases are in the step too."""
+
+    name: str
+    forward: int
+    backward: int
+    total: int
+    forward_whole: int
+    step_whole: int
+
+    @property
+    def of_forward(self) -> float:
+        """Share of the forward pass."""
+        return share(self.forward, self.forward_whole)
+
+    @property
+    def of_step(self) -> float:
+        """Share of the whole step."""
+        return share(self.total, self.step_whole)
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """A part of attention; nanoseconds and FLOPs. What backward recomputes counts for backward."""
+
+    name: str
+    forward: int
+    forward_flops: int
+    backward: int
+    backward_flops: int
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    placed: Placed
+    time: int
+    label: str  # of the outermost operator around it that has one
+    operator: str  # that operator's name
+
+
+def _label(placed: Placed) -> str:
+    name = placed.span.name
+    if name in FACTORS or name in MORE_PRODUCTS:
+        return MATMUL
+    if FUSED.match(name) or FUSED_STAND_IN.match(name):
+        return FUSED_ATTENTION
+    if name in SOFTMAXES and placed.inside("attention"):
+        return SOFTMAX_LINE
+    if COLLECTIVE.match(name):
+        return COLLECTIVES
+    return LOSS if LOSSES.match(name) else ""
+
+
+def _labelled(placed: Sequence[Placed]) -> list[_Labelled]:
+    found: dict[int, tuple[str, str]] = {}
+    result = []
+    for each, time in costs(placed):
+        up = each.node.parent
+        while up is not None and id(up) not in found:  # Python frames are left out
+            up = up.parent
+        label, operator = found[id(up)] if up is not None else ("", "")
+        if not label:
+            label, operator = _label(each), each.span.name
+        found[id(each.node)] = label, operator
+        result.append(_Labelled(each, time, label, operator))
+    return result
+
+
+def norm_name(placed: Sequence[Placed]) -> str:
+    """The class of the model's norms, RMSNorm for example; "norms" if there are several or none."""
+    names = {each.modules[-1][1] for each in placed if each.kind == "norm"}
+    return names.pop() if len(names) == 1 else "norms"
+
+
+def share_rows(placed: Sequence[Placed]) -> list[ShareRow]:
+    """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any.
+
+    Of collectives it is the time to launch them and to wait for them, not what they do meanwhile.
+    """
+    work = _labelled(placed)
+    forward_whole = sum(each.time for each in work if each.placed.phase == "forward")
+    step_whole = sum(each.time for each in work)
+
+    def row(name: str, belongs: Callable[[_Labelled], bool]) -> ShareRow:
+        mine = [each for each in work if belongs(each)]
+        forward, backward = (
+            sum(each.time for each in mine if each.placed.phase == phase) for phase in ("forward", "backward")
+        )
+        return ShareRow(name, forward, backward, sum(each.time for each in mine), forward_whole, step_whole)
+
+    def labelled(label: str) -> ShareRow:
+        return row(label, lambda each: each.label == label)
+
+    norms = row(norm_name(placed), lambda each: each.placed.inside("norm") and each.label != COLLECTIVES)
+    rows = [labelled(MATMUL), labelled(FUSED_ATTENTION), norms, labelled(SOFTMAX_LINE), labelled(LOSS)]
+    rows.append(labelled(COLLECTIVES))
+    return [each for each in rows if each.total or each.name not in (FUSED_ATTENTION, COLLECTIVES)]
+
+
+def attention_rows(placed: Sequence[Placed]) -> list[AttentionRow]:
+    """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
+
+    In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
+    weights and values; backward's four are told together. Empty if the trace has no attention module.
+    """
+    sums: dict[str, list[int]] = {}
+    seen_softmax: dict[str, bool] = {}
+    for each in (each for each in _labelled(placed) if each.placed.inside("attention")):
+        module = next(name for name, kind in reversed(each.placed.modules) if kind_of(kind) == "attention")
+        if (tag := parse_tag(each.placed.span.name)) and tag[0] == module:
+            seen_softmax[module] = False
+        forward = each.placed.phase == "forward"
+        name = _attention_part(each, seen_softmax.get(module, False), forward)
+        seen_softmax[module] = seen_softmax.get(module, False) or each.label == SOFTMAX_LINE
+        flops = _flops(each)
+        row = sums.setdefault(name, [0, 0, 0, 0])
+        row[0 if forward else 2] += each.time
+        row[1 if forward else 3] += flops
+        if name in (SCORES, VALUES):
+            row = sums.setdefault(PRODUCTS, [0, 0, 0, 0])
+            row[0] += each.time
+            row[1] += flops
+    order = (SOFTMAX_LINE, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, "the rest")
+    return [AttentionRow(name, *sums[name]) for name in order if name in sums]
+
+
+def _attention_part(each: _Labelled, after_softmax: bool, forward: bool) -> str:
+    if each.label == MATMUL:
+        if each.operator not in BATCHED:
+            return PROJECTIONS
+        return PRODUCTS if not forward else VALUES if after_softmax else SCORES
+    return each.label if each.label in (SOFTMAX_LINE, FUSED_ATTENTION, COLLECTIVES) else "the rest"
+
+
+def _flops(each: _Labelled) -> int:
+    """FLOPs of one operator, counted where it is the product or the softmax itself."""
+    span = each.placed.span
+    if each.label == SOFTMAX_LINE:
+        return softmax_flops(span.name, span.args) or 0
+    inner = each.label == FUSED_ATTENTION and each.operator != span.name and FUSED.match(each.operator)
+    return 0 if inner else operator_flops(span.name, span.args) or 0
+
+
+def share_lines(placed: Sequence[Placed]) -> list[str]:
+    """The answers in one sentence each, for people."""
+    rows = {row.name: row for row in share_rows(placed)}
+    lines = []
+    for name, row in rows.items():
+        if name == SOFTMAX_LINE and not row.total:
+            continue
+        parts = f"forward {format_seconds(row.forward / 1e9)}, backward {format_seconds(row.backward / 1e9)}"
+        start = f"{name[0].upper()}{name[1:]}: {row.of_step:.2%} of the step"
+        if name == MATMUL and row.forward_whole:
+            start = f"{start}, {row.of_forward:.2%} of the forward pass"
+        lines.append(f"{start} ({parts}).")
+    attention = {row.name: row for row in attention_rows(placed)}
+    if SOFTMAX_LINE not in attention:
+        return [*lines, NO_SOFTMAX] if FUSED_ATTENTION in attention else lines
+    softmax, products = attention[SOFTMAX_LINE], attention.get(PRODUCTS)
+    if products is None or not products.forward:
+        return lines
+    line = (
+        f"In the forward pass attention's softmax takes {softmax.forward / products.forward:.2f} of the time of its "
+        f"two products ({format_seconds(softmax.forward / 1e9)} and {format_seconds(products.forward / 1e9)})"
+    )
+    if softmax.forward_flops and products.forward_flops:
+        line += (
+            f" with {softmax.forward_flops / products.forward_flops:.3f} of their FLOPs "
+            f"({format_count(softmax.forward_flops)} and {format_count(products.forward_flops)})"
+        )
+    return [*lines, f"{line}."]
