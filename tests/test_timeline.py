@@ -1,0 +1,239 @@
+"""The picture of a step: what is drawn, where, and in which words."""
+
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.overlap import last_starts
+from cs336_systems.profiling.step_lanes import Bar, choose_step, lanes_of, pack, steps_of
+from cs336_systems.profiling.svg import Drawing
+from cs336_systems.profiling.timeline_svg import LEFT, RIGHT, VERBS, WIDTH, shortened, timeline, write_timeline
+from cs336_systems.profiling.trace import read_trace, trace_files
+from tests.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
+
+STEP = [
+    event("step 0", 0, 10),
+    event("gloo:all_reduce", 2, 6, GLOO),
+    event("step 1", 100, 300),
+    event("forward", 100, 150),
+    event("blocks.0 (TransformerBlock)", 110, 140),
+    event("aten::mm", 112, 130),
+    event("backward", 150, 220),
+    event("aten::mm", 160, 168),
+    event("aten::mm", 174, 210),
+    event("launch all-reduce 0#1 bucket 0, from head.weight", 170, 172),
+    event("c10d::allreduce_", 171, 172),
+    event("gloo:all_reduce", 180, 230, GLOO),
+    event("synchronise", 220, 240),
+    event("wait all-reduce 0#1 bucket 0, from head.weight", 225, 231),
+    event("launch all-gather 0#2 blocks.0.up.weight", 240, 242),
+    event("gloo:recv", 241, 259),
+    event("wait all-gather 0#2 blocks.0.up.weight", 250, 260),
+    event("aten::mm", 262, 270),
+]
+
+
+def rects(drawing: Drawing) -> list[tuple[float, float, str, str]]:
+    """(left, right, fill, hover) of every rectangle."""
+    space = "{http://www.w3.org/2000/svg}"
+    found = []
+    for each in ElementTree.fromstring(drawing.render()).iter(f"{space}rect"):
+        if "x" in each.attrib:
+            left, width = float(each.get("x")), float(each.get("width"))
+            found.append((left, left + width, each.get("fill"), each.findtext(f"{space}title") or ""))
+    return found
+
+
+def words(drawing: Drawing) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", drawing.render())
+
+
+def at(microseconds: float, start: float = 100, end: float = 300) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * (microseconds - start) / (end - start)
+
+
+def test_flights_of_every_backend():
+    before, queued, posted = flights(trace(*STEP))
+    assert (before.start, before.launch) == (2000, None)
+    assert (queued.verb, queued.number, queued.label) == ("all-reduce", "0#1", "bucket 0, from head.weight")
+    assert [span.name for span in queued.transfers] == ["gloo:all_reduce"]
+    assert (queued.start, queued.end, queued.posted) == (170_000, 231_000, False)
+    assert [span.name for span in posted.transfers] == ["gloo:recv"]
+    assert (posted.start, posted.end, posted.posted) == (240_000, 260_000, True)
+    for path in trace_files(FIXTURE):
+        found = flights(read_trace(path))
+        assert [(f.verb, f.label, len(f.transfers)) for f in found] == [
+            ("all-reduce", "bucket 0, from down.weight", 1),
+            ("all-reduce", "bucket 1, from up.weight", 1),
+        ]
+        assert found[0].transfers[0].end < found[1].transfers[0].start
+
+
+def test_a_queue_is_first_in_first_out():
+    spans = [event("c10d::allreduce_", 1, 2), event("gloo:all_reduce", 3, 20, GLOO)]
+    spans += [event("launch broadcast 0#7 buffer", 4, 9), event("c10d::broadcast_", 5, 8)]
+    spans += [event("c10d::send", 2, 3), event("gloo:broadcast", 20, 30, GLOO)]
+    spans += [event("c10d::allreduce_", 12, 13), event("gloo:all_reduce", 32, 40, GLOO)]
+    unknown, known, later = flights(trace(*spans))
+    assert (later.label, later.launch) == ("", None)
+    assert (unknown.verb, unknown.label, unknown.launch) == ("all-reduce", "", None)
+    assert (known.label, known.transfers[0].name, known.wait) == ("buffer", "gloo:broadcast", None)
+    assert known.end == 30_000
+
+
+def test_flights_without_annotations():
+    spans = [kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", 10, 20, 20), event("gloo:all_to_all", 0, 5, GLOO)]
+    assert [(f.verb, f.start, f.end) for f in flights(trace(*spans))] == [
+        ("all-to-all", 0, 5000),
+        ("reduce-scatter", 10_000, 20_000),
+    ]
+
+
+def test_the_lanes_of_a_step():
+    found = lanes_of(trace(*STEP), 1, {})
+    assert [(p.name, p.start, p.end) for p in found.phases] == [
+        ("forward", 100_000, 150_000),
+        ("backward", 150_000, 220_000),
+        ("synchronise", 220_000, 240_000),
+    ]
+    assert [(b.name, b.start, b.end) for b in found.blocks] == [("blocks.0", 110_000, 140_000)]
+    assert [(b.kind, b.start) for b in found.compute["operators"]] == [
+        ("forward", 112_000),
+        ("backward", 160_000),
+        ("backward", 174_000),
+        ("other", 262_000),
+    ]
+    assert [(b.kind, b.start, b.end, b.posted) for b in found.bars[0]] == [
+        ("all-reduce", 180_000, 230_000, False),
+        ("all-gather", 240_000, 260_000, True),
+    ]
+    assert found.launches == [170_000, 240_000]
+    assert (found.communication, found.overlapped, found.blocked) == (68_000, 30_000, 16_000)
+
+
+def test_the_fixtures_lanes():
+    traces = [read_trace(path) for path in trace_files(FIXTURE)]
+    first, second = (lanes_of(each, 0, last_starts(traces)) for each in traces)
+    assert [(block.kind) for block in first.compute["stream 7"]] == ["forward"] * 4 + ["backward"] * 5 + ["optimizer"]
+    assert [bar.name.split(",")[0] for bar in first.bars[0]] == ["bucket 0", "bucket 1"]
+    # Clocks are not aligned here: rank 1's is 5 us ahead.
+    assert [bar.joined - bar.start for bar in first.bars[0]] == [65_250, 65_250]
+    assert [bar.joined - bar.start for bar in second.bars[0]] == [0, 0]
+    assert (first.communication, first.overlapped, first.blocked) == (560_000, 258_500, 30_000)
+
+
+def test_steps():
+    assert steps_of(trace(*STEP)) == {0: (0, 10_000), 1: (100_000, 300_000)}
+    assert steps_of(trace(event("ProfilerStep#7", 1, 3))) == {7: (1000, 3000)}
+    assert steps_of(trace(event("aten::mm", 5, 9), event("aten::add", 2, 6))) == {0: (2000, 9000)}
+    both = [trace(event("step 0", 0, 1), event("step 1", 1, 2)), trace(event("step 0", 0, 1))]
+    assert choose_step(both, None) == 0
+    with pytest.raises(UserError, match="no step 1 in the traces; there are 0"):
+        choose_step(both, 1)
+    with pytest.raises(UserError, match="share no step"):
+        choose_step([trace()], None)
+    with pytest.raises(UserError, match="share no step"):
+        choose_step([], None)
+
+
+def test_bars_are_packed_on_as_few_lanes_as_possible():
+    bars = [Bar(start, end, "", "", start, False, "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
+    lanes = [[(bar.start, bar.end) for bar in lane] for lane in pack(bars)]
+    assert lanes == [[(0, 10), (10, 20)], [(5, 8), (8, 12)], [(6, 7)]]
+
+
+@pytest.mark.parametrize(
+    ("room", "label", "short"),
+    [
+        (500, "bucket 12, from final_norm.weight", "bucket 12, from final_norm.weight"),
+        (60, "bucket 12, from final_norm.weight", "bucket 12"),
+        (20, "bucket 12, from final_norm.weight", "b12"),
+        (10, "bucket 12, from final_norm.weight", ""),
+        (95, "gradient of blocks.0.attention.query.weight", "attention.query"),
+        (30, "gradient of blocks.0.attention.query.weight", "query"),
+        (29, "gradient of blocks.0.attention.query.weight", ""),
+        (66, "updated parameters", "updated pa…"),
+    ],
+)
+def test_labels_fit_their_bars(room, label, short):
+    assert shortened(label, room) == short
+
+
+def test_everything_stands_where_it_happened():
+    drawing = timeline([trace(*STEP)])
+    found = {hover.split(":")[0]: (left, right, fill) for left, right, fill, hover in rects(drawing) if hover}
+    expected = {
+        "forward": (100, 150),
+        "backward": (150, 220),
+        "all-reduce 0#1 bucket 0, from head.weight": (180, 230),
+        "all-gather 0#2 blocks.0.up.weight": (240, 260),
+        "blocks.0": (110, 140),
+    }
+    # A hover of a collective has a colon of its own only after the label.
+    for name, (start, end) in expected.items():
+        assert found[name][:2] == pytest.approx((at(start), at(end)), abs=0.02), name
+    assert found["all-gather 0#2 blocks.0.up.weight"][2] == VERBS["all-gather"]
+    said = words(drawing)
+    assert {"rank 0", "forward", "backward", "synchronise", "blocks.0", "blocks.0.up"} <= set(said)
+    assert "44.1 % hidden" in said
+    assert {"communication ≤ 0.068 ms", "exposed ≤ 0.038 ms", "CPU in waits = 0.016 ms"} <= set(said)
+    assert "0.04" in said, "ticks in ms from the start of the step"
+    assert drawing.title == "Step 1 on 1 rank: computation and communication"
+
+
+def test_nothing_is_drawn_outside():
+    for drawing in (timeline([trace(*STEP)]), timeline([read_trace(path) for path in trace_files(FIXTURE)])):
+        for left, right, *_ in rects(drawing):
+            assert left >= 0
+            assert right <= WIDTH - RIGHT + 1.01
+        for x, width in re.findall(r'<text x="([\d.]+)"[^>]*anchor="start"[^>]*>([^<]*)<', drawing.render()):
+            assert float(x) + 0.6 * 11 * len(width) <= WIDTH + 40
+
+
+def test_the_fixtures_picture():
+    traces = [read_trace(path) for path in trace_files(FIXTURE)]
+    drawing = timeline(traces)
+    said = words(drawing)
+    assert {"rank 0", "rank 1", "46.2 % hidden", "45.1 % hidden", "stream 7", "waits (CPU)"} <= set(said)
+    assert said.count("bucket 0") == said.count("bucket 1") == 2
+    hovers = [hover for *_, hover in rects(drawing)]
+    assert (
+        "all-reduce 0#1 bucket 0, from down.weight: 0.26 ms, of which 0.0602 ms until the last rank had joined"
+        in hovers
+    )
+    assert "all-reduce 0#1 bucket 0, from down.weight: 0.2 ms" in hovers
+    ends = {round(right, 1) for _, right, _, hover in rects(drawing) if hover.startswith("all-reduce 0#2")}
+    assert len(ends) == 1, "on one clock both ranks leave together"
+
+
+def test_a_plain_trace_is_drawn_as_far_as_it_says():
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    plain = trace(event("aten::mm", 0, 10), event(engine, 10, 30), event("aten::mm", 12, 28), rank=3)
+    drawing = timeline([plain])
+    assert {"rank 3", "backward", "no communication"} <= set(words(drawing))
+    assert "rank 0" in words(timeline([trace(event("gloo:all_reduce", 0, 10, GLOO))]))
+
+
+def test_the_file(tmp_path):
+    assert write_timeline([trace(*STEP, wrapper="BucketedDDP")], tmp_path / "new", "timeline", 0) == [
+        tmp_path / "new" / "timeline.svg"
+    ]
+    text = (tmp_path / "new" / "timeline.svg").read_text()
+    assert "BucketedDDP, step 0 on 1 rank" in text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write"):
+        write_timeline([trace(*STEP)], tmp_path / "file", "timeline")
+
+
+def test_real_ranks(tmp_path):
+    drawing = timeline(profiled(tmp_path, "bucketed"))
+    said = words(drawing)
+    assert {"rank 0", "rank 1", "forward", "synchronise", "collectives", "all-reduce"} <= set(said)
+    bars = {hover.split(":")[0] for *_, hover in rects(drawing) if hover.startswith("all-reduce")}
+    assert {re.sub(r"\d+#\d+ |,.*", "", bar) for bar in bars} == {
+        *(f"all-reduce bucket {number}" for number in range(4)),
+        "all-reduce ballot",
+    }
