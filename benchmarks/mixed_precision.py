@@ -1,0 +1,223 @@
+"""Two lessons on mixed precision: `python -m benchmarks.mixed_precision accumulation`, and `dtypes`.
+
+What a thousand additions of 0.01 come to in each number format and why, and which dtype has every part of a model under
+autocast. Facts of the arithmetic and of torch, not timings: a record has no samples.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+import torch
+from rich.table import Table
+
+from benchmarks.mixed_precision_parts import (
+    DTYPES,
+    PARAMETERS,
+    PROBES,
+    PRODUCTS,
+    STATISTICS,
+    TOY,
+    Format,
+    Parts,
+    documented_for_cuda,
+)
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from cs336_systems import console
+from cs336_systems.console import setting
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, environment
+
+COUNT, TERM = 1000, 0.01
+ACCUMULATION, DTYPES_LESSON = "accumulation", "dtypes"
+SUM_COLUMNS = ("sum += term", "result", "error", "of which the term", "of which additions")
+SUM_CAPTION = (
+    f"{COUNT} additions of {TERM}. the term: {COUNT} times what the format changes {TERM} by. additions: what rounding "
+    "each partial sum to the sum's format changes. Rows of bf16 are not part of the course's exercise"
+)
+PART_CAPTION = (
+    "forward: the output of each part (the parameters themselves); backward: its gradient (of parameters: .grad). "
+    "Below the loss, what ran inside, by operator. The logits are what fc2 or head gives"
+)
+CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators say of forward there, not measured"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Every field is an option of the command line."""
+
+    precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Write no record.")
+
+
+@dataclass(frozen=True)
+class Sum:
+    """`COUNT` terms added to a sum in place, each of them cast to the sum's format before that or not."""
+
+    total: Format
+    term: Format
+    cast: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.total} += {self.term}" + f" cast to {self.total}" * self.cast
+
+
+SUMS = (
+    Sum("fp32", "fp32"),
+    Sum("fp16", "fp16"),
+    Sum("fp32", "fp16"),
+    Sum("fp32", "fp16", cast=True),
+    Sum("bf16", "bf16"),
+    Sum("fp32", "bf16"),
+    Sum("fp32", "bf16", cast=True),
+)
+
+
+def accumulate(case: Sum, device: torch.device) -> float:
+    """The sum, by COUNT additions in place on the device."""
+    total = torch.tensor(0.0, dtype=DTYPES[case.total], device=device)
+    term = torch.tensor(TERM, dtype=DTYPES[case.term], device=device)
+    for _ in range(COUNT):
+        total += term.to(DTYPES[case.total]) if case.cast else term
+    return total.item()
+
+
+def account(case: Sum, result: float) -> dict[str, float]:
+    """The error of a result, split without remainder; and the format's spacing there with what an addition there adds.
+
+    All of it is exact in Python's floats: a float32 times a thousand needs 34 bits of their 53.
+    """
+    term = torch.tensor(TERM, dtype=DTYPES[case.term]).item()
+    spacing = torch.finfo(DTYPES[case.total]).eps * 2.0 ** (math.frexp(result)[1] - 1)
+    return {
+        "sum": result,
+        "error": result - COUNT * TERM,
+        "error_of_term": COUNT * term - COUNT * TERM,
+        "error_of_additions": result - COUNT * term,
+        "term": term,
+        "spacing": spacing,
+        "added": round(term / spacing) * spacing,  # the sum is a multiple of the spacing, so this is what rounding does
+    }
+
+
+def why(case: Sum, facts: dict[str, float], uncast: float | None) -> str:
+    """One sentence on a sum, of its numbers; `uncast` is the result of the same without the cast."""
+    held = f"{case.term} holds {TERM} as {facts['term']:.8g}"
+    there = f"{case.total} is spaced {facts['spacing']:.5g} at {facts['sum']:.5g}"
+    if case.cast and facts["sum"] == uncast:
+        return f"equal to the last bit to the sum without the cast: += itself casts the term to {case.total}"
+    if facts["error_of_additions"] == 0:
+        return f"{held}, and {case.total} holds every multiple of it exactly up to {COUNT}: no addition rounds"
+    if facts["added"] == 0:
+        return f"stuck: {there}, the term is less than half of that, and an addition adds nothing"
+    return f"{held}; {there}, so an addition there adds {facts['added']:.8g}"
+
+
+def run_accumulation(device: torch.device, stamp: dict[str, Any]) -> list[Record]:
+    """Add, print the table with a sentence on each sum, and return the record."""
+    table = Table(title="accumulation", title_justify="left", caption=SUM_CAPTION, caption_justify="left")
+    for number, head in enumerate(SUM_COLUMNS):
+        table.add_column(head, justify="right" if number else "left")
+    sums: dict[str, dict[str, Any]] = {}
+    for case in SUMS:
+        facts = account(case, accumulate(case, device))
+        uncast = sums.get(str(Sum(case.total, case.term)), {}).get("sum")
+        sums[str(case)] = facts | {"why": why(case, facts, uncast)}
+        errors = [facts[name] for name in ("error", "error_of_term", "error_of_additions")]
+        table.add_row(str(case), f"{facts['sum']:.4f}", *(f"{error:+.2e}" if error else "0" for error in errors))
+    out = console.console()
+    out.print(table)
+    for name, found in sums.items():
+        out.print(f"{name}: {found['why']}.", markup=False, soft_wrap=True)
+    config = {"lesson": ACCUMULATION, "terms": COUNT, "term": TERM}
+    return [Record("mixed_precision", config, stamp, metrics={"sums": sums})]
+
+
+def remarks(measured: Parts, documented: dict[str, str], precision: Format, device: torch.device) -> list[str]:
+    """What the toy model's table shows and is easily misread, in words."""
+    found = []
+    products, parameters = measured[PRODUCTS].backward, measured[PARAMETERS].backward
+    if products != parameters:
+        found.append(
+            f"{precision}: backward's matrix products give {products}; a parameter's gradient is cast to its own "
+            f"{parameters} before it is stored or added up."
+        )
+    for name, other in documented.items():
+        if (here := measured[name].forward) != other:
+            found.append(
+                f"{precision}: {name} gives {here} here, on {device.type}; on CUDA it is documented to give {other}."
+            )
+    if (statistics := measured[STATISTICS].forward) != (result := measured["ln (LayerNorm)"].forward):
+        found.append(f"{precision}: LayerNorm, which gives {result}, keeps its mean and 1/std in {statistics}.")
+    return found
+
+
+def show_parts(title: str, tables: dict[Format, Parts], documented: dict[Format, dict[str, str]]) -> None:
+    """One table of a model: for each precision forward and backward, and where known what is documented for CUDA."""
+    caption = PART_CAPTION + CUDA_CAPTION * bool(documented)
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table.add_column("part", no_wrap=True)
+    for precision in tables:
+        heads = [f"{precision}: forward", "backward"] + ["CUDA, documented"] * (precision in documented)
+        for head in heads:
+            table.add_column(head)
+    for name in next(iter(tables.values())):
+        cells = []
+        for precision, parts in tables.items():
+            cells += [parts[name].forward, parts[name].backward]
+            cells += [documented[precision].get(name, "")] if precision in documented else []
+        table.add_row(name, *cells)
+    console.console().print(table)
+
+
+def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any]) -> list[Record]:
+    """Probe both models, print a table of each, and return a record of each model and precision."""
+    records: list[Record] = []
+    precisions: tuple[Format, ...] = (chosen,) if chosen else get_args(Format)
+    for model, run_probe in PROBES.items():
+        measured = {precision: run_probe(device, precision) for precision in precisions}
+        known: list[Format] = [precision for precision in precisions if model == TOY and precision != "fp32"]
+        documented = {precision: documented_for_cuda(precision) for precision in known}
+        show_parts(f"{model}, under autocast on {stamp['device']}, torch {stamp['torch']}", measured, documented)
+        for precision, parts in measured.items():
+            config = {"lesson": DTYPES_LESSON, "model": model, "precision": precision}
+            metrics: dict[str, Any] = {"parts": {name: vars(part) for name, part in parts.items()}}
+            if precision in documented:
+                metrics["documented_for_cuda"] = documented[precision]
+                for remark in remarks(parts, documented[precision], precision, device):
+                    console.console().print(remark, markup=False, soft_wrap=True)
+            records.append(Record("mixed_precision", config, stamp, metrics=metrics))
+    return records
+
+
+@click.command()
+@click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
+@console.options(Settings)
+def main(lesson: str, **options: Any) -> None:
+    """Show what the course's sums come to in each number format, and the dtype of every part under autocast."""
+    settings = Settings(**options)
+    if settings.precision and lesson == ACCUMULATION:
+        raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")
+    device = choose_device(settings.device)
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, "mixed_precision")
+    stamp, records = environment(device, settings.commit), []
+    if lesson != DTYPES_LESSON:
+        records += run_accumulation(device, stamp)
+    if lesson != ACCUMULATION:
+        records += run_dtypes(settings.precision, device, stamp)
+    if path:
+        for record in records:
+            append_record(record, path)
+        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))
