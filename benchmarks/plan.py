@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import torch
 
 from benchmarks.harness import Measurement, summarise, suspicions
+from benchmarks.model_options import ModelOptions, model_config
 from benchmarks.records import Record
 from benchmarks.workload import PHASES, Case
 from cs336_systems.console import setting
@@ -25,76 +26,30 @@ from cs336_systems.cost import (
 from cs336_systems.cost.probe import probe
 from cs336_systems.machine import device_name, environment
 from cs336_systems.precision import set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Recompute, preset
 from kernels.backend import INTERPRETED
 
 PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelOptions):
     """What is measured; every field is an option of the command line."""
 
-    size: str = setting("small", "Model preset.")
     all_sizes: bool = setting(False, "Every size of the year's edition.")
-    year: int = setting(
-        DEFAULT_YEAR, f"Edition of the course that the sizes are from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
-    )
     mode: Mode | None = setting(None, "One pass only.  [default: every pass that fits]")
-    precision: Precision = setting("fp32", "Precision of matrix products; bf16 and fp16 are mixed precision.")
-    norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
-    attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
-    kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
-    compile: bool = setting(False, "Compile the model with torch.compile.")
-    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
-    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
-    batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=click.IntRange(1))
-    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
     # The first step makes the optimizer's state, so the second is the first like all others.
     warmup: int = setting(2, "Passes before the first that counts; 0 shows a cold start.", type=click.IntRange(0))
     steps: int | None = setting(
         None, "Passes that count.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")
 
-    def case(self, size: str, device: torch.device) -> Case:
-        """One size with these settings. Raises UserError for a size or a choice that does not exist."""
-        chosen = preset(size, self.year)
-        config = chosen.model.override(
-            norm=self.norm,
-            attention=self.attention,
-            kernels=self.kernels,
-            context_length=self.context,
-            recompute=self.recompute,
-            recompute_every=self.recompute_every,
-        )
-        batch = self.batch_size or chosen.batch_size
-        memory(config, batch, config.context_length, "forward")  # refuses what is not counted before anything is timed
-        return Case(config, batch, self.precision, self.compile, device)
-
     def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:
         """What tells this measurement from others."""
-        config = case.config
-        return {
-            "size": size,
-            "year": self.year,
-            "mode": mode,
-            "precision": case.precision,
-            "norm": config.norm,
-            "attention": config.attention,
-            # Named where it is unusual only: records from before there was a choice keep their configuration.
-            **({"kernels": config.kernels} if config.kernels != "torch" else {}),
-            "compile": case.compiled,
-            "recompute": config.recompute,
-            "recompute_every": config.recompute_every,
-            "batch_size": case.batch,
-            "context": config.context_length,
-            "warmup": self.warmup,
-        }
+        return {"size": size, "year": self.year, "mode": mode} | model_config(case) | {"warmup": self.warmup}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from benchmarks.kernel_tables import goals_table, kernel_tables
+from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
@@ -15,6 +16,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.presets import DEFAULT_YEAR, preset
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
+FIRST = {"kernels": "python -m benchmarks.norms", "memory": "python -m benchmarks.memory --all-sizes"}
 COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
@@ -65,16 +67,16 @@ def row(record: Record) -> list[str]:
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables, of whole passes, several ranks or kernels; with whole passes, the kernels' goals.
+    """Every machine's tables, of whole passes, several ranks, kernels or memory; with whole passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
     if what == "e2e":
         tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
     else:
-        tables = parallel_tables(results) if what == "parallel" else kernel_tables(results)
-    if not tables and what == "kernels":
-        return "Not measured yet: `python -m benchmarks.norms`, then `make readme`."
+        tables = {"parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables}[what](results)
+    if not tables and what in FIRST:
+        return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
     if not tables:
         raise UserError(
             f"no records under {results}; run python -m benchmarks.{'ddp' if what == 'parallel' else 'e2e'} first"
@@ -96,9 +98,9 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels"]),
+    type=click.Choice(["e2e", "parallel", "kernels", "memory"]),
     default="e2e",
-    help="Whole passes, several ranks, or kernels.",
+    help="Whole passes, several ranks, kernels, or memory.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

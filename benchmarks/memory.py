@@ -1,0 +1,279 @@
+"""How much memory do a forward pass and a training step need, and for what? `python -m benchmarks.memory --size small`.
+
+The figures are bytes of tensors: on a CPU added up from every allocation of one profiled pass, on a GPU the allocator's
+own maximum. Instead of the peaks, `--residuals` shows what is kept for backward and `--segments` how best to recompute.
+"""
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+import click
+import torch
+
+from benchmarks.memory_tables import sheets
+from benchmarks.model_options import ModelOptions, model_config
+from benchmarks.plan import Bench, make_bench
+from benchmarks.plan import Settings as PlanSettings
+from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.workload import Case, Workload
+from cs336_systems import console
+from cs336_systems.console import format_bytes, format_seconds, setting
+from cs336_systems.cost import Mode, Precision, saved_activations
+from cs336_systems.cost.fit import describe_parts
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.presets import Recompute, course_sizes
+from cs336_systems.profiling import Capture, read_trace, trace_files
+from cs336_systems.profiling.allocations import Timeline, timeline
+from cs336_systems.profiling.residuals import model_residuals
+from cs336_systems.profiling.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+
+Pass = Literal["forward", "step"]
+PASSES: tuple[Pass, ...] = ("forward", "step")
+
+
+@dataclass(frozen=True)
+class Settings(ModelOptions):
+    """What is measured; every field is an option of the command line."""
+
+    all_sizes: bool = setting(False, "Every size of the year's edition; with fp32 the largest in bf16, too.")
+    mode: Pass | None = setting(None, "One pass only.  [default: both]")
+    residuals: bool = setting(False, "Instead: what is kept for backward, block by block.")
+    segments: bool = setting(False, "Instead: the best length of recomputed segments.")
+    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: tiny, one sequence, no record.")
+
+    def cases(self, device: torch.device) -> list[tuple[str, Case]]:
+        """The sizes and shapes to measure. Raises UserError for a size or a choice that does not exist."""
+        if self.compile:
+            raise UserError("what a compiled model needs is not known beforehand; measure without --compile")
+        sizes = course_sizes(self.year) if self.all_sizes else (self.size,)
+        found = [(size, self.case(size, device)) for size in sizes]
+        if self.all_sizes and self.precision == "fp32":
+            found.append((sizes[-1], replace(found[-1][1], precision="bf16")))
+        return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measurement that is to be made: a pass, or (activations) a pass that recomputes in some way."""
+
+    size: str
+    case: Case
+    mode: str
+    bench: Bench
+    way: Strategy | None = None
+
+    @property
+    def passes(self) -> Mode:
+        """What is run."""
+        return "forward-backward" if self.mode == "activations" else "forward" if self.mode == "forward" else "step"
+
+    @property
+    def fits(self) -> bool:
+        """Whether it may be run here."""
+        return self.bench.fits(self.case, self.passes)
+
+    @property
+    def seconds(self) -> float:
+        """How long it should take: a step is run twice, since the first makes the optimizer's state."""
+        return self.bench.seconds(self.case, self.passes) * (2 if self.mode == "step" else 1)
+
+
+def take_passes(load: Workload, mode: Mode, capture: Capture | None = None) -> None:
+    """The passes of one mode, once, in phases."""
+
+    def phase(name: str, run: Callable[[], None]) -> None:
+        if capture is None:
+            run()
+        else:
+            with capture.phase(name):
+                run()
+
+    phase("forward", load.forward_only if mode == "forward" else load.forward)
+    if mode != "forward":
+        phase("backward", load.backward)
+    if mode == "step":
+        phase("optimizer", load.update)
+
+
+def profiled(case: Case, mode: Mode) -> Timeline:
+    """The memory of one pass over time; of a step the second."""
+    load = Workload(case)
+    losses = [load.loss]  # held: torch complains of what was there before and is freed while it looks
+    with TemporaryDirectory() as folder:
+        with Capture(Path(folder), None, load.weights, load.optimizer, warmup=1 if mode == "step" else 0) as capture:
+            for _ in range(capture.total):
+                with capture.step():
+                    take_passes(load, mode, capture)
+                losses.append(load.loss)
+        return timeline(read_trace(trace_files(Path(folder))[0]))
+
+
+def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
+    """The metrics of one pass: its peak in bytes and, where every allocation is seen, what it consists of."""
+    if case.device.type != "cuda":
+        found = profiled(case, mode)
+        return {"peak_memory_bytes": found.peak, "memory_by_part": found.at_peak}
+    load = Workload(case)
+    for _ in range(2 if mode == "step" else 1):
+        torch.cuda.reset_peak_memory_stats(case.device)
+        take_passes(load, mode)
+    torch.cuda.synchronize(case.device)
+    return {"peak_memory_bytes": torch.cuda.max_memory_allocated(case.device)}
+
+
+def measure_activations(case: Case) -> dict[str, Any]:
+    """The most bytes of activations at once: what forward made, also when backward runs it again."""
+    return {"peak_bytes": max(parts["activations"] for _, parts in profiled(case, "forward-backward").levels)}
+
+
+def predicted(run: Run) -> dict[str, Any]:
+    """The memory model's figures under the names of the metrics, and what they are made of."""
+    case, seq = run.case, run.case.config.context_length
+    if run.way is None:
+        figures = run.bench.predicted(case, run.passes)
+        return {key: figures[key] for key in ("peak_memory_bytes", "memory_by_part")}
+    shape = (case.config, case.batch, seq, case.precision)
+    return {
+        "kept_bytes": run.way.kept,
+        "recomputed_bytes": run.way.recomputed,
+        "peak_bytes": run.way.peak,
+        "peak_by_length": [each.peak for each in sweep(*shape)],
+        "square_root_rule": square_root_rule(*shape),
+    }
+
+
+def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]:
+    """What tells a measurement from others."""
+    return {"size": size, "year": year, "mode": mode} | model_config(case)
+
+
+def measure(run: Run, year: int) -> Record:
+    """Measure, or say that there is no room and what was predicted."""
+    config, figures = record_config(run.size, year, run.mode, run.case), predicted(run)
+    missing = Record("memory", config, run.bench.environment, predicted=figures, status="out-of-memory")
+    if not run.fits:
+        return missing
+    try:
+        metrics = measure_activations(run.case) if run.way else measure_peak(run.case, run.passes)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        print(f"{run.size} {run.mode}: out of memory although it was counted to fit", file=sys.stderr)
+        return missing
+    finally:
+        gc.collect()  # hooks and graphs hold each other, and with them the model
+        if run.case.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return Record("memory", config, run.bench.environment, metrics=metrics, predicted=figures)
+
+
+def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any]) -> Iterator[Record]:
+    """What one shape keeps for backward, for each way of recomputing; counted without running it."""
+    config, seq = case.config, case.config.context_length
+    shape = (config, case.batch, seq)
+    segments = best(sweep(*shape, case.precision))
+    ways: tuple[Recompute, ...] = ("none", "attention", "segments", "nested")
+    for recompute in ways:
+        every = segments.every if recompute == "segments" else 1
+        chosen = replace(config, recompute=recompute, recompute_every=every)
+        found = model_residuals(chosen, case.batch, seq, case.precision)
+        block = f"blocks.{min(1, config.num_layers - 1)}"  # the first keeps also what all share
+        largest = [[r.module, list(r.shape), r.dtype, r.nbytes, r.made_by] for r in found.largest(5, block)]
+        metrics = {
+            "kept_bytes": found.nbytes,
+            "weight_casts_bytes": found.weight_casts,
+            "blocks": found.by_block(),
+            "block": block,
+            "modules": found.by_module(block),
+            "largest": largest,
+        }
+        figures = {"kept_bytes": saved_activations(chosen, case.batch, seq, case.precision)[0]}
+        about = record_config(size, year, "residuals", replace(case, config=chosen))
+        yield Record("memory", about, environment, metrics=metrics, predicted=figures)
+
+
+def make_runs(settings: Settings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]) -> list[Run]:
+    """Everything that is to be measured."""
+    runs = []
+    for size, case in cases:
+        bench = benches[case.precision]
+        if settings.segments:
+            shape = (case.config, case.batch, case.config.context_length, case.precision)
+            ways = neighbours(*shape)
+            if settings.recompute != "none":
+                chosen = strategy(*shape[:3], settings.recompute, settings.recompute_every, case.precision)
+                ways += [chosen] if chosen not in ways else []
+            runs += [Run(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways]
+        else:
+            modes = (settings.mode,) if settings.mode else PASSES
+            runs += [Run(size, case, mode, bench) for mode in modes]
+    return runs
+
+
+def show_plan(runs: list[Run], usable: int) -> None:
+    """Say what will be run, what does not fit, and how long it should take, building apart."""
+    out = console.console()
+    for run in runs:
+        parts = run.bench.predicted(run.case, run.passes)["memory_by_part"]
+        need, name = sum(parts.values()), f"{run.size} {run.case.precision} {run.way.name if run.way else run.mode}"
+        verdict = f"about {format_seconds(run.seconds)}" if run.fits else "does not fit: computed"
+        out.print(f"{name}: needs {format_bytes(need)} ({describe_parts(parts)}); {verdict}", soft_wrap=True)
+    seconds = sum(run.seconds for run in runs if run.fits)
+    out.print(f"{format_bytes(usable)} usable; about {format_seconds(seconds)} to measure, building apart\n")
+
+
+def run(settings: Settings) -> list[Record]:
+    """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
+    if settings.smoke:
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
+    device = choose_device(settings.device)
+    usable, cases = usable_memory(device), settings.cases(device)
+    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    path = None if settings.smoke else open_records(folder, "memory")
+    benches: dict[Precision, Bench] = {}
+    for precision in dict.fromkeys(case.precision for _, case in cases):
+        plan = PlanSettings(precision=precision, smoke=settings.smoke, commit=settings.commit)
+        benches[precision] = make_bench(plan, device, usable)
+    records: list[Record] = []
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        if path:
+            append_record(record, path)
+
+    if settings.residuals:
+        for size, case in cases:
+            for record in count_residuals(size, settings.year, case, benches[case.precision].environment):
+                keep(record)
+    if settings.segments or not settings.residuals:
+        runs = make_runs(settings, cases, benches)
+        show_plan(runs, usable)
+        with console.progress("memory", len(runs), sum(each.seconds for each in runs if each.fits)) as advance:
+            for each in runs:
+                keep(measure(each, settings.year))
+                advance(f"{each.size} {each.mode}")
+    for sheet in sheets(records):
+        console.console().print(sheet.rich())
+    if path:
+        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+    return records
+
+
+@click.command()
+@console.options(Settings)
+def main(**settings: Any) -> None:
+    """Measure the peak memory of a transformer's forward pass and training step, with predictions beside them."""
+    run(Settings(**settings))
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,189 @@
+"""Tables of the records of `benchmarks.memory`: peaks, residuals and segments, for a terminal and as Markdown."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from benchmarks.records import Record, read_records
+from cs336_systems.console import format_bytes
+from cs336_systems.cost.fit import describe_parts
+from cs336_systems.presets import preset
+
+PEAKS = ("size", "pass", "precision", "peak memory", "predicted", "of which", "one activation")
+LARGEST = ("kept by", "shape", "dtype", "bytes", "made by")
+SEGMENTS = ("recomputed", "kept", "recomputed at once", "predicted peak", "measured peak", "difference")
+TEXT = ("size", "pass", "precision", "of which", "kept by", "shape", "dtype", "made by", "recomputed")
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table that a terminal and a page show alike, with remarks below it."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[list[str]]
+    remarks: list[str] = field(default_factory=list)
+
+    def rich(self) -> Table:
+        """For a terminal."""
+        below = escape("\n".join(self.remarks))
+        table = Table(title=escape(self.title), title_justify="left", caption=below, caption_justify="left")
+        for column in self.columns:
+            table.add_column(column, justify="left" if column in TEXT else "right", overflow="fold")
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
+
+    def markdown(self) -> str:
+        """For a page."""
+        aligned = ["---" if column in TEXT else "--:" for column in self.columns]
+        lines = [f"{self.title}:", "", *("| " + " | ".join(cells) + " |" for cells in (self.columns, aligned))]
+        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
+        return "\n".join([*lines, *(["", *self.remarks] if self.remarks else [])])
+
+
+def stream_bytes(record: Record) -> int:
+    """Bytes of one activation of the residual stream in float32: (batch context d_model)."""
+    config = record.config
+    width = preset(config["size"], config["year"]).model.d_model
+    return 4 * int(config["batch_size"]) * int(config["context"]) * width
+
+
+def label(record: Record) -> str:
+    """The size with its tokens, and what differs from its preset."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    usual = {"norm": model.norm, "attention": model.attention, "kernels": model.kernels}
+    other = [f"{name} {config[name]}" for name, value in usual.items() if config.get(name, value) != value]
+    if config["mode"] in ("forward", "step") and config["recompute"] != "none":
+        of = f" of {config['recompute_every']}" if config["recompute"] == "segments" else ""
+        other.append(f"recompute {config['recompute']}{of}")
+    return ", ".join([f"{config['size']} ({config['year']}) {config['batch_size']} x {config['context']}", *other])
+
+
+def peak_row(record: Record) -> list[str]:
+    """One pass: what was measured, or what the memory model says if it did not fit."""
+    predicted = int(record.predicted["peak_memory_bytes"])
+    parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
+    start = [label(record), str(record.config["mode"]), str(record.config["precision"])]
+    end = [describe_parts(parts), format_bytes(stream_bytes(record))]
+    if record.status != "ok":
+        return [*start, f"{format_bytes(predicted)} (computed)", format_bytes(predicted), *end]
+    peak = int(record.metrics["peak_memory_bytes"])
+    return [*start, f"{format_bytes(peak)} ({peak / predicted - 1:+.1%})", format_bytes(predicted), *end]
+
+
+def peak_sheet(records: list[Record], where: str) -> Sheet:
+    """Peak memory of forward passes and steps."""
+    remarks = []
+    if any(record.status != "ok" for record in records):
+        remarks.append("(computed): does not fit this machine; the figures are the memory model's.")
+    return Sheet(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], remarks)
+
+
+def way(record: Record) -> str:
+    """How a record's model recomputes: `none`, `segments of 2`."""
+    config = record.config
+    return f"segments of {config['recompute_every']}" if config["recompute"] == "segments" else str(config["recompute"])
+
+
+def residual_sheets(records: list[Record]) -> list[Sheet]:
+    """What one shape keeps for backward, by block and inside a block, for every way of recomputing; the largest."""
+    ways = tuple(way(record) for record in records)
+    title, casts = label(records[0]), records[0].metrics["weight_casts_bytes"]
+    rows = grouped([record.metrics["blocks"] for record in records])
+    rows.append(["in all", *(format_bytes(record.metrics["kept_bytes"]) for record in records)])
+    rows.append(["predicted", *(format_bytes(record.predicted["kept_bytes"]) for record in records)])
+    remarks = ["model: kept outside of every module, by the loss. Counted on tensors without memory."]
+    remarks += [f"Apart from these, autocast's copies of the weights: {format_bytes(casts)}."] if casts else []
+    by_block = Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *ways), rows, remarks)
+    block = records[0].metrics["block"]
+    modules = [record.metrics["modules"] for record in records]
+    inside = Sheet(f"Inside {block}, {title}", ("kept by", *ways), grouped(modules))
+    largest = []
+    for record in records:
+        for module, shape, dtype, nbytes, maker in (
+            record.metrics["largest"] if way(record) in ("none", ways[0]) else ()
+        ):
+            largest.append([module, " x ".join(map(str, shape)), dtype, format_bytes(nbytes), maker])
+    return [by_block, inside, Sheet(f"The five largest that {block} keeps, {title}, {ways[0]}", LARGEST, largest)]
+
+
+def grouped(columns: list[dict[str, int]]) -> list[list[str]]:
+    """A row for each name; neighbours that are equal in every column share one, `blocks.1 to blocks.11, each`."""
+    found: list[tuple[list[str], list[int]]] = []
+    for name in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(name, 0) for column in columns]
+        numbered = name.rpartition(".")[2].isdigit()
+        if found and numbered and found[-1][1] == values and found[-1][0][-1].rpartition(".")[2].isdigit():
+            found[-1][0].append(name)
+        else:
+            found.append(([name], values))
+    return [
+        [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, each", *(format_bytes(each) for each in values)]
+        for names, values in found
+    ]
+
+
+def segment_row(record: Record) -> list[str]:
+    """One way of recomputing."""
+    predicted = record.predicted
+    cells = [way(record), *(format_bytes(predicted[f"{key}_bytes"]) for key in ("kept", "recomputed", "peak"))]
+    if record.status != "ok":
+        return [*cells, "does not fit (computed)", ""]
+    measured = int(record.metrics["peak_bytes"])
+    return [*cells, format_bytes(measured), f"{measured / predicted['peak_bytes'] - 1:+.1%}"]
+
+
+def segment_sheet(records: list[Record]) -> Sheet:
+    """The best length of a segment and its neighbours, of one shape."""
+    predicted = records[0].predicted
+    peaks = predicted["peak_by_length"]
+    shown = ", ".join(f"{k}: {format_bytes(each)}" for k, each in enumerate(peaks, 1))
+    remarks = [
+        f"Predicted best: segments of {1 + peaks.index(min(peaks))} of {len(peaks)} blocks; "
+        f"sqrt(L s / b) = {predicted['square_root_rule']:.2f}, sqrt(L) = {len(peaks) ** 0.5:.2f}.",
+        f"Predicted peak by length: {shown}.",
+    ]
+    title = f"Activations at their most, {label(records[0])}, {records[0].config['precision']}"
+    return Sheet(title, SEGMENTS, [segment_row(record) for record in records], remarks)
+
+
+def place(record: Record) -> str:
+    """The machine, and the state of the code."""
+    where = record.environment
+    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
+    return (
+        f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}, {str(where['date'])[:10]}"
+    )
+
+
+def groups(records: Iterable[Record], key: Any) -> list[list[Record]]:
+    """Records of the same key together, in order."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return list(found.values())
+
+
+def sheets(records: list[Record]) -> list[Sheet]:
+    """All tables of some records: of one machine and commit at a time, peaks, residuals, segments."""
+    found = []
+    for group in groups(records, place):
+        if passes := [record for record in group if record.config["mode"] in ("forward", "step")]:
+            found.append(peak_sheet(passes, place(passes[0])))
+        for mode in ("residuals", "activations"):
+            mine = [record for record in group if record.config["mode"] == mode]
+            for shape in groups(mine, lambda record: label(record) + record.config["precision"]):
+                found += residual_sheets(shape) if mode == "residuals" else [segment_sheet(shape)]
+    return found
+
+
+def memory_tables(results: Path) -> list[str]:
+    """The Markdown tables of every machine."""
+    paths = sorted(results.glob("*/memory.jsonl"))
+    return [sheet.markdown() for path in paths for sheet in sheets(read_records(path))]

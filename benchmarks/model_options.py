@@ -1,0 +1,64 @@
+"""Which model a benchmark runs, and on how many tokens: the options that they share."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import click
+import torch
+
+from benchmarks.workload import Case
+from cs336_systems.console import setting
+from cs336_systems.cost import Precision, memory
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Recompute, preset
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A preset and what is changed of it."""
+
+    size: str = setting("small", "Model preset.")
+    year: int = setting(
+        DEFAULT_YEAR, f"Edition of the course that the sizes are from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
+    )
+    precision: Precision = setting("fp32", "Precision of matrix products; bf16 and fp16 are mixed precision.")
+    norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
+    attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
+    kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
+    compile: bool = setting(False, "Compile the model with torch.compile.")
+    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
+    batch_size: int | None = setting(None, "Sequences in a pass.  [default: the edition's]", type=click.IntRange(1))
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+
+    def case(self, size: str, device: torch.device) -> Case:
+        """One size with these options. Raises UserError for a size or a choice that does not exist."""
+        chosen = preset(size, self.year)
+        config = chosen.model.override(
+            norm=self.norm,
+            attention=self.attention,
+            kernels=self.kernels,
+            context_length=self.context,
+            recompute=self.recompute,
+            recompute_every=self.recompute_every,
+        )
+        batch = self.batch_size or chosen.batch_size
+        memory(config, batch, config.context_length, "forward")  # refuses what is not counted before anything is timed
+        return Case(config, batch, self.precision, self.compile, device)
+
+
+def model_config(case: Case) -> dict[str, Any]:
+    """What a record says of the model and its tokens."""
+    config = case.config
+    return {
+        "precision": case.precision,
+        "norm": config.norm,
+        "attention": config.attention,
+        # Named where it is unusual only: records from before there was a choice keep their configuration.
+        **({"kernels": config.kernels} if config.kernels != "torch" else {}),
+        "compile": case.compiled,
+        "recompute": config.recompute,
+        "recompute_every": config.recompute_every,
+        "batch_size": case.batch,
+        "context": config.context_length,
+    }

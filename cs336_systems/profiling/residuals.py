@@ -1,0 +1,198 @@
+"""Residuals: what autograd keeps of a forward pass for backward, storage by storage, and which module keeps it.
+
+`saved_tensors_hooks` sees every tensor as it is kept, but not whose it is: tags tell which module is running, and a
+dispatch mode which operator made the storage. Nothing of it needs numbers, so a model of any size can be asked on fake
+tensors (`imaginary`), which have shapes and storages but no memory.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from cs336_systems.cost import Precision
+from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.precision import autocast
+from cs336_systems.presets import ModelConfig
+from cs336_systems.profiling.tags import ROOT, parse_tag, tag_modules
+
+BLOCK = re.compile(r"(?:\w+\.)*?\d+(?=\.|$)")
+CASTS = ("_to_copy", "to")
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A storage that is kept: `nbytes` of it, as a tensor of `shape` and `dtype`, by `module`.
+
+    `made_by` is the operator that made the storage, empty if it was there before.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    made_by: str = ""
+
+    @property
+    def block(self) -> str:
+        """`blocks.0` of `blocks.0.attention`; what lies in no numbered block is named by its outermost module."""
+        found = BLOCK.match(self.module)
+        return found[0] if found else self.module.split(".")[0]
+
+
+@dataclass(frozen=True)
+class Residuals:
+    """What a forward pass keeps, each storage once, in the order in which they were first kept.
+
+    Parameters are apart, as they are there anyway; so are autocast's copies of them, of which `weight_casts` are bytes.
+    """
+
+    kept: tuple[Residual, ...]
+    weight_casts: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all."""
+        return sum(each.nbytes for each in self.kept)
+
+    def by_block(self) -> dict[str, int]:
+        """Bytes of each block, and of each outermost module that is none, in order."""
+        return _sums((each.block, each.nbytes) for each in self.kept)
+
+    def by_module(self, block: str) -> dict[str, int]:
+        """Bytes of a block by the direct child that keeps them; the block's own come under its name."""
+        pairs = ((each.module, each.nbytes) for each in self.kept if each.block == block)
+        depth = block.count(".") + 2
+        return _sums((".".join(module.split(".")[:depth]), nbytes) for module, nbytes in pairs)
+
+    def largest(self, count: int = 5, block: str | None = None) -> list[Residual]:
+        """The largest storages, of one block or of all; of equal ones the first."""
+        inside = [each for each in self.kept if block in (None, each.block)]
+        return sorted(inside, key=lambda each: -each.nbytes)[:count]
+
+
+def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for name, nbytes in pairs:
+        found[name] = found.get(name, 0) + nbytes
+    return found
+
+
+class _Makers(TorchDispatchMode):
+    """Notes which operator made which storage, and which storages are casts of parameters."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        super().__init__()
+        self.parameters = parameters
+        self.made: dict[int, str] = {}
+        self.casts: dict[int, Tensor] = {}  # held, so that no other storage takes their place
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given = {_storage(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
+        name = function.overloadpacket.__name__
+        for each in tree_iter(out):
+            # A view and what is changed in place lie in a storage that was given, and made by another.
+            if isinstance(each, Tensor) and (storage := _storage(each)) not in given:
+                self.made[storage] = name.strip("_")
+                if name in CASTS and given & self.parameters:
+                    self.casts[storage] = each
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _Keeper:
+    """Collects what is kept; `path` is the qualified name of the module that is running."""
+
+    def __init__(self, parameters: set[int]) -> None:
+        self.makers = _Makers(parameters)
+        self.path = [ROOT]
+        self.kept: dict[int, Residual] = {}
+        self.held: list[Tensor] = []  # so that no storage is freed and its place taken by another
+        self.weight_casts: dict[int, int] = {}
+
+    @contextmanager
+    def running(self, tag: str) -> Iterator[None]:
+        """What is kept inside belongs to the module of this tag."""
+        named = parse_tag(tag)
+        self.path.append(named[0] if named else tag)
+        try:
+            yield
+        finally:
+            self.path.pop()
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """autograd's pack hook."""
+        storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
+        if storage in self.makers.parameters:
+            return tensor
+        if storage in self.makers.casts:
+            self.weight_casts[storage] = nbytes
+        elif storage not in self.kept:
+            dtype, maker = str(tensor.dtype).removeprefix("torch."), self.makers.made.get(storage, "")
+            self.kept[storage] = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, maker)
+            self.held.append(tensor)
+        return tensor
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """What the model kept itself, to run a segment again, is the input of the segment's first block."""
+        for each in args:
+            if isinstance(each, Tensor) and (found := self.kept.get(_storage(each))) and found.module == ROOT:
+                self.kept[_storage(each)] = replace(found, module=self.path[-1])
+
+
+def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
+    """What `forward`, which runs the model, makes autograd keep. Its result is dropped: no backward can follow.
+
+    A storage that two modules keep counts for the first. What is kept outside of every module is named `model`.
+    """
+    keeper = _Keeper({_storage(parameter) for parameter in model.parameters()})
+    with ExitStack() as stack:
+        stack.enter_context(tag_modules(keeper.running))
+        hook = register_module_forward_pre_hook(keeper.enter)
+        stack.callback(hook.remove)
+        stack.enter_context(keeper.makers)
+        stack.enter_context(saved_tensors_hooks(keeper.keep, lambda tensor: tensor))
+        forward()
+    return Residuals(tuple(keeper.kept.values()), sum(keeper.weight_casts.values()))
+
+
+def imaginary(config: ModelConfig, fake: FakeTensorMode) -> TransformerLM:
+    """The model on fake tensors, without memory for its weights; use it inside `fake`."""
+    model = TransformerLM(config, "meta")
+    with fake:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, device="cpu")))
+    return model
+
+
+def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> Residuals:
+    """What a training step of the model on (batch seq) tokens keeps, without running it: shapes are enough.
+
+    As on a CPU; `cost.saved_activations` counts the same bytes by formula. One thing shapes do not tell: a LayerNorm
+    of half precision, which only BERT's heads have, keeps its two numbers a token in four bytes each, not two.
+    """
+    fake = FakeTensorMode()
+    model = imaginary(config, fake)
+    with fake:
+        tokens, targets = (torch.zeros(batch, seq, dtype=torch.long) for _ in range(2))
+
+    def forward() -> None:
+        with autocast(torch.device("cpu"), precision):
+            lm_loss(model, tokens, targets)
+
+    with fake:
+        return residuals(model, forward)
