@@ -1,0 +1,202 @@
+"""Where do the time of a step and its memory go? `python -m benchmarks.profiling_run --size tiny --nproc 2`.
+
+Profiles some steps of every rank and leaves in --out one trace for all ranks, operator tables, a flame graph, a memory
+timeline, how much communication was hidden, and a picture of all lanes.
+"""
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+import torch
+
+from benchmarks.collective import probe as probe_link
+from benchmarks.gate import check as check_model
+from benchmarks.model_options import ModelOptions
+from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
+from benchmarks.profiling_record import make_record, predicted
+from benchmarks.records import RESULTS, append_record, machine_name, open_records
+from benchmarks.turns import ADAMW, check
+from benchmarks.workload import Case, compile_model
+from cs336_systems import console
+from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
+from cs336_systems.comm.launch import run_in_one_voice, start_ranks
+from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
+from cs336_systems.console import setting
+from cs336_systems.cost.fit import require_fit
+from cs336_systems.cost.probe import probe
+from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.errors import UserError
+from cs336_systems.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.model import lm_loss
+from cs336_systems.precision import autocast, set_matmul_precision
+from cs336_systems.profiling import Capture, read_trace, trace_files
+from cs336_systems.profiling.collect import collect_files
+from cs336_systems.profiling.report import write_report
+from cs336_systems.profiling.snapshot import memory_snapshot
+from cs336_systems.timers import Timers
+
+SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
+Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3", "torch-ddp"]
+
+
+@dataclass(frozen=True)
+class Settings(ModelOptions):
+    """What is profiled; every field is an option of the command line."""
+
+    size: str = setting("tiny", "Model preset.")
+    wrapper: Wrapper | None = setting(
+        None, "What joins the ranks.  [default: bucketed, or none for one rank]", type=click.Choice(get_args(Wrapper))
+    )
+    bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
+    backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
+    timeout: float = setting(
+        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
+    )
+    warmup: int = setting(2, "Steps before the first that is profiled.", type=click.IntRange(0))
+    steps: int = setting(2, "Steps that are profiled.", type=click.IntRange(1))
+    stack: bool = setting(False, "Record Python's frames, too; slower.")
+    nvtx: bool = setting(False, "Ranges of the same names for nsys (CUDA).")
+    out: Path | None = setting(None, "Folder of what comes out.  [default: runs/profile/<size>-<wrapper>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
+
+    def chosen(self, ranks: int) -> Wrapper:
+        """The wrapper. Raises UserError for ranks that nothing would join, or for what cannot be combined."""
+        wrapper: Wrapper = self.wrapper or ("bucketed" if ranks > 1 else "none")
+        if wrapper == "none" and ranks > 1:
+            raise UserError(f"--wrapper none joins no ranks, and there are {ranks}: choose another, or start one rank")
+        if self.precision == "fp16":
+            raise UserError("--precision fp16 needs loss scaling, which this loop does not have; use bf16")
+        if self.nvtx and (self.device == "cpu" or not torch.cuda.device_count()):
+            raise UserError("--nvtx makes ranges for nsys, which follows a GPU; without one, drop it")
+        if self.compile and wrapper != "none":
+            raise UserError(
+                f"--compile cannot be combined with --wrapper {wrapper}; profile one rank with --wrapper none"
+            )
+        return wrapper
+
+    def folder(self, ranks: int) -> Path:
+        """Where everything goes."""
+        return self.out or Path("runs/profile") / f"{self.size}-{self.chosen(ranks)}"
+
+
+def builder(wrapper: Wrapper, bucket_size_mb: float) -> Build:
+    """What makes a model ready to be trained under a wrapper."""
+    return {
+        "none": alone,
+        "naive": wrapped(NaiveDDP),
+        "flat": wrapped(FlatDDP),
+        "overlapped": wrapped(OverlappedDDP),
+        "bucketed": wrapped(partial(BucketedDDP, bucket_size_mb=bucket_size_mb)),
+        "zero1": stage(1),
+        "zero2": stage(2),
+        "zero3": stage(3),
+        "torch-ddp": torch_ddp,
+    }[wrapper]
+
+
+def take_steps(case: Case, build: Build, settings: Settings, group: Group, folder: Path) -> list[Event]:
+    """Warm up, and profile the steps after that, timing their phases as well; returns the collectives of one step."""
+    device, model = case.device, case.make_model(case.config)
+    trained = build(model, torch.optim.AdamW, ADAMW)
+    run = compile_model(model, device) if case.compiled else trained.model
+    tokens, targets = replace(case, seed=1 + group.rank()).make_batch(case.config, case.batch)
+    set_matmul_precision(device, case.precision)
+    capture = Capture(
+        folder,
+        group,
+        trained.model,
+        trained.optimizer,
+        warmup=settings.warmup,
+        steps=settings.steps,
+        stack=settings.stack,
+        nvtx=settings.nvtx,
+        meta={"size": settings.size, "wrapper": settings.chosen(group.size()), "device": device_name(device)},
+    )
+    timers = Timers(device, group)
+    snapshot = memory_snapshot(folder / SNAPSHOT) if device.type == "cuda" and group.rank() == 0 else nullcontext()
+    with capture, snapshot, console.progress("steps", capture.total, quiet=group.rank() > 0) as advance:
+        for _ in range(capture.total):
+            if capture.taken == settings.warmup:
+                timers.reset()
+            with record() as events, capture.step():
+                with capture.phase("forward"), timers("forward-compute"), autocast(device, case.precision):
+                    loss = lm_loss(run, tokens, targets)
+                with capture.phase("backward"), timers("backward-compute"):
+                    loss.backward()
+                del loss
+                with capture.phase("synchronise"), timers("backward-params-all-reduce"):
+                    trained.finish()
+                with capture.phase("optimizer"), timers("optimizer"):
+                    trained.optimizer.step()
+                    trained.optimizer.zero_grad()
+            advance("" if capture.taken > settings.warmup else "warming up")
+    line = timers.line(normaliser=settings.steps, kind="minmax")
+    if group.rank() == 0:
+        print(f"(least, most) over the ranks, a step, profiled: {line}")
+    return events
+
+
+def work(place: Place, settings: Settings) -> None:
+    """One rank's part: the gates, the steps, and on rank 0 the report and the record."""
+    device = choose_device(settings.device)
+    backend = choose_backend(settings.backend, device, place)
+    case = settings.case(settings.size, device)
+    wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
+    build = builder(wrapper, settings.bucket_size_mb)
+    share = place.local_world_size if device.type == "cpu" else 1
+    seq, usable = case.config.context_length, usable_memory(device) // share
+    require_fit(settings.size, case.config, case.batch, seq, "step", case.precision, usable, modes=())
+    with distributed(device, backend, settings.timeout, place) as group:
+        first = group.rank() == 0
+        error, tolerance = check_model(case)
+        if first:
+            print(f"gate: one block equals plain float64 within {error:.1e} (tolerance {tolerance:.1e})")
+        if wrapper != "none":
+            errors = check(case.config, {wrapper: build}, group, device, lambda note: None)
+            if first:
+                print(f"gate: {wrapper}'s update equals the mean gradient's within {max(errors.values()):.1e}")
+        hardware = probe(device, case.precision, device_name(device), budget=0.02 if settings.smoke else 0.3)
+        link = probe_link(group, device, "nccl" if backend == "nccl" else "gloo") if group.size() > 1 else None
+        events = take_steps(case, build, settings, group, folder)
+        agree("the traces are written", "", group)
+        if not place.one_machine:
+            collect_files(folder, group)
+        if first:
+            traces = [read_trace(path) for path in trace_files(folder)]
+            write_report(folder, traces, console.console())
+            if not settings.smoke:
+                stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
+                path = (settings.results or RESULTS / machine_name(device, settings.machine)) / "profiling.jsonl"
+                beside = predicted(case, hardware, wrapper, link, events, group.size())
+                append_record(make_record(settings.size, settings.year, wrapper, case, traces, beside, stamp), path)
+                print(f"1 record appended to {path}")
+
+
+@click.command()
+@console.options(Settings)
+def main(**options: Any) -> None:
+    """Profile training steps on every rank at once: traces, tables, flame graph, memory, overlap, timeline."""
+    settings = Settings(**options)
+    if settings.smoke:
+        settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
+    here = find_place()
+    ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
+    settings.chosen(ranks)
+    name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
+    settings.case(settings.size, torch.device(name))
+    if here.rank == 0 and not settings.smoke:
+        open_records(settings.results or RESULTS / machine_name(torch.device(name), settings.machine), "profiling")
+    start_ranks(work, settings.device, settings.nproc, settings)
+
+
+if __name__ == "__main__":
+    sys.exit(run_in_one_voice(main))

@@ -1,0 +1,108 @@
+"""Commands over the traces of a run: `python -m cs336_systems.profiling merge DIR`, and `report DIR`."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from cs336_systems import console
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.merge import merge
+from cs336_systems.profiling.report import MERGED, write_report
+from cs336_systems.profiling.trace import OURS, Trace, read_trace, trace_files, write_json
+from cs336_systems.profiling.validate import validate
+
+SHOWN = 5  # problems that are printed
+
+
+@click.group(no_args_is_help=False)
+def main() -> None:
+    """Look at the traces of all ranks of a run."""
+
+
+@main.command("merge")
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out", type=click.Path(path_type=Path), help=f"The merged trace.  [default: {MERGED} beside the traces]"
+)
+def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
+    """One trace for all ranks, on one clock, from PATHS: a folder of traces, or the traces themselves."""
+    files = [file for path in paths for file in (_traces_in(path) if path.is_dir() else [path])]
+    traces = read_ranks(files)
+    merged = merge(traces)
+    checked = validate(merged)
+    out = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / MERGED
+    try:
+        write_json(merged, out)
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out") from None
+    screen = console.console()
+    screen.print(_clocks(merged))
+    missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
+    if missing:
+        screen.print(
+            f"note: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {traces[0].world_size} missing"
+        )
+    if checked.problems:
+        for problem in checked.problems[:SHOWN]:
+            screen.print(escape(problem))
+        raise UserError(
+            f"{len(checked.problems)} things in {out} would not be shown as they are; it was written anyway"
+        )
+    screen.print(f"checked: {checked.summary()}")
+    screen.print(f"{escape(str(out))}: open it at https://ui.perfetto.dev", soft_wrap=True)
+
+
+@main.command("report")
+@click.argument("folder", type=click.Path(path_type=Path))
+def report_command(folder: Path) -> None:
+    """Everything that comes of the traces in FOLDER: tables, pictures, overlap, one trace for all ranks."""
+    write_report(folder, read_ranks(_traces_in(folder)), console.console())
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    """Ours, or else what torch.profiler's handler for TensorBoard leaves."""
+    foreign = sorted(path for end in ("", ".gz") for path in folder.glob(f"*.pt.trace.json{end}"))
+    ours = [path for path in folder.glob("rank*.trace.json*") if path not in foreign]
+    return foreign if foreign and not ours else trace_files(folder)
+
+
+def read_ranks(files: list[Path]) -> list[Trace]:
+    """The traces in some files, by rank. Raises UserError for a file that is none, and for two of one rank.
+
+    A trace made without a process group does not know its rank; it goes by the file's name, if that has one.
+    """
+    found: dict[int, tuple[Path, Trace]] = {}
+    for file in files:
+        trace = read_trace(file)
+        named = re.search(r"rank[_-]?(\d+)", file.name)
+        if "ranks" in trace.chrome and OURS not in trace.chrome:
+            raise UserError(f"{file} is merged already; name the traces of single ranks")
+        if named and "rank" not in {**trace.chrome.get("distributedInfo", {}), **trace.ours}:
+            trace = replace(trace, rank=int(named[1]))
+        if trace.rank in found:
+            raise UserError(f"{found[trace.rank][0]} and {file} are both of rank {trace.rank}; name one of them")
+        found[trace.rank] = (file, trace)
+    return [found[rank][1] for rank in sorted(found)]
+
+
+def _clocks(merged: dict[str, object]) -> Table:
+    """What every rank's clock was ahead by, and how that is known."""
+    table = Table("rank", "host", "clock ahead", "give or take", "known from")
+    ranks = merged["ranks"]
+    assert isinstance(ranks, dict)
+    for rank, about in ranks.items():
+        bound = about["clock_bound_ns"]
+        width = "?" if bound is None else f"{bound / 1e6:.3f} ms"
+        table.add_row(
+            rank, escape(about["host"]), f"{about['clock_offset_ns'] / 1e6:.3f} ms", width, about["clock_source"]
+        )
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,59 @@
+"""From the traces in a folder everything else: one trace of all ranks, tables, pictures, and a page that shows them."""
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from rich.console import Console
+
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.flame_svg import write_flame
+from cs336_systems.profiling.memory_svg import write_memory
+from cs336_systems.profiling.merge import merge
+from cs336_systems.profiling.overlap import overlap_markdown, show_overlap
+from cs336_systems.profiling.tables import render_markdown, show
+from cs336_systems.profiling.timeline_svg import write_timeline
+from cs336_systems.profiling.trace import Trace, write_json
+
+MERGED, TABLES, OVERLAP, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "index.html"
+STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
+
+
+def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
+    """Write what comes of all ranks' traces into a folder, and print the most important.
+
+    Pictures of time and memory are the first rank's, which stands for all; tables are over all ranks. Raises UserError
+    for a folder that cannot be written.
+    """
+    try:
+        write_json(merge(traces), folder / MERGED)
+        (folder / TABLES).write_text(render_markdown(traces))
+        (folder / OVERLAP).write_text(overlap_markdown(traces))
+        written = [*write_flame(traces[0], folder, "flame"), *write_memory(traces[0], folder, "memory")]
+        written += write_timeline(traces, folder, "timeline")
+        (folder / PAGE).write_text(page(traces, folder, written))
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
+    show(traces, console)
+    if len(traces) > 1:
+        show_overlap(traces, console)
+    names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
+    console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
+
+
+def page(traces: list[Trace], folder: Path, written: Iterable[Path]) -> str:
+    """One HTML page with the pictures and the tables, which needs nothing but its folder."""
+    title = escape(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {describe(traces[0])}")
+    parts = [f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
+    parts.append(f"<h1>{title}</h1>")
+    for picture in sorted(path.name for path in written if path.suffix == ".svg"):
+        parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
+    for text in (OVERLAP, TABLES, *sorted(path.name for path in written if path.suffix == ".md")):
+        parts.append(f"<h2>{escape(Path(text).stem)}</h2><pre>{escape((folder / text).read_text())}</pre>")
+    return "\n".join([*parts, "</html>\n"])
+
+
+def describe(trace: Trace) -> str:
+    """What was profiled, as far as the trace says."""
+    words = [str(trace.ours[key]) for key in ("size", "wrapper", "device") if key in trace.ours]
+    return ", ".join(words) or "a trace of torch.profiler"

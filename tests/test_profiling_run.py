@@ -1,0 +1,158 @@
+"""The command that profiles every rank at once, end to end on small models, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import profiling_run
+from benchmarks.profiling_record import predicted
+from benchmarks.profiling_run import Settings
+from benchmarks.records import read_records
+from cs336_systems.comm import Event, Place
+from cs336_systems.console import run_command
+from cs336_systems.cost import Hardware, count_parameters
+from cs336_systems.cost.parallel import Link
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.__main__ import main as profiling
+from cs336_systems.profiling.report import write_report
+from cs336_systems.profiling.trace import parse, read_json, read_trace, trace_files
+from cs336_systems.profiling.validate import validate
+from tests import ranks
+
+SMALL = {"size": "tiny", "batch_size": 1, "context": 16, "warmup": 1, "steps": 1, "device": "cpu"}
+FILES = [
+    "flame.collapsed.txt",
+    "flame.speedscope.json",
+    "flame.svg",
+    "index.html",
+    "memory.md",
+    "memory.svg",
+    "merged.trace.json.gz",
+    "overlap.md",
+    "tables.md",
+    "timeline.svg",
+]
+
+
+def run_case(rank: int, world: int, folder: str, out: str, wrapper: str) -> None:
+    settings = Settings(**SMALL, wrapper=wrapper, out=Path(out), results=Path(out, "results"))
+    Path(out, "results").mkdir(exist_ok=True, parents=True)
+    profiling_run.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+@pytest.fixture(scope="module", params=["bucketed", "zero3"])
+def folder(request, tmp_path_factory) -> Path:
+    """What a run over two ranks leaves."""
+    out = tmp_path_factory.mktemp(request.param)
+    ranks.run_alone(run_case, 2, out=str(out), wrapper=request.param)
+    return out
+
+
+def test_everything_is_left_in_one_folder(folder):
+    found = sorted(path.name for path in folder.iterdir() if path.is_file())
+    assert found == sorted([*FILES, "rank0.trace.json.gz", "rank1.trace.json.gz"])
+    assert not validate(read_json(folder / "merged.trace.json.gz")).problems
+    page = (folder / "index.html").read_text()
+    for picture in ("timeline.svg", "flame.svg", "memory.svg"):
+        assert f'src="{picture}"' in page
+    assert "RMSNorm" in page
+
+
+def test_the_record_says_where_time_and_memory_went(folder):
+    (record,) = read_records(folder / "results" / "profiling.jsonl")
+    metrics, expected, wrapper = record.metrics, record.predicted, record.config["wrapper"]
+    assert len(record.samples_ms) == 1
+    phases = sum(metrics[f"{phase}_ms"] for phase in ("forward", "backward", "synchronise", "optimizer"))
+    assert phases <= metrics["mean_ms"]
+    assert 0 < metrics["share_matrix_products"] < 1
+    assert len(metrics["overlap"]) == 2
+    assert expected["communication_ms"] > 0
+    if wrapper == "bucketed":
+        parameters = sum(count_parameters(Settings(**SMALL).case("tiny", torch.device("cpu")).config).values())
+        assert metrics["peak_memory_bytes"] > 16 * parameters  # weights, gradients, two moments
+        assert expected["exposed_ms"] <= expected["communication_ms"]
+
+
+def test_the_report_can_be_made_again(folder):
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    for name in FILES:
+        (folder / name).unlink()
+    done = CliRunner().invoke(profiling, ["report", str(folder)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+def test_one_rank_needs_no_wrapper(tmp_path, capsys):
+    options = ["--batch-size", "1", "--context", "16", "--warmup", "0", "--steps", "1", "--device", "cpu"]
+    options += ["--attention", "naive", "--recompute", "segments", "--out", str(tmp_path)]
+    assert run_command(profiling_run.main, [*options, "--results", str(tmp_path / "results")]) == 0
+    out = capsys.readouterr().out
+    assert "softmax" in out
+    assert "communication behind" not in out
+    (record,) = read_records(tmp_path / "results" / "profiling.jsonl")
+    assert record.config["wrapper"] == "none"
+    assert "overlap" not in record.metrics
+    assert record.metrics["share_softmax_of_attention"] > 0
+
+
+def test_a_report_of_a_foreign_trace(tmp_path, capsys):
+    """What plain torch.profiler writes has no tags, marks or phases; nothing breaks."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "rank0.trace.json"))
+    assert run_command(profiling, ["report", str(tmp_path)]) == 0
+    assert (tmp_path / "index.html").exists()
+    assert len(trace_files(tmp_path)) == 1
+    assert not read_trace(trace_files(tmp_path)[0]).ours
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--wrapper", "none", "--nproc", "2"], "--wrapper none joins no ranks, and there are 2"),
+        (["--precision", "fp16"], "needs loss scaling"),
+        (["--compile", "--wrapper", "flat"], "cannot be combined with --wrapper flat"),
+        (["--size", "huge"], "huge"),
+        (["--wrapper", "magic"], "magic"),
+        (["--device", "cpu", "--nvtx"], "--nvtx"),
+        (["--size", "2.7B", "--batch-size", "512", "--device", "cpu"], "needs"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options, message, tmp_path, capsys):
+    status = run_command(profiling_run.main, [*options, "--out", str(tmp_path), "--results", str(tmp_path / "r")])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"", "empty"), (b"{", "cut short"), (b"trace", "no JSON")])
+def test_a_broken_trace_is_one_line(data, message, tmp_path, capsys):
+    (tmp_path / "rank0.trace.json").write_bytes(data)
+    for command in ("report", "merge"):
+        assert run_command(profiling, [command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "tables.md").mkdir()
+    with pytest.raises(UserError, match="cannot write to"):
+        write_report(tmp_path, [parse({"traceEvents": []})], None)
+
+
+def test_predictions_follow_the_wrapper():
+    """With 1 ms a reduction and no latency: naive and flat hide nothing, overlapping ones all but what outlasts."""
+    case = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    hardware, link = Hardware("x", 1e12, 1e12, "made up"), Link(0.0, 1e6)
+    events = [Event("all-reduce", f"bucket {i}", 250, torch.float32, 2, "all-reduce") for i in range(3)]
+    events.append(Event("all-reduce", "ballot", 10**6, torch.float32, 2, "all-reduce"))
+    naive = predicted(case, hardware, "naive", link, events, 2)
+    hidden = predicted(case, hardware, "bucketed", link, events, 2)
+    assert naive["communication_ms"] == hidden["communication_ms"] == pytest.approx(3.0)
+    assert naive["exposed_ms"] == pytest.approx(3.0)
+    assert hidden["exposed_ms"] == pytest.approx(3.0 - hidden["backward_ms"] * 2 / 3, rel=1e-6)
+    assert "exposed_ms" not in predicted(case, hardware, "none", None, [], 1)
