@@ -21,89 +21,18 @@ import click
 import torch
 from rich.table import Table
 
+from benchmarks.gpu_steps import STEPS, Step
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems import console
 from cs336_systems.console import format_seconds, setting
 from cs336_systems.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
-TESTS = (
-    "rmsnorm", "flash_attention", "cross_entropy", "swiglu", "fused_adamw", "fused_adamw_state", "weighted_sum", "gpu",
-)  # fmt: skip
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
 MARGIN = 20.0
 LEAST = 15.0  # seconds for which no step is worth beginning
 PATIENCE = 5  # seconds a shape
 LAST_LINES = 15  # of the output of a step that went wrong
-
-
-@dataclass(frozen=True)
-class Step:
-    """A command: a module with its options, and the seconds after which it is stopped."""
-
-    name: str
-    command: tuple[str, ...]
-    seconds: float
-    takes_budget: bool = False  # stops by itself, given --budget
-    gpus: int = 1
-
-
-def choices(option: str, *values: str) -> tuple[str, ...]:
-    """An option that is given several times."""
-    return tuple(word for value in values for word in (f"--{option}", value))
-
-
-# torch.compile takes seconds for every shape. So only the course's normalisations are compiled; elsewhere the time goes
-# into more shapes. What matters most comes first, since what comes last may find no time left.
-STEPS = (
-    Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/test_{name}.py" for name in TESTS)), 90),
-    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 60, takes_budget=True),
-    Step(
-        "norms bf16",
-        ("benchmarks.norms", "--dtype", "bf16", *choices("candidate", "ours", "torch", "layernorm", "liger", "quack")),
-        40,
-        takes_budget=True,
-    ),
-    Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 35, takes_budget=True),
-    Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 35),
-    Step(
-        "fused",
-        (
-            "benchmarks.fused",
-            *choices("candidate", "ours", "torch", "liger", "torch-fused", "torch-foreach", "eager"),
-        ),
-        45,
-        takes_budget=True,
-    ),
-    Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 45),
-    Step(
-        "model",
-        (
-            "benchmarks.compare", "--size", "xl", "--precision", "bf16", "norm=rmsnorm", "norm=layernorm",
-            "attention=sdpa", "kernels=triton", "kernels=triton,attention=flash",
-        ),
-        40,
-    ),
-    Step(
-        "flash grid",
-        (
-            "benchmarks.attention", "--grid", "flash", "--dtype", "bf16", "--rounds", "8", *choices("dim", "64", "128"),
-            *choices("candidate", "ours", "sdpa-flash", "sdpa-cudnn"),
-        ),
-        30,
-        takes_budget=True,
-    ),
-    Step(
-        "course grid",
-        ("benchmarks.attention", "--grid", "course", "--rounds", "8", *choices("candidate", "ours", "eager")),
-        30,
-        takes_budget=True,
-    ),
-    Step("end to end", ("benchmarks.e2e", "--size", "small", "--kernels", "triton", "--attention", "flash"), 30),
-    Step("all-reduce", ("benchmarks.allreduce", "--nproc", "2"), 60, gpus=2),
-    Step("data parallel", ("benchmarks.ddp", "--nproc", "2"), 60, gpus=2),
-    Step("ZeRO", ("benchmarks.zero", "--nproc", "2"), 60, gpus=2),
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,6 +70,7 @@ def arguments(step: Step, settings: Settings, results: Path, seconds: float) -> 
         return [sys.executable, "-m", module, *options, "--smoke"]
     options += ["--results", str(results)]
     options += ["--commit", settings.commit] if settings.commit else []
+    options += ["--out", str(results / step.leaves)] if step.leaves else []
     if step.takes_budget:
         options += ["--budget", f"{max(1.0, seconds - MARGIN):.0f}", "--patience", str(PATIENCE)]
     return [sys.executable, "-m", module, *options]

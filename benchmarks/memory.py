@@ -262,7 +262,7 @@ def run(settings: Settings) -> list[Record]:
                 keep(measure(each, settings.year))
                 advance(f"{each.size} {each.mode}")
     for sheet in sheets(records):
-        console.console().print(sheet.rich())
+        console.console().print(sheet.table())
     if path:
         print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
     return records

@@ -1,49 +1,18 @@
 """Tables of the records of `benchmarks.memory`: peaks, residuals and segments, for a terminal and as Markdown."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.records import Record, read_records
 from cs336_systems.console import format_bytes
 from cs336_systems.cost.fit import describe_parts
 from cs336_systems.presets import preset
+from cs336_systems.profiling.sheet import Sheet
 
 PEAKS = ("size", "pass", "precision", "peak memory", "predicted", "of which", "one activation")
 LARGEST = ("kept by", "shape", "dtype", "bytes", "made by")
 SEGMENTS = ("recomputed", "kept", "recomputed at once", "predicted peak", "measured peak", "difference")
-TEXT = ("size", "pass", "precision", "of which", "kept by", "shape", "dtype", "made by", "recomputed")
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table that a terminal and a page show alike, with remarks below it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: list[list[str]]
-    remarks: list[str] = field(default_factory=list)
-
-    def rich(self) -> Table:
-        """For a terminal."""
-        below = escape("\n".join(self.remarks))
-        table = Table(title=escape(self.title), title_justify="left", caption=below, caption_justify="left")
-        for column in self.columns:
-            table.add_column(column, justify="left" if column in TEXT else "right", overflow="fold")
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        return table
-
-    def markdown(self) -> str:
-        """For a page."""
-        aligned = ["---" if column in TEXT else "--:" for column in self.columns]
-        lines = [f"{self.title}:", "", *("| " + " | ".join(cells) + " |" for cells in (self.columns, aligned))]
-        lines += ["| " + " | ".join(row) + " |" for row in self.rows]
-        return "\n".join([*lines, *(["", *self.remarks] if self.remarks else [])])
 
 
 def stream_bytes(record: Record) -> int:
@@ -82,7 +51,7 @@ def peak_sheet(records: list[Record], where: str) -> Sheet:
     remarks = []
     if any(record.status != "ok" for record in records):
         remarks.append("(computed): does not fit this machine; the figures are the memory model's.")
-    return Sheet(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], remarks)
+    return Sheet(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], "\n".join(remarks))
 
 
 def way(record: Record) -> str:
@@ -100,7 +69,7 @@ def residual_sheets(records: list[Record]) -> list[Sheet]:
     rows.append(["predicted", *(format_bytes(record.predicted["kept_bytes"]) for record in records)])
     remarks = ["model: kept outside of every module, by the loss. Counted on tensors without memory."]
     remarks += [f"Apart from these, autocast's copies of the weights: {format_bytes(casts)}."] if casts else []
-    by_block = Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *ways), rows, remarks)
+    by_block = Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *ways), rows, "\n".join(remarks))
     block = records[0].metrics["block"]
     modules = [record.metrics["modules"] for record in records]
     inside = Sheet(f"Inside {block}, {title}", ("kept by", *ways), grouped(modules))
@@ -150,7 +119,7 @@ def segment_sheet(records: list[Record]) -> Sheet:
         f"Predicted peak by length: {shown}.",
     ]
     title = f"Activations at their most, {label(records[0])}, {records[0].config['precision']}"
-    return Sheet(title, SEGMENTS, [segment_row(record) for record in records], remarks)
+    return Sheet(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
 
 
 def place(record: Record) -> str:
@@ -186,4 +155,4 @@ def sheets(records: list[Record]) -> list[Sheet]:
 def memory_tables(results: Path) -> list[str]:
     """The Markdown tables of every machine."""
     paths = sorted(results.glob("*/memory.jsonl"))
-    return [sheet.markdown() for path in paths for sheet in sheets(read_records(path))]
+    return [sheet.markdown(level=0).rstrip("\n") for path in paths for sheet in sheets(read_records(path))]

@@ -185,8 +185,10 @@ def test_every_real_step_is_a_command_with_options_that_exist():
         module, *options = step.command
         if module != "pytest":
             command = __import__(module, fromlist=["main"]).main
-            extra = ["--budget", "9", "--patience", "5"] if step.takes_budget else []
-            context = command.make_context(module, [*options, "--results", "out", "--commit", "abc", *extra])
+            given = arguments(step, Settings(commit="abc"), Path("/out"), 30.0)
+            assert given[3 : 3 + len(options)] == list(options)
+            assert ("/out/profile" in given) == (module == "benchmarks.profiling_run")
+            context = command.make_context(module, given[3:])
             for name in context.params.get("candidate") or ():
                 assert step.name == "fused" or name in __import__(module, fromlist=["CANDIDATES"]).CANDIDATES
 

@@ -13,7 +13,7 @@ from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.flights import flights
 from cs336_systems.profiling.intervals import intersection, length, subtraction, union
-from cs336_systems.profiling.overlap import overlap, overlap_markdown, overlaps, show_overlap
+from cs336_systems.profiling.overlap import overlap, overlap_sheet, overlaps
 from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
 from tests import ranks
 
@@ -169,17 +169,17 @@ def test_a_posted_transfer_begins_when_the_last_rank_has_launched():
 
 def test_the_table_says_what_it_counts():
     traces = [read_trace(path) for path in trace_files(FIXTURE)]
-    lines = overlap_markdown(traces).splitlines()
-    assert lines[2] == "| 0 | 0.560 | 0.259 | 0.301 | 46.2 % | 0.120 | 0.440 | 0.030 |"
-    assert lines[3] == "| 1 | 0.440 | 0.198 | 0.241 | 45.1 % | 0.000 | 0.440 | 0.030 |"
+    lines = overlap_sheet(traces).markdown().splitlines()
+    assert lines[4] == "| 0 | 0.560 | 0.259 | 0.301 | 46.2 % | 0.120 | 0.440 | 0.030 |"
+    assert lines[5] == "| 1 | 0.440 | 0.198 | 0.241 | 45.1 % | 0.000 | 0.440 | 0.030 |"
     assert "at most" not in lines[-1]
-    posted = overlap_markdown([trace(event("gloo:recv", 0, 100))])
+    posted = overlap_sheet([trace(event("gloo:recv", 0, 100))]).markdown()
     assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | 0.000 |" in posted
     assert "at most" in posted
     out = io.StringIO()
-    show_overlap(traces, Console(file=out, width=140))
+    Console(file=out, width=140).print(overlap_sheet(traces).table())
     assert "46.2 %" in out.getvalue()
-    assert "| 0 | 0.000 | 0.000 | 0.000 | - | - | - | 0.000 |" in overlap_markdown([trace()])
+    assert "| 0 | 0.000 | 0.000 | 0.000 | - | - | - | 0.000 |" in overlap_sheet([trace()]).markdown()
 
 
 class Synchronous(nn.Module):

@@ -9,6 +9,7 @@ from cs336_systems.profiling.allocations import Block, Timeline, phase_peaks
 from cs336_systems.profiling.attribution import ENGINE, PHASES, Placed
 from cs336_systems.profiling.held import CATEGORIES
 from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.sheet import Sheet
 from cs336_systems.profiling.tags import parse_tag
 from cs336_systems.profiling.trace import Span, Trace
 
@@ -116,18 +117,13 @@ def memory_markdown(trace: Trace, timeline: Timeline, count: int = 10) -> str:
         f"# Memory of rank {trace.rank} on {timeline.device}",
         f"Peak {_exact(timeline.peak)} at {after:.2f} ms{_during(timeline)}. "
         f"{_exact(timeline.before)} were alive when profiling began, {_exact(timeline.totals[-1])} when it ended.",
-        "## The peak of each phase, and what it consists of",
-        _phases_table(timeline),
     ]
+    sheets = [_phases_sheet(timeline)]
     if len(timeline.steps) > 1:
-        parts += ["## Peaks by step", _steps_table(trace, timeline)]
-    parts += [
-        "## What fills the peak",
-        _sources_table(filling_peak(timeline, count), timeline.peak),
-        "## The largest allocations",
-        _sources_table(largest(timeline, count), None),
-    ]
-    return "\n\n".join(parts) + "\n"
+        sheets.append(_steps_sheet(trace, timeline))
+    sheets.append(_sources_sheet("What fills the peak", filling_peak(timeline, count), timeline.peak))
+    sheets.append(_sources_sheet("The largest allocations", largest(timeline, count), None))
+    return "\n\n".join([*parts, *(sheet.markdown().rstrip("\n") for sheet in sheets)]) + "\n"
 
 
 def _exact(nbytes: int) -> str:
@@ -142,7 +138,7 @@ def _during(timeline: Timeline) -> str:
     return "".join(f"{word} {name}" for word, name in ((", in", phase), (" of" if phase else ", in", step)) if name)
 
 
-def _phases_table(timeline: Timeline) -> str:
+def _phases_sheet(timeline: Timeline) -> Sheet:
     best: dict[str, int] = {}
     for phase in timeline.phases:
         index = timeline.highest_in(phase.start, phase.end)
@@ -153,20 +149,22 @@ def _phases_table(timeline: Timeline) -> str:
         [name, f"{timeline.totals[i]:,}", format_bytes(timeline.totals[i]), *map(format_bytes, timeline.amounts[i])]
         for name, i in rows.items()
     ]
-    return table(["phase", "peak, bytes", "peak", *CATEGORIES], cells)
+    heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
+    return Sheet("The peak of each phase, and what it consists of", heads, cells)
 
 
-def _steps_table(trace: Trace, timeline: Timeline) -> str:
+def _steps_sheet(trace: Trace, timeline: Timeline) -> Sheet:
     names = list(phase_peaks(trace, timeline))
     rows = []
     for step in timeline.steps:
         peaks = phase_peaks(trace, timeline, step.name)
         whole = timeline.peak_in(step.start, step.end)
         rows.append([step.name, *(f"{peaks[name]:,}" if name in peaks else "" for name in names), f"{whole:,}"])
-    return table(["step", *(f"{name}, bytes" for name in names), "whole step, bytes"], rows)
+    heads = ["step", *(f"{name}, bytes" for name in names), "whole step, bytes"]
+    return Sheet("Peaks by step", heads, rows)
 
 
-def _sources_table(found: Sequence[Source], whole: int | None) -> str:
+def _sources_sheet(title: str, found: Sequence[Source], whole: int | None) -> Sheet:
     framed = any(source.frame for source in found)
     rows = []
     for source in found:
@@ -177,14 +175,5 @@ def _sources_table(found: Sequence[Source], whole: int | None) -> str:
         rows.append([size, format_bytes(source.total), *share, *origin])
     shares = [] if whole is None else ["of peak"]
     frames = ["Python frame"] if framed else []
-    return table(
-        ["count x bytes", "in all", *shares, "category", "phase", "module", "innermost operator", *frames], rows
-    )
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; numbers to the right."""
-    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    right = [any(row[i] for row in rows) and all(re.match(r"\d|$", row[i]) for row in rows) for i in range(len(head))]
-    lines = [head, ["--:" if numeric else "---" for numeric in right], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    heads = ["count x bytes", "in all", *shares, "category", "phase", "module", "innermost operator", *frames]
+    return Sheet(title, heads, rows)

@@ -18,13 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rich.console import Console
-from rich.table import Table
-
 from cs336_systems.profiling.align import aligned
 from cs336_systems.profiling.flights import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
 from cs336_systems.profiling.matching import match
+from cs336_systems.profiling.sheet import Sheet
 from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace
 
 OURS = ("launch ", "wait ")  # how the names of comm's annotations begin
@@ -201,22 +199,7 @@ def _notes(found: Sequence[Overlap]) -> list[str]:
     return notes
 
 
-def overlap_markdown(traces: Sequence[Trace]) -> str:
-    """The overlap of every rank as a table in Markdown, in milliseconds, with what the columns mean below."""
+def overlap_sheet(traces: Sequence[Trace]) -> Sheet:
+    """The overlap of every rank in milliseconds, with what the columns mean below."""
     found = overlaps(traces)
-    lines = [HEADINGS, ["--:"] * len(HEADINGS), *_rows(found)]
-    table = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([*table, "", *_notes(found), ""])
-
-
-def show_overlap(traces: Sequence[Trace], console: Console) -> None:
-    """The same table on a terminal."""
-    found = overlaps(traces)
-    table = Table(title="communication behind computation, in ms")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
-    for row in _rows(found):
-        table.add_row(*row)
-    console.print(table)
-    for note in _notes(found):
-        console.print(note)
+    return Sheet("Communication behind computation, in ms", HEADINGS, _rows(found), "\n".join(_notes(found)))

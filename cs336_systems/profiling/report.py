@@ -10,7 +10,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.flame_svg import write_flame
 from cs336_systems.profiling.memory_svg import write_memory
 from cs336_systems.profiling.merge import merge
-from cs336_systems.profiling.overlap import overlap_markdown, show_overlap
+from cs336_systems.profiling.overlap import overlap_sheet
 from cs336_systems.profiling.tables import render_markdown, show
 from cs336_systems.profiling.timeline_svg import write_timeline
 from cs336_systems.profiling.trace import Trace, write_json
@@ -28,7 +28,8 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     try:
         write_json(merge(traces), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
-        (folder / OVERLAP).write_text(overlap_markdown(traces))
+        hidden = overlap_sheet(traces)
+        (folder / OVERLAP).write_text(hidden.markdown())
         written = [*write_flame(traces[0], folder, "flame"), *write_memory(traces[0], folder, "memory")]
         written += write_timeline(traces, folder, "timeline")
         (folder / PAGE).write_text(page(traces, folder, written))
@@ -36,7 +37,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     show(traces, console)
     if len(traces) > 1:
-        show_overlap(traces, console)
+        console.print(hidden.table())
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 

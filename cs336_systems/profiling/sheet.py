@@ -1,5 +1,6 @@
 """A table of text that can be shown on a terminal and written as Markdown: the same cells in both."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -7,31 +8,45 @@ from rich.markup import escape
 from rich.table import Table
 
 LONGEST = 100  # characters of a name in Markdown; kernels' names are templates of hundreds
+NUMBER = re.compile(r"[-+(<]*\d|-?$")  # how a cell of numbers begins; an empty one is one, too
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A title, a note under it, the columns' heads and the rows; the first column is text, the others numbers."""
+    """A title, the columns' heads, the rows, and a note below. Columns of numbers stand to the right.
+
+    With `names` the first column has names of operators, which may be very long.
+    """
 
     title: str
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+    names: bool = False
 
-    def markdown(self) -> str:
-        """The sheet as a section of Markdown."""
-        lines = [_line(self.heads), _line(["---", *["---:"] * (len(self.heads) - 1)])]
-        lines += [_line([f"`{cut(row[0], LONGEST)}`", *row[1:]]) for row in self.rows]
-        return "\n\n".join(part for part in (f"## {self.title}", self.note, "\n".join(lines)) if part) + "\n"
+    def numeric(self) -> list[bool]:
+        """Whether each column has numbers only, the first one apart if it has names."""
+        columns = [[row[i] for row in self.rows] for i in range(len(self.heads))]
+        found = [any(column) and all(NUMBER.match(cell) for cell in column) for column in columns]
+        return [False, *found[1:]] if self.names else found
+
+    def markdown(self, level: int = 2) -> str:
+        """The sheet as a section of Markdown, its title a heading of a level, or of 0: a line of text."""
+        heading = f"{'#' * level} {self.title}" if level else f"{self.title}:"
+        lines = [_line(self.heads), _line(["--:" if right else "---" for right in self.numeric()])]
+        for first, *rest in self.rows:
+            lines.append(_line([f"`{cut(first, LONGEST)}`" if self.names else first, *rest]))
+        return "\n\n".join(part for part in (heading, "\n".join(lines), self.note) if part) + "\n"
 
     def table(self, width: int = 44) -> Table:
         """The sheet for a terminal, names cut to a width."""
         table = Table(title=escape(self.title), caption=escape(self.note) or None, title_justify="left")
         table.title_style, table.caption_justify = "bold", "left"
-        for number, head in enumerate(self.heads):
-            table.add_column(escape(head), justify="right" if number else "left", no_wrap=not number)
-        for row in self.rows:
-            table.add_row(escape(cut(row[0], width)), *map(escape, row[1:]))
+        for head, right in zip(self.heads, self.numeric(), strict=True):
+            named = self.names and not table.columns
+            table.add_column(escape(head), justify="right" if right else "left", no_wrap=named, overflow="fold")
+        for first, *rest in self.rows:
+            table.add_row(escape(cut(first, width) if self.names else first), *map(escape, rest))
         return table
 
 

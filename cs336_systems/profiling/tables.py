@@ -142,7 +142,7 @@ def operators_sheet(rows: Sequence[OpRow], title: str, note: str = "") -> Sheet:
         columns.append(("FLOPs", lambda row: format_count(row.flops) if row.flops else ""))
         columns.append(("FLOP/s", lambda row: format_count(row.flops_per_second) if row.flops_per_second else ""))
     cells = [[cell(row) for _, cell in columns] for row in rows]
-    return Sheet(title, [head for head, _ in columns], cells, note)
+    return Sheet(title, [head for head, _ in columns], cells, note, names=True)
 
 
 def times_sheet(rows: Sequence[TimeRow], title: str, note: str) -> Sheet:
@@ -159,7 +159,7 @@ def times_sheet(rows: Sequence[TimeRow], title: str, note: str) -> Sheet:
         ]
         for row in rows
     ]
-    return Sheet(title, heads, cells, note)
+    return Sheet(title, heads, cells, note, names=True)
 
 
 def parts_sheet(placed: Sequence[Placed]) -> Sheet:
@@ -168,7 +168,7 @@ def parts_sheet(placed: Sequence[Placed]) -> Sheet:
     recomputed = any(row.recomputed for row in rows)
     heads = ["part", "forward", *(["recomputed"] if recomputed else []), "backward", "other", "total", "share"]
     cells = [[row.name, *_times(row, recomputed), milliseconds(row.total), percent(row.share)] for row in rows]
-    return Sheet("Parts of the step", heads, cells, PARTS_NOTE.format(clock=_clock(placed)))
+    return Sheet("Parts of the step", heads, cells, PARTS_NOTE.format(clock=_clock(placed)), names=True)
 
 
 def _times(row: PartRow, recomputed: bool) -> list[str]:
@@ -190,7 +190,7 @@ def modules_sheet(placed: Sequence[Placed]) -> Sheet:
         whole = [milliseconds(row.inclusive), percent(row.inclusive_share)]
         return [row.name, str(row.modules), str(row.calls), *times, *whole, *own]
 
-    return Sheet("Modules", heads, [cells(row) for row in rows], MODULES_NOTE.format(clock=_clock(placed)))
+    return Sheet("Modules", heads, [cells(row) for row in rows], MODULES_NOTE.format(clock=_clock(placed)), names=True)
 
 
 def attention_sheet(placed: Sequence[Placed]) -> Sheet:
@@ -217,7 +217,7 @@ def attention_sheet(placed: Sequence[Placed]) -> Sheet:
         f"In milliseconds of {_clock(placed)}. A softmax is counted as 5 FLOPs an element (compare, subtract, "
         "exponentiate, add, divide) and its backward as 4; what backward recomputes counts for backward."
     )
-    return Sheet("Softmax beside the products of attention", heads, cells, note)
+    return Sheet("Softmax beside the products of attention", heads, cells, note, names=True)
 
 
 def _phases(placed: Sequence[Placed]) -> dict[str, int]:
@@ -265,4 +265,4 @@ def spread_sheet(rows: Sequence[Spread], title: str, note: str = "") -> Sheet:
         ]
         for row in rows
     ]
-    return Sheet(title, heads, cells, note)
+    return Sheet(title, heads, cells, note, names=True)

@@ -1,0 +1,79 @@
+"""What `gpu_suite` runs on a GPU, what matters most first, and how long each step may take."""
+
+from dataclasses import dataclass
+
+TESTS = (
+    "rmsnorm", "flash_attention", "cross_entropy", "swiglu", "fused_adamw", "fused_adamw_state", "weighted_sum", "gpu",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command: a module with its options, and the seconds after which it is stopped."""
+
+    name: str
+    command: tuple[str, ...]
+    seconds: float
+    takes_budget: bool = False  # stops by itself, given --budget
+    gpus: int = 1
+    leaves: str = ""  # a folder beside the records, for pictures and traces
+
+
+def choices(option: str, *values: str) -> tuple[str, ...]:
+    """An option that is given several times."""
+    return tuple(word for value in values for word in (f"--{option}", value))
+
+
+# torch.compile takes seconds for every shape. So only the course's normalisations are compiled; elsewhere the time goes
+# into more shapes. What matters most comes first, since what comes last may find no time left.
+STEPS = (
+    Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/test_{name}.py" for name in TESTS)), 90),
+    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 55, takes_budget=True),
+    Step(
+        "norms bf16",
+        ("benchmarks.norms", "--dtype", "bf16", *choices("candidate", "ours", "torch", "layernorm", "liger", "quack")),
+        35,
+        takes_budget=True,
+    ),
+    Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 35, takes_budget=True),
+    Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 35),
+    Step(
+        "fused",
+        (
+            "benchmarks.fused",
+            *choices("candidate", "ours", "torch", "liger", "torch-fused", "torch-foreach", "eager"),
+        ),
+        40,
+        takes_budget=True,
+    ),
+    Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 40),
+    Step(
+        "model",
+        (
+            "benchmarks.compare", "--size", "xl", "--precision", "bf16", "norm=rmsnorm", "norm=layernorm",
+            "attention=sdpa", "kernels=triton", "kernels=triton,attention=flash",
+        ),
+        35,
+    ),
+    Step(
+        "flash grid",
+        (
+            "benchmarks.attention", "--grid", "flash", "--dtype", "bf16", "--rounds", "8", *choices("dim", "64", "128"),
+            *choices("candidate", "ours", "sdpa-flash", "sdpa-cudnn"),
+        ),
+        25,
+        takes_budget=True,
+    ),
+    Step(
+        "course grid",
+        ("benchmarks.attention", "--grid", "course", "--rounds", "8", *choices("candidate", "ours", "eager")),
+        25,
+        takes_budget=True,
+    ),
+    Step("profile", ("benchmarks.profiling_run", "--size", "small", "--attention", "naive"), 25, leaves="profile"),
+    Step("mixed precision", ("benchmarks.mixed_precision",), 10),
+    Step("end to end", ("benchmarks.e2e", "--size", "small", "--kernels", "triton", "--attention", "flash"), 30),
+    Step("all-reduce", ("benchmarks.allreduce", "--nproc", "2"), 60, gpus=2),
+    Step("data parallel", ("benchmarks.ddp", "--nproc", "2"), 60, gpus=2),
+    Step("ZeRO", ("benchmarks.zero", "--nproc", "2"), 60, gpus=2),
+)  # fmt: skip
