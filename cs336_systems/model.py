@@ -6,6 +6,7 @@ head_dim are the axes' names throughout.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -112,6 +113,20 @@ class Block(nn.Module):
 def recomputed(function: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
     """Run blocks [first, last) keeping only x: backward runs them again."""
     return checkpoint(function, first, last, x, use_reentrant=False)
+
+
+def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
+    """Run blocks [first, last) as two halves that are recomputed, and each half likewise.
+
+    Not inside `run_blocks`: a function that calls itself is a cycle with all that it refers to, a mask for example, and
+    would hold that until the garbage collector comes round.
+    """
+    if last - first == 1:
+        return run(first, last, x)
+    middle = (first + last) // 2
+    half = partial(run_nested, run)
+    x = recomputed(half, first, middle, x)
+    return recomputed(half, middle, last, x)
 
 
 class BertOutput(NamedTuple):
@@ -221,20 +236,13 @@ class TransformerLM(nn.Module):
                 x = block(x, table, bias)
             return x
 
-        def nested(first: int, last: int, x: Tensor) -> Tensor:
-            if last - first == 1:
-                return run(first, last, x)
-            middle = (first + last) // 2
-            x = recomputed(nested, first, middle, x)
-            return recomputed(nested, middle, last, x)
-
         depth, every = len(self.blocks), self.config.recompute_every
         if self.config.recompute == "segments" and torch.is_grad_enabled():
             for first in range(0, depth, every):
                 x = recomputed(run, first, min(first + every, depth), x)
             return x
         if self.config.recompute == "nested" and torch.is_grad_enabled():
-            return nested(0, depth, x)
+            return run_nested(run, 0, depth, x)
         return run(0, depth, x)
 
 

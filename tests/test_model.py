@@ -1,6 +1,8 @@
 """The transformer against a second one written head by head, against GPT-2 and Llama, and against itself."""
 
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from cs336_systems.attention import attention_bias
 from cs336_systems.errors import UserError
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, model_preset
@@ -303,3 +306,24 @@ def test_what_cannot_be_built_is_refused():
         TransformerLM(replace(TOY, attention="flash"))(*[torch.zeros(1, 7, dtype=torch.long)] * 2, torch.ones(1, 7))
     with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
         replace(TOY, attention="flash", dropout=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "segments", "nested"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(recompute, monkeypatch):
+    """A mask that only the collector frees would pile up, step by step."""
+    biases = []
+
+    def spied(*arguments):
+        bias = attention_bias(*arguments)
+        biases.append(weakref.ref(bias))
+        return bias
+
+    monkeypatch.setattr("cs336_systems.model.attention_bias", spied)
+    config = model_preset("tiny").override(attention="naive", num_layers=3, context_length=8, recompute=recompute)
+    model, tokens = TransformerLM(config), torch.zeros(1, 8, dtype=torch.long)
+    gc.disable()
+    try:
+        lm_loss(model, tokens, tokens).backward()
+        assert biases[0]() is None
+    finally:
+        gc.enable()
