@@ -7,6 +7,7 @@ own maximum. Instead of the peaks, `--residuals` shows what is kept for backward
 import gc
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 import click
 import torch
+from click.core import ParameterSource
 
 from benchmarks.memory_tables import sheets
 from benchmarks.model_options import ModelOptions, model_config
@@ -35,6 +37,15 @@ from cs336_systems.profiling.segments import Strategy, best, neighbours, square_
 
 Pass = Literal["forward", "step"]
 PASSES: tuple[Pass, ...] = ("forward", "step")
+# Options that would be ignored beside another, and why.
+CLASHES = {
+    ("residuals", "segments"): "each measures something else instead of the peaks",
+    ("residuals", "mode"): "residuals are of forward, whatever follows",
+    ("residuals", "recompute"): "residuals are counted for every way of recomputing",
+    ("residuals", "recompute_every"): "residuals are counted for the best length of segments",
+    ("segments", "mode"): "segments are measured over forward and backward",
+    ("all_sizes", "size"): "all sizes are measured",
+}
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,15 @@ class Settings(ModelOptions):
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one sequence, no record.")
+
+    def refuse_ignored(self, given: set[str]) -> None:
+        """Raises UserError if an option of those that were `given` would be ignored."""
+        for pair, why in CLASHES.items():
+            if given.issuperset(pair):
+                one, other = (f"--{name.replace('_', '-')}" for name in pair)
+                raise UserError(f"{one} and {other} cannot be combined: {why}; drop one of them")
+        if "recompute_every" in given and self.recompute != "segments":
+            raise UserError(f"--recompute-every needs --recompute segments, not {self.recompute}; add it, or drop both")
 
     def cases(self, device: torch.device) -> list[tuple[str, Case]]:
         """The sizes and shapes to measure. Raises UserError for a size or a choice that does not exist."""
@@ -91,11 +111,8 @@ def take_passes(load: Workload, mode: Mode, capture: Capture | None = None) -> N
     """The passes of one mode, once, in phases."""
 
     def phase(name: str, run: Callable[[], None]) -> None:
-        if capture is None:
+        with capture.phase(name) if capture else nullcontext():
             run()
-        else:
-            with capture.phase(name):
-                run()
 
     phase("forward", load.forward_only if mode == "forward" else load.forward)
     if mode != "forward":
@@ -179,15 +196,15 @@ def measure(run: Run, year: int) -> Record:
 def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any]) -> Iterator[Record]:
     """What one shape keeps for backward, for each way of recomputing; counted without running it."""
     config, seq = case.config, case.config.context_length
-    shape = (config, case.batch, seq)
-    segments = best(sweep(*shape, case.precision))
+    segments = best(sweep(config, case.batch, seq, case.precision))
+    block = f"blocks.{min(1, config.num_layers - 1)}"  # the first keeps also what all share
     ways: tuple[Recompute, ...] = ("none", "attention", "segments", "nested")
     for recompute in ways:
         every = segments.every if recompute == "segments" else 1
         chosen = replace(config, recompute=recompute, recompute_every=every)
         found = model_residuals(chosen, case.batch, seq, case.precision)
-        block = f"blocks.{min(1, config.num_layers - 1)}"  # the first keeps also what all share
-        largest = [[r.module, list(r.shape), r.dtype, r.nbytes, r.made_by] for r in found.largest(5, block)]
+        inside = block if recompute == "none" else None  # blocks that are run again keep their inputs only
+        largest = [[r.module, list(r.shape), r.dtype, r.nbytes, r.made_by] for r in found.largest(5, inside)]
         metrics = {
             "kept_bytes": found.nbytes,
             "weight_casts_bytes": found.weight_casts,
@@ -195,6 +212,7 @@ def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any
             "block": block,
             "modules": found.by_module(block),
             "largest": largest,
+            "largest_of": inside or "model",
         }
         figures = {"kept_bytes": saved_activations(chosen, case.batch, seq, case.precision)[0]}
         about = record_config(size, year, "residuals", replace(case, config=chosen))
@@ -233,10 +251,11 @@ def show_plan(runs: list[Run], usable: int) -> None:
 
 def run(settings: Settings) -> list[Record]:
     """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
-    if settings.smoke:
-        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
     device = choose_device(settings.device)
     usable, cases = usable_memory(device), settings.cases(device)
+    if settings.smoke:
+        settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
+        cases = settings.cases(device)
     folder = settings.results or RESULTS / machine_name(device, settings.machine)
     path = None if settings.smoke else open_records(folder, "memory")
     benches: dict[Precision, Bench] = {}
@@ -254,7 +273,7 @@ def run(settings: Settings) -> list[Record]:
         for size, case in cases:
             for record in count_residuals(size, settings.year, case, benches[case.precision].environment):
                 keep(record)
-    if settings.segments or not settings.residuals:
+    else:
         runs = make_runs(settings, cases, benches)
         show_plan(runs, usable)
         with console.progress("memory", len(runs), sum(each.seconds for each in runs if each.fits)) as advance:
@@ -270,9 +289,11 @@ def run(settings: Settings) -> list[Record]:
 
 @click.command()
 @console.options(Settings)
-def main(**settings: Any) -> None:
+def main(**options: Any) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, with predictions beside them."""
-    run(Settings(**settings))
+    settings, source = Settings(**options), click.get_current_context().get_parameter_source
+    settings.refuse_ignored({name for name in options if source(name) != ParameterSource.DEFAULT})
+    run(settings)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from cs336_systems.presets import preset
 from cs336_systems.profiling.sheet import Sheet
 
 PEAKS = ("size", "pass", "precision", "peak memory", "predicted", "of which", "one activation")
-LARGEST = ("kept by", "shape", "dtype", "bytes", "made by")
+LARGEST = ("recomputed", "the largest of", "kept by", "shape", "dtype", "bytes", "made by")
 SEGMENTS = ("recomputed", "kept", "recomputed at once", "predicted peak", "measured peak", "difference")
 
 
@@ -29,8 +29,7 @@ def label(record: Record) -> str:
     usual = {"norm": model.norm, "attention": model.attention, "kernels": model.kernels}
     other = [f"{name} {config[name]}" for name, value in usual.items() if config.get(name, value) != value]
     if config["mode"] in ("forward", "step") and config["recompute"] != "none":
-        of = f" of {config['recompute_every']}" if config["recompute"] == "segments" else ""
-        other.append(f"recompute {config['recompute']}{of}")
+        other.append(f"recompute {recompute_name(record)}")
     return ", ".join([f"{config['size']} ({config['year']}) {config['batch_size']} x {config['context']}", *other])
 
 
@@ -54,32 +53,43 @@ def peak_sheet(records: list[Record], where: str) -> Sheet:
     return Sheet(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], "\n".join(remarks))
 
 
-def way(record: Record) -> str:
+def recompute_name(record: Record) -> str:
     """How a record's model recomputes: `none`, `segments of 2`."""
     config = record.config
     return f"segments of {config['recompute_every']}" if config["recompute"] == "segments" else str(config["recompute"])
 
 
+def shape_title(record: Record) -> str:
+    """What all records of one shape share: model, tokens, precision, machine and commit."""
+    return f"{label(record)}, {record.config['precision']}, {place(record)}"
+
+
+def largest_rows(record: Record) -> list[list[str]]:
+    """The largest storages that one way of recomputing keeps."""
+    metrics = record.metrics
+    start = [recompute_name(record), metrics.get("largest_of", metrics["block"])]
+    return [
+        [*start, module, " x ".join(map(str, shape)), dtype, format_bytes(nbytes), maker]
+        for module, shape, dtype, nbytes, maker in metrics["largest"]
+    ]
+
+
 def residual_sheets(records: list[Record]) -> list[Sheet]:
     """What one shape keeps for backward, by block and inside a block, for every way of recomputing; the largest."""
-    ways = tuple(way(record) for record in records)
-    title, casts = label(records[0]), records[0].metrics["weight_casts_bytes"]
+    first, names = records[0].metrics, [recompute_name(record) for record in records]
+    title, casts = shape_title(records[0]), first["weight_casts_bytes"]
     rows = grouped([record.metrics["blocks"] for record in records])
     rows.append(["in all", *(format_bytes(record.metrics["kept_bytes"]) for record in records)])
     rows.append(["predicted", *(format_bytes(record.predicted["kept_bytes"]) for record in records)])
     remarks = ["model: kept outside of every module, by the loss. Counted on tensors without memory."]
     remarks += [f"Apart from these, autocast's copies of the weights: {format_bytes(casts)}."] if casts else []
-    by_block = Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *ways), rows, "\n".join(remarks))
-    block = records[0].metrics["block"]
-    modules = [record.metrics["modules"] for record in records]
-    inside = Sheet(f"Inside {block}, {title}", ("kept by", *ways), grouped(modules))
-    largest = []
-    for record in records:
-        for module, shape, dtype, nbytes, maker in (
-            record.metrics["largest"] if way(record) in ("none", ways[0]) else ()
-        ):
-            largest.append([module, " x ".join(map(str, shape)), dtype, format_bytes(nbytes), maker])
-    return [by_block, inside, Sheet(f"The five largest that {block} keeps, {title}, {ways[0]}", LARGEST, largest)]
+    inside = grouped([record.metrics["modules"] for record in records])
+    largest = [row for record in records for row in largest_rows(record)]
+    return [
+        Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *names), rows, "\n".join(remarks)),
+        Sheet(f"Inside {first['block']}, {title}", ("kept by", *names), inside),
+        Sheet(f"The five largest, {title}", LARGEST, largest),
+    ]
 
 
 def grouped(columns: list[dict[str, int]]) -> list[list[str]]:
@@ -101,7 +111,10 @@ def grouped(columns: list[dict[str, int]]) -> list[list[str]]:
 def segment_row(record: Record) -> list[str]:
     """One way of recomputing."""
     predicted = record.predicted
-    cells = [way(record), *(format_bytes(predicted[f"{key}_bytes"]) for key in ("kept", "recomputed", "peak"))]
+    cells = [
+        recompute_name(record),
+        *(format_bytes(predicted[f"{key}_bytes"]) for key in ("kept", "recomputed", "peak")),
+    ]
     if record.status != "ok":
         return [*cells, "does not fit (computed)", ""]
     measured = int(record.metrics["peak_bytes"])
@@ -118,7 +131,7 @@ def segment_sheet(records: list[Record]) -> Sheet:
         f"sqrt(L s / b) = {predicted['square_root_rule']:.2f}, sqrt(L) = {len(peaks) ** 0.5:.2f}.",
         f"Predicted peak by length: {shown}.",
     ]
-    title = f"Activations at their most, {label(records[0])}, {records[0].config['precision']}"
+    title = f"Activations at their most, {shape_title(records[0])}"
     return Sheet(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
 
 

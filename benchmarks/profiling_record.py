@@ -1,6 +1,6 @@
 """The record of a profile: where time and memory of a step went, and what the analytic model says beside it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness import noise, summarise
@@ -9,15 +9,19 @@ from benchmarks.records import Record
 from benchmarks.workload import Case
 from cs336_systems.comm import Event
 from cs336_systems.cost import Hardware, Mode, memory, predict
-from cs336_systems.cost.parallel import Link, exposed_seconds
+from cs336_systems.cost.parallel import Link, exposed_seconds, zero_memory
+from cs336_systems.model import TransformerLM
 from cs336_systems.profiling.allocations import timeline
-from cs336_systems.profiling.attribution import PHASES, attribute
+from cs336_systems.profiling.attribution import PHASES
 from cs336_systems.profiling.overlap import overlaps
 from cs336_systems.profiling.shares import share_rows
 from cs336_systems.profiling.trace import Trace
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
 AFTER_BACKWARD = ("naive", "flat")  # wrappers that hide nothing
+UNBUCKETED = ("naive", "overlapped")  # wrappers without a buffer of more than one gradient
+ZERO_BUCKET = 25 * 10**6  # bytes of a bucket in stages 1 and 2
+USUAL = {"warmup": 2, "steps": 2, "stack": False, "nvtx": False}  # options that a record names where they differ
 
 
 def step_times(trace: Trace) -> list[float]:
@@ -36,7 +40,7 @@ def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     first = traces[0]
     metrics: dict[str, Any] = summarise(step_times(first)) | phase_times(first)
     metrics["peak_memory_bytes"] = max(timeline(trace).peak for trace in traces)
-    for row in share_rows(attribute(first)):
+    for row in share_rows(first):
         name = row.name.replace(" ", "_")
         metrics |= {f"share_{name}": row.of_step, f"share_{name}_of_forward": row.of_forward}
     steps = len(step_times(first))
@@ -48,45 +52,77 @@ def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     return metrics
 
 
+def predicted_peak(case: Case, wrapper: str, ranks: int) -> float:
+    """Bytes of a rank at a step's fullest moment, without layers that ZeRO's stage 3 has gathered.
+
+    Gradients in flat buffers live on through the next forward. Stages 2 and 3 shard them, but for two buckets of stage
+    2 that are on their way.
+    """
+    config, keeps_gradients = case.config, wrapper not in ("none", *UNBUCKETED)
+    parts = memory(config, case.batch, config.context_length, "step", case.precision, keeps_gradients)
+    if not keeps_gradients or wrapper in ("flat", "bucketed"):
+        return sum(parts.values())
+    stage, shapes = int(wrapper[-1]), [p.shape for p in TransformerLM(config, "meta").parameters()]
+    replicated = sum(shape.numel() for shape in shapes if len(shape) != 2)
+    held = zero_memory(sum(shape.numel() for shape in shapes), replicated, ranks, stage)
+    kept = held["parameters"] + held["optimizer"]
+    if stage == 1:
+        return kept + held["gradients"] + parts["activations"]
+    buckets = min(parts["gradients"], 2 * ZERO_BUCKET) if stage == 2 else 0
+    return kept + max(held["gradients"] + buckets, parts["activations"])
+
+
 def predicted(
     case: Case, hardware: Hardware, wrapper: str, link: Link | None, events: Sequence[Event], ranks: int
 ) -> dict[str, Any]:
-    """The analytic model's figures under the names of the metrics."""
+    """The analytic model's figures under the names of the metrics.
+
+    What communication adds to a step of zero3 or torch-ddp is not predicted, and so neither is the step; nor what
+    torch-ddp holds.
+    """
     seq = case.config.context_length
 
     def seconds(mode: Mode) -> dict[str, float]:
         return predict(case.config, case.batch, seq, mode, case.precision, hardware)
 
     forward, backward, step = (seconds(mode) for mode in ("forward", "backward", "step"))
+    if wrapper.startswith("zero"):
+        step["optimizer"] /= ranks
     parts = {"forward_ms": forward, "backward_ms": backward, "mean_ms": step}
     result: dict[str, Any] = {name: 1e3 * sum(part.values()) for name, part in parts.items()}
     result["optimizer_ms"] = 1e3 * step["optimizer"]
     result["share_matrix_products"] = step["matrix products"] / sum(step.values())
     result["share_matrix_products_of_forward"] = forward["matrix products"] / sum(forward.values())
-    result["peak_memory_bytes"] = sum(memory(case.config, case.batch, seq, "step", case.precision).values())
-    if link is not None:
-        reductions = [event for event in events if event.verb in REDUCTIONS and event.label != "ballot"]
-        times = [link.seconds(event.nbytes, ranks, event.verb) for event in reductions]
-        gathers = sum(link.seconds(e.nbytes, ranks, e.verb) for e in events if e.verb == "all-gather")
-        result["communication_ms"] = 1e3 * (sum(times) + gathers)
-        if wrapper not in ("zero3", "torch-ddp"):
-            hides = wrapper not in AFTER_BACKWARD
-            exposed = exposed_seconds([e.nbytes for e in reductions], times, sum(backward.values()), hides) + gathers
-            result["exposed_ms"] = 1e3 * exposed
-            result["mean_ms"] += 1e3 * exposed
+    if wrapper != "torch-ddp":
+        result["peak_memory_bytes"] = predicted_peak(case, wrapper, ranks)
+    if link is None:
+        return result
+    mean_ms = result.pop("mean_ms")
+    if wrapper == "torch-ddp":  # reduces by itself, so that no event tells of it
+        return result
+    reductions = [event for event in events if event.verb in REDUCTIONS and event.label != "ballot"]
+    times = [link.seconds(event.nbytes, ranks, event.verb) for event in reductions]
+    gathers = sum(link.seconds(e.nbytes, ranks, e.verb) for e in events if e.verb == "all-gather")
+    result["communication_ms"] = 1e3 * (sum(times) + gathers)
+    if wrapper != "zero3":
+        hides = wrapper not in AFTER_BACKWARD
+        exposed = exposed_seconds([e.nbytes for e in reductions], times, sum(backward.values()), hides) + gathers
+        result |= {"exposed_ms": 1e3 * exposed, "mean_ms": mean_ms + 1e3 * exposed}
     return result
 
 
 def make_record(
-    size: str,
-    year: int,
+    options: Mapping[str, Any],
     wrapper: str,
     case: Case,
     traces: Sequence[Trace],
     beside: dict[str, Any],
     stamp: dict[str, Any],
 ) -> Record:
-    """The record of one profile; `beside` is what was predicted."""
-    config = {"size": size, "year": year, "wrapper": wrapper, "ranks": len(traces)} | model_config(case)
+    """The record of one profile; `options` are the command's by name, `beside` is what was predicted."""
+    config = {"size": options["size"], "year": options["year"], "wrapper": wrapper, "ranks": len(traces)}
+    config |= {"bucket_size_mb": options["bucket_size_mb"]} if wrapper == "bucketed" else {}
+    config |= {name: options[name] for name, usual in USUAL.items() if options[name] != usual}
+    config |= model_config(case)
     metrics = measured(traces)
     return Record("profiling", config, stamp, step_times(traces[0]), metrics, beside, noise(metrics))

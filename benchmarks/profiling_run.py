@@ -49,6 +49,8 @@ class Settings(ModelOptions):
     """What is profiled; every field is an option of the command line."""
 
     size: str = setting("tiny", "Model preset.")
+    # fp16 is missing because its gradients need loss scaling, which this loop does not have.
+    precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products; bf16 is mixed.")
     wrapper: Wrapper | None = setting(
         None, "What joins the ranks.  [default: bucketed, or none for one rank]", type=click.Choice(get_args(Wrapper))
     )
@@ -73,8 +75,6 @@ class Settings(ModelOptions):
         wrapper: Wrapper = self.wrapper or ("bucketed" if ranks > 1 else "none")
         if wrapper == "none" and ranks > 1:
             raise UserError(f"--wrapper none joins no ranks, and there are {ranks}: choose another, or start one rank")
-        if self.precision == "fp16":
-            raise UserError("--precision fp16 needs loss scaling, which this loop does not have; use bf16")
         if self.nvtx and (self.device == "cpu" or not torch.cuda.device_count()):
             raise UserError("--nvtx makes ranges for nsys, which follows a GPU; without one, drop it")
         if self.compile and wrapper != "none":
@@ -117,6 +117,8 @@ def take_steps(case: Case, build: Build, settings: Settings, group: Group, folde
         trained.optimizer,
         warmup=settings.warmup,
         steps=settings.steps,
+        device=device,
+        tags=not case.compiled,
         stack=settings.stack,
         nvtx=settings.nvtx,
         meta={"size": settings.size, "wrapper": settings.chosen(group.size()), "device": device_name(device)},
@@ -133,7 +135,7 @@ def take_steps(case: Case, build: Build, settings: Settings, group: Group, folde
                 with capture.phase("backward"), timers("backward-compute"):
                     loss.backward()
                 del loss
-                with capture.phase("synchronise"), timers("backward-params-all-reduce"):
+                with capture.phase("synchronise"), timers("backward-params-finish"):
                     trained.finish()
                 with capture.phase("optimizer"), timers("optimizer"):
                     trained.optimizer.step()
@@ -141,7 +143,7 @@ def take_steps(case: Case, build: Build, settings: Settings, group: Group, folde
             advance("" if capture.taken > settings.warmup else "warming up")
     line = timers.line(normaliser=settings.steps, kind="minmax")
     if group.rank() == 0:
-        print(f"(least, most) over the ranks, a step, profiled: {line}")
+        print(f"timers of a step, the profiler's cost included, (least, most) over the ranks:\n{line}")
     return events
 
 
@@ -169,7 +171,7 @@ def work(place: Place, settings: Settings) -> None:
         events = take_steps(case, build, settings, group, folder)
         agree("the traces are written", "", group)
         if not place.one_machine:
-            collect_files(folder, group)
+            collect_files(folder, group, device)
         if first:
             traces = [read_trace(path) for path in trace_files(folder)]
             write_report(folder, traces, console.console())
@@ -177,7 +179,7 @@ def work(place: Place, settings: Settings) -> None:
                 stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
                 path = (settings.results or RESULTS / machine_name(device, settings.machine)) / "profiling.jsonl"
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
-                append_record(make_record(settings.size, settings.year, wrapper, case, traces, beside, stamp), path)
+                append_record(make_record(vars(settings), wrapper, case, traces, beside, stamp), path)
                 print(f"1 record appended to {path}")
 
 
@@ -185,14 +187,17 @@ def work(place: Place, settings: Settings) -> None:
 @console.options(Settings)
 def main(**options: Any) -> None:
     """Profile training steps on every rank at once: traces, tables, flame graph, memory, overlap, timeline."""
-    settings = Settings(**options)
-    if settings.smoke:
-        settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
-    here = find_place()
+    settings, here = Settings(**options), find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
-    settings.chosen(ranks)
     name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
     settings.case(settings.size, torch.device(name))
+    if settings.smoke:
+        settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
+    folder = settings.folder(ranks)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; name another folder with --out DIR") from None
     if here.rank == 0 and not settings.smoke:
         open_records(settings.results or RESULTS / machine_name(torch.device(name), settings.machine), "profiling")
     start_ranks(work, settings.device, settings.nproc, settings)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from cs336_systems.profiling.attribution import Placed, attribute
 from cs336_systems.profiling.trace import Trace, parse
 
 MAIN, GLOO, STREAM = (1, 1), (1, 2), (0, 7)
@@ -42,8 +41,3 @@ def trace(*events: Any, **ours: Any) -> Trace:
     """The trace of some events and lists of events."""
     flat = [each for item in events for each in (item if isinstance(item, list) else [item])]
     return parse({"traceEvents": flat, "cs336": ours})
-
-
-def placed(*events: Any) -> list[Placed]:
-    """What `attribute` says of some events."""
-    return attribute(trace(*events))

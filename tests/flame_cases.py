@@ -92,8 +92,8 @@ rank 0 main thread;step;synchronise 4000
 rank 0 main thread;step;synchronise;wait all-reduce bucket 0, from blocks.1.up 16000
 rank 0 main thread;step;optimizer 8000
 rank 0 main thread;step;optimizer;aten::add_ 8000
-rank 0 communication thread;gloo:all_reduce 46000
-rank 0 communication thread;gloo:all_reduce;aten::div_ 10000
+rank 0 communication thread 0;gloo:all_reduce 46000
+rank 0 communication thread 0;gloo:all_reduce;aten::div_ 10000
 """
 
 

@@ -65,6 +65,40 @@ def test_unequal_counts_are_told_and_not_believed():
     assert [(each.left, each.joins) for each in found] == [(2, False)]
 
 
+def test_halves_that_share_a_name_stay_apart():
+    def four(*halves):
+        mine = [next(half for half in halves if r in half) for r in range(4)]
+        named = [[{"pg_name": "0", "ranks": []}, {"pg_name": "s", "ranks": half}] for half in mine]
+        traces = [trace(r, *own("all-reduce", 1, r, 10, 20, group="s"), world=4) for r in range(4)]
+        for each, groups in zip(traces, named, strict=True):
+            each.chrome["distributedInfo"]["pg_config"] = groups
+        return match(traces)
+
+    assert [sorted(found.spans) for found in four([0, 1], [2, 3])] == [[0, 1], [2, 3]]
+    assert [sorted(found.waits) for found in four([0, 2], [1, 3])] == [[0, 2], [1, 3]]
+    assert [sorted(found.spans) for found in four([0, 1, 2, 3])] == [[0, 1, 2, 3]]
+
+
+def test_nothing_is_counted_across_two_groups_of_the_same_ranks():
+    traces = [trace(r, gloo(r, 9)) for r in range(2)]
+    for each in traces:
+        each.chrome["distributedInfo"]["pg_config"] = [{"pg_name": name, "ranks": [0, 1]} for name in ("0", "1")]
+    assert match(traces) == []
+
+
+def test_what_is_known_of_some_traces_is_not_believed_of_others():
+    first, second, third = (trace(r, *own("all-reduce", 1, 10 * r, 50, 90)) for r in range(3))
+    assert match([first, second]) is match([first, second])
+    assert [sorted(each.spans) for each in match([first, third])] == [[0, 2]]
+    assert sorted(offsets([first, second])) == [0, 1]
+    assert sorted(offsets([first, second, third])) == [0, 1, 2]
+    late = trace(1, gloo(5, 9), base=BASE + SECOND, **measured(SECOND, 9))
+    late.cache["flights"] = "of the unmoved trace"
+    _, moved = aligned([trace(0, gloo(5, 9), **measured(0, 0)), late])
+    assert moved is not late
+    assert moved.cache == {}
+
+
 def test_groups_that_cannot_be_told_apart_are_not_matched():
     def four(*groups):
         return match([trace(r, gloo(r, 9), world=4, groups=[g for g in groups if not g or r in g]) for r in range(4)])

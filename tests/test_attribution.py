@@ -159,9 +159,32 @@ def test_a_wrapper_does_not_change_the_names():
     assert module_names(Wrapper(inner))[inner[0]] == "0"
 
 
+def test_what_is_no_part_of_the_model_goes_by_its_class():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    seen = []
+
+    def annotate(name: str):
+        seen.append(name)
+        return record_function(name)
+
+    x = torch.ones(1, 2)
+    with tag_modules(annotate, model):
+        model[1](x)
+        for _ in range(2):
+            nn.MSELoss()(x, x)
+        nn.Sequential(nn.Linear(2, 2))(x)
+    want = ["1 (Sequential)", "1.0 (Linear)", "MSELoss (MSELoss)", "MSELoss_2 (MSELoss)"]
+    assert seen == [*want, "Sequential (Sequential)", "Sequential.0 (Linear)"]
+    seen.clear()
+    with tag_modules(annotate):
+        model[1](x)
+        model(x)  # around the first that was called
+    assert seen == ["model (Sequential)", "0 (Linear)", "model (Sequential)", "0 (Linear)", *want[:2]]
+
+
 def test_an_exception_closes_the_tags():
     names = names_of(nn.Sequential(nn.Linear(2, 2), Fails()), fails=True)
-    assert names == ["model (Sequential)", "0 (Linear)", "1 (Fails)", "again", "model (Linear)"]
+    assert names == ["model (Sequential)", "0 (Linear)", "1 (Fails)", "again", "Linear (Linear)"]
 
 
 def test_tags_and_kinds():
@@ -170,3 +193,17 @@ def test_tags_and_kinds():
     names = ["SelfAttention", "RMSNorm", "LayerNorm", "FeedForward", "MoELayer", "Embedding", "Block", "Linear", "ReLU"]
     kinds = ["attention", "norm", "norm", "feed-forward", "moe", "embedding", "block", "linear", "other"]
     assert [kind_of(name) for name in names] == kinds
+
+
+def test_autograds_own_thread_works_in_the_phase_of_the_thread_that_waits():
+    events = [
+        tagged("backward", 100, 100),
+        tagged("optimizer", 300, 50),
+        slice_("aten::a", 90, 5, tid=9),
+        slice_(f"{ENGINE}MmBackward0", 110, 40, tid=9),
+        slice_("aten::b", 160, 5, tid=9),
+        slice_("aten::c", 200, 5, tid=9),
+        slice_("aten::d", 120, 5, tid=8),  # no thread of the engine
+    ]
+    placed = {each.span.name[-1]: each.phase for each in attribute(parse(chrome(*events)))}
+    assert {name: placed[name] for name in "abcd"} == {"a": "other", "b": "backward", "c": "other", "d": "other"}

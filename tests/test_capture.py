@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.comm import all_gather, all_reduce, reduce_scatter
@@ -98,8 +99,70 @@ def test_too_few_steps_and_exceptions_write_nothing(tmp_path):
 
 def test_a_folder_that_cannot_be_gets_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="name another with --out"):
+    with pytest.raises(UserError, match=r"cannot write to .*; choose another folder"):
         run_steps(tmp_path / "file" / "folder")
+
+
+def test_what_capture_cannot_do_is_said(tmp_path):
+    for options in ({"steps": 0}, {"warmup": -1}):
+        with pytest.raises(UserError, match="must not be negative"):
+            Capture(tmp_path, **options)
+    with Capture(tmp_path / "a") as outer:
+        with pytest.raises(UserError, match="a profiler runs already"), Capture(tmp_path / "b"):
+            pass
+        with outer.annotate("the outer one goes on"):
+            pass
+    assert read_trace(tmp_path / "a" / trace_name(0)).named("the outer one")
+    with pytest.raises(UserError, match="0 steps were taken of 3"), Capture(tmp_path, warmup=2):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+
+
+def test_an_exception_on_entry_leaves_no_hooks(tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336_systems.profiling.capture.live_storages", lambda held: 1 / 0)
+    with pytest.raises(ZeroDivisionError), Capture(tmp_path):
+        pass
+    module = torch.nn.modules.module
+    assert not module._global_forward_pre_hooks
+    assert not module._global_forward_hooks
+
+
+def test_one_capture_serves_twice(tmp_path):
+    capture = Capture(tmp_path, warmup=1)
+    for _ in range(2):
+        with capture:
+            for _ in range(capture.total):
+                with capture.step():
+                    torch.ones(1)
+        assert [s.name for s in read_trace(tmp_path / trace_name(0)).named("step")] == ["step 0"]
+
+
+def test_a_step_leaves_the_next_what_it_will_free(tmp_path):
+    """The profiler runs one step early, so that it knows the blocks that the first step frees."""
+    kept = torch.ones(1)
+    with Capture(tmp_path, warmup=2) as capture:
+        for step in range(capture.total):
+            with capture.step():
+                kept = torch.ones(1000 + step)
+    assert kept.numel() == 1002
+    trace = read_trace(tmp_path / trace_name(0))
+    assert 4 * 1001 in [nbytes for _, _, nbytes, _ in trace.ours["held"]]
+    assert [each.nbytes for each in trace.allocations] == [4 * 1002, -4 * 1001]
+
+
+def test_sparse_gradients_are_left_out_and_no_error(tmp_path):
+    table = nn.Embedding(10, 4, sparse=True)
+    with Capture(tmp_path, model=table) as capture, capture.step(), capture.phase("backward"):
+        table(torch.tensor([1])).sum().backward()
+    assert trace_files(tmp_path)
+
+
+def test_a_cpu_run_leaves_the_gpu_alone(tmp_path, monkeypatch):
+    """Forked ranks of a machine with a GPU must not touch it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: pytest.fail("touches the GPU"))
+    run_steps(tmp_path / "by its model")
+    with Capture(tmp_path / "told", device="cpu"):
+        torch.ones(1)
 
 
 class FakeNvtx:
@@ -159,9 +222,40 @@ def test_every_rank_writes_and_names_its_collectives(tmp_path):
         assert len([name for name in told[0] if name.startswith("wait all-reduce 0#") and label in name]) == 1
     numbers = [name.split("#")[1].split()[0] for name in told[0] if name.startswith("launch")]
     assert len(set(numbers)) == len(numbers)
+    assert traces[0].ours["run"] == traces[1].ours["run"]
+    assert not [s for trace in traces for s in trace.spans if "line up" in s.name]
+    assert all(s.start >= trace.named("step 0")[0].start for trace in traces for s in trace.spans)
     assert traces[0].ours["clock_offset_ns"] == traces[0].ours["clock_bound_ns"] == 0
     assert 0 < traces[1].ours["clock_bound_ns"] < 10**9
     assert traces[0].chrome["distributedInfo"]["backend"] == "gloo"
+
+
+def spawned_case(rank: int, world: int, folder: str, out: str) -> None:
+    """A worker that joins the others by torch itself, inside the block, and leaves before its end."""
+    with Capture(out):
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        dist.destroy_process_group()
+
+
+def test_a_worker_that_joins_by_itself_is_known_by_its_rank(tmp_path):
+    ranks.run_alone(spawned_case, 2, out=str(tmp_path))
+    traces = [read_trace(path) for path in trace_files(tmp_path)]
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
+
+
+def refused_case(group, folder: str) -> None:
+    mine = Path(folder, "file" if group.rank() == 1 else "folder")
+    with Capture(mine, group):
+        pass
+
+
+def test_a_folder_that_one_rank_cannot_write_fails_on_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    errors = ranks.run_failing(refused_case, 2, folder=str(tmp_path))
+    assert all("cannot write to" in message for _, message in errors)
+    assert not list(tmp_path.glob("folder/*"))
 
 
 def verbs_case(group, folder: str) -> None:
@@ -187,7 +281,7 @@ def collect_case(group, folder: str) -> None:
     (mine / trace_name(group.rank())).write_text(json.dumps({"rank": group.rank(), "pad": "x" * group.rank()}))
     if group.rank() == 2:
         (mine / trace_name(2)).unlink()  # a rank without a trace is left out
-    collect_files(mine, group)
+    collect_files(mine, group, torch.device("cpu"))
 
 
 def test_traces_of_other_machines_come_to_rank_0(tmp_path):

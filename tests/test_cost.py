@@ -23,6 +23,7 @@ from cs336_systems.cost import (
     recompute_flops,
     saved_activations,
 )
+from cs336_systems.cost.memory import Activations, Sizes, block_activations
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.model import TransformerLM, lm_loss
@@ -210,17 +211,59 @@ WIDE = replace(SMALL, context_length=64, d_model=96, d_ff=384, num_layers=6, voc
         {"recompute": "segments", "recompute_every": 2},
         {"recompute": "nested"},
         {"recompute": "attention"},
+        # The loss and the blocks that are run again are never there together.
+        {"recompute": "segments", "recompute_every": 2, "vocab_size": 6000},
+        {"recompute": "segments", "recompute_every": 4, "vocab_size": 6000, "tied_head": False},
+        {"recompute": "nested", "vocab_size": 6000},
+        {"recompute": "segments", "recompute_every": 3, "vocab_size": 2000, "context_length": 256},
+        {"recompute": "segments", "recompute_every": 6, "attention": "sdpa", "context_length": 256},
     ],
     ids=str,
 )
 def test_peak_memory_is_that_of_the_live_tensors(changes, batch, mode):
     config = replace(WIDE, **changes)
-    counted = sum(memory(config, batch, 64, mode).values())
+    seq = config.context_length
+    counted = sum(memory(config, batch, seq, mode).values())
     # The count is made of whole tensors, and may miss one of each kind that is alive inside a block.
-    tokens = 4 * batch * 64
-    scores = config.num_heads * 64 if config.attention == "naive" else 0
+    tokens = 4 * batch * seq
+    scores = config.num_heads * seq if config.attention == "naive" else 0
     one_of_each = tokens * (config.d_model + config.d_ff + scores)
-    assert abs(counted - live_peak(config, mode, batch, 64)) <= one_of_each
+    assert abs(counted - live_peak(config, mode, batch, seq)) <= one_of_each
+
+
+# Many tokens for few weights, so that the fullest moment is when blocks have just been run again.
+FLAT = replace(WIDE, d_model=32, d_ff=128, vocab_size=40, attention="sdpa")
+
+
+@pytest.mark.parametrize(("layers", "every"), [(5, 2), (7, 3), (7, 4), (4, 4), (2, 0), (3, 0), (9, 0), (12, 0)])
+def test_blocks_that_are_run_again_hold_what_the_formula_says(layers, every):
+    recompute = "segments" if every else "nested"
+    config = replace(FLAT, num_layers=layers, recompute=recompute, recompute_every=every or 1)
+    counted = sum(memory(config, 64, 64, "forward-backward").values())
+    stream = 4 * 64 * 64 * 32
+    # A block that is run again stops at the last tensor that backward needs: its own output is never made.
+    assert 0 <= counted - live_peak(config, "forward-backward", 64, 64) < 1.5 * stream
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [  # (tensors of the stream, blocks) that are there when the backward of each of 5 blocks begins
+        ({}, [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]),
+        ({"recompute": "segments"}, [(0, 1), (1, 1), (2, 1), (3, 1), (4, 1)]),
+        ({"recompute": "segments", "recompute_every": 2}, [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1)]),
+        ({"recompute": "segments", "recompute_every": 8}, [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5)]),
+        # Halves of 5 are 2 and 3, of 3 1 and 2: the way to the last block turns to a second half three times.
+        ({"recompute": "nested"}, [(0, 1), (1, 1), (1, 1), (2, 1), (3, 1)]),
+    ],
+    ids=str,
+)
+def test_what_blocks_hold_by_hand(changes, held):
+    sizes = Sizes.of(SMALL, BATCH, SEQ, "fp32")
+    block = block_activations(SMALL, sizes)
+    found = Activations.of(variant(**changes), BATCH, SEQ)
+    assert found.held == tuple(streams * sizes.stream + blocks * block for streams, blocks in held)
+    kept, recomputed = saved_activations(variant(**changes), BATCH, SEQ)
+    assert kept + recomputed == found.shared + found.head + max(found.held)
 
 
 def test_the_prediction_adds_products_and_traffic():

@@ -207,7 +207,7 @@ def test_without_tags_python_tells_the_modules():
 
 def test_the_autograd_thread_of_a_gpu():
     threads = flames(on_a_gpu())
-    assert [thread.root.name for thread in threads] == ["main thread", "autograd thread", "other thread"]
+    assert [thread.root.name for thread in threads] == ["main thread", "autograd thread", "other thread 0"]
     assert stacks(threads[1:2]) == {
         "autograd thread;model (Net);MmBackward0": 4000,
         "autograd thread;model (Net);MmBackward0;aten::mm": 2000,
@@ -227,7 +227,7 @@ def test_kernels_below_the_operator_that_launched_them():
     }
     assert len(threads) == 3, "a thread without kernels is left out"
     reduce = threads[1].root.children["course::reduce"]
-    assert (reduce.paint, reduce.children["ncclDevKernel_AllReduce"].paint) == ("other", "communication")
+    assert (reduce.paint, reduce.children["ncclDevKernel_AllReduce"].paint) == ("backward", "communication")
     check_speedscope(threads)
 
 

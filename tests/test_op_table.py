@@ -10,18 +10,17 @@ from torch.profiler import ProfilerActivity, profile
 from cs336_systems.cost.flops import backward_flops, forward_flops
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
-from cs336_systems.profiling.attribution import attribute
 from cs336_systems.profiling.op_flops import operator_flops, softmax_flops
 from cs336_systems.profiling.op_table import OUTSIDE, collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.quiet import quiet_profiler
 from cs336_systems.profiling.shares import attention_rows
 from cs336_systems.profiling.tags import tag_modules
 from cs336_systems.profiling.trace import read_trace
-from tests.chrome_events import GLOO, MAIN, STREAM, event, placed, product, tag, trace
+from tests.chrome_events import GLOO, MAIN, STREAM, event, product, tag, trace
 
 
 def rows(*events, **choices):
-    return {row.name: row for row in op_rows(placed(*events), **choices)}
+    return {row.name: row for row in op_rows(trace(*events), **choices)}
 
 
 STEP = (
@@ -63,7 +62,7 @@ def test_shares_of_one_phase_are_of_that_phase():
 
 
 def test_order_and_limit():
-    events = placed(event("a", 0, 10), event("b", 1, 9), event("c", 20, 8))
+    events = trace(event("a", 0, 10), event("b", 1, 9), event("c", 20, 8))
     assert [row.name for row in op_rows(events)] == ["a", "b", "c"]
     assert [row.name for row in op_rows(events, by="self")] == ["b", "c", "a"]
     assert [row.name for row in op_rows(events, by="self", limit=2)] == ["b", "c"]
@@ -107,12 +106,12 @@ def test_communication_threads_are_listed_apart():
     )
     (only,) = rows(*events).values()
     assert (only.name, only.cpu_self_share) == ("aten::mm", 1.0)
-    found = [(row.name, row.where, row.calls, row.total) for row in collective_rows(placed(*events))]
+    found = [(row.name, row.where, row.calls, row.total) for row in collective_rows(trace(*events))]
     assert found == [
         ("gloo:send", "in flight", 2, 103_000),
-        ("gloo:all_reduce", "thread 1", 1, 80_000),
-        ("gloo:all_reduce", "thread 2", 1, 30_000),
-        ("aten::div_", "thread 1", 2, 8_000),
+        ("gloo:all_reduce", "communication thread 0", 1, 80_000),
+        ("gloo:all_reduce", "communication thread 1", 1, 30_000),
+        ("aten::div_", "communication thread 0", 2, 8_000),
     ]
 
 
@@ -146,7 +145,7 @@ def test_device_time_belongs_to_the_operator_that_launched():
     assert mm.device_self_share == pytest.approx(40 / 48)
     assert mm.flops == 2 * 64 * 32 * 16
     assert mm.flops_per_second == pytest.approx(mm.flops / 40e-6)
-    ordered = [row.name for row in op_rows(placed(*GPU), sort="device", limit=3)]
+    ordered = [row.name for row in op_rows(trace(*GPU), sort="device", limit=3)]
     assert ordered == ["aten::linear", "aten::mm", "aten::copy_"]
 
 
@@ -217,7 +216,7 @@ def real(tmp_path_factory):
 
 def test_calls_and_times_are_torchs_own(real):
     averages, found, _ = real
-    ours = {row.name: row for row in op_rows(attribute(found), annotations=True)}
+    ours = {row.name: row for row in op_rows(found, annotations=True)}
     assert {each.key for each in averages} == set(ours)
     for each in averages:
         row = ours[each.key]
@@ -227,9 +226,9 @@ def test_calls_and_times_are_torchs_own(real):
 
 def test_flops_of_a_real_step_are_those_of_the_closed_form(real):
     _, found, config = real
-    rows, parts = op_rows(attribute(found)), forward_flops(config, 2, 16)
+    rows, parts = op_rows(found), forward_flops(config, 2, 16)
     assert sum(row.flops or 0 for row in rows) == sum(parts.values()) + backward_flops(config, 2, 16)
-    attention = {row.name: row for row in attention_rows(attribute(found))}
+    attention = {row.name: row for row in attention_rows(found)}
     assert attention["projections"].forward_flops == parts["projections"]
     assert attention["scores q k^T"].forward_flops == attention["weights times v"].forward_flops == parts["scores"] // 2
     assert attention["both products"].backward_flops == 2 * parts["scores"]
@@ -243,6 +242,43 @@ def test_order_of_events_in_the_file_does_not_matter():
 
 
 def test_nothing_to_list():
-    assert op_rows(placed()) == []
-    assert collective_rows(placed(event("a", 0, 1, MAIN))) == []
+    assert op_rows(trace()) == []
+    assert collective_rows(trace(event("a", 0, 1, MAIN))) == []
     assert kernel_rows(trace(event("a", 0, 1))) == []
+
+
+def blocked() -> list:
+    """A step of a GPU: the main thread waits in `backward` for 180 of 200 microseconds while autograd's works."""
+    engine = (1, 9)
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    return [
+        tag("step 0", 0, 400),
+        tag("forward", 10, 40),
+        event("aten::mm", 15, 20),
+        tag("backward", 60, 200),
+        event("aten::ones_like", 62, 4),
+        event(node, 70, 100, engine),
+        event("aten::mm", 80, 60, engine),
+        event(node, 175, 80, engine),
+        event("aten::copy_", 256, 2, engine),  # a callback, in no node
+        tag("optimizer", 300, 60),
+        event("aten::add_", 310, 30),
+    ]
+
+
+def test_waiting_for_autograd_is_no_time_of_the_main_thread():
+    found = rows(*blocked())
+    assert found[OUTSIDE].cpu_self == 400_000 - 20_000 - 4_000 - 30_000 - 182_000
+    assert found["aten::mm"].cpu_self == 80_000
+    assert sum(row.cpu_self for row in found.values()) == 400_000
+    assert rows(*blocked(), annotations=True)["backward"].cpu_self == 200_000 - 4_000 - 182_000
+    assert rows(*blocked(), annotations=True)["step 0"].cpu_self == 100_000
+    assert rows(*blocked(), phase="backward")["aten::copy_"].cpu_self == 2_000
+    frame = event("loss.backward()", 61, 198, cat="python_function")
+    assert rows(*blocked(), frame) == found
+
+
+def test_an_operator_beside_autograd_keeps_its_time():
+    found = rows(*blocked(), event("aten::item", 180, 10))
+    assert found["aten::item"].cpu_self == 10_000
+    assert found[OUTSIDE].cpu_self == rows(*blocked())[OUTSIDE].cpu_self

@@ -1,6 +1,7 @@
 """Overlap of communication and computation: by hand to the nanosecond, and on real ranks by the order of events."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from cs336_systems.comm import all_reduce
+from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.flights import flights
 from cs336_systems.profiling.intervals import intersection, length, subtraction, union
-from cs336_systems.profiling.overlap import overlap, overlap_sheet, overlaps
+from cs336_systems.profiling.overlap import last_starts, overlap, overlap_sheet, overlaps
 from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
 from tests import ranks
 
@@ -150,6 +151,39 @@ def test_waiting_is_apart_from_transfer():
     assert [each.waited for each in alone] == [None]
 
 
+def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
+    """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
+
+    def one(rank: int, first: float, second: float) -> Trace:
+        spans = []
+        for group, begin in enumerate((first, second)):
+            name = f"all-reduce {group}#1 group {group}"
+            call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
+            ran = event("gloo:all_reduce", begin, begin + 40, GLOO + group, **{"Input Dims": [[8]]})
+            waited = event(f"wait {name}", 10 + group, begin + 41)
+            spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
+        info = {"clock_offset_ns": 0, "clock_bound_ns": rank}
+        found = trace(*spans, rank=rank, host=str(rank), **info)
+        groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
+        return replace(found, chrome=found.chrome | {"distributedInfo": {"pg_config": groups}})
+
+    traces = [one(0, 20, 100), one(1, 120, 30)]
+    last = last_starts(traces)
+    ran = {(each.rank, f.label): f.transfers[0] for each in traces for f in flights(each)}
+    assert {key: span.start for key, span in ran.items()} == {
+        (0, "group 0"): 20_000,
+        (0, "group 1"): 100_000,
+        (1, "group 0"): 120_000,
+        (1, "group 1"): 30_000,
+    }
+    assert {key: last[id(span)] for key, span in ran.items()} == {
+        (0, "group 0"): 120_000,
+        (1, "group 0"): 120_000,
+        (0, "group 1"): 100_000,
+        (1, "group 1"): 100_000,
+    }
+
+
 def test_a_posted_transfer_begins_when_the_last_rank_has_launched():
     def one(rank: int, start: float) -> Trace:
         return trace(
@@ -174,7 +208,7 @@ def test_the_table_says_what_it_counts():
     assert lines[5] == "| 1 | 0.440 | 0.198 | 0.241 | 45.1 % | 0.000 | 0.440 | 0.030 |"
     assert "at most" not in lines[-1]
     posted = overlap_sheet([trace(event("gloo:recv", 0, 100))]).markdown()
-    assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | 0.000 |" in posted
+    assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | - |" in posted
     assert "at most" in posted
     out = io.StringIO()
     Console(file=out, width=140).print(overlap_sheet(traces).table())
@@ -261,3 +295,23 @@ def test_naive_launches_after_backward(tmp_path):
     for each in profiled(tmp_path, "naive"):
         assert not launched_in(each, "backward")
         assert launched_in(each, "synchronise") == [*range(8)] * 2
+
+
+def reduce_in_two_groups(group, folder: str) -> None:
+    pair = subgroup([0, 1])
+    big, small = torch.ones(300_000), torch.ones(8)
+    with Capture(Path(folder), group) as capture, capture.step():
+        works = [all_reduce(big, group, f"big {i}") for i in range(3)]
+        works.append(all_reduce(small, pair, "small"))
+        for work in reversed(works):
+            work.wait()
+
+
+def test_two_groups_of_real_ranks(tmp_path):
+    ranks.run(reduce_in_two_groups, 2, folder=str(tmp_path))
+    for each in [read_trace(path) for path in trace_files(tmp_path)]:
+        sizes = {f.label: [span.args["Input Dims"] for span in f.transfers] for f in flights(each) if f.label}
+        assert {label: sizes[label] for label in ("big 0", "big 1", "big 2", "small")} == {
+            **{f"big {i}": [[[300_000]]] for i in range(3)},
+            "small": [[[8]]],
+        }

@@ -7,12 +7,12 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import profiling_run
-from benchmarks.profiling_record import predicted
+from benchmarks.profiling_record import USUAL, make_record, predicted, predicted_peak
 from benchmarks.profiling_run import Settings
 from benchmarks.records import read_records
 from cs336_systems.comm import Event, Place
 from cs336_systems.console import run_command
-from cs336_systems.cost import Hardware, count_parameters
+from cs336_systems.cost import Hardware, count_parameters, memory
 from cs336_systems.cost.parallel import Link
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.__main__ import main as profiling
@@ -73,6 +73,15 @@ def test_the_record_says_where_time_and_memory_went(folder):
         parameters = sum(count_parameters(Settings(**SMALL).case("tiny", torch.device("cpu")).config).values())
         assert metrics["peak_memory_bytes"] > 16 * parameters  # weights, gradients, two moments
         assert expected["exposed_ms"] <= expected["communication_ms"]
+        assert record.config["bucket_size_mb"] == 1.0
+        # A new gradient lies beside its buffer until it is copied.
+        assert metrics["peak_memory_bytes"] == pytest.approx(expected["peak_memory_bytes"], rel=0.05)
+    else:
+        assert not {"bucket_size_mb", "stack", "nvtx"} & record.config.keys()
+        # Layers that are gathered or reduced are much of a model this small.
+        assert 0.8 < expected["peak_memory_bytes"] / metrics["peak_memory_bytes"] < 1
+        assert not {"mean_ms", "exposed_ms"} & expected.keys()
+    assert (record.config["warmup"], record.config["steps"]) == (1, 1)
 
 
 def test_the_report_can_be_made_again(folder):
@@ -112,7 +121,8 @@ def test_a_report_of_a_foreign_trace(tmp_path, capsys):
     ("options", "message"),
     [
         (["--wrapper", "none", "--nproc", "2"], "--wrapper none joins no ranks, and there are 2"),
-        (["--precision", "fp16"], "needs loss scaling"),
+        (["--precision", "fp16"], "fp16"),
+        (["--smoke", "--size", "huge"], "huge"),
         (["--compile", "--wrapper", "flat"], "cannot be combined with --wrapper flat"),
         (["--size", "huge"], "huge"),
         (["--wrapper", "magic"], "magic"),
@@ -140,7 +150,10 @@ def test_a_broken_trace_is_one_line(data, message, tmp_path, capsys):
 
 def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "tables.md").mkdir()
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}
     with pytest.raises(UserError, match="cannot write to"):
+        write_report(tmp_path, [parse({"traceEvents": [event]})], None)
+    with pytest.raises(UserError, match="have no events"):
         write_report(tmp_path, [parse({"traceEvents": []})], None)
 
 
@@ -155,4 +168,48 @@ def test_predictions_follow_the_wrapper():
     assert naive["communication_ms"] == hidden["communication_ms"] == pytest.approx(3.0)
     assert naive["exposed_ms"] == pytest.approx(3.0)
     assert hidden["exposed_ms"] == pytest.approx(3.0 - hidden["backward_ms"] * 2 / 3, rel=1e-6)
-    assert "exposed_ms" not in predicted(case, hardware, "none", None, [], 1)
+    assert hidden["mean_ms"] - naive["mean_ms"] == pytest.approx(hidden["exposed_ms"] - naive["exposed_ms"])
+    alone = predicted(case, hardware, "none", None, [], 1)
+    assert "exposed_ms" not in alone
+    assert alone["mean_ms"] == pytest.approx(naive["mean_ms"] - 3.0)
+    sharded = predicted(case, hardware, "zero1", link, events, 2)
+    assert sharded["optimizer_ms"] == alone["optimizer_ms"] / 2
+    saved = alone["optimizer_ms"] / 2 + hidden["exposed_ms"] - sharded["exposed_ms"]
+    assert sharded["mean_ms"] == pytest.approx(hidden["mean_ms"] - saved)
+    assert not {"mean_ms", "exposed_ms"} & predicted(case, hardware, "zero3", link, events, 2).keys()
+    left_out = {"mean_ms", "exposed_ms", "communication_ms", "peak_memory_bytes"}
+    assert not left_out & predicted(case, hardware, "torch-ddp", link, [], 2).keys()
+
+
+def test_the_predicted_peak_follows_the_wrapper():
+    """By hand, with P bytes of weights: what keeps buckets has P more while the loss is made; ZeRO shards."""
+    case = Settings(**SMALL | {"batch_size": 8, "context": 128}).case("tiny", torch.device("cpu"))
+    parts = memory(case.config, 8, 128, "step")
+    weights, loss = parts["parameters"], parts["activations"]
+    assert parts["gradients"] == 0  # the fullest moment is in the loss
+    norms = 4 * count_parameters(case.config)["norms"]
+    shard = (weights - norms) / 4 + norms
+    expected = dict.fromkeys(("none", "naive", "overlapped"), 3 * weights + loss)
+    expected |= dict.fromkeys(("flat", "bucketed"), 4 * weights + loss)
+    expected |= {"zero1": 2.5 * weights + loss, "zero2": 1.5 * weights + loss, "zero3": 3 * shard + loss}
+    assert {name: predicted_peak(case, name, 4) for name in expected} == expected
+    # With few tokens gradients are the most: of stage 2 this rank's and those of a bucket that is not yet reduced.
+    few = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    weights = memory(few.config, 1, 16, "step")["parameters"]
+    assert predicted_peak(few, "zero2", 4) == (1 + 2 / 4 + 1 / 4 + 1) * weights
+
+
+def test_a_record_names_what_was_unusual():
+    case, options = Settings(**SMALL).case("tiny", torch.device("cpu")), vars(Settings())
+    assert {name: options[name] for name in USUAL} == USUAL
+    empty = parse({"traceEvents": [{"ph": "X", "name": "step 0", "ts": 0, "dur": 1000, "tid": 1, "pid": 1}]})
+
+    def config(wrapper: str, **changes: object) -> dict[str, object]:
+        return make_record(options | changes, wrapper, case, [empty], {}, {}).config
+
+    plain = config("flat")
+    assert not {*USUAL, "bucket_size_mb"} & plain.keys()
+    assert config("flat", bucket_size_mb=2.0) == plain  # which nobody has asked for
+    assert config("bucketed")["bucket_size_mb"] == 1.0
+    for name, value in {"warmup": 0, "steps": 5, "stack": True, "nvtx": True}.items():
+        assert config("flat", **{name: value}) == plain | {name: value}

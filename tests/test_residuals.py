@@ -1,5 +1,7 @@
 """What autograd keeps, by module, against the closed forms to the byte; and the best segment against brute force."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -139,6 +141,15 @@ def test_what_two_modules_keep_counts_for_the_first():
     model(x).sum().backward()  # no hook was left behind
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nothing_of_a_pass_is_left_behind(precision, monkeypatch):
+    models = weakref.WeakSet()
+    monkeypatch.setattr(TransformerLM, "init_weights", lambda model: models.add(model))
+    real_residuals(SMALL, precision)
+    gc.collect()
+    assert not models
+
+
 def test_blocks_are_named_by_their_number():
     names = {"blocks.0": "blocks.0", "blocks.12.attention.out": "blocks.12", "transformer.h.3.mlp": "transformer.h.3"}
     names |= {"embedding.tokens": "embedding", "model": "model", "layer1.conv": "layer1", "0.weight": "0"}
@@ -152,25 +163,31 @@ def test_no_memory_is_needed():
 
 
 def test_the_fullest_moment_is_in_the_loss_or_after_it():
-    assert Strategy("segments", 2, 100, 50, 20).peak == 130
-    assert Strategy("segments", 2, 100, 30, 20).peak == 120
-    assert Strategy("none", 1, 100, 0, 0).peak == 100
+    assert Strategy("segments", 2, 100, 50, 20, 30).peak == 120
+    assert Strategy("segments", 2, 100, 60, 20, 30).peak == 130
+    assert Strategy("none", 1, 100, 0, 0, 30).peak == 100
     config = replace(SMALL, num_layers=4, vocab_size=1000)
     kept, recomputed = saved_activations(replace(config, recompute="segments", recompute_every=2), BATCH, SEQ)
     logits = 4 * BATCH * SEQ * 1000
-    assert strategy(config, BATCH, SEQ, "segments", 2) == Strategy("segments", 2, kept, recomputed, logits)
+    head = 2 * STREAM + ROW + STREAM + logits + 4  # the last norm, the head's input, the log-softmax, a weight
+    assert strategy(config, BATCH, SEQ, "segments", 2) == Strategy("segments", 2, kept, recomputed, logits, head)
     assert strategy(replace(config, kernels="triton"), BATCH, SEQ, "nested").logits == 0
+    assert strategy(replace(config, kernels="triton", **BERT), BATCH, SEQ, "nested").logits == logits
 
 
 @pytest.mark.parametrize("layers", [1, 5, 60, 200, 400])
 def test_the_best_length_is_that_of_brute_force(layers):
     config = replace(SMALL, num_layers=layers)
     block, logits = block_activations(config, Sizes.of(config, BATCH, SEQ, "fp32")), 4 * BATCH * SEQ * 44
-    ends = saved_activations(config, BATCH, SEQ)[0] - layers * block
+    ids = 2 * 8 * BATCH * SEQ
+    head = saved_activations(config, BATCH, SEQ)[0] - layers * block - ids
     needs = {}
     for k in range(1, layers + 1):
-        kept = ends + -(-layers // k) * STREAM  # the input of every segment
-        needs[k] = max(kept + logits, kept - logits + k * block - STREAM)
+        starts = range(0, layers, k)
+        kept = ids + len(starts) * STREAM + head
+        # When a segment is run again, the inputs of those before it are still there.
+        again = [j * STREAM + (min(start + k, layers) - start) * block for j, start in enumerate(starts)]
+        needs[k] = max(kept + logits, ids + max(again))
     assert {each.every: each.peak for each in sweep(config, BATCH, SEQ)} == needs
     found = best(sweep(config, BATCH, SEQ))
     assert found.every == min(needs, key=needs.get)

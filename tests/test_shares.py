@@ -3,8 +3,8 @@
 import pytest
 
 from cs336_systems.profiling.module_table import kind_rows, module_rows
-from cs336_systems.profiling.shares import NO_SOFTMAX, attention_rows, share_lines, share_rows
-from tests.chrome_events import STREAM, backward, event, placed, product, tag
+from cs336_systems.profiling.shares import FUSED_LOSS_NOTE, NO_SOFTMAX, attention_rows, share_lines, share_rows
+from tests.chrome_events import STREAM, backward, event, product, tag, trace
 
 BHST = [1, 2, 4, 4]
 
@@ -62,7 +62,7 @@ def by_name(rows):
 
 
 def test_parts_partition_the_step():
-    parts = by_name(kind_rows(placed(*STEPS)))
+    parts = by_name(kind_rows(trace(*STEPS)))
     assert sum(row.total for row in parts.values()) == 400_000
     assert sum(row.share for row in parts.values()) == pytest.approx(1)
     times = {name: (row.forward, row.recomputed, row.backward, row.other) for name, row in parts.items()}
@@ -81,7 +81,7 @@ def test_parts_partition_the_step():
 
 
 def test_modules_with_and_without_those_inside():
-    rows = by_name(module_rows(placed(*STEPS)))
+    rows = by_name(module_rows(trace(*STEPS)))
     outer, query = rows["blocks.*.attention"], rows["blocks.*.attention.query"]
     assert (outer.forward, outer.inclusive_forward) == (76_000, 100_000)
     assert (outer.backward, outer.inclusive_backward) == (44_000, 44_000)
@@ -93,7 +93,7 @@ def test_modules_with_and_without_those_inside():
 
 
 def test_blocks_share_a_row_or_do_not():
-    events = placed(tag("forward", 0, 200), *attention(0), *attention(100, "blocks.11.attention"))
+    events = trace(tag("forward", 0, 200), *attention(0), *attention(100, "blocks.11.attention"))
     (row,) = (row for row in module_rows(events) if row.name == "blocks.*.attention")
     assert (row.modules, row.calls, row.inclusive_forward) == (2, 2, 100_000)
     names = [row.name for row in module_rows(events, collapse=False, limit=2)]
@@ -101,7 +101,7 @@ def test_blocks_share_a_row_or_do_not():
 
 
 def test_recomputed_work_is_its_own_modules():
-    events = placed(
+    events = trace(
         tag("forward", 0, 60),
         tag("model (Net)", 0, 60),
         tag("blocks.0 (Block)", 1, 55),
@@ -122,7 +122,7 @@ def test_recomputed_work_is_its_own_modules():
 
 
 def test_experts_are_one_part_and_the_innermost_counts():
-    events = placed(
+    events = trace(
         tag("a (MoELayer)", 0, 10),
         tag("a.0 (FeedForward)", 1, 5),
         tag("b (SelfAttention)", 20, 10),
@@ -135,7 +135,7 @@ def test_experts_are_one_part_and_the_innermost_counts():
 
 
 def test_shares():
-    rows = by_name(share_rows(placed(*STEPS)))
+    rows = by_name(share_rows(trace(*STEPS)))
     times = {name: (row.forward, row.backward, row.total) for name, row in rows.items()}
     assert times == {
         "matrix products": (40_000, 20_000, 60_000),
@@ -148,7 +148,7 @@ def test_shares():
 
 
 def test_softmax_beside_the_products():
-    rows = by_name(attention_rows(placed(*STEPS)))
+    rows = by_name(attention_rows(trace(*STEPS)))
     found = {name: (row.forward, row.forward_flops, row.backward, row.backward_flops) for name, row in rows.items()}
     one = 2 * 2 * 4 * 4 * 3
     assert found == {
@@ -162,7 +162,7 @@ def test_softmax_beside_the_products():
 
 
 def test_the_answers_in_words():
-    assert share_lines(placed(*STEPS)) == [
+    assert share_lines(trace(*STEPS)) == [
         "Matrix products: 15.00% of the step, 20.00% of the forward pass (forward 0.04 ms, backward 0.02 ms).",
         "RMSNorm: 15.00% of the step (forward 0.02 ms, backward 0.04 ms).",
         "Softmax of attention: 7.50% of the step (forward 0.018 ms, backward 0.012 ms).",
@@ -177,7 +177,7 @@ def test_the_answers_in_words():
 )
 def test_fused_attention_has_no_softmax(operator):
     q = [1, 2, 4, 3]
-    events = placed(
+    events = trace(
         tag("forward", 0, 40),
         tag("x (SelfAttention)", 0, 20),
         product(operator, 1, 10, q, q, q),
@@ -191,7 +191,7 @@ def test_fused_attention_has_no_softmax(operator):
 
 
 def test_flash_attentions_stand_in_counts_its_own_products():
-    events = placed(
+    events = trace(
         tag("forward", 0, 40),
         tag("x (SelfAttention)", 0, 20),
         event("FlashAttention2", 1, 10),
@@ -201,7 +201,7 @@ def test_flash_attentions_stand_in_counts_its_own_products():
 
 
 def test_collectives_inside_a_module_are_not_its_own():
-    events = placed(
+    events = trace(
         tag("forward", 0, 100),
         tag("x (SelfAttention)", 0, 80),
         tag("wait all-gather 0#3 blocks.0", 10, 50),
@@ -219,7 +219,7 @@ def test_collectives_inside_a_module_are_not_its_own():
 
 
 def test_on_a_gpu_the_devices_time_counts():
-    events = placed(
+    events = trace(
         tag("forward", 0, 100),
         tag("x (SelfAttention)", 0, 90),
         event("aten::bmm", 1, 80, **{"External id": 1}),
@@ -233,7 +233,27 @@ def test_on_a_gpu_the_devices_time_counts():
 
 
 def test_a_trace_without_phases_or_modules():
-    events = placed(event("aten::mm", 0, 10), event("aten::softmax", 20, 5))
-    assert share_lines(events)[0] == "Matrix products: 66.67% of the step (forward 0 ms, backward 0 ms)."
+    events = trace(event("aten::mm", 0, 10), event("aten::softmax", 20, 5))
+    assert share_lines(events)[0] == "Matrix products: 66.67% of the step (elsewhere 0.01 ms)."
     assert attention_rows(events) == module_rows(events) == []
-    assert share_lines(placed())[0].startswith("Matrix products: 0.00% of the step")
+    assert share_lines(trace())[0].startswith("Matrix products: 0.00% of the step")
+
+
+def test_a_fused_loss_makes_the_products_of_the_head():
+    events = trace(
+        tag("forward", 0, 60),
+        event("cs336_kernels::linear_cross_entropy", 5, 40),
+        event("aten::matmul", 8, 12),
+        product("aten::mm", 10, 8, [4, 6], [6, 9]),
+        product("aten::addmm", 30, 5, [9, 6], [9, 4], [4, 6]),
+        event("aten::copy_", 31, 2),
+    )
+    rows = by_name(share_rows(events))
+    assert (rows["matrix products"].forward, rows["loss"].forward) == (13_000, 27_000)
+    assert share_lines(events)[-1] == FUSED_LOSS_NOTE
+    assert FUSED_LOSS_NOTE not in share_lines(trace(*STEPS))
+
+
+def test_modules_of_one_row_inside_each_other_count_once():
+    (row,) = module_rows(trace(tag("x.0 (Net)", 0, 50), tag("x.1 (Net)", 10, 20)))
+    assert (row.name, row.inclusive_forward, row.modules) == ("x.*", 50_000, 2)

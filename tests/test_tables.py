@@ -58,7 +58,7 @@ def test_markdown():
     assert table(text, "Operators over the ranks, self CPU")["aten::cross_entropy_loss"][0] == "0.012"
     assert table(text, "Collectives over the ranks")["gloo:all_reduce"] == ["0.005", "0.007", "0.009", "0", "1.29"]
     assert table(text, "Phases over the ranks, host time")["backward"][:3] == ["0.140"] * 3
-    assert table(text, "Collectives, by thread")["gloo:all_reduce"] == ["thread 1", "0.009", "0.009", "1"]
+    assert table(text, "Collectives, by thread")["gloo:all_reduce"] == ["communication thread 0", "0.009", "0.009", "1"]
     assert "device total" not in text
 
 

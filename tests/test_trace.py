@@ -1,13 +1,15 @@
 """Reading traces: what is in them, what is mended, and one clear line for a file that is none."""
 
+import gc
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.nesting import nest
-from cs336_systems.profiling.trace import Span, parse, read_trace, trace_files, write_json
+from cs336_systems.profiling.trace import Span, once, parse, read_trace, trace_files, uncollected, write_json
 
 BASE = 1_790_857_026_000_000_000
 
@@ -149,3 +151,25 @@ def test_a_child_outlasts_its_parent_by_rounding_only():
     assert shape(rounded) == [("a", 1000, [("b", 4000, [])])]
     crossing = nest([span("a", 0, 5000), span("b", 1000, 9000)])
     assert shape(crossing) == [("a", 5000, [])]
+
+
+def test_what_is_made_of_a_trace_is_made_once_and_again_for_a_changed_one():
+    made = []
+
+    @once
+    def count(trace):
+        made.append((trace.rank, gc.isenabled()))
+        return len(trace.spans)
+
+    trace = parse(chrome(slice_("aten::mm", 0, 1)))
+    assert [count(trace), count(trace)] == [1, 1]
+    assert made == [(0, False)]
+    assert gc.isenabled()
+    assert count(replace(trace, spans=[])) == 0
+    assert trace == parse(chrome(slice_("aten::mm", 0, 1)))
+
+
+def test_collection_of_garbage_goes_on_after_an_error():
+    with pytest.raises(ValueError, match="inside"), uncollected():
+        raise ValueError("inside")
+    assert gc.isenabled()

@@ -2,7 +2,7 @@
 
 from cs336_systems.comm.events import Event, record
 from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, global_rank, subgroup
-from cs336_systems.comm.startup import Place, distributed, find_place
+from cs336_systems.comm.startup import Place, current_place, distributed, find_place, is_joined
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
 
 __all__ = [
@@ -16,11 +16,13 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "current_place",
     "default_group",
     "distributed",
     "fault",
     "find_place",
     "global_rank",
+    "is_joined",
     "record",
     "reduce_scatter",
     "subgroup",

@@ -1,4 +1,4 @@
-"""How far each rank's clock is from rank 0's, by ping-pong."""
+"""How far each rank's clock is from the first rank's, by ping-pong."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +33,17 @@ def clock_offset(group: Group, now: Callable[[], int] = time.time_ns) -> Offset:
     """
     if group.size() == 1:
         return Offset(0, 0)
-    if dist.get_backend(group) != "gloo":  # messages of a CPU's tensors
-        ranks = dist.get_process_group_ranks(group)
-        group = dist.new_group(ranks, backend="gloo", timeout=group_timeout(group))
+    if dist.get_backend(group) == "gloo":
+        return _in_turn(group, now)
+    ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group)
+    messages = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)  # of a CPU's tensors
+    try:
+        return _in_turn(messages, now)
+    finally:
+        dist.destroy_process_group(messages)
+
+
+def _in_turn(group: Group, now: Callable[[], int]) -> Offset:
     best = Offset(0, 0)
     for other in range(1, group.size()):
         if group.rank() == 0:

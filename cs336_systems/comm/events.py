@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cs336_systems.marks import is_profiling
+
 # What each rank sends, as a multiple of the tensor, by algorithm; a broadcast's is the root's share spread over all.
 SENT: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
@@ -40,7 +42,7 @@ class Event:
     def annotate(self, what: str, number: int, group: str) -> AbstractContextManager[Any]:
         """A span in a profiler's trace, `wait all-reduce 0#3 bucket 1`: this collective is the group's third. Its name
         is the same on every rank, which is how traces of several ranks are matched. Nothing without a profiler."""
-        if not torch._C._autograd._profiler_enabled():
+        if not is_profiling():
             return nullcontext()
         return torch.profiler.record_function(f"{what} {self.verb} {group}#{number} {self.label}".rstrip())
 

@@ -108,6 +108,19 @@ def find_place() -> Place:
     return place
 
 
+def is_joined() -> bool:
+    """Whether this process has joined others, through this module or by torch itself."""
+    return dist.is_initialized()
+
+
+def current_place(group: Group | None = None) -> Place:
+    """This rank's number and how many there are: in a group, in the one that was joined, or as started."""
+    if group is None and not is_joined():
+        return find_place()
+    group = default_group(group)
+    return Place(group.rank(), group.size())
+
+
 def speaks_for_its_machine() -> bool:
     """Whether this is the first rank of its machine, or was started by hand. Raises UserError as `find_place` does."""
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0

@@ -5,8 +5,8 @@ which computes products in two bytes and keeps everything else in four. Activati
 saves; a test holds the count equal, to the byte, to what `saved_tensors_hooks` sees.
 """
 
-from dataclasses import dataclass
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from math import ceil
 from typing import Literal
 
 from cs336_systems.cost.parameters import count_parameters
@@ -86,7 +86,8 @@ def feed_forward_activations(config: ModelConfig, s: Sizes) -> int:
     return _norm(config, s) + reads * s.compute + (2 + gate if gated else 2) * s.hidden + masks
 
 
-def _is_loss_fused(config: ModelConfig) -> bool:
+def is_loss_fused(config: ModelConfig) -> bool:
+    """Whether the logits are never made whole (`kernels/cross_entropy.py`)."""
     return config.kernels == "triton" and not config.bert_heads
 
 
@@ -94,7 +95,7 @@ def _logits(config: ModelConfig, s: Sizes) -> int:
     """The most that the loss adds to what is kept: the logits and their gradient, or the logits of a chunk of tokens
     (`kernels/cross_entropy.py`) and a scaled copy of the weight's gradient."""
     weight = 4 * config.vocab_size * config.d_model
-    return min(s.logits, max(2**29, weight)) + weight if _is_loss_fused(config) else 2 * s.logits
+    return min(s.logits, max(2**29, weight)) + weight if is_loss_fused(config) else 2 * s.logits
 
 
 def block_activations(config: ModelConfig, s: Sizes) -> int:
@@ -102,39 +103,78 @@ def block_activations(config: ModelConfig, s: Sizes) -> int:
     return attention_activations(config, s) + feed_forward_activations(config, s)
 
 
-def _end_activations(config: ModelConfig, s: Sizes, tokens: int, batch: int) -> int:
-    """What the embedding, the last norm, the head and the loss keep, token ids and targets included."""
-    fused = _is_loss_fused(config)
-    ids = 8 * tokens * ((1 if fused else 2) + (1 if config.token_types else 0))
-    seq = tokens // batch
-    table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
-    recomputes_bias = config.recompute == "attention" and config.attention == "naive" and config.causal
-    bias = 4 * seq**2 if recomputes_bias else 0  # an input of what is run again
+def _head_activations(config: ModelConfig, s: Sizes, batch: int) -> int:
+    """What the last norm, the head and the loss keep. It is gone when backward comes to the last block."""
+    fused = is_loss_fused(config)
     # The head's input, the log-softmax and a scalar weight; or, fused, both gradients of the head and a count.
-    loss = s.compute + (4 * config.vocab_size * config.d_model + 8 if fused else s.logits + 4)
-    kept = ids + table + bias + _norm(config, s) + loss
-    kept += s.stream if config.dropout else 0
+    kept = _norm(config, s) + s.compute + (4 * config.vocab_size * config.d_model + 8 if fused else s.logits + 4)
     if config.bert_heads:
         # The transform's product, the norm's input, mean and 1/std, the norm's output, and the pooler's.
         kept += 3 * s.compute + 2 * s.row + 4 * batch * config.d_model
     return kept
 
 
+def _shared_activations(config: ModelConfig, s: Sizes, tokens: int, seq: int) -> int:
+    """What is kept from the beginning of forward to the end of backward: ids, targets, and what all blocks read."""
+    ids = 8 * tokens * ((1 if is_loss_fused(config) else 2) + (1 if config.token_types else 0))
+    table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
+    recomputes_bias = config.recompute == "attention" and config.attention == "naive" and config.causal
+    bias = 4 * seq**2 if recomputes_bias else 0  # an input of what is run again
+    return ids + table + bias + (s.stream if config.dropout else 0)
+
+
+def _second_halves(block: int, depth: int) -> int:
+    """How often the way from all blocks to one of them, by halves, turns to the second half."""
+    first, last, turns = 0, depth, 0
+    while last - first > 1:
+        middle = (first + last) // 2
+        first, last, turns = (first, middle, turns) if block < middle else (middle, last, turns + 1)
+    return turns
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes kept for backward, by the time at which they are freed."""
+
+    shared: int  # at the end of backward
+    head: int  # before the last block's backward
+    blocks: int  # kept by the blocks when forward ends
+    held: tuple[int, ...]  # by the blocks that are left when the backward of each begins, what was run again included
+    scores: int  # run again inside an attention, and gone after it
+
+    @property
+    def kept(self) -> int:
+        """Bytes when forward ends."""
+        return self.shared + self.head + self.blocks
+
+    @classmethod
+    def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> "Activations":
+        """Those of a training step on (batch seq) tokens."""
+        s = Sizes.of(config, batch, seq, precision)
+        block, depth = block_activations(config, s), config.num_layers
+        every, scores, layers = config.recompute_every, 0, range(config.num_layers)
+        match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
+            case "none":
+                blocks, held = depth * block, tuple((i + 1) * block for i in layers)
+            case "attention":
+                scores = _scores(config, s)
+                blocks, held = depth * (block - scores), tuple((i + 1) * (block - scores) for i in layers)
+            case "segments":
+                blocks = ceil(depth / every) * s.stream
+                # A segment's first block keeps the segment's input, which is there already.
+                held = tuple(i // every * s.stream + (i % every + 1) * block for i in layers)
+            case "nested":
+                blocks = 2 * s.stream
+                # The input of every second half on the way; that of the first halves is their parent's.
+                held = tuple(_second_halves(i, depth) * s.stream + block for i in layers)
+        shared = _shared_activations(config, s, batch * seq, seq)
+        return cls(shared, _head_activations(config, s, batch), blocks, held, scores)
+
+
 def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> tuple[int, int]:
-    """Bytes kept for backward when forward ends, and the bytes more that recompute holds during backward."""
-    s = Sizes.of(config, batch, seq, precision)
-    block, ends = block_activations(config, s), _end_activations(config, s, batch * seq, batch)
-    depth, every = config.num_layers, min(config.recompute_every, config.num_layers)
-    match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
-        case "none":
-            return ends + depth * block, 0
-        case "attention":
-            return ends + depth * (block - _scores(config, s)), _scores(config, s)
-        case "segments":
-            return ends + ceil(depth / every) * s.stream, every * block - s.stream
-        case "nested":
-            levels = ceil(log2(depth))
-            return ends + min(2, depth) * s.stream, max(0, 2 * levels - 3) * s.stream + block
+    """Bytes kept for backward when forward ends, and the bytes that recompute adds to what the blocks keep."""
+    found = Activations.of(config, batch, seq, precision)
+    return found.kept, max(found.held) + found.scores - found.blocks
 
 
 def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
@@ -155,35 +195,47 @@ def _gradients_inside(config: ModelConfig, s: Sizes) -> tuple[int, int]:
     return 2 * s.stream + scores, 2 * s.stream + (2 if config.feed_forward == "swiglu" else 1) * s.hidden
 
 
-def _backward(config: ModelConfig, s: Sizes, counts: dict[str, int], kept: int, recomputed: int) -> tuple[int, int]:
+def _backward(
+    config: ModelConfig, s: Sizes, counts: dict[str, int], kept: Activations, keeps_gradients: bool
+) -> tuple[int, int]:
     """(gradients, activations) in bytes at backward's fullest moment.
 
-    Backward trades activations for gradients branch by branch, so that moment is in its first two branches, in its last
-    two, or its end.
+    Backward trades activations for gradients: first the loss's and the head's, then block by block from the last.
     """
     inside_attention, inside_feed_forward = _gradients_inside(config, s)
+    attention = 4 * counts["attention"] // config.num_layers  # gradients of one block
+    feed_forward = 4 * counts["feed-forward"] // config.num_layers
     embedding, weights = 4 * config.d_model * config.vocab_size, 4 * sum(counts.values())
-    # Gradients that are still to come in the last two branches.
-    to_come = 4 * counts["positions"] + (0 if config.tied_head else embedding)
-    attention = to_come + 4 * counts["attention"] // config.num_layers
-    block = attention + 4 * counts["feed-forward"] // config.num_layers
-    full = kept + (0 if config.recompute == "attention" else recomputed)
-    return max(
-        (0, full + max(_logits(config, s), inside_feed_forward)),
-        (0, kept + recomputed - feed_forward_activations(config, s) + inside_attention),
-        (weights - block, block_activations(config, s) + inside_feed_forward),
-        (weights - attention, attention_activations(config, s) + inside_attention),
-        # A tied embedding's gradient is the sum of two, from the head and from the look-up.
-        (weights, 2 * embedding if config.tied_head else 0),
-        key=sum,
-    )
+    # The gradients that are made before the first block's backward and after it.
+    after_blocks = 4 * counts["positions"] + (0 if config.tied_head else embedding)
+    gradients = weights - after_blocks - config.num_layers * (attention + feed_forward)
+    moments = [(0, kept.kept + _logits(config, s))]
+    for held in reversed(kept.held):
+        moments.append((gradients, kept.shared + held + inside_feed_forward))
+        gradients += feed_forward
+        held -= feed_forward_activations(config, s)
+        moments.append((gradients, kept.shared + held + kept.scores + inside_attention))
+        gradients += attention
+    # A tied embedding's gradient is the sum of two, from the head and from the look-up.
+    moments.append((weights, 2 * embedding if config.tied_head else 0))
+    if keeps_gradients:
+        moments = [(weights, activations) for _, activations in moments]
+    return max(moments, key=sum)
 
 
-def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision = "fp32") -> dict[str, int]:
+def memory(
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    mode: Mode,
+    precision: Precision = "fp32",
+    keeps_gradients: bool = False,
+) -> dict[str, int]:
     """Bytes by part at the fullest moment of a pass over (batch seq) tokens; their sum is the peak.
 
-    forward keeps nothing for backward (`torch.no_grad`); step is forward, backward and AdamW. Raises UserError for a
-    model with experts.
+    forward keeps nothing for backward (`torch.no_grad`); step is forward, backward and AdamW. With `keeps_gradients`
+    those of the step before are there until the next are written over them, as in a wrapper's flat buffers. Raises
+    UserError for a model with experts.
     """
     if config.num_experts:
         raise UserError(f"the memory of a model with {config.num_experts} experts is not counted yet")
@@ -194,8 +246,8 @@ def memory(config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Pre
     parts = {"parameters": weights, "gradients": 0, "optimizer state": 2 * weights if mode == "step" else 0}
     if mode == "forward":
         return parts | {"activations": casts + _forward_workspace(config, s)}
-    kept, recomputed = saved_activations(config, batch, seq, precision)
-    gradients, activations = _backward(config, s, counts, casts + kept, recomputed)
+    kept = Activations.of(config, batch, seq, precision)
+    gradients, activations = _backward(config, s, counts, replace(kept, shared=kept.shared + casts), keeps_gradients)
     # AdamW makes one temporary the size of the parameter that it updates.
     update = 4 * config.d_model * max(config.vocab_size, config.d_ff) if mode == "step" else 0
     if weights + update > gradients + activations:

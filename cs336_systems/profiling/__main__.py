@@ -36,6 +36,8 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
     merged = merge(traces)
     checked = validate(merged)
     out = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / MERGED
+    if out.resolve() in [file.resolve() for file in files]:
+        raise UserError(f"{out} is one of the traces that are merged; name another file with --out")
     try:
         write_json(merged, out)
     except OSError as error:
@@ -87,6 +89,9 @@ def read_ranks(files: list[Path]) -> list[Trace]:
         if trace.rank in found:
             raise UserError(f"{found[trace.rank][0]} and {file} are both of rank {trace.rank}; name one of them")
         found[trace.rank] = (file, trace)
+    runs = {trace.ours["run"]: file for file, trace in found.values() if "run" in trace.ours}
+    if len(runs) > 1:
+        raise UserError(f"{' and '.join(map(str, list(runs.values())[:2]))} are of different runs; keep those of one")
     return [found[rank][1] for rank in sorted(found)]
 
 

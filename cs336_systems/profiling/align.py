@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from cs336_systems.profiling.matching import Matched, match
+from cs336_systems.profiling.memo import of_ranks
 from cs336_systems.profiling.trace import Link, Span, Trace
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
@@ -38,8 +39,10 @@ class Alignment:
 def offsets(traces: Iterable[Trace]) -> dict[int, Alignment]:
     """Every rank's clock against that of the lowest rank there is, by rank."""
     traces = sorted(traces, key=lambda trace: trace.rank)
-    if not traces:
-        return {}
+    return of_ranks(traces, "offsets", lambda: _offsets(traces)) if traces else {}
+
+
+def _offsets(traces: list[Trace]) -> dict[int, Alignment]:
     first, joint = traces[0], _joint(match(traces), traces[0].rank)
     result = {first.rank: Alignment(0, 0, "reference")}
     for trace in traces[1:]:
@@ -97,7 +100,12 @@ def _joint(matches: list[Matched], first: int) -> dict[int, Interval]:
 
 
 def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
-    """For ranks (a, b) how far b's clock is ahead of a's at most."""
+    """For ranks (a, b) how far b's clock is ahead of a's at most.
+
+    These are difference constraints, clock_b - clock_a <= weight; the tightest that follow from all of them together
+    are the shortest paths between every two ranks, here by Floyd and Warshall's algorithm (Cormen et al., Introduction
+    to Algorithms, chapters on shortest paths).
+    """
     ahead: dict[tuple[int, int], int] = {}
     for matched in matches:
         leaving = {rank: span.end for rank in matched.spans if (span := matched.leaving(rank))}
@@ -115,11 +123,10 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
     return ahead
 
 
-def aligned(traces: Iterable[Trace], known: dict[int, Alignment] | None = None) -> list[Trace]:
-    """The traces on the clock of the lowest rank there is; `known` is what `offsets` says, if it was asked already."""
-    traces = list(traces)
-    known = known or offsets(traces)
-    return [_shifted(trace, known[trace.rank].nanoseconds) for trace in traces]
+def aligned(traces: Iterable[Trace]) -> list[Trace]:
+    """The traces on the clock of the lowest rank there is, as `offsets` tells it."""
+    traces, known = list(traces), offsets(traces)
+    return of_ranks(traces, "aligned", lambda: [_shifted(trace, known[trace.rank].nanoseconds) for trace in traces])
 
 
 def _shifted(trace: Trace, ahead: int) -> Trace:

@@ -8,7 +8,6 @@ An allocation is a parameter, a gradient or optimizer state if somebody marked i
 made in a forward pass (also one that backward runs again), and other, such as a temporary of backward, if it was not.
 """
 
-import re
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,15 @@ from functools import cached_property
 
 from cs336_systems.profiling.attribution import PHASES, Placed, attribute
 from cs336_systems.profiling.held import CATEGORIES
+from cs336_systems.profiling.memo import of_ranks
+from cs336_systems.profiling.names import step_number
 from cs336_systems.profiling.trace import Allocation, Lane, Trace
 
-STEP = re.compile(r"(step |ProfilerStep#)\d+$")
 OTHER = CATEGORIES.index("other")
 
 
 @dataclass
-class Block:
+class Allocated:
     """Some memory from when it was allocated until it was freed, [start, end) in nanoseconds.
 
     `end` is None if it outlived the profile; `lane` is None if it was there before, and `start` is then the timeline's.
@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Period:
     """A phase or a step: [start, end) in nanoseconds."""
 
     name: str
@@ -62,10 +62,10 @@ class Timeline:
     device: str
     times: list[int]
     amounts: list[tuple[int, ...]]
-    blocks: list[Block]
-    earlier: list[Block]
-    phases: list[Stretch]
-    steps: list[Stretch]
+    blocks: list[Allocated]
+    earlier: list[Allocated]
+    phases: list[Period]
+    steps: list[Period]
 
     @cached_property
     def totals(self) -> list[int]:
@@ -119,7 +119,7 @@ class Timeline:
         """The most bytes alive at any moment in [start, end]."""
         return self.totals[self.highest_in(start, end)]
 
-    def alive(self, time: int) -> list[Block]:
+    def alive(self, time: int) -> list[Allocated]:
         """The blocks that were alive at a moment, the earlier first."""
         return [block for block in (*self.earlier, *self.blocks) if block.alive(time)]
 
@@ -128,6 +128,10 @@ def timeline(trace: Trace, device: str | None = None) -> Timeline:
     """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
     if device is None:
         device = "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu"
+    return of_ranks([trace], f"memory, {device}", lambda: _timeline(trace, device))
+
+
+def _timeline(trace: Trace, device: str) -> Timeline:
     events = [each for each in trace.allocations if each.device == device and each.nbytes]
     placed = attribute(trace)
     beginnings = [span.start for span in trace.spans[:1]] + [event.time for event in events[:1]]
@@ -137,7 +141,8 @@ def timeline(trace: Trace, device: str | None = None) -> Timeline:
     _find_origins(placed, ledger.blocks)
     _colour(trace, ledger)
     times, amounts = _add_up(ledger, events, changes)
-    steps = [Stretch(s.name, s.start, s.end) for s in trace.spans if _is_annotation(s.category) and STEP.match(s.name)]
+    annotated = [span for span in trace.spans if span.category == "user_annotation"]
+    steps = [Period(span.name, span.start, span.end) for span in annotated if step_number(span.name) is not None]
     return Timeline(device, times, amounts, ledger.blocks, ledger.earlier, _find_phases(trace, placed), steps)
 
 
@@ -156,24 +161,24 @@ class _Ledger:
 
     def __init__(self, trace: Trace, device: str, start: int) -> None:
         self.start = start
-        self.blocks: list[Block] = []
-        self.earlier: list[Block] = []
-        self.living: dict[int, Block] = {}
+        self.blocks: list[Allocated] = []
+        self.earlier: list[Allocated] = []
+        self.living: dict[int, Allocated] = {}
         self.addresses: list[int] = []  # of the living, in order
         for category, address, nbytes, where in trace.ours.get("held", ()):
             if where == device and address not in self.living:
-                self.earlier.append(Block(address, nbytes, start, category=category))
+                self.earlier.append(Allocated(address, nbytes, start, category=category))
                 self._add(self.earlier[-1])
 
-    def enter(self, event: Allocation) -> list[tuple[Block, int]]:
+    def enter(self, event: Allocation) -> list[tuple[Allocated, int]]:
         """What an event adds (1) or takes away (-1)."""
         if event.nbytes < 0:
             block = self._take(event.address, event.time)
             if block is None:  # nobody told of it, but it must have been there from the beginning
-                block = Block(event.address, -event.nbytes, self.start, event.time)
+                block = Allocated(event.address, -event.nbytes, self.start, event.time)
                 self.earlier.append(block)
             return [(block, -1)]
-        new = Block(event.address, event.nbytes, event.time, lane=event.lane)
+        new = Allocated(event.address, event.nbytes, event.time, lane=event.lane)
         gone = [self._take(address, event.time) for address in self._overlapping(event.address, event.nbytes)]
         self.blocks.append(new)
         self._add(new)
@@ -186,11 +191,11 @@ class _Ledger:
             first -= 1
         return self.addresses[first : bisect_left(self.addresses, address + nbytes)]
 
-    def _add(self, block: Block) -> None:
+    def _add(self, block: Allocated) -> None:
         self.living[block.address] = block
         insort(self.addresses, block.address)
 
-    def _take(self, address: int, time: int) -> Block | None:
+    def _take(self, address: int, time: int) -> Allocated | None:
         block = self.living.pop(address, None)
         if block is not None:
             block.end = time
@@ -198,7 +203,7 @@ class _Ledger:
         return block
 
 
-def _find_origins(placed: Sequence[Placed], blocks: Iterable[Block]) -> None:
+def _find_origins(placed: Sequence[Placed], blocks: Iterable[Allocated]) -> None:
     """For every block the innermost span of its thread at the time; spans come parents before children."""
     spans: dict[Lane, list[Placed]] = {}
     for each in placed:
@@ -219,15 +224,16 @@ def _find_origins(placed: Sequence[Placed], blocks: Iterable[Block]) -> None:
 
 def _colour(trace: Trace, ledger: _Ledger) -> None:
     """Give every block its category: the first mark made while it lived decides, but a parameter stays one."""
-    lives: dict[int, list[Block]] = {}
+    lives: dict[int, list[Allocated]] = {}
     for each in (*ledger.earlier, *ledger.blocks):
         lives.setdefault(each.address, []).append(each)
         if _is_activation(each.origin):
             each.category = "activations"
     marked: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
-        same = lives.get(address, [])
-        block = next((each for each in reversed(same) if each.alive(time)), None)
+        same = lives.get(address, [])  # in order of start, and no two at once
+        place = bisect_right(same, time, key=lambda each: each.start) - 1
+        block = same[place] if place >= 0 and same[place].alive(time) else None
         if block is None or id(block) in marked or category not in CATEGORIES:
             continue
         marked.add(id(block))
@@ -243,7 +249,7 @@ def _is_activation(origin: Placed | None) -> bool:
 
 
 def _add_up(
-    ledger: _Ledger, events: Sequence[Allocation], changes: Sequence[list[tuple[Block, int]]]
+    ledger: _Ledger, events: Sequence[Allocation], changes: Sequence[list[tuple[Allocated, int]]]
 ) -> tuple[list[int], list[tuple[int, ...]]]:
     """The times and the bytes by category from then on."""
     place = {category: i for i, category in enumerate(CATEGORIES)}
@@ -269,21 +275,17 @@ def _add_up(
     return times, amounts
 
 
-def _is_annotation(category: str) -> bool:
-    return category == "user_annotation"
-
-
-def _find_phases(trace: Trace, placed: Sequence[Placed]) -> list[Stretch]:
+def _find_phases(trace: Trace, placed: Sequence[Placed]) -> list[Period]:
     """The phases that were annotated; in a trace without, those that operators give away, run together."""
-    named = [s for s in trace.spans if s.name in PHASES and _is_annotation(s.category)]
+    named = [s for s in trace.spans if s.name in PHASES and s.category == "user_annotation"]
     if named:
-        return [Stretch(span.name, span.start, span.end) for span in named]
-    found: list[Stretch] = []
+        return [Period(span.name, span.start, span.end) for span in named]
+    found: list[Period] = []
     for each in sorted(_outermost(placed), key=lambda each: each.span.start):
         if found and found[-1].name == each.phase:
-            found[-1] = Stretch(each.phase, found[-1].start, max(found[-1].end, each.span.end))
+            found[-1] = Period(each.phase, found[-1].start, max(found[-1].end, each.span.end))
         else:
-            found.append(Stretch(each.phase, each.span.start, each.span.end))
+            found.append(Period(each.phase, each.span.start, each.span.end))
     return found
 
 

@@ -4,12 +4,14 @@ torch.profiler shows the backward pass as a flat list of autograd nodes without 
 operator of the forward pass that made it (by a sequence number that both carry), and that lies inside a module's tag.
 """
 
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cs336_systems.profiling.nesting import Node, nest_host
 from cs336_systems.profiling.tags import ROOT, kind_of, parse_tag
-from cs336_systems.profiling.trace import DEVICE, Lane, Span, Trace
+from cs336_systems.profiling.trace import DEVICE, Lane, Span, Trace, once
 
 Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
@@ -18,7 +20,7 @@ ENGINE = "autograd::engine::evaluate_function: "
 NO_MODULE: Modules = ()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Placed:
     """A span on a CPU thread and what it belongs to.
 
@@ -27,15 +29,12 @@ class Placed:
     """
 
     node: Node
+    span: Span
     lane: Lane
     phase: str
     direction: str
     modules: Modules
     kernels: tuple[Span, ...] = ()
-
-    @property
-    def span(self) -> Span:
-        return self.node.span
 
     @property
     def is_operator(self) -> bool:
@@ -49,7 +48,7 @@ class Placed:
     @property
     def kind(self) -> str:
         """The innermost module's part of a model."""
-        return kind_of(self.modules[-1][1]) if self.modules else ""
+        return kinds_of(self.modules)[-1] if self.modules else ""
 
     @property
     def device_self(self) -> int:
@@ -58,9 +57,16 @@ class Placed:
 
     def inside(self, kind: str) -> bool:
         """Whether one of its modules is of a kind, `attention` for example."""
-        return any(kind_of(name) == kind for _, name in self.modules)
+        return kind in kinds_of(self.modules)
 
 
+@lru_cache(maxsize=10_000)
+def kinds_of(modules: Modules) -> tuple[str, ...]:
+    """Which part of a model each module is, from the outermost inwards."""
+    return tuple(kind_of(class_name) for _, class_name in modules)
+
+
+@once
 def attribute(trace: Trace) -> list[Placed]:
     """Every span of the CPU threads with its phase and modules, parents before children, lane by lane."""
     return list(walk(nest_host(trace), trace))
@@ -69,18 +75,39 @@ def attribute(trace: Trace) -> list[Placed]:
 def walk(lanes: dict[Lane, list[Node]], trace: Trace) -> Iterator[Placed]:
     """As `attribute`, for trees that are there already."""
     kernels = _kernels(trace)
-    makers = _makers(lanes, trace)
+    makers, engines = _makers(lanes, trace)
+    phases = _Phases(trace)
     for lane, roots in lanes.items():
+        around = phases if lane in engines and lane not in phases.lanes else _Phases()
         todo: list[tuple[Node, str, str, Modules]] = []
-        todo += [(root, "other", "forward", NO_MODULE) for root in reversed(roots)]
+        todo += [(root, around.at(root.span.start), "forward", NO_MODULE) for root in reversed(roots)]
         while todo:
             node, phase, direction, modules = todo.pop()
-            phase, direction, modules = _place(node, phase, direction, modules, makers)
-            mine = () if node.span.category in DEVICE else kernels.get(node.span.args.get("External id", -1), ())
+            span = node.span
+            if span.category == "user_annotation" or id(node) in makers:
+                phase, direction, modules = _place(node, phase, direction, modules, makers)
+            mine: list[Span] | tuple[Span, ...] = ()
             # The runtime call that launched a kernel bears the same id as the operator around it.
-            mine = () if node.span.category.startswith("cuda_") else mine
-            yield Placed(node, lane, phase, direction, modules, tuple(mine))
-            todo += [(child, phase, direction, modules) for child in reversed(node.children)]
+            if kernels and not span.category.startswith("cuda_"):
+                mine = kernels.get(span.args.get("External id", -1), ())
+            yield Placed(node, span, lane, phase, direction, modules, tuple(mine))
+            if node.children:
+                todo += [(child, phase, direction, modules) for child in reversed(node.children)]
+
+
+class _Phases:
+    """When each phase was. Autograd's thread on a GPU works during those of the thread that waits for it."""
+
+    def __init__(self, trace: Trace | None = None) -> None:
+        spans = trace.spans if trace else ()
+        self.spans = [span for span in spans if span.category == "user_annotation" and span.name in PHASES]
+        self.starts = [span.start for span in self.spans]
+        self.lanes = {span.lane for span in self.spans}
+
+    def at(self, time: int) -> str:
+        """The phase at a moment, "other" between them."""
+        last = bisect(self.starts, time) - 1
+        return self.spans[last].name if last >= 0 and time < self.spans[last].end else "other"
 
 
 def _place(
@@ -100,8 +127,8 @@ def _place(
             # What backward recomputes enters its modules anew, inside the backward of another module that needs it.
             around = modules if direction == "forward" else tuple(each for each in modules if _encloses(each, found))
             return ("forward" if phase == "other" else phase), "forward", (*around, found)
-    if span.name.startswith(ENGINE):
-        return ("backward" if phase == "other" else phase), "backward", makers.get(id(node), NO_MODULE)
+    if id(node) in makers:
+        return ("backward" if phase == "other" else phase), "backward", makers[id(node)]
     return phase, direction, modules
 
 
@@ -115,25 +142,30 @@ def _modules_of(node: Node) -> Modules:
     return tuple(each for each in found if each)
 
 
-def _makers(lanes: dict[Lane, list[Node]], trace: Trace) -> dict[int, Modules]:
-    """For every node of the autograd engine, by identity, the modules inside which its forward operator ran.
+def _makers(lanes: dict[Lane, list[Node]], trace: Trace) -> tuple[dict[int, Modules], set[Lane]]:
+    """For every node of the autograd engine, by identity, the modules inside which its forward operator ran; and the
+    lanes of the engine.
 
     torch draws a link from the operator to what is directly inside the engine's node.
     """
     sources = {link.target: link.source for link in trace.links}
+    times: dict[Lane, set[int]] = {}
+    for lane, time in sources.values():
+        times.setdefault(lane, set()).add(time)
     starts: dict[tuple[Lane, int], Node] = {}
     engine: list[tuple[Lane, Node]] = []
     for lane, roots in lanes.items():
+        linked = times.get(lane, set())
         for node in (each for root in roots for each in root.walk()):
-            starts[lane, node.span.start] = node  # of two that start together the inner one, which is later
+            if node.span.start in linked:
+                starts[lane, node.span.start] = node  # of two that start together the inner one, which is later
             if node.span.name.startswith(ENGINE):
                 engine.append((lane, node))
     found = {}
     for lane, node in engine:
         source = next((sources[lane, c.span.start] for c in node.children if (lane, c.span.start) in sources), None)
-        if source in starts:
-            found[id(node)] = _modules_of(starts[source])
-    return found
+        found[id(node)] = _modules_of(starts[source]) if source in starts else NO_MODULE
+    return found, {lane for lane, _ in engine}
 
 
 def _kernels(trace: Trace) -> dict[int, list[Span]]:

@@ -9,15 +9,16 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.trace import trace_name
 
 
-def collect_files(folder: Path, group: Group) -> None:
+def collect_files(folder: Path, group: Group, device: torch.device) -> None:
     """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this.
+
+    Files travel as tensors of `device`, on which the group communicates.
 
     Raises UserError, on rank 0, if it cannot.
     """
     me = group.rank()
     mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
     sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]
-    device = torch.device("cuda" if torch.cuda.is_available() and group.name() == "nccl" else "cpu")
     for rank in range(1, group.size()):
         content = torch.zeros(sizes[rank], dtype=torch.uint8)
         if rank == me:

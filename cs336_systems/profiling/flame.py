@@ -10,10 +10,10 @@ Posted sends and receives, which lie "in flight" until they are waited for, are 
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.profiling.attribution import ENGINE, PHASES, Placed, attribute
-from cs336_systems.profiling.frames import STEP, Frame, FrameBuilder, Python, Weigh, add_kernel
-from cs336_systems.profiling.tags import parse_tag
-from cs336_systems.profiling.trace import COMMUNICATION, DEVICE, Lane, Trace
+from cs336_systems.profiling.attribution import attribute
+from cs336_systems.profiling.frames import Frame, FrameBuilder, Python, Weigh, add_kernel
+from cs336_systems.profiling.threads import IN_FLIGHT, MAIN, role_of, roles
+from cs336_systems.profiling.trace import DEVICE, Lane, Trace, uncollected
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Flame:
         return f"rank {self.rank} {self.root.name}"
 
 
+@uncollected()
 def flames(
     trace: Trace,
     weigh: Weigh = "cpu",
@@ -46,15 +47,15 @@ def flames(
     torch, the standard library, builtins or this profiler), "all" or "none".
     """
     placed = attribute(trace)
-    main = main_lane(placed)
+    names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
+    main = next((lane for lane, name in names.items() if name == MAIN), None)
     builder = FrameBuilder(placed, main, weigh, merge_steps, collapse_blocks, python)
-    names = _lane_names(placed, main)
     roots: dict[Lane, Frame] = {}
     for each in placed:
         if each.lane in names:
             root = roots.setdefault(each.lane, Frame(names[each.lane], calls=1))
             builder.add(each, root)
-    found = [roots[lane] for lane in names]
+    found = [roots[lane] for lane in names if lane in roots]
     if weigh == "device":
         found.append(Frame("kernels of no known operator"))
         for span in trace.spans:
@@ -91,46 +92,4 @@ def speedscope(threads: list[Flame], name: str) -> dict[str, Any]:
         "activeProfileIndex": 0,
         "shared": {"frames": [{"name": each} for each in frames]},
         "profiles": profiles,
-    }
-
-
-def main_lane(placed: list[Placed]) -> Lane | None:
-    """The thread that took the steps: the one with most annotations of steps, phases and modules, then most spans."""
-    score: dict[Lane, tuple[int, int]] = {}
-    for each in placed:
-        name = each.span.name
-        told = each.span.category == "user_annotation" and (
-            name in PHASES or bool(STEP.match(name)) or bool(parse_tag(name))
-        )
-        annotations, spans = score.get(each.lane, (0, 0))
-        score[each.lane] = annotations + told, spans + 1
-    return max(score, key=lambda lane: score[lane], default=None)
-
-
-def _lane_names(placed: list[Placed], main: Lane | None) -> dict[Lane, str]:
-    """What each thread is called, in the order in which they are shown."""
-    roots: dict[Lane, list[str]] = {}
-    for each in placed:
-        roots.setdefault(each.lane, [])
-        if each.node.parent is None:
-            roots[each.lane].append(each.span.name)
-    kinds: dict[str, list[Lane]] = {
-        "main thread": [],
-        "autograd thread": [],
-        "communication thread": [],
-        "other thread": [],
-    }
-    for lane, names in roots.items():
-        if lane == main:
-            kinds["main thread"].append(lane)
-        elif str(lane[1]).startswith("in flight"):
-            continue
-        elif all(COMMUNICATION.match(name) for name in names):
-            kinds["communication thread"].append(lane)
-        else:
-            kinds["autograd thread" if any(n.startswith(ENGINE) for n in names) else "other thread"].append(lane)
-    return {
-        lane: kind if len(lanes) == 1 else f"{kind} {number}"
-        for kind, lanes in kinds.items()
-        for number, lane in enumerate(lanes)
     }

@@ -11,22 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cs336_systems.profiling.flame import Flame, collapsed, flames, speedscope
-from cs336_systems.profiling.frames import STEP, Frame, Weigh
-from cs336_systems.profiling.svg import Drawing, fitting
+from cs336_systems.profiling.frames import Frame, Weigh
+from cs336_systems.profiling.names import step_number
+from cs336_systems.profiling.svg import PAINTS, Drawing, fitting
 from cs336_systems.profiling.trace import DEVICE, Trace
 
 WIDTH, MARGIN, HEADER, ROW, GAP, SIZE = 1400, 12, 84, 19, 14, 12  # pixels
 NARROWEST = 0.3  # pixels of a frame that is drawn
 MILLISECOND = 1_000_000  # nanoseconds
-# What a frame is part of: (colour of phases and modules, that of operators and Python frames).
-PAINTS = {
-    "forward": ("#56B4E9", "#C4E4F7"),
-    "backward": ("#E69F00", "#F7DEA8"),
-    "optimizer": ("#3DB892", "#B5E4D4"),
-    "communication": ("#DD92BD", "#F2D3E4"),
+FILLS = PAINTS | {
+    "communication": PAINTS["synchronise"],
     "python": ("#F0E442", "#F7F2A8"),
-    "other": ("#B8B8B8", "#DEDEDE"),
-}
+}  # of what a frame is part of
 LEGEND = {
     "forward": "forward",
     "backward": "backward",
@@ -106,7 +102,7 @@ def _subtitle(threads: list[Flame]) -> str:
 def _steps(threads: list[Flame]) -> list[Frame]:
     """The frames of steps; none in a trace that marks no steps."""
     found = threads[0].root.children.values() if threads else ()
-    return [each for each in found if each.name == "step" or STEP.match(each.name)]
+    return [each for each in found if each.name == "step" or step_number(each.name) is not None]
 
 
 def _whole(threads: list[Flame]) -> tuple[int, str]:
@@ -139,7 +135,7 @@ def _header(drawing: Drawing, title: str, subtitle: str, paints: set[str]) -> No
     x = float(MARGIN)
     for paint, words in LEGEND.items():
         if paint in paints:
-            dark, light = PAINTS[paint]
+            dark, light = FILLS[paint]
             drawing.rect(x, 56, 14, 14, light if paint == "python" else dark)
             drawing.rect(x + 14, 56, 14, 14, light)
             drawing.text(x + 34, 67, words)
@@ -149,7 +145,7 @@ def _header(drawing: Drawing, title: str, subtitle: str, paints: set[str]) -> No
 
 def _draw_box(drawing: Drawing, box: _Box, flame: Flame, scale: float, top: float, whole: tuple[int, str]) -> None:
     x, y, width = MARGIN + box.left * scale, top + box.row * ROW, box.total * scale
-    dark, light = PAINTS[box.frame.paint]
+    dark, light = FILLS[box.frame.paint]
     fill = light if box.frame.is_operator or box.frame.paint == "python" else dark
     gap = 0.6 if width > 2 else 0.0
     drawing.rect(x, y, width - gap, ROW - 1, fill, _hover(box, flame, whole))

@@ -2,7 +2,7 @@
 
 A backend's own spans do not say what they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a kernel. Our
 annotation of the launch does, and it is followed from there: a kernel by its correlation, a send or receive because it
-was posted inside the launch, and gloo's queue because it is first in, first out.
+was posted inside the launch, and what gloo queued by `queues.py`.
 """
 
 import re
@@ -10,10 +10,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace
-
-NAME = re.compile(r"^(launch|wait) ([\w-]+) (\S+#\d+) ?(.*)$")
-SENDS = re.compile(r"^c10d::(send|recv)")
+from cs336_systems.profiling.names import Collective, parse_collective
+from cs336_systems.profiling.queues import Call, run_by
+from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,23 @@ class Flight:
         return max(span.end for span in (self.launch, self.wait, *self.transfers) if span is not None)
 
 
+@once
 def flights(trace: Trace) -> list[Flight]:
     """A rank's collectives in order of launch. Works without our annotations as well: then nothing has a label."""
-    waits: dict[tuple[str, ...], Span] = {}
-    launches: list[tuple[tuple[str, ...], Span]] = []
+    waits: dict[tuple[str, str], Span] = {}
+    launches: list[tuple[Collective, Span]] = []
     for span in trace.spans:
-        if span.category == "user_annotation" and (found := NAME.match(span.name)):
-            what, *rest = found.groups()
-            if what == "wait":
-                waits[tuple(rest)] = span  # may be interrupted; the last counts
+        if span.category == "user_annotation" and (found := parse_collective(span.name)):
+            if found.what == "wait":
+                waits[found.group, found.key] = span  # may be interrupted; the last counts
             else:
-                launches.append((tuple(rest), span))
-    owned, free = _owned(trace, [span for _, span in launches])
+                launches.append((found, span))
+    launched = [(what, span, waits.get((what.group, what.key))) for what, span in launches]
+    owned, free = _owned(trace, launched)
     result = []
-    for i, (key, span) in enumerate(launches):
+    for i, (what, span, wait) in enumerate(launched):
         mine = sorted(owned.get(i, []), key=lambda each: each.start)
-        verb, number, label = key
-        result.append(Flight(verb, number, label, span, waits.get(key), tuple(mine)))
+        result.append(Flight(what.verb, f"{what.group}#{what.number}", what.label, span, wait, tuple(mine)))
     result += [Flight(_verb(span), "", "", None, None, (span,)) for span in free]
     return sorted(result, key=lambda flight: flight.start)
 
@@ -76,17 +75,18 @@ def _verb(span: Span) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", found[1]).lower() if found else "collective"
 
 
-def _owned(trace: Trace, launches: Sequence[Span]) -> tuple[dict[int, list[Span]], list[Span]]:
+def _owned(
+    trace: Trace, launched: Sequence[tuple[Collective, Span, Span | None]]
+) -> tuple[dict[int, list[Span]], list[Span]]:
     """The transfers of each launch, by its place in the list, and those of none."""
-    inside = _Inside(launches)
+    inside = _Inside([span for _, span, _ in launched])
+    transfers = [span for span in trace.spans if _is_transfer(span)]
+    owners = _of_kernels(trace, inside) | _of_queues(trace, launched, inside, transfers)
     owned: dict[int, list[Span]] = {}
     free: list[Span] = []
-    causes = _causes(trace)
-    for span in trace.spans:
-        if not _is_transfer(span):
-            continue
-        cause = causes.get(id(span))
-        owner = inside.find(*cause) if cause else None
+    for span in transfers:
+        # What was posted was moved off its thread, so that this is unknown.
+        owner = inside.find(None, span.start) if span.name in POSTED else owners.get(id(span))
         (free if owner is None else owned.setdefault(owner, [])).append(span)
     return owned, free
 
@@ -97,27 +97,33 @@ def _is_transfer(span: Span) -> bool:
     return span.category == "user_annotation" and span.name.startswith("gloo:")
 
 
-def _causes(trace: Trace) -> dict[int, tuple[Lane | None, int]]:
-    """For every transfer, by identity, the thread and the time at which it was asked for. Posted ones were moved off
-    their thread, so that theirs is unknown."""
-    calls = {
-        span.args["correlation"]: span
+def _of_kernels(trace: Trace, inside: "_Inside") -> dict[int, int | None]:
+    """The launch of every kernel, by identity."""
+    kernels = {span.args.get("correlation"): span for span in trace.spans if span.category == "kernel"}
+    return {
+        id(kernels[span.args["correlation"]]): inside.find(span.lane, span.start)
         for span in trace.spans
-        if span.category in ("cuda_runtime", "cuda_driver") and "correlation" in span.args
+        if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels
     }
-    queued = [s for s in trace.spans if s.name.startswith("c10d::") and not SENDS.match(s.name)]
-    found: dict[int, tuple[Lane | None, int]] = {}
-    for span in filter(_is_transfer, trace.spans):
-        if span.name in POSTED:
-            found[id(span)] = (None, span.start)
-        elif span.category == "kernel":
-            call = calls.get(span.args.get("correlation"))
-            if call is not None:
-                found[id(span)] = (call.lane, call.start)
-        elif queued and queued[0].start <= span.start:
-            first = queued.pop(0)
-            found[id(span)] = (first.lane, first.start)
-    return found
+
+
+def _of_queues(
+    trace: Trace,
+    launched: Sequence[tuple[Collective, Span, Span | None]],
+    inside: "_Inside",
+    transfers: Sequence[Span],
+) -> dict[int, int | None]:
+    """The launch of every span of gloo's threads, by identity."""
+    calls: list[Call] = []
+    owners: list[int | None] = []
+    for span in trace.spans:
+        if span.name.startswith("c10d::"):
+            owner = inside.find(span.lane, span.start)
+            what, _, wait = launched[owner] if owner is not None else (None, None, None)
+            calls.append(Call(span, what.group if what else None, wait.end if wait else None))
+            owners.append(owner)
+    queued = [span for span in transfers if span.category != "kernel" and span.name not in POSTED]
+    return {identity: owners[place] for identity, place in run_by(calls, queued).items()}
 
 
 class _Inside:
@@ -125,14 +131,15 @@ class _Inside:
 
     def __init__(self, spans: Sequence[Span]) -> None:
         self.spans = spans
-        self.starts = [span.start for span in spans]
+        self.places: dict[Lane, list[int]] = {}
+        for i, span in enumerate(spans):
+            self.places.setdefault(span.lane, []).append(i)
 
     def find(self, lane: Lane | None, time: int) -> int | None:
         """The place in the list; on any thread if none is given."""
-        for i in range(bisect_right(self.starts, time) - 1, -1, -1):
-            span = self.spans[i]
-            if span.start <= time < span.end and lane in (None, span.lane):
-                return i
-            if time - span.start > 10**9:
-                return None
+        for each in self.places if lane is None else (lane,):
+            places = self.places.get(each, [])
+            before = bisect_right(places, time, key=lambda i: self.spans[i].start)
+            if before and time < self.spans[places[before - 1]].end:
+                return places[before - 1]
         return None

@@ -12,16 +12,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cs336_systems.profiling.attribution import ENGINE, NO_MODULE, PHASES, Modules, Placed
+from cs336_systems.profiling.names import FRAME, parse_collective, step_number, without_layer_numbers
 from cs336_systems.profiling.tags import ROOT, parse_tag
 from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, Lane
 
 Weigh = Literal["cpu", "device"]
 Python = Literal["own", "all", "none"]
 
-STEP = re.compile(r"^(step |ProfilerStep#)\d+$")
-COLLECTIVE = re.compile(r"^(launch|wait) ([\w-]+) \S*#\d+(.*)$")  # Event.annotate's names
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-NUMBER = re.compile(r"\.\d+(?=[.\s]|$)")
 ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
 FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
 RECOMPUTE = "recompute"
@@ -101,7 +99,8 @@ class FrameBuilder:
         self.states: dict[int, _State] = {}
         self.claimed: set[int] = set()  # kernels, by identity
         names = [each.span.name for each in placed if each.span.category == "user_annotation"]
-        kinds = [sum(bool(STEP.match(n)) and n.startswith(kind) for n in names) for kind in ("step ", "ProfilerStep#")]
+        steps = [name for name in names if step_number(name) is not None]
+        kinds = [sum(name.startswith(kind) for name in steps) for kind in ("step ", "ProfilerStep#")]
         self.has_steps, self.steps = any(kinds), kinds[0] or kinds[1] or 1
         self.tagged = any(parse_tag(name) for name in names)
 
@@ -118,7 +117,7 @@ class FrameBuilder:
                 add_kernel(state.frame, kernel.name, kernel.duration)
 
     def _place(self, placed: Placed, parent: _State) -> _State:
-        span, is_step = placed.span, bool(STEP.match(placed.span.name))
+        span, is_step = placed.span, step_number(placed.span.name) is not None
         in_step = parent.in_step or is_step
         if self._is_dropped(placed, in_step):
             return _State(parent.frame, parent.modules, parent.base, parent.recomputing, in_step)
@@ -162,7 +161,7 @@ class FrameBuilder:
         path, kind = modules[-1]
         outer = modules[-2][0] if len(modules) > 1 else ""
         if self.collapse:
-            path, outer = NUMBER.sub(".*", path), NUMBER.sub(".*", outer)
+            path, outer = without_layer_numbers(path), without_layer_numbers(outer)
         short = path.removeprefix(f"{outer}.")
         if short in NEEDS_CLASS or re.search(r"(^|\.)(\d+|\*)$", short):
             short = f"{short} ({kind})"
@@ -170,7 +169,7 @@ class FrameBuilder:
 
     def _is_dropped(self, placed: Placed, in_step: bool) -> bool:
         name = placed.span.name
-        if placed.span.category != "python_function" or self.python == "all":
+        if placed.span.category != FRAME or self.python == "all":
             return False
         if self.python == "none" or (self.has_steps and placed.lane == self.main and not in_step):
             return True
@@ -182,11 +181,11 @@ class FrameBuilder:
 
     def _clean(self, name: str) -> str:
         name = ABSOLUTE.sub(r"\1", ADDRESS.sub("", _one_line(name)))
-        if self.merge and STEP.match(name):
+        if self.merge and step_number(name) is not None:
             return "step"
-        if found := COLLECTIVE.match(name):
-            name = f"{found[1]} {found[2]}{found[3]}" if self.merge else name
-            name = NUMBER.sub(".*", name) if self.collapse else name
+        if found := parse_collective(name):
+            name = f"{found.what} {found.verb} {found.label}".rstrip() if self.merge else name
+            name = without_layer_numbers(name) if self.collapse else name
         return name
 
 
@@ -197,9 +196,9 @@ def _around(modules: Modules, path: str) -> Modules:
 
 def _paint(placed: Placed, parent: _State) -> str:
     span = placed.span
-    if span.category == "python_function":
+    if span.category == FRAME:
         return "python"
-    if COMMUNICATION.match(span.name) or COLLECTIVE.match(span.name) or span.name.startswith("c10d::"):
+    if COMMUNICATION.match(span.name) or parse_collective(span.name) or span.name.startswith("c10d::"):
         return "communication"
     if parent.frame.paint == "communication" or placed.phase == "synchronise":
         return "communication"

@@ -45,7 +45,10 @@ def held_by(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) ->
 def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
     """The storages of some tensors, each once, under the first category that it was named with."""
     found: dict[int, Held] = {}
-    for category, tensor in held:
+    for category, whole in held:
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole  # a DTensor holds its own part
+        if not _is_dense(tensor):
+            continue
         storage = tensor.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in found:
             found[storage.data_ptr()] = Held(category, storage.data_ptr(), storage.nbytes(), storage.device.type)
@@ -57,11 +60,11 @@ def live_storages(known: Iterable[tuple[str, Tensor]]) -> list[Held]:
     seen = {each.address for each in describe(known)}
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and type(each) in _PLAIN]
-    found = describe(("other", tensor) for tensor in tensors if _is_dense(tensor))
+    found = describe(("other", tensor) for tensor in tensors)
     return [each for each in found if each.address not in seen]
 
 
-_PLAIN = (Tensor, nn.Parameter)  # not a DTensor, nor a fake
+_PLAIN = (Tensor, nn.Parameter)  # not a DTensor, whose local tensor is found by itself, nor a fake
 
 
 def _is_dense(tensor: Tensor) -> bool:

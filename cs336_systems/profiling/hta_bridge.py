@@ -16,11 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from cs336_systems.errors import UserError
+from cs336_systems.profiling.names import step_number
 from cs336_systems.profiling.overlap import activity, overlap
 from cs336_systems.profiling.trace import COMMUNICATION, HOST, Span, Trace, read_trace, trace_files, write_json
 
 COMPUTE_STREAM, FIRST_STREAM = 7, 20  # as PyTorch numbers them on a GPU: its own default, and NCCL's
-STEP = 1000  # nanoseconds of the step after the last
+EXTRA_STEP = 1000  # nanoseconds of the step after the last
 FIRST_CORRELATION = 100_000  # HTA 0.6.1 with pandas 3 keeps smaller ones in a type too short for what it adds
 
 
@@ -106,8 +107,9 @@ def _steps(trace: Trace, first: int) -> Iterator[dict[str, Any]]:
         return
     lane = next((span.lane for span in trace.spans if span.category in HOST), trace.spans[0].lane)
     begin, end = trace.spans[0].start, max(span.end for span in trace.spans)
-    steps = [(s.start, s.end) for s in trace.named(r"step \d+$") if s.category == "user_annotation"] or [(begin, end)]
-    steps.append((end, end + STEP))
+    annotated = [span for span in trace.spans if span.category == "user_annotation"]
+    steps = [(s.start, s.end) for s in annotated if step_number(s.name) is not None] or [(begin, end)]
+    steps.append((end, end + EXTRA_STEP))
     for number, (start, stop) in enumerate(steps):
         yield _event(Span(f"ProfilerStep#{number}", "user_annotation", start, stop, lane), first)
 

@@ -4,18 +4,17 @@ Every rank is one machine's view: its process ids may be another rank's, and GPU
 new numbers, rank * 1000 + 1, + 2 ..., and names that say whose they are.
 """
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cs336_systems.profiling.attribution import ENGINE
+from cs336_systems.profiling.names import FRAME
 from cs336_systems.profiling.nesting import Node, nest
-from cs336_systems.profiling.trace import COMMUNICATION, DEVICE, HOST, KERNEL, Lane, Span, Trace
+from cs336_systems.profiling.threads import IN_FLIGHT, OTHER, lane_number, role_of, roles
+from cs336_systems.profiling.trace import DEVICE, HOST, KERNEL, Lane, Span, Trace
 
 PER_RANK = 1000  # process numbers of one rank
 ON_GPU = (*DEVICE, "gpu_user_annotation", "cuda_sync")
-KINDS = ("main", "autograd", "communication", "in flight", "other")  # of threads, in the order in which they are shown
 
 
 @dataclass
@@ -73,7 +72,7 @@ def untangle(spans: Iterable[Span]) -> list[list[Node]]:
         roots = nest(left)
         rows.append(roots)
         kept = {id(node.span) for root in roots for node in root.walk()}
-        left = [span for span in left if id(span) not in kept and span.category != "python_function"]
+        left = [span for span in left if id(span) not in kept and span.category != FRAME]
     return rows
 
 
@@ -93,47 +92,21 @@ def _process_name(trace: Trace, old: Any, lanes: dict[Lane, list[Span]]) -> str:
 def _named_lanes(trace: Trace, lanes: dict[Lane, list[Span]]) -> list[tuple[int, str, Lane]]:
     """(place from the top, name, lane) of one process."""
     if _rank_of_process(lanes) == 1:
-        named = [(0, _number(lane), _stream_name(lane, spans), lane) for lane, spans in lanes.items()]
-    else:
-        host = [lane for lane in lanes if not _in_flight(lane)]
-        main = max(host or lanes, key=lambda lane: (lane[0] == lane[1], len(lanes[lane]), -_number(lane)))
-        kinds = {lane: "main" if lane == main else _kind(lane, spans) for lane, spans in lanes.items()}
-        named = [
-            (KINDS.index(kinds[lane]), _number(lane), _thread_name(lane, kinds, lanes, trace), lane) for lane in lanes
-        ]
-    named.sort(key=lambda each: (each[0], each[1], str(each[3])))
-    return [(order, name, lane) for order, (_, _, name, lane) in enumerate(named)]
+        streams = sorted(lanes, key=lambda lane: (lane_number(lane), str(lane)))
+        return [(order, _stream_name(lane, lanes[lane]), lane) for order, lane in enumerate(streams)]
+    known = roles(trace)
+    threads = [lane for lane in known if lane in lanes]
+    threads += sorted(lanes.keys() - known.keys(), key=str)
+    return [(order, _thread_name(lane, known.get(lane, OTHER), trace), lane) for order, lane in enumerate(threads)]
 
 
-def _in_flight(lane: Lane) -> bool:
-    return str(lane[1]).startswith("in flight")
-
-
-def _kind(lane: Lane, spans: list[Span]) -> str:
-    if _in_flight(lane):
-        return "in flight"
-    if any(span.name.startswith(ENGINE) for span in spans):
-        return "autograd"
-    return "communication" if any(COMMUNICATION.match(span.name) for span in spans) else "other"
-
-
-def _thread_name(lane: Lane, kinds: dict[Lane, str], lanes: dict[Lane, list[Span]], trace: Trace) -> str:
-    kind = kinds[lane]
-    if kind == "in flight":
-        return str(lane[1])
-    if kind == "communication":
-        backend = next(found[1] for span in lanes[lane] if (found := COMMUNICATION.match(span.name)))
-        kind = f"{backend} communication"
-    if kind == "other":
+def _thread_name(lane: Lane, name: str, trace: Trace) -> str:
+    role = role_of(name)
+    if role == OTHER:
         return trace.threads.get(lane, f"thread {lane[1]}")
-    return f"{kind} (thread {lane[1]})"
+    return name if role == IN_FLIGHT else f"{name} ({lane[1]})"
 
 
 def _stream_name(lane: Lane, spans: list[Span]) -> str:
     carries = any(KERNEL.search(span.name) for span in spans if span.category == "kernel")
     return f"stream {lane[1]}" + (", communication" if carries else "")
-
-
-def _number(lane: Lane) -> int:
-    found = re.search(r"\d+", str(lane[1]))
-    return int(found[0]) if found else 0

@@ -1,9 +1,10 @@
 """Which span on one rank is the same collective as which on the others.
 
 Two families. Our own annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, bear the group's name and the
-collective's number in it, so they match exactly. A backend's spans (gloo's on its threads, NCCL's on a GPU) bear none:
-there the k-th of a name and shape on one rank is the k-th on the others, since collectives of a group run in order.
-Sends and receives join two ranks only and are left alone; so is what could belong to one of several groups.
+collective's number in it, so with the group's ranks, where they are known, they match exactly. A backend's spans
+(gloo's on its threads, NCCL's on a GPU) bear none: there the k-th of a name and shape on one rank is the k-th on the
+others, since collectives of a group run in order. Sends and receives join two ranks only and are left alone; so is what
+could belong to one of several groups.
 """
 
 import re
@@ -12,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from cs336_systems.profiling.memo import of_ranks
+from cs336_systems.profiling.names import parse_collective
 from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, Lane, Span, Trace
 
-OURS = re.compile(r"^(launch|wait) ((\S+) \S+#\d+.*)$", re.DOTALL)
 # Verbs that nobody leaves before everybody has come. A broadcast's source needs nobody, and in an all-to-all two ranks
 # may have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
@@ -42,33 +44,51 @@ class Matched:
 
     def leaving(self, rank: int) -> Span | None:
         """The span at whose end the rank knows the collective to be over; None if the trace does not show it."""
-        return self.waits.get(rank) if OURS.match(self.spans[rank].name) else self.spans[rank]
+        return self.waits.get(rank) if parse_collective(self.spans[rank].name) else self.spans[rank]
 
 
 def match(traces: Iterable[Trace]) -> list[Matched]:
     """The collectives that at least two ranks show, in order of the earliest start."""
     traces = list(traces)
-    return sorted((*_ours(traces), *_of_backend(traces)), key=lambda each: (each.start, each.key))
+    return of_ranks(traces, "match", lambda: _match(traces))
 
 
-def _ours(traces: list[Trace]) -> Iterator[Matched]:
-    launches: dict[str, dict[int, Span]] = {}
-    waits: dict[str, dict[int, Span]] = {}
-    joins: dict[str, bool] = {}
+def _match(traces: list[Trace]) -> list[Matched]:
+    return sorted((*_annotated(traces), *_of_backend(traces)), key=lambda each: (each.start, each.key))
+
+
+def _annotated(traces: list[Trace]) -> Iterator[Matched]:
+    launches: dict[tuple[str, str], dict[int, Span]] = {}
+    waits: dict[tuple[str, str], dict[int, Span]] = {}
+    joins: dict[tuple[str, str], bool] = {}
     for trace in traces:
-        sent, blocks = _sending(trace), _blocks(trace)
+        sent, blocks, ranks = _sending(trace), _blocks(trace), _ranks_of_groups(trace)
         for span in trace.spans:
-            found = OURS.match(span.name) if span.category == "user_annotation" else None
+            found = parse_collective(span.name) if span.category == "user_annotation" else None
             if not found:
                 continue
-            kind, key, verb = found.groups()
-            if kind == "launch" or blocks:
-                (launches if kind == "launch" else waits).setdefault(key, {}).setdefault(trace.rank, span)
-            if kind == "launch":
-                joins[key] = joins.get(key, True) and bool(JOINING.search(verb)) and _sends(span, sent)
+            key = found.key, ranks.get(found.group, "")  # halves of a split may share a name
+            if found.what == "launch":
+                launches.setdefault(key, {}).setdefault(trace.rank, span)
+                joins[key] = joins.get(key, True) and bool(JOINING.search(found.verb)) and _sends(span, sent)
+            elif blocks:
+                waits.setdefault(key, {}).setdefault(trace.rank, span)
     for key, spans in launches.items():
         if len(spans) > 1:
-            yield Matched(key, spans, {r: w for r, w in waits.get(key, {}).items() if r in spans}, joins[key])
+            yield Matched(key[0], spans, {r: w for r, w in waits.get(key, {}).items() if r in spans}, joins[key])
+
+
+def _ranks_of_groups(trace: Trace) -> dict[str, str]:
+    """The ranks of every group of a rank by its name, in words, as far as the trace tells."""
+    return {name: members for name, members in _groups(trace) if name}
+
+
+def _groups(trace: Trace) -> list[tuple[str, str]]:
+    """(name, ranks) of the groups of a rank that have several ranks; a group without a name has an empty one."""
+    groups = trace.chrome.get("distributedInfo", {}).get("pg_config", [])
+    everyone = list(range(trace.world_size))  # an empty list stands for all
+    found = [(each.get("pg_name", ""), each.get("ranks") or everyone) for each in groups if isinstance(each, dict)]
+    return list(dict.fromkeys((str(name), str(ranks)) for name, ranks in found if len(ranks) > 1))
 
 
 def _blocks(trace: Trace) -> bool:
@@ -137,13 +157,10 @@ def _group(span: Span, trace: Trace) -> str | None:
     """What tells the span's group from others: its name, or the ranks of the only one there is; None if unknown."""
     if name := span.args.get("Process Group Name"):
         return f"{name} {span.args.get('Process Group Ranks', '')}"  # halves of a split may share a name
-    groups = trace.chrome.get("distributedInfo", {}).get("pg_config", [])
-    everyone = list(range(trace.world_size))  # an empty list stands for all
-    members = {str(each.get("ranks") or everyone) for each in groups if isinstance(each, dict)}
-    members -= {str([rank]) for rank in everyone}
-    if len(members) > 1:
+    groups = _groups(trace)
+    if len(groups) > 1:
         return None
-    return members.pop() if members else ""
+    return groups[0][1] if groups else ""
 
 
 def _short(value: Any) -> str:

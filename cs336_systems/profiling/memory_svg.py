@@ -5,10 +5,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from cs336_systems.console import format_bytes
-from cs336_systems.profiling.allocations import Stretch, Timeline, timeline
+from cs336_systems.profiling.allocations import Period, Timeline, timeline
 from cs336_systems.profiling.held import CATEGORIES
 from cs336_systems.profiling.memory_table import memory_markdown
-from cs336_systems.profiling.svg import FAINT, INK, PAPER, Drawing, fitting, round_ticks
+from cs336_systems.profiling.svg import FAINT, INK, PAINTS, PAPER, Drawing, fitting, round_ticks
 from cs336_systems.profiling.trace import Trace
 
 LEFT, TOP, WIDTH, HEIGHT = 90, 96, 1000, 420  # the plot, in pixels
@@ -20,7 +20,7 @@ FILLS = {
     "activations": "#E69F00",
     "other": "#999999",
 }
-BANDS = {"forward": "#dbe9f6", "backward": "#fbe3d3", "synchronise": "#e9e2f3", "optimizer": "#d8efe6"}
+BANDS = {phase: pale for phase, (_, pale) in PAINTS.items()}
 STRIP = 20  # height of the strips of steps and phases
 
 
@@ -124,13 +124,13 @@ class _Plot:
                     self.picture.line(x, TOP - STRIP - 4, x, TOP + HEIGHT, "#888888", "2 4")
                     drawn = x
 
-    def _strip(self, stretch: Stretch, y: float, fill: str) -> None:
-        x, width = self.x(stretch.start), self.x(stretch.end) - self.x(stretch.start)
-        most = format_bytes(self.timeline.peak_in(stretch.start, stretch.end))
-        hover = f"{stretch.name}: {(stretch.end - stretch.start) / 1e6:.2f} ms, peak {most}"
+    def _strip(self, period: Period, y: float, fill: str) -> None:
+        x, width = self.x(period.start), self.x(period.end) - self.x(period.start)
+        most = format_bytes(self.timeline.peak_in(period.start, period.end))
+        hover = f"{period.name}: {(period.end - period.start) / 1e6:.2f} ms, peak {most}"
         self.picture.rect(x, y, width, STRIP, fill, hover, "#888888")
         # A word cut to a few letters helps nobody; the strip's colour is in the legend.
-        if (words := fitting(stretch.name, width, 11)) == stretch.name:
+        if (words := fitting(period.name, width, 11)) == period.name:
             self.picture.text(x + width / 2, y + 14, words, 11, "middle")
 
     def peak(self) -> None:

@@ -5,19 +5,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cs336_systems.console import format_bytes
-from cs336_systems.profiling.allocations import Block, Timeline, phase_peaks
+from cs336_systems.profiling.allocations import Allocated, Timeline, phase_peaks
 from cs336_systems.profiling.attribution import ENGINE, PHASES, Placed
 from cs336_systems.profiling.held import CATEGORIES
+from cs336_systems.profiling.names import FRAME, parse_collective, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.sheet import Sheet
 from cs336_systems.profiling.tags import parse_tag
 from cs336_systems.profiling.trace import Span, Trace
 
 BEFORE = "before profiling"
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer
-COLLECTIVE_NUMBER = re.compile(r" \S*#\d+")
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
-FRAME = re.compile(r"\.py\(\d+\): ")
+FRAME_LINE = re.compile(r"\.py\(\d+\): ")
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ class Source:
         return self.nbytes * self.count
 
 
-def sources(timeline: Timeline, blocks: Iterable[Block]) -> list[Source]:
+def sources(timeline: Timeline, blocks: Iterable[Allocated]) -> list[Source]:
     """Blocks that are alike put together; the most bytes first."""
     counts: dict[tuple[str, str, str, str, str, int], int] = {}
     for block in blocks:
@@ -63,7 +62,7 @@ def filling_peak(timeline: Timeline, count: int = 10) -> list[Source]:
     return sources(timeline, timeline.alive(timeline.peak_time))[:count]
 
 
-def _phase(timeline: Timeline, block: Block) -> str:
+def _phase(timeline: Timeline, block: Allocated) -> str:
     if block.lane is None:
         return BEFORE
     if block.origin is not None and block.origin.phase != "other":
@@ -74,7 +73,7 @@ def _phase(timeline: Timeline, block: Block) -> str:
 def _module(origin: Placed | None) -> str:
     if origin is None or not origin.module:
         return ""
-    name = NUMBER.sub("*", origin.module)
+    name = without_layer_numbers(origin.module)
     if origin.direction == "backward":
         return f"backward of {name}"
     return f"{name}, recomputed" if origin.phase == "backward" else name
@@ -95,7 +94,8 @@ def _operator(node: Node | None) -> str:
                 return span.name.removeprefix(ENGINE)
             fallback = fallback or span.name
         elif span.category == "user_annotation" and span.name not in PHASES and not parse_tag(span.name):
-            return fallback or COLLECTIVE_NUMBER.sub("", span.name)
+            found = parse_collective(span.name)
+            return fallback or (f"{found.what} {found.verb} {found.label}".rstrip() if found else span.name)
     return fallback
 
 
@@ -103,7 +103,7 @@ def _frame(node: Node | None) -> str:
     """`model.py(12): forward`, the innermost frame that is neither torch's nor Python's own."""
     for span in _outwards(node):
         foreign = span.name.startswith(("torch/", "<")) or "site-packages" in span.name or "/lib/python" in span.name
-        if span.category == "python_function" and FRAME.search(span.name) and not foreign:
+        if span.category == FRAME and FRAME_LINE.search(span.name) and not foreign:
             return "/".join(span.name.split("/")[-2:])
     return ""
 

@@ -14,20 +14,22 @@ from typing import Any
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, offsets
+from cs336_systems.profiling.allocations import timeline
 from cs336_systems.profiling.intervals import subtraction, union
 from cs336_systems.profiling.lanes import Process, Row, lay_out
 from cs336_systems.profiling.matching import Matched, match
 from cs336_systems.profiling.nesting import Node
-from cs336_systems.profiling.trace import Lane, Span, Trace
+from cs336_systems.profiling.trace import Lane, Span, Trace, uncollected
 
 Event = dict[str, Any]
 Place = tuple[Row, Node]  # where a span lies in the picture
 
-COLLECTIVE = "collective"  # the category of the arrows between ranks
+BETWEEN_RANKS = "collective"  # the category of the arrows between ranks
 SECOND = 10**9
 MEBIBYTE = 2**20
 
 
+@uncollected()
 def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     """The merged trace; the same for the same traces, in whatever order. Its clock is that of the lowest rank.
 
@@ -37,7 +39,7 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     traces = sorted(traces, key=lambda trace: trace.rank)
     _check(traces)
     known = offsets(traces)
-    traces = aligned(traces, known)
+    traces = aligned(traces)
     base = _base(traces)
     events: list[Event] = []
     places: dict[int, Place] = {}
@@ -139,23 +141,17 @@ def _instants(trace: Trace, lanes: dict[Lane, list[Row]], base: int) -> Iterator
 
 
 def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
-    """Active memory over time, by device: what was held when profiling began, and every allocation since."""
+    """Active memory over time, by device, as `allocations.py` adds it up."""
     for device in sorted({each.device for each in trace.allocations}):
-        held = sum(nbytes for _, _, nbytes, where in trace.ours.get("held", []) if where == device)
-        changes = [each for each in trace.allocations if each.device == device]
-        levels, level = [], held
-        for each in changes:
-            level += each.nbytes
-            levels.append(level)
-        least = min(0, *levels)  # below zero was there before, and nobody knew
-        for each, level in zip(changes, levels, strict=True):
+        memory = timeline(trace, device)
+        for time, nbytes in zip(memory.times, memory.totals, strict=True):
             yield {
                 "ph": "C",
                 "name": f"active memory, {device}",
                 "pid": pid,
                 "tid": 0,
-                "ts": microseconds(each.time, base),
-                "args": {"MiB": round((level - least) / MEBIBYTE, 3)},
+                "ts": microseconds(max(time, base), base),
+                "args": {"MiB": round(nbytes / MEBIBYTE, 3)},
             }
 
 
@@ -190,7 +186,7 @@ class _Flows:
         targets = [(own_moment(node, last=True), row) for row, node in _found(leaving, places)]
         if source and source[0][0] is not None:
             begin = (source[0][0], source[0][1])
-            self._add(COLLECTIVE, matched.key, begin, [(time, row) for time, row in targets if time is not None])
+            self._add(BETWEEN_RANKS, matched.key, begin, [(time, row) for time, row in targets if time is not None])
 
     def _add(self, category: str, name: str, source: tuple[int, Row], targets: list[tuple[int, Row]]) -> None:
         after = [(time, row) for time, row in targets if time >= source[0]]

@@ -4,18 +4,18 @@
 device's, on a CPU that of the threads that compute.
 """
 
-import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from cs336_systems.profiling.attribution import Placed
-from cs336_systems.profiling.op_table import computing, in_collective, self_time, share
+from cs336_systems.profiling.attribution import Modules, Placed, kinds_of
+from cs336_systems.profiling.names import without_layer_numbers
+from cs336_systems.profiling.op_table import share
 from cs336_systems.profiling.tags import kind_of, parse_tag
+from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.work import Work, working
 
 PARTS = ("attention", "norm", "feed-forward", "embedding")
 REMAINDER = {"linear": "linear layers elsewhere", "block": "blocks, between their parts", "other": "rest of the model"}
 COLLECTIVES = "collectives"
-INDEX = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,6 @@ class ModuleRow(PartRow):
         return self.inclusive_forward + self.inclusive_recomputed + self.inclusive_backward + self.inclusive_other
 
 
-def on_device(placed: Iterable[Placed]) -> bool:
-    """Whether any operator launched something on a GPU, so that the device's time is the one to look at."""
-    return any(each.kernels for each in placed)
-
-
-def costs(placed: Sequence[Placed]) -> list[tuple[Placed, int]]:
-    """Nanoseconds of everything that computes: on the device where there is one, else CPU self time."""
-    work = computing(placed)
-    device = on_device(work)
-    return [(each, each.device_self if device else self_time(each.node)) for each in work]
-
-
 def column(placed: Placed) -> str:
     """forward, recomputed, backward or other: which time of its module an operator's is."""
     if placed.direction == "backward":
@@ -80,34 +68,34 @@ def column(placed: Placed) -> str:
     return "forward" if placed.phase == "forward" else "other"
 
 
-def part_of(placed: Placed) -> str:
+def part_of(work: Work) -> str:
     """The part of a model or of a step that an operator belongs to: the innermost of attention, norm, feed-forward and
     embedding, though all of a mixture of experts is one part; outside modules, the phase. Collectives are a part of
     their own, wherever they are launched and waited for."""
-    if in_collective(placed.node):
+    if work.collective:
         return COLLECTIVES
-    kinds = [kind_of(name) for _, name in placed.modules]
+    kinds, phase = kinds_of(work.placed.modules), work.placed.phase
     if "moe" in kinds:
         return "moe"
     for kind in reversed(kinds):
         if kind in PARTS:
             return kind
     if not kinds:
-        return f"outside modules: {placed.phase}" if placed.phase != "other" else "outside modules and phases"
+        return f"outside modules: {phase}" if phase != "other" else "outside modules and phases"
     return REMAINDER[next((kind for kind in reversed(kinds) if kind in REMAINDER), "other")]
 
 
-def kind_rows(placed: Sequence[Placed]) -> list[PartRow]:
+def kind_rows(trace: Trace) -> list[PartRow]:
     """The whole step by part, the longest first."""
     sums: dict[str, dict[str, int]] = {}
-    for each, time in costs(placed):
-        _add(sums.setdefault(part_of(each), {}), column(each), time)
+    for each in working(trace):
+        _add(sums.setdefault(part_of(each), {}), column(each.placed), each.time)
     whole = sum(sum(times.values()) for times in sums.values())
     rows = [PartRow(name, *_times(times), share(sum(times.values()), whole)) for name, times in sums.items()]
     return sorted((row for row in rows if row.total), key=lambda row: (-row.total, row.name))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Module:
     class_name: str
     names: set[str] = field(default_factory=set)
@@ -116,26 +104,35 @@ class _Module:
     inclusive: dict[str, int] = field(default_factory=dict)
 
 
-def module_rows(placed: Sequence[Placed], collapse: bool = True, limit: int | None = None) -> list[ModuleRow]:
+def module_rows(trace: Trace, collapse: bool = True, limit: int | None = None) -> list[ModuleRow]:
     """One row a module by its qualified name, the longest with all inside it first. With `collapse` the modules of all
     blocks share a row, `blocks.*.attention`. Shares are of the whole step, so inclusive ones do not add up to one."""
     found: dict[str, _Module] = {}
+    known: dict[Modules, list[_Module]] = {}
 
-    def row_of(module: tuple[str, str]) -> _Module:
-        row = found.setdefault(INDEX.sub("*", module[0]) if collapse else module[0], _Module(module[1]))
-        row.names.add(module[0])
-        return row
+    def rows_of(modules: Modules) -> list[_Module]:
+        """The rows of some modules, each once, the innermost module's first."""
+        for name, class_name in reversed(modules):
+            row = found.setdefault(without_layer_numbers(name) if collapse else name, _Module(class_name))
+            row.names.add(name)
+            known.setdefault(modules, [])
+            if row not in known[modules]:
+                known[modules].append(row)
+        return known[modules]
 
     whole = 0
-    for each, time in costs(placed):
-        whole += time
-        if each.span.category == "user_annotation" and parse_tag(each.span.name) and each.phase != "backward":
-            row_of(each.modules[-1]).calls += 1
-        if not each.modules:
+    for each in working(trace):
+        placed, span = each.placed, each.placed.span
+        whole += each.time
+        if not placed.modules:
             continue
-        _add(row_of(each.modules[-1]).own, column(each), time)
-        for row in {id(row): row for row in map(row_of, each.modules)}.values():
-            _add(row.inclusive, column(each), time)
+        rows_inside = known.get(placed.modules) or rows_of(placed.modules)
+        if span.category == "user_annotation" and parse_tag(span.name) and placed.phase != "backward":
+            rows_inside[0].calls += 1
+        where = column(placed)
+        _add(rows_inside[0].own, where, each.time)
+        for row in rows_inside:
+            _add(row.inclusive, where, each.time)
     rows = [
         ModuleRow(
             name,

@@ -38,5 +38,5 @@ def parse_collective(name: str) -> Collective | None:
 
 
 def without_layer_numbers(path: str) -> str:
-    """`blocks.3.attention` -> `blocks.*.attention`."""
-    return LAYER.sub("*", path)
+    """`blocks.3.attention` -> `blocks.*.attention`; numbers inside a layer, `blocks.3.mlp.0`, tell its parts apart."""
+    return LAYER.sub("*", path, count=1)

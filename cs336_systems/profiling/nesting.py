@@ -7,12 +7,13 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from cs336_systems.profiling.names import FRAME
 from cs336_systems.profiling.trace import HOST, Lane, Span, Trace
 
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
 
-@dataclass
+@dataclass(slots=True, eq=False)
 class Node:
     """A span and those directly inside it. `end` is the span's, or where the parent ends if that is a little before."""
 
@@ -48,23 +49,23 @@ def nest(spans: Iterable[Span]) -> list[Node]:
     roots: list[Node] = []
     stack: list[Node] = []
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
-        while stack and stack[-1].end <= span.start:
+        start, end = span.start, span.end
+        while stack and stack[-1].end <= start:
             stack.pop()
-        end = span.end
-        while stack and end > stack[-1].end + JITTER and _is_frame(stack[-1].span) and not _is_frame(span):
-            _remove(stack.pop(), roots)
         if stack and end > stack[-1].end:
-            if end > stack[-1].end + JITTER:
+            while stack and end > stack[-1].end + JITTER and _yields(stack[-1].span, span):
+                _remove(stack.pop(), roots)
+            if stack and end > stack[-1].end + JITTER:
                 continue
-            end = stack[-1].end
+            end = min(end, stack[-1].end) if stack else end
         node = Node(span, end, stack[-1] if stack else None)
         (stack[-1].children if stack else roots).append(node)
         stack.append(node)
     return roots
 
 
-def _is_frame(span: Span) -> bool:
-    return span.category == "python_function"
+def _yields(outer: Span, inner: Span) -> bool:
+    return outer.category == FRAME and inner.category != FRAME
 
 
 def _remove(node: Node, roots: list[Node]) -> None:

@@ -15,7 +15,7 @@ FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, 
 FUSED = re.compile(r"^(aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*|cs336_kernels::flash_attention\w*)$")
 SOFTMAX, SOFTMAX_BACKWARD = "aten::_softmax", "aten::_softmax_backward_data"
 # Of each element: compare with the largest, subtract it, exponentiate, add up, divide. Its backward, y (g - sum g y):
-# multiply, add up, subtract, multiply. (Hoffmann et al., arXiv:2203.15556, appendix F, count 3 for the forward.)
+# multiply, add up, subtract, multiply.
 SOFTMAX_FLOPS = {SOFTMAX: 5, SOFTMAX_BACKWARD: 4}
 
 

@@ -1,28 +1,27 @@
-"""Where the time goes: one row for each operator, kernel and collective, and for each module with its backward.
+"""Where the time goes: one row for each operator, kernel and collective.
 
 Self times partition a thread: every nanosecond belongs to the innermost operator at that moment, so they add up to 100%
-of the threads that compute. Collectives run beside them on threads of their own and are listed apart. Python frames,
-recorded with stacks, count for what is around them, so that a table is the same with stacks and without.
+of the threads that compute (`work.py`). Collectives run beside them on threads of their own and are listed apart.
 """
 
-import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
-from cs336_systems.profiling.attribution import PHASES, Placed
+from cs336_systems.profiling.attribution import PHASES, attribute
+from cs336_systems.profiling.names import FRAME, parse_collective, step_number
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.op_flops import operator_flops
 from cs336_systems.profiling.tags import parse_tag
-from cs336_systems.profiling.trace import COMMUNICATION, DEVICE, Lane, Trace
+from cs336_systems.profiling.threads import IN_FLIGHT, role_of
+from cs336_systems.profiling.trace import DEVICE, Trace
+from cs336_systems.profiling.work import Work, lanes_apart, working
 
 Sort = Literal["cpu", "device"]
 By = Literal["total", "self"]
 
 OUTSIDE = "(Python between operators)"
-OWN_COLLECTIVE = re.compile(r"^((?:launch|wait) [\w-]+) \S*#\d+")
-COLLECTIVE = re.compile(rf"{OWN_COLLECTIVE.pattern}|^c10d::|{COMMUNICATION.pattern}")
-STEP = re.compile(r"^(step \d+|ProfilerStep#\d+)$")
 
 
 @dataclass(frozen=True)
@@ -79,59 +78,22 @@ class TimeRow:
         return round(self.total / self.calls)
 
 
-def is_frame(placed: Placed) -> bool:
-    """Whether this is a frame of Python rather than an operator or an annotation."""
-    return placed.span.category == "python_function"
-
-
-def children_of(node: Node) -> list[Node]:
-    """What is directly inside a span, Python frames aside."""
-    found, todo = [], list(node.children)
-    while todo:
-        child = todo.pop()
-        if child.span.category == "python_function":
-            todo += child.children
-        else:
-            found.append(child)
-    return found
-
-
-def self_time(node: Node) -> int:
-    """Nanoseconds in this span and in none inside it, Python frames aside."""
-    return node.duration - sum(child.duration for child in children_of(node))
-
-
-def communication_lanes(placed: Iterable[Placed]) -> set[Lane]:
-    """The threads that run collectives rather than compute. NCCL has none: it annotates the thread that launches."""
-    return {
-        each.lane for each in placed if COMMUNICATION.match(each.span.name) and not each.span.name.startswith("nccl")
-    }
-
-
-def in_collective(node: Node) -> bool:
-    """Whether a span is a collective's or inside one: launched, or waited for."""
-    return any(COLLECTIVE.match(each.span.name) for each in (node, *_above(node)))
-
-
-def computing(placed: Sequence[Placed]) -> list[Placed]:
-    """What ran on the threads that compute, without Python frames."""
-    apart = communication_lanes(placed)
-    return [each for each in placed if each.lane not in apart and not is_frame(each)]
-
-
-def row_name(placed: Placed, annotations: bool = False) -> str:
+def row_name(work: Work, annotations: bool = False) -> str:
     """The row that a span counts for: collectives without their numbers; steps, phases and modules in one row of
     Python, unless `annotations` asks for each."""
-    name = placed.span.name
-    if placed.span.category != "user_annotation" or annotations:
-        return name
-    if match := OWN_COLLECTIVE.match(name):
-        return match[1]
-    return OUTSIDE if name in PHASES or STEP.match(name) or parse_tag(name) else name
+    span = work.placed.span
+    return span.name if span.category != "user_annotation" or annotations else _annotation_row(span.name)
+
+
+@lru_cache(maxsize=10_000)
+def _annotation_row(name: str) -> str:
+    if collective := parse_collective(name):
+        return f"{collective.what} {collective.verb}"
+    return OUTSIDE if name in PHASES or step_number(name) is not None or parse_tag(name) else name
 
 
 def op_rows(
-    placed: Sequence[Placed],
+    trace: Trace,
     sort: Sort = "cpu",
     by: By = "total",
     limit: int | None = None,
@@ -143,27 +105,27 @@ def op_rows(
     `sort` and `by` choose the time that orders them, `limit` keeps the first so many, `phase` the operators of one
     phase ("forward"); the shares are of that phase then. `annotations` gives steps, phases and modules rows too.
     """
-    work = [each for each in computing(placed) if phase is None or each.phase == phase]
+    work = [each for each in working(trace) if phase is None or each.placed.phase == phase]
     below = _device_totals(work)
     sums: dict[str, _Sums] = {}
-    names = {id(each.node): row_name(each, annotations) for each in work}
+    names = {id(each): row_name(each, annotations) for each in work}
     products: set[int] = set()
     for each in work:
-        name = names[id(each.node)]
-        row = sums.setdefault(name, _Sums())
-        own = self_time(each.node)
-        row.calls += not _repeats(each.node)
-        row.cpu_self += own
-        row.device_self += each.device_self
+        name, span = names[id(each)], each.placed.span
+        row = sums.get(name) or sums.setdefault(name, _Sums())
+        device = each.placed.device_self if each.placed.kernels else 0
+        row.calls += not _repeats(each)
+        row.cpu_self += each.own
+        row.device_self += device
         if name == OUTSIDE:  # what modules and phases hold is other rows' time
-            row.cpu_total += own
-            row.device_total += each.device_self
-        elif not any(names.get(id(up)) == name for up in _above(each.node)):
-            row.cpu_total += each.node.duration
-            row.device_total += below[id(each.node)]
-        flops = operator_flops(each.span.name, each.span.args)
-        if flops is not None and not any(id(up) in products for up in _above(each.node)):
-            products.add(id(each.node))
+            row.cpu_total += each.own
+            row.device_total += device
+        elif not any(names.get(id(up)) == name for up in each.above()):
+            row.cpu_total += each.placed.node.duration
+            row.device_total += below.get(id(each), 0)
+        flops = operator_flops(span.name, span.args)
+        if flops is not None and not any(id(up) in products for up in each.above()):
+            products.add(id(each))
             row.flops = (row.flops or 0) + flops
     cpu, device = sum(row.cpu_self for row in sums.values()), sum(row.device_self for row in sums.values())
     rows = [row.finish(name, cpu, device) for name, row in sums.items()]
@@ -201,26 +163,20 @@ def share(part: int, whole: int) -> float:
     return part / whole if whole else 0.0
 
 
-def _above(node: Node) -> Iterable[Node]:
-    while node.parent is not None:
-        node = node.parent
-        yield node
-
-
-def _repeats(node: Node) -> bool:
+def _repeats(work: Work) -> bool:
     """Whether this is all that an operator of the same name calls."""
-    up = next((each for each in _above(node) if each.span.category != "python_function"), None)
-    return up is not None and up.span.name == node.span.name and len(children_of(up)) == 1
+    up = work.parent
+    return up is not None and up.placed.span.name == work.placed.span.name and up.children == 1
 
 
-def _device_totals(work: Sequence[Placed]) -> dict[int, int]:
-    """Nanoseconds on the device of what each span or one below it launched, by the node's identity."""
-    totals = {id(each.node): each.device_self for each in work}
+def _device_totals(work: Iterable[Work]) -> dict[int, int]:
+    """Nanoseconds on the device of what each span or one below it launched, by its identity."""
+    totals: dict[int, int] = {}
     for each in work:
-        if each.device_self:
-            for up in _above(each.node):
-                if id(up) in totals:
-                    totals[id(up)] += each.device_self
+        if each.placed.kernels:
+            device = each.placed.device_self
+            for up in (each, *each.above()):
+                totals[id(up)] = totals.get(id(up), 0) + device
     return totals
 
 
@@ -236,21 +192,25 @@ def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     return sorted(rows, key=lambda row: (-row.total, row.name))[:limit]
 
 
-def collective_rows(placed: Sequence[Placed]) -> list[TimeRow]:
+def collective_rows(trace: Trace) -> list[TimeRow]:
     """What ran on the threads of the communication library, by thread, the longest first.
 
     They work while others compute, so their time is part of no hundred percent; what is in flight was posted and not
     yet waited for.
     """
-    lanes = sorted(communication_lanes(placed), key=str)
-    threads = [lane for lane in lanes if not str(lane[1]).startswith("in flight")]
-    where = {lane: f"thread {threads.index(lane) + 1}" if lane in threads else "in flight" for lane in lanes}
+    where = {lane: IN_FLIGHT if role_of(role) == IN_FLIGHT else role for lane, role in lanes_apart(trace).items()}
     sums: dict[tuple[str, str], tuple[int, int]] = {}
-    for each in placed:
-        if each.lane in where and not is_frame(each):
+    for each in attribute(trace):
+        if each.lane in where and each.span.category != FRAME:
             key = each.span.name, where[each.lane]
             calls, total = sums.get(key, (0, 0))
             nested = any(up.span.name == each.span.name for up in _above(each.node))
             sums[key] = calls + 1, total + (0 if nested else each.node.duration)
     rows = [TimeRow(name, thread, calls, total, None) for (name, thread), (calls, total) in sums.items()]
     return sorted(rows, key=lambda row: (-row.total, row.name, row.where))
+
+
+def _above(node: Node) -> Iterator[Node]:
+    while node.parent is not None:
+        node = node.parent
+        yield node

@@ -9,12 +9,12 @@ to overlap with the slicing of the next.
 
 gloo does not record when a send or receive was done, only when it was posted and when somebody had waited for it.
 Where there are such, communication, overlapped and exposed are upper bounds; `blocked` is what it cost at least.
-Two processes on one core take turns: then hidden does not mean free.
+Two processes on one core take turns: then overlapped does not mean free.
 """
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,10 +22,10 @@ from cs336_systems.profiling.align import aligned
 from cs336_systems.profiling.flights import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
 from cs336_systems.profiling.matching import match
+from cs336_systems.profiling.names import parse_collective, step_number
 from cs336_systems.profiling.sheet import Sheet
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace
+from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
 
-OURS = ("launch ", "wait ")  # how the names of comm's annotations begin
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
 NO_KERNEL = re.compile(
     r"aten::(_?conj|_local_scalar_dense|_reshape_alias|_unsafe_view|_version|alias|as_strided_?|broadcast_to|chunk|"
@@ -42,15 +42,15 @@ ALLOCATION = re.compile(r"aten::((new_)?empty(_like|_strided)?|resize_)$")
 class Overlap:
     """One rank's communication in nanoseconds, each moment once however many collectives it is part of.
 
-    `blocked` is what a CPU thread spent inside our `wait ...`. With the other ranks' traces communication is parted
-    into `waited`, until the last rank had joined, and `transferred`; both are None without. `posted` says that the
-    times are upper bounds.
+    `blocked` is what a CPU thread spent inside our `wait ...`, None where the waits are not ours. With the other ranks'
+    traces communication is parted into `waited`, until the last rank had joined, and `transferred`; both are None
+    without. `posted` says that the times are upper bounds.
     """
 
     rank: int
     communication: int
     overlapped: int
-    blocked: int
+    blocked: int | None
     posted: bool = False
     waited: int | None = None
     transferred: int | None = None
@@ -88,6 +88,7 @@ def _times(spans: Sequence[Span]) -> list[Interval]:
     return [(span.start, span.end) for span in spans]
 
 
+@once
 def activity(trace: Trace) -> Activity:
     """What a trace says of communication and computation, by the definition of its device."""
     kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
@@ -102,7 +103,7 @@ def activity(trace: Trace) -> Activity:
 
 def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     """The outermost operators that compute, cut where their thread waits or launches."""
-    waits = {lane: union(_times(spans)) for lane, spans in _ours(trace).items()}
+    waits = {lane: union(_times(spans)) for lane, spans in _annotations(trace).items()}
     result: list[Span] = []
     for lane, spans in trace.lanes(["cpu_op"]).items():
         done = 0
@@ -115,9 +116,20 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     return result
 
 
-def _ours(trace: Trace) -> dict[Lane, list[Span]]:
-    lanes = trace.lanes(["user_annotation"])
-    return {lane: [span for span in spans if span.name.startswith(OURS)] for lane, spans in lanes.items()}
+def _annotations(trace: Trace, *what: str) -> dict[Lane, list[Span]]:
+    """Our annotations of collectives by lane, those of launches and waits or of one of them."""
+    lanes = trace.lanes(["user_annotation"]).items()
+    return {lane: [span for span in spans if _is_about(span, what or ("launch", "wait"))] for lane, spans in lanes}
+
+
+def waits_of(trace: Trace) -> list[Span]:
+    """Our annotations of waits, on whatever thread."""
+    return [span for spans in _annotations(trace, "wait").values() for span in spans]
+
+
+def _is_about(span: Span, what: tuple[str, ...]) -> bool:
+    found = parse_collective(span.name)
+    return found is not None and found.what in what
 
 
 def _cut(span: Span, waits: list[Interval]) -> list[Span]:
@@ -128,13 +140,12 @@ def _cut(span: Span, waits: list[Interval]) -> list[Span]:
 
 def overlap(trace: Trace) -> Overlap:
     """One rank's communication, and how much of it was hidden."""
-    what = activity(trace)
-    waits = [span for spans in _ours(trace).values() for span in spans if span.name.startswith("wait ")]
+    what, waits = activity(trace), waits_of(trace)
     return Overlap(
         rank=trace.rank,
         communication=length(what.communicating),
         overlapped=length(intersection(what.communicating, what.computing)),
-        blocked=length(union(_times(waits))),
+        blocked=length(union(_times(waits))) if waits or not what.communication else None,
         posted=any(span.name in POSTED for span in what.communication),
     )
 
@@ -161,18 +172,34 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 
 
 def last_starts(traces: Sequence[Trace]) -> dict[int, int]:
-    """When the last rank joined, for every matched span by its identity. What was posted is matched by its launch."""
+    """When the last rank joined, for every matched span by its identity.
+
+    Transfers of collectives that we annotated go by what the annotation says, all others by counting (`matching.py`).
+    What was posted begins where the last rank launched it.
+    """
     last: dict[int, int] = {}
-    for matched in match(traces):
-        begin = max(span.start for span in matched.spans.values())
-        last |= {id(span): begin for span in matched.spans.values()}
-    for flight in (flight for trace in traces for flight in flights(trace) if flight.posted):
-        for span in flight.transfers:
-            last[id(span)] = max(span.start, last.get(id(flight.launch), span.start))
+    launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
+    matches = match(traces)
+    for matched in matches:
+        _note(matched.spans.values(), last)
+    for matched in matches:
+        same = [launched[id(span)] for span in matched.spans.values() if id(span) in launched]
+        if any(flight.posted for flight in same):
+            begin = max(flight.start for flight in same)
+            last |= {id(span): max(span.start, begin) for flight in same for span in flight.transfers}
+        elif len({len(flight.transfers) for flight in same}) == 1:
+            for spans in zip(*(flight.transfers for flight in same), strict=True):
+                _note(spans, last)
     return last
 
 
-HEADINGS = ("rank", "communication", "overlapped", "exposed", "hidden", "waited", "transferred", "blocked")
+def _note(spans: Iterable[Span], last: dict[int, int]) -> None:
+    spans = list(spans)
+    begin = max(span.start for span in spans)
+    last |= {id(span): begin for span in spans}
+
+
+HEADINGS = ("rank", "communication", "overlapped", "exposed", "overlap", "waited", "transferred", "blocked")
 
 
 def _rows(found: Sequence[Overlap]) -> list[list[str]]:
@@ -186,9 +213,10 @@ def _rows(found: Sequence[Overlap]) -> list[list[str]]:
     return rows
 
 
-def _notes(found: Sequence[Overlap]) -> list[str]:
+def _notes(found: Sequence[Overlap], steps: int) -> list[str]:
+    sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
-        "All in ms. hidden = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "
+        f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "
         "stood still in our wait."
     ]
     if any(each.posted for each in found):
@@ -201,5 +229,5 @@ def _notes(found: Sequence[Overlap]) -> list[str]:
 
 def overlap_sheet(traces: Sequence[Trace]) -> Sheet:
     """The overlap of every rank in milliseconds, with what the columns mean below."""
-    found = overlaps(traces)
-    return Sheet("Communication behind computation, in ms", HEADINGS, _rows(found), "\n".join(_notes(found)))
+    found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
+    return Sheet("Communication behind computation, in ms", HEADINGS, _rows(found), "\n".join(_notes(found, steps)))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from html import escape
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from cs336_systems.profiling.timeline_svg import write_timeline
 from cs336_systems.profiling.trace import Trace, write_json
 
 MERGED, TABLES, OVERLAP, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "index.html"
+PAGE_WIDTH = 150  # characters of a table
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
 
 
@@ -23,8 +25,10 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     """Write what comes of all ranks' traces into a folder, and print the most important.
 
     Pictures of time and memory are the first rank's, which stands for all; tables are over all ranks. Raises UserError
-    for a folder that cannot be written.
+    for a folder that cannot be written, and for traces without events.
     """
+    if not any(trace.spans for trace in traces):
+        raise UserError(f"the traces in {folder} have no events; profile again")
     try:
         write_json(merge(traces), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
@@ -32,25 +36,29 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         (folder / OVERLAP).write_text(hidden.markdown())
         written = [*write_flame(traces[0], folder, "flame"), *write_memory(traces[0], folder, "memory")]
         written += write_timeline(traces, folder, "timeline")
-        (folder / PAGE).write_text(page(traces, folder, written))
+        shown = Console(record=True, file=StringIO(), width=PAGE_WIDTH)
+        for out in (shown, console):
+            show(traces, out)
+            if len(traces) > 1:
+                out.print(hidden.table())
+        tables = shown.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+        (folder / PAGE).write_text(page(traces, tables, written))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
-    show(traces, console)
-    if len(traces) > 1:
-        console.print(hidden.table())
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 
 
-def page(traces: list[Trace], folder: Path, written: Iterable[Path]) -> str:
-    """One HTML page with the pictures and the tables, which needs nothing but its folder."""
+def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
+    """One HTML page with the pictures, and the tables as a terminal shows them; it needs nothing but its folder."""
     title = escape(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {describe(traces[0])}")
     parts = [f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
     parts.append(f"<h1>{title}</h1>")
     for picture in sorted(path.name for path in written if path.suffix == ".svg"):
         parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
-    for text in (OVERLAP, TABLES, *sorted(path.name for path in written if path.suffix == ".md")):
-        parts.append(f"<h2>{escape(Path(text).stem)}</h2><pre>{escape((folder / text).read_text())}</pre>")
+    texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]
+    links = ", ".join(f'<a href="{name}">{name}</a>' for name in texts)
+    parts.append(f"<h2>tables</h2><p>More in {links}.</p>{tables}")
     return "\n".join([*parts, "</html>\n"])
 
 

@@ -134,17 +134,17 @@ class _Keeper:
             self.path.pop()
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """autograd's pack hook."""
+        """autograd's pack hook. It keeps and returns no tensor with a graph: a graph that holds itself never dies."""
         storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
         if storage in self.makers.parameters:
-            return tensor
+            return tensor.detach()
         if storage in self.makers.casts:
             self.weight_casts[storage] = nbytes
         elif storage not in self.kept:
             dtype, maker = str(tensor.dtype).removeprefix("torch."), self.makers.made.get(storage, "")
             self.kept[storage] = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, maker)
-            self.held.append(tensor)
-        return tensor
+            self.held.append(tensor.detach())
+        return tensor.detach()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """What the model kept itself, to run a segment again, is the input of the segment's first block."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 from cs336_systems.cost import Precision, saved_activations
-from cs336_systems.cost.memory import Sizes, block_activations
+from cs336_systems.cost.memory import Activations, Sizes, block_activations, is_loss_fused
 from cs336_systems.presets import ModelConfig, Recompute
 
 
@@ -21,17 +21,18 @@ class Strategy:
     recompute: Recompute
     every: int  # blocks in a segment
     kept: int  # bytes kept from forward to backward
-    recomputed: int  # bytes more that backward keeps when it runs something again
+    recomputed: int  # bytes that the blocks hold more at once when backward runs something again
     logits: int  # bytes of the logits, if they are made
+    head: int  # bytes of `kept` that the last norm, the head and the loss keep
 
     @property
     def peak(self) -> int:
         """The most bytes of activations at once.
 
-        That is when the loss has been made of the logits (it keeps their softmax, too), or when the first blocks have
-        been run again; the loss is over by then.
+        That is when the loss has been made of the logits (it keeps their softmax, too), or when blocks have been run
+        again; the loss, the head and the last norm are over by then.
         """
-        return max(self.kept + self.logits, self.kept - self.logits + self.recomputed)
+        return max(self.kept + self.logits, self.kept - self.head + self.recomputed)
 
     @property
     def name(self) -> str:
@@ -48,8 +49,9 @@ def strategy(
 ) -> Strategy:
     """What one way of recomputing needs for (batch seq) tokens. Raises UserError for one that does not exist."""
     shape = config.override(recompute=recompute, recompute_every=every)
-    logits = 0 if config.kernels == "triton" else Sizes.of(config, batch, seq, precision).logits
-    return Strategy(recompute, every, *saved_activations(shape, batch, seq, precision), logits)
+    logits = 0 if is_loss_fused(config) else Sizes.of(config, batch, seq, precision).logits
+    head = Activations.of(shape, batch, seq, precision).head
+    return Strategy(recompute, every, *saved_activations(shape, batch, seq, precision), logits, head)
 
 
 def sweep(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> list[Strategy]:

@@ -6,27 +6,34 @@ product's time includes the copies that it needs.
 """
 
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from cs336_systems.console import format_count, format_seconds
-from cs336_systems.profiling.attribution import Placed
-from cs336_systems.profiling.module_table import COLLECTIVES, costs
+from cs336_systems.profiling.attribution import Placed, attribute, kinds_of
+from cs336_systems.profiling.module_table import COLLECTIVES
 from cs336_systems.profiling.op_flops import FACTORS, FUSED, SOFTMAX, SOFTMAX_BACKWARD, operator_flops, softmax_flops
-from cs336_systems.profiling.op_table import COLLECTIVE, share
-from cs336_systems.profiling.tags import kind_of, parse_tag
+from cs336_systems.profiling.op_table import share
+from cs336_systems.profiling.tags import parse_tag
+from cs336_systems.profiling.trace import Trace, once
+from cs336_systems.profiling.work import Work, working
 
 MATMUL, FUSED_ATTENTION = "matrix products", "fused attention"
 SOFTMAX_LINE, LOSS = "softmax of attention", "loss"
 SCORES, VALUES, PRODUCTS, PROJECTIONS = "scores q k^T", "weights times v", "both products", "projections"
 SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", SOFTMAX, SOFTMAX_BACKWARD)
 MORE_PRODUCTS = ("aten::mv", "aten::addmv", "aten::dot")  # a product with one row or column
-LOSSES = re.compile(r"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|cs336_kernels::linear_cross_entropy)$")
+FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
+LOSSES = re.compile(rf"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$")
 FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
 BATCHED = ("aten::bmm", "aten::baddbmm")
 NO_SOFTMAX = (
     "Attention is fused here: its softmax and its products are one operator, so the softmax has no time of its own; "
     "profile with --attention naive to see it."
+)
+FUSED_LOSS_NOTE = (
+    "Head and loss are fused here: the head's three products are among the matrix products, and all three in the "
+    "forward pass, which makes the gradients already."
 )
 
 
@@ -72,66 +79,68 @@ class _Labelled:
     operator: str  # that operator's name
 
 
-def _label(placed: Placed) -> str:
-    name = placed.span.name
+def _label(work: Work) -> str:
+    name = work.placed.span.name
+    if name in SOFTMAXES and work.placed.inside("attention"):
+        return SOFTMAX_LINE
+    return COLLECTIVES if work.collective else _label_of(name)
+
+
+@lru_cache(maxsize=10_000)
+def _label_of(name: str) -> str:
     if name in FACTORS or name in MORE_PRODUCTS:
         return MATMUL
     if FUSED.match(name) or FUSED_STAND_IN.match(name):
         return FUSED_ATTENTION
-    if name in SOFTMAXES and placed.inside("attention"):
-        return SOFTMAX_LINE
-    if COLLECTIVE.match(name):
-        return COLLECTIVES
     return LOSS if LOSSES.match(name) else ""
 
 
-def _labelled(placed: Sequence[Placed]) -> list[_Labelled]:
+@once
+def _labelled(trace: Trace) -> list[_Labelled]:
     found: dict[int, tuple[str, str]] = {}
     result = []
-    for each, time in costs(placed):
-        up = each.node.parent
-        while up is not None and id(up) not in found:  # Python frames are left out
-            up = up.parent
-        label, operator = found[id(up)] if up is not None else ("", "")
-        if not label:
-            label, operator = _label(each), each.span.name
-        found[id(each.node)] = label, operator
-        result.append(_Labelled(each, time, label, operator))
+    for each in working(trace):
+        name = each.placed.span.name
+        label, operator = found[id(each.parent)] if each.parent is not None else ("", "")
+        if not label or (label == LOSS and _label_of(name) == MATMUL):  # a fused loss makes the head's products, too
+            label, operator = _label(each), name
+        found[id(each)] = label, operator
+        result.append(_Labelled(each.placed, each.time, label, operator))
     return result
 
 
-def norm_name(placed: Sequence[Placed]) -> str:
+def norm_name(trace: Trace) -> str:
     """The class of the model's norms, RMSNorm for example; "norms" if there are several or none."""
-    names = {each.modules[-1][1] for each in placed if each.kind == "norm"}
+    names = {each.modules[-1][1] for each in attribute(trace) if each.kind == "norm"}
     return names.pop() if len(names) == 1 else "norms"
 
 
-def share_rows(placed: Sequence[Placed]) -> list[ShareRow]:
+def share_rows(trace: Trace) -> list[ShareRow]:
     """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any.
 
     Of collectives it is the time to launch them and to wait for them, not what they do meanwhile.
     """
-    work = _labelled(placed)
-    forward_whole = sum(each.time for each in work if each.placed.phase == "forward")
-    step_whole = sum(each.time for each in work)
+    norms = norm_name(trace)
+    sums = {name: [0, 0, 0] for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX_LINE, LOSS, COLLECTIVES)}
+    whole = [0, 0, 0]
+    for each in _labelled(trace):
+        rows = [whole]
+        if each.label:
+            rows.append(sums[each.label])
+        if each.label != COLLECTIVES and each.placed.inside("norm"):
+            rows.append(sums[norms])
+        for row in rows:
+            row[2] += each.time
+            if each.placed.phase in ("forward", "backward"):
+                row[each.placed.phase == "backward"] += each.time
+    found = [
+        ShareRow(name, forward, backward, total, forward_whole=whole[0], step_whole=whole[2])
+        for name, (forward, backward, total) in sums.items()
+    ]
+    return [each for each in found if each.total or each.name not in (FUSED_ATTENTION, COLLECTIVES)]
 
-    def row(name: str, belongs: Callable[[_Labelled], bool]) -> ShareRow:
-        mine = [each for each in work if belongs(each)]
-        forward, backward = (
-            sum(each.time for each in mine if each.placed.phase == phase) for phase in ("forward", "backward")
-        )
-        return ShareRow(name, forward, backward, sum(each.time for each in mine), forward_whole, step_whole)
 
-    def labelled(label: str) -> ShareRow:
-        return row(label, lambda each: each.label == label)
-
-    norms = row(norm_name(placed), lambda each: each.placed.inside("norm") and each.label != COLLECTIVES)
-    rows = [labelled(MATMUL), labelled(FUSED_ATTENTION), norms, labelled(SOFTMAX_LINE), labelled(LOSS)]
-    rows.append(labelled(COLLECTIVES))
-    return [each for each in rows if each.total or each.name not in (FUSED_ATTENTION, COLLECTIVES)]
-
-
-def attention_rows(placed: Sequence[Placed]) -> list[AttentionRow]:
+def attention_rows(trace: Trace) -> list[AttentionRow]:
     """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
 
     In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
@@ -139,8 +148,9 @@ def attention_rows(placed: Sequence[Placed]) -> list[AttentionRow]:
     """
     sums: dict[str, list[int]] = {}
     seen_softmax: dict[str, bool] = {}
-    for each in (each for each in _labelled(placed) if each.placed.inside("attention")):
-        module = next(name for name, kind in reversed(each.placed.modules) if kind_of(kind) == "attention")
+    for each in (each for each in _labelled(trace) if each.placed.inside("attention")):
+        pairs = zip(each.placed.modules, kinds_of(each.placed.modules), strict=True)
+        module = [name for (name, _), kind in pairs if kind == "attention"][-1]
         if (tag := parse_tag(each.placed.span.name)) and tag[0] == module:
             seen_softmax[module] = False
         forward = each.placed.phase == "forward"
@@ -175,19 +185,22 @@ def _flops(each: _Labelled) -> int:
     return 0 if inner else operator_flops(span.name, span.args) or 0
 
 
-def share_lines(placed: Sequence[Placed]) -> list[str]:
+def share_lines(trace: Trace) -> list[str]:
     """The answers in one sentence each, for people."""
-    rows = {row.name: row for row in share_rows(placed)}
+    rows = {row.name: row for row in share_rows(trace)}
     lines = []
     for name, row in rows.items():
-        if name == SOFTMAX_LINE and not row.total:
+        if not row.total and name != MATMUL:  # there is none, or the trace has no modules that would tell
             continue
-        parts = f"forward {format_seconds(row.forward / 1e9)}, backward {format_seconds(row.backward / 1e9)}"
+        times = {"forward": row.forward, "backward": row.backward, "elsewhere": row.total - row.forward - row.backward}
+        parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in times.items() if time)
         start = f"{name[0].upper()}{name[1:]}: {row.of_step:.2%} of the step"
         if name == MATMUL and row.forward_whole:
             start = f"{start}, {row.of_forward:.2%} of the forward pass"
-        lines.append(f"{start} ({parts}).")
-    attention = {row.name: row for row in attention_rows(placed)}
+        lines.append(f"{start} ({parts})." if parts else f"{start}.")
+    if any(each.placed.span.name == FUSED_LOSS for each in _labelled(trace)):
+        lines.append(FUSED_LOSS_NOTE)
+    attention = {row.name: row for row in attention_rows(trace)}
     if SOFTMAX_LINE not in attention:
         return [*lines, NO_SOFTMAX] if FUSED_ATTENTION in attention else lines
     softmax, products = attention[SOFTMAX_LINE], attention.get(PRODUCTS)

@@ -4,7 +4,6 @@ Numbers only; `timeline_svg.py` draws them. A trace of plain torch.profiler has 
 where autograd's engine ran, and one without steps is one step.
 """
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,16 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.attribution import ENGINE, PHASES, Placed, attribute
 from cs336_systems.profiling.flights import Flight, flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, union
-from cs336_systems.profiling.overlap import OURS, activity
+from cs336_systems.profiling.names import step_number
+from cs336_systems.profiling.overlap import activity, waits_of
 from cs336_systems.profiling.tags import kind_of, parse_tag
 from cs336_systems.profiling.trace import Span, Trace
 
 OPERATORS = "operators"  # the lane of a CPU
-STEP = re.compile(r"^(?:step |ProfilerStep#)(\d+)$")
 
 
 @dataclass(frozen=True)
-class Block:
+class Box:
     """Something to be drawn: [start, end) in nanoseconds since the epoch, what it is and what kind."""
 
     start: int
@@ -32,7 +31,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Bar(Block):
+class Bar(Box):
     """A collective: `kind` is its verb, `joined` when the last rank joined, `posted` that it may have ended before."""
 
     joined: int
@@ -50,10 +49,10 @@ class StepLanes:
     rank: int
     start: int
     end: int
-    phases: list[Block]
-    blocks: list[Block]
-    waits: list[Block]
-    compute: dict[str, list[Block]]
+    phases: list[Box]
+    blocks: list[Box]
+    waits: list[Box]
+    compute: dict[str, list[Box]]
     bars: list[list[Bar]]
     launches: list[int]
     hidden: list[Interval]
@@ -76,8 +75,8 @@ def steps_of(trace: Trace) -> dict[int, Interval]:
     """When each step was, by number; a trace without steps is step 0."""
     found: dict[int, Interval] = {}
     for span in trace.spans:
-        if span.category == "user_annotation" and (match := STEP.match(span.name)):
-            found.setdefault(int(match[1]), (span.start, span.end))
+        if span.category == "user_annotation" and (number := step_number(span.name)) is not None:
+            found.setdefault(number, (span.start, span.end))
     if not found and trace.spans:
         found[0] = (trace.spans[0].start, max(span.end for span in trace.spans))
     return found
@@ -103,7 +102,7 @@ def lanes_of(trace: Trace, step: int, last: Mapping[int, int]) -> StepLanes:
     inside = [flight for flight in flights(trace) if window[0] <= flight.start < window[1]]
     bars = [_bar(flight, last) for flight in inside]
     communicating = intersection(what.communicating, [window])
-    waits = [Block(s.start, s.end, s.name, "wait") for s in trace.spans if s.name.startswith(OURS[1])]
+    waits = [Box(s.start, s.end, s.name, "wait") for s in waits_of(trace)]
     return StepLanes(
         rank=trace.rank,
         start=window[0],
@@ -119,25 +118,25 @@ def lanes_of(trace: Trace, step: int, last: Mapping[int, int]) -> StepLanes:
     )
 
 
-def _within(blocks: Iterable[Block], window: Interval) -> list[Block]:
+def _within(blocks: Iterable[Box], window: Interval) -> list[Box]:
     return [block for block in blocks if block.start < window[1] and block.end > window[0]]
 
 
-def _phases(trace: Trace) -> list[Block]:
+def _phases(trace: Trace) -> list[Box]:
     """In order. Where nothing says otherwise, what autograd's engine and an optimizer did."""
     annotated = [span for span in trace.spans if span.category == "user_annotation"]
-    found = [Block(s.start, s.end, s.name, s.name) for s in annotated if s.name in PHASES]
+    found = [Box(s.start, s.end, s.name, s.name) for s in annotated if s.name in PHASES]
     if found:
         return found
     engine = union((s.start, s.end) for s in trace.spans if s.name.startswith(ENGINE))
     steps = union((s.start, s.end) for s in annotated if s.name.startswith("Optimizer.step#"))
     named = [(engine, "backward"), (steps, "optimizer")]
-    return sorted((Block(a, b, name, name) for times, name in named for a, b in times), key=lambda block: block.start)
+    return sorted((Box(a, b, name, name) for times, name in named for a, b in times), key=lambda block: block.start)
 
 
-def _blocks(placed: Iterable[Placed]) -> list[Block]:
+def _blocks(placed: Iterable[Placed]) -> list[Box]:
     """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
-    found: list[Block] = []
+    found: list[Box] = []
     for each in placed:
         tagged = parse_tag(each.span.name) if each.span.category == "user_annotation" else None
         if not (tagged or each.span.name.startswith(ENGINE)):
@@ -145,29 +144,29 @@ def _blocks(placed: Iterable[Placed]) -> list[Block]:
         name = next((name for name, kind in reversed(each.modules) if kind_of(kind) == "block"), "")
         if name and found and found[-1].name == name and found[-1].kind == each.direction:
             start = found.pop().start
-            found.append(Block(start, max(each.span.end, each.node.end), name, each.direction))
+            found.append(Box(start, max(each.span.end, each.node.end), name, each.direction))
         elif name:
-            found.append(Block(each.span.start, each.span.end, name, each.direction))
+            found.append(Box(each.span.start, each.span.end, name, each.direction))
     return sorted(_widest(found), key=lambda block: block.start)
 
 
-def _widest(blocks: list[Block]) -> list[Block]:
+def _widest(blocks: list[Box]) -> list[Box]:
     """A block that begins inside the one before has its own lane nowhere, so it is cut."""
     done, result = 0, []
     for block in sorted(blocks, key=lambda block: block.start):
         if block.end > done:
-            result.append(Block(max(block.start, done), block.end, block.name, block.kind))
+            result.append(Box(max(block.start, done), block.end, block.name, block.kind))
             done = block.end
     return result
 
 
-def _compute(trace: Trace, spans: Iterable[Span], phases: list[Block], window: Interval) -> dict[str, list[Block]]:
+def _compute(trace: Trace, spans: Iterable[Span], phases: list[Box], window: Interval) -> dict[str, list[Box]]:
     """What was computed by stream, of the phase in which a CPU thread asked for it."""
     calls = {
         s.args["correlation"]: s for s in trace.spans if s.category.startswith("cuda_") and "correlation" in s.args
     }
     starts = [phase.start for phase in phases]
-    result: dict[str, list[Block]] = {}
+    result: dict[str, list[Box]] = {}
     for span in spans:
         call = calls.get(span.args.get("correlation"), span)
         if not window[0] <= call.start < window[1]:
@@ -175,7 +174,7 @@ def _compute(trace: Trace, spans: Iterable[Span], phases: list[Block], window: I
         place = bisect_right(starts, call.start) - 1
         phase = phases[place].kind if place >= 0 and call.start < phases[place].end else "other"
         lane = f"stream {span.args['stream']}" if span.category == "kernel" else OPERATORS
-        result.setdefault(lane, []).append(Block(span.start, span.end, span.name, phase))
+        result.setdefault(lane, []).append(Box(span.start, span.end, span.name, phase))
     return result
 
 

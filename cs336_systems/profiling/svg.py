@@ -1,13 +1,19 @@
 """A little SVG: rectangles, areas, text and time axes, in a file that any browser shows without network or scripts."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-# Told apart by every common colour vision (Okabe and Ito 2008).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#F0E442", "#999999")
+# What happens in a phase, in colours that every common colour vision tells apart (after Okabe and Ito 2008): the strong
+# one of what is on top, the pale one of what lies within or behind it.
+PAINTS = {
+    "forward": ("#56B4E9", "#C4E4F7"),
+    "backward": ("#E69F00", "#F7DEA8"),
+    "synchronise": ("#DD92BD", "#F2D3E4"),
+    "optimizer": ("#3DB892", "#B5E4D4"),
+    "other": ("#B8B8B8", "#DEDEDE"),
+}
 INK, FAINT, PAPER = "#222222", "#dddddd", "#ffffff"
 CHARACTER = 0.6  # width of a character of the monospaced font, over its size
 
@@ -71,11 +77,6 @@ def fitting(words: str, width: float, size: float = 12) -> str:
     if len(words) <= room:
         return words
     return words[: room - 1] + "…" if room > 2 else ""
-
-
-def colour_of(name: str) -> str:
-    """A colour that a name always has, in this process and every other (Python's own hash changes)."""
-    return COLOURS[zlib.crc32(name.encode()) % len(COLOURS)]
 
 
 def round_ticks(largest: float, about: int = 8) -> list[float]:

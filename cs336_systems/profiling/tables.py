@@ -7,14 +7,13 @@ from typing import Any
 from rich.console import Console
 
 from cs336_systems.console import format_count
-from cs336_systems.profiling.attribution import PHASES, Placed, attribute
-from cs336_systems.profiling.module_table import ModuleRow, PartRow, kind_rows, module_rows, on_device
+from cs336_systems.profiling.attribution import PHASES
+from cs336_systems.profiling.module_table import ModuleRow, PartRow, kind_rows, module_rows
 from cs336_systems.profiling.op_table import (
     OpRow,
     Sort,
     TimeRow,
     collective_rows,
-    computing,
     kernel_rows,
     op_rows,
     share,
@@ -22,13 +21,15 @@ from cs336_systems.profiling.op_table import (
 from cs336_systems.profiling.over_ranks import Spread, pivot, times_of
 from cs336_systems.profiling.shares import PRODUCTS, attention_rows, share_lines, share_rows
 from cs336_systems.profiling.sheet import Sheet, milliseconds, percent
-from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.trace import Trace, uncollected
+from cs336_systems.profiling.work import on_device, working
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
 OPERATORS_NOTE = (
-    "Times in milliseconds. Self times partition the threads that compute, so they add up to 100%; totals hold what an "
-    "operator calls and overlap. FLOPs are those of matrix products and fused attention themselves."
+    "Times in milliseconds. Self times partition what the threads that compute did, so they add up to 100%: to thread "
+    "time, in which the main thread's wait for autograd's, which runs backward on a GPU, counts for nothing. Totals "
+    "hold what an operator calls and overlap. FLOPs are those of matrix products and fused attention themselves."
 )
 COLLECTIVES_NOTE = (
     "In milliseconds. They run on threads of the communication library beside those that compute, so they are in no "
@@ -42,13 +43,13 @@ MODULES_NOTE = (
 SPREAD_NOTE = "In milliseconds. Imbalance is the slowest rank over the mean; a rank without the row counts as 0."
 
 
+@uncollected()
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
-    first, placed = traces[0], [attribute(trace) for trace in traces]
-    mine = placed[0]
+    mine = traces[0]
     parts = [f"# Where the time goes\n\n{_about(traces)}\n", _shares_section(mine)]
     sheets = [attention_sheet(mine), parts_sheet(mine), modules_sheet(mine)]
-    sheets += spread_sheets(traces, placed, WRITTEN)
+    sheets += spread_sheets(traces, WRITTEN)
     by_total = op_rows(mine, limit=WRITTEN)
     sheets.append(operators_sheet(by_total, "Operators, whole step, by CPU total", OPERATORS_NOTE))
     sheets.append(operators_sheet(op_rows(mine, by="self", limit=WRITTEN), "Operators, whole step, by self CPU"))
@@ -58,37 +59,39 @@ def render_markdown(traces: Sequence[Trace]) -> str:
     sort: Sort = "device" if on_device(mine) else "cpu"
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
     sheets.append(operators_sheet(forward, f"Operators, forward pass only, by {CLOCK[sort]} total"))
-    sheets.append(times_sheet(kernel_rows(first, WRITTEN), "Kernels", "In milliseconds on the device."))
+    sheets.append(times_sheet(kernel_rows(mine, WRITTEN), "Kernels", "In milliseconds on the device."))
     sheets.append(times_sheet(collective_rows(mine), "Collectives, by thread", COLLECTIVES_NOTE))
     return "\n".join([*parts, *(sheet.markdown() for sheet in sheets if sheet.rows)])
 
 
+@uncollected()
 def show(traces: Sequence[Trace], console: Console) -> None:
     """Print the most important: the first rank's operators and parts, what the shares are, and the ranks compared."""
-    placed = [attribute(trace) for trace in traces]
-    sort: Sort = "device" if on_device(placed[0]) else "cpu"
-    rows = op_rows(placed[0], sort=sort, by="self", limit=SHOWN)
+    mine = traces[0]
+    sort: Sort = "device" if on_device(mine) else "cpu"
+    rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
     console.print(_about(traces))
-    title = f"Operators of rank {traces[0].rank} by self {CLOCK[sort]}"
-    sheets = [operators_sheet(rows, title, OPERATORS_NOTE), parts_sheet(placed[0])]
-    for sheet in (*sheets, *spread_sheets(traces, placed, limit=8)[:2]):
+    title = f"Operators of rank {mine.rank} by self {CLOCK[sort]}"
+    sheets = [operators_sheet(rows, title, OPERATORS_NOTE), parts_sheet(mine)]
+    for sheet in (*sheets, *spread_sheets(traces, limit=8)[:2]):
         if sheet.rows:
             console.print(sheet.table())
-    for line in share_lines(placed[0]):
+    for line in share_lines(mine):
         console.print(line, markup=False)
 
 
+@uncollected()
 def as_json(traces: Sequence[Trace]) -> list[dict[str, Any]]:
     """Every row of every table, unrounded, one dictionary a rank; times in nanoseconds, shares of 1."""
-    return [_rank_json(trace, attribute(trace)) for trace in traces]
+    return [_rank_json(trace) for trace in traces]
 
 
-def _rank_json(trace: Trace, placed: Sequence[Placed]) -> dict[str, Any]:
+def _rank_json(trace: Trace) -> dict[str, Any]:
     def operators(phase: str | None) -> list[dict[str, Any]]:
-        rows = op_rows(placed, phase=phase)
+        rows = op_rows(trace, phase=phase)
         return [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows]
 
-    shares = [asdict(row) | {"of_forward": row.of_forward, "of_step": row.of_step} for row in share_rows(placed)]
+    shares = [asdict(row) | {"of_forward": row.of_forward, "of_step": row.of_step} for row in share_rows(trace)]
     return {
         "rank": trace.rank,
         "world_size": trace.world_size,
@@ -96,12 +99,12 @@ def _rank_json(trace: Trace, placed: Sequence[Placed]) -> dict[str, Any]:
         "operators": operators(None),
         "forward_operators": operators("forward"),
         "kernels": [asdict(row) for row in kernel_rows(trace)],
-        "collectives": [asdict(row) for row in collective_rows(placed)],
-        "parts": [asdict(row) for row in kind_rows(placed)],
-        "modules": [asdict(row) for row in module_rows(placed, collapse=False)],
+        "collectives": [asdict(row) for row in collective_rows(trace)],
+        "parts": [asdict(row) for row in kind_rows(trace)],
+        "modules": [asdict(row) for row in module_rows(trace, collapse=False)],
         "shares": shares,
-        "attention": [asdict(row) for row in attention_rows(placed)],
-        "phases": _phases(placed),
+        "attention": [asdict(row) for row in attention_rows(trace)],
+        "phases": _phases(trace),
     }
 
 
@@ -112,12 +115,12 @@ def _about(traces: Sequence[Trace]) -> str:
     return f"{over}, on rank {rank} of {traces[0].world_size} where nothing else is said."
 
 
-def _clock(placed: Sequence[Placed]) -> str:
-    return "the device" if on_device(placed) else "CPU self time"
+def _clock(trace: Trace) -> str:
+    return "the device" if on_device(trace) else "CPU self time"
 
 
-def _shares_section(placed: Sequence[Placed]) -> str:
-    return "\n".join([f"## Shares, by {_clock(placed)}", "", *(f"- {line}" for line in share_lines(placed)), ""])
+def _shares_section(trace: Trace) -> str:
+    return "\n".join([f"## Shares, by {_clock(trace)}", "", *(f"- {line}" for line in share_lines(trace)), ""])
 
 
 def operators_sheet(rows: Sequence[OpRow], title: str, note: str = "") -> Sheet:
@@ -162,13 +165,13 @@ def times_sheet(rows: Sequence[TimeRow], title: str, note: str) -> Sheet:
     return Sheet(title, heads, cells, note, names=True)
 
 
-def parts_sheet(placed: Sequence[Placed]) -> Sheet:
+def parts_sheet(trace: Trace) -> Sheet:
     """The whole step by part of the model."""
-    rows = kind_rows(placed)
+    rows = kind_rows(trace)
     recomputed = any(row.recomputed for row in rows)
     heads = ["part", "forward", *(["recomputed"] if recomputed else []), "backward", "other", "total", "share"]
     cells = [[row.name, *_times(row, recomputed), milliseconds(row.total), percent(row.share)] for row in rows]
-    return Sheet("Parts of the step", heads, cells, PARTS_NOTE.format(clock=_clock(placed)), names=True)
+    return Sheet("Parts of the step", heads, cells, PARTS_NOTE.format(clock=_clock(trace)), names=True)
 
 
 def _times(row: PartRow, recomputed: bool) -> list[str]:
@@ -176,9 +179,9 @@ def _times(row: PartRow, recomputed: bool) -> list[str]:
     return [milliseconds(time) if time else "" for time in times]
 
 
-def modules_sheet(placed: Sequence[Placed]) -> Sheet:
+def modules_sheet(trace: Trace) -> Sheet:
     """Every module, those of all blocks together, with its backward beside its forward."""
-    rows = module_rows(placed, limit=WRITTEN)
+    rows = module_rows(trace, limit=WRITTEN)
     recomputed = any(row.inclusive_recomputed for row in rows)
     heads = ["module", "modules", "calls", "forward", *(["recomputed"] if recomputed else []), "backward", "total"]
     heads += ["share", "own forward", "own backward", "own share"]
@@ -190,12 +193,12 @@ def modules_sheet(placed: Sequence[Placed]) -> Sheet:
         whole = [milliseconds(row.inclusive), percent(row.inclusive_share)]
         return [row.name, str(row.modules), str(row.calls), *times, *whole, *own]
 
-    return Sheet("Modules", heads, [cells(row) for row in rows], MODULES_NOTE.format(clock=_clock(placed)), names=True)
+    return Sheet("Modules", heads, [cells(row) for row in rows], MODULES_NOTE.format(clock=_clock(trace)), names=True)
 
 
-def attention_sheet(placed: Sequence[Placed]) -> Sheet:
+def attention_sheet(trace: Trace) -> Sheet:
     """Softmax beside the products of attention, time and FLOPs."""
-    rows = attention_rows(placed)
+    rows = attention_rows(trace)
     heads = ["part of attention", "forward", "share of it", "FLOPs", "FLOP/s", "backward", "FLOPs", "FLOP/s"]
     whole = sum(row.forward for row in rows if row.name != PRODUCTS)
 
@@ -214,40 +217,39 @@ def attention_sheet(placed: Sequence[Placed]) -> Sheet:
         for row in rows
     ]
     note = (
-        f"In milliseconds of {_clock(placed)}. A softmax is counted as 5 FLOPs an element (compare, subtract, "
+        f"In milliseconds of {_clock(trace)}. A softmax is counted as 5 FLOPs an element (compare, subtract, "
         "exponentiate, add, divide) and its backward as 4; what backward recomputes counts for backward."
     )
     return Sheet("Softmax beside the products of attention", heads, cells, note, names=True)
 
 
-def _phases(placed: Sequence[Placed]) -> dict[str, int]:
+def _phases(trace: Trace) -> dict[str, int]:
     times: dict[str, int] = {}
-    for each in computing(placed):
+    for each in (work.placed for work in working(trace)):
         if each.span.name in PHASES and each.span.category == "user_annotation":
             times[each.span.name] = times.get(each.span.name, 0) + each.node.duration
     return times
 
 
-def spread_sheets(traces: Sequence[Trace], placed: Sequence[Sequence[Placed]], limit: int) -> list[Sheet]:
+def spread_sheets(traces: Sequence[Trace], limit: int) -> list[Sheet]:
     """The ranks compared, if there are several: phases, operators by self time, collectives, and kernels."""
     if len(traces) < 2:
         return []
-    ranks = {trace.rank: (trace, each) for trace, each in zip(traces, placed, strict=True)}
-    device = any(on_device(each) for each in placed)
+    device = any(on_device(trace) for trace in traces)
 
-    def sheet(title: str, times: Callable[[Trace, Sequence[Placed]], dict[str, int]], note: str = "") -> Sheet:
-        return spread_sheet(pivot({rank: times(*each) for rank, each in ranks.items()}, limit), title, note)
+    def sheet(title: str, times: Callable[[Trace], dict[str, int]], note: str = "") -> Sheet:
+        return spread_sheet(pivot({trace.rank: times(trace) for trace in traces}, limit), title, note)
 
     of = "device_self" if device else "cpu_self"
     return [
-        sheet("Phases over the ranks, host time", lambda trace, each: _phases(each), SPREAD_NOTE),
+        sheet("Phases over the ranks, host time", _phases, SPREAD_NOTE),
         sheet(
             f"Operators over the ranks, self {CLOCK['device' if device else 'cpu']}",
-            lambda trace, each: times_of(op_rows(each), of),
+            lambda trace: times_of(op_rows(trace), of),
         ),
-        sheet("Parts over the ranks", lambda trace, each: times_of(kind_rows(each), "total")),
-        sheet("Collectives over the ranks", lambda trace, each: times_of(collective_rows(each), "total")),
-        sheet("Kernels over the ranks", lambda trace, each: times_of(kernel_rows(trace), "total")),
+        sheet("Parts over the ranks", lambda trace: times_of(kind_rows(trace), "total")),
+        sheet("Collectives over the ranks", lambda trace: times_of(collective_rows(trace), "total")),
+        sheet("Kernels over the ranks", lambda trace: times_of(kernel_rows(trace), "total")),
     ]
 
 

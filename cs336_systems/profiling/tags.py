@@ -5,6 +5,7 @@ backward pass needs no tags; `attribution.py` finds for each of its operators th
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 Annotate = Callable[[str], AbstractContextManager[Any]]
 
 ROOT = "model"
-TAG = re.compile(r"^([\w.]+) \((\w+)\)$")
+TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
 # The part of a model that a class belongs to, by a word in its name; the first that fits counts.
 KINDS = {
     "moe": re.compile("MoE|Expert"),
@@ -46,26 +47,48 @@ def kind_of(class_name: str) -> str:
 
 
 def module_names(root: nn.Module) -> dict[nn.Module, str]:
-    """Every module's qualified name. A wrapper that holds the model as `.module` does not change the names."""
+    """Every module's qualified name. A wrapper that holds the model does not change the names."""
     inner, names = root, {}
-    while isinstance(wrapped := getattr(inner, "module", None), nn.Module):
+    while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
         names[inner] = "wrapper"
         inner = wrapped
     return names | {module: name for name, module in inner.named_modules()}
 
 
+class Names:
+    """The names of all modules that are called. The model, given or called first, gives its own; another that is called
+    by itself, such as a loss, goes by its class."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self.known = module_names(model) if model is not None else {}
+        self.others: Counter[str] = Counter()
+
+    def of(self, module: nn.Module) -> str:
+        """The module's qualified name."""
+        if module not in self.known:
+            found = module_names(module)
+            if not self.known or any(each in self.known for each in found):  # the first, or one around what is known
+                self.known.update(found)
+            else:
+                self._add(type(module).__name__, found)
+        return self.known[module]
+
+    def _add(self, name: str, found: dict[nn.Module, str]) -> None:
+        self.others[name] += 1
+        name += f"_{self.others[name]}" if self.others[name] > 1 else ""
+        self.known.update({module: f"{name}.{inner}".rstrip(".") for module, inner in found.items()})
+
+
 @contextmanager
-def tag_modules(annotate: Annotate = torch.profiler.record_function) -> Iterator[None]:
+def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.Module | None = None) -> Iterator[None]:
     """Inside the block every module's forward is annotated with its tag; compiled code is left alone."""
-    names: dict[nn.Module, str] = {}
+    names = Names(model)
     open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
     def enter(module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        if module not in names:
-            names.update({each: name for each, name in module_names(module).items() if each not in names})
-        span = annotate(tag(names[module], module))
+        span = annotate(tag(names.of(module), module))
         span.__enter__()
         open_tags.append((module, span))
 

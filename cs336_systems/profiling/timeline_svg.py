@@ -11,15 +11,13 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, offsets
 from cs336_systems.profiling.intervals import length, subtraction
 from cs336_systems.profiling.overlap import last_starts
-from cs336_systems.profiling.step_lanes import OPERATORS, Bar, Block, StepLanes, choose_step, lanes_of
-from cs336_systems.profiling.svg import CHARACTER, FAINT, INK, PAPER, Drawing, fitting, round_ticks
+from cs336_systems.profiling.step_lanes import OPERATORS, Bar, Box, StepLanes, choose_step, lanes_of
+from cs336_systems.profiling.svg import CHARACTER, FAINT, INK, PAINTS, PAPER, Drawing, fitting, round_ticks
 from cs336_systems.profiling.trace import Trace
 
 WIDTH, LEFT, RIGHT, TOP = 1400.0, 130.0, 200.0, 124.0
 SMALL = 10.0  # size of the letters on bars
 PHASE, LANE, STRIP, GAP = 22.0, 15.0, 7.0, 3.0  # heights
-PALE = {"forward": "#d3eaf8", "backward": "#fbe6bd", "synchronise": "#e4e4e4", "optimizer": "#c6e9dc"}
-DARK = {"forward": "#56b4e9", "backward": "#e69f00", "synchronise": "#777777", "optimizer": "#009e73"}
 OTHER = "#777777"
 BRIEF = {"forward": "fwd", "backward": "bwd", "synchronise": "sync", "optimizer": "opt"}
 VERBS = {"all-reduce": "#0072b2", "all-gather": "#a8447f", "reduce-scatter": "#d55e00", "broadcast": "#5b4a9c"}
@@ -54,7 +52,7 @@ def timeline(traces: Sequence[Trace], step: int | None = None) -> Drawing:
     """The picture of one step. Raises UserError if the ranks share no such step."""
     step = choose_step(traces, step)
     known = offsets(traces)
-    traces = sorted(aligned(traces, known), key=lambda trace: trace.rank)
+    traces = sorted(aligned(traces), key=lambda trace: trace.rank)
     last = last_starts(traces)
     ranks = [lanes_of(trace, step, last) for trace in traces]
     start, end = min(rank.start for rank in ranks), max(rank.end for rank in ranks)
@@ -114,9 +112,9 @@ def _axis(drawing: Drawing, x: Scale, start: int, end: int) -> None:
 
 def _legend(drawing: Drawing, ranks: Sequence[StepLanes]) -> None:
     """Two lines: what is computed and when nothing is; the collectives that occur."""
-    phases = [phase for phase in DARK if any(block.kind == phase for rank in ranks for block in rank.phases)]
+    phases = [phase for phase in PAINTS if any(block.kind == phase for rank in ranks for block in rank.phases)]
     verbs = sorted({bar.kind for rank in ranks for lane in rank.bars for bar in lane})
-    above = [(DARK[phase], f"{phase}") for phase in phases]
+    above = [(PAINTS[phase][0], f"{phase}") for phase in phases]
     above += [(BLOCKED, "CPU thread stands still in a wait")] if any(rank.waits for rank in ranks) else []
     below = [(VERBS.get(verb, OTHER), verb) for verb in verbs]
     if verbs:
@@ -154,7 +152,7 @@ def _draw_rank(drawing: Drawing, rank: StepLanes, x: Scale, y: float) -> None:
     for name, blocks in sorted(rank.compute.items()):
         _lane_name(drawing, y, name)
         for block in blocks:
-            _box(drawing, block, x, y, DARK.get(block.kind, OTHER), INK)
+            _box(drawing, block, x, y, PAINTS.get(block.kind, PAINTS["other"])[0], INK)
         if name == OPERATORS:
             _draw_waits(drawing, rank, x, y)
         y += LANE + GAP
@@ -185,7 +183,7 @@ def _draw_phases(drawing: Drawing, rank: StepLanes, x: Scale, y: float) -> None:
     for block in rank.phases:
         left, width = x(block.start), x(block.end) - x(block.start)
         hover = f"{block.name}: {_ms(block.end - block.start)} ms"
-        drawing.rect(left, y, width, PHASE, PALE.get(block.kind, FAINT), hover)
+        drawing.rect(left, y, width, PHASE, PAINTS.get(block.kind, PAINTS["other"])[1], hover)
         words = next(
             (words for words in (block.name, BRIEF.get(block.name, "")) if 11 * CHARACTER * len(words) < width - 4), ""
         )
@@ -203,7 +201,7 @@ def _draw_waits(drawing: Drawing, rank: StepLanes, x: Scale, y: float) -> None:
 
 def _box(
     drawing: Drawing,
-    block: Block,
+    block: Box,
     x: Scale,
     y: float,
     fill: str,
@@ -262,15 +260,15 @@ def _draw_figures(drawing: Drawing, rank: StepLanes, y: float) -> None:
         return
     relation = "≤" if any(bar.posted for lane in rank.bars for bar in lane) else "="
     exposed = length(subtraction(rank.communicating, rank.hidden))
-    drawing.text(at, y + 14, f"{100 * rank.overlapped / rank.communication:.1f} % hidden", 13)
+    drawing.text(at, y + 14, f"{100 * rank.overlapped / rank.communication:.1f} % overlapped", 13)
     lines = [
         f"communication {relation} {_ms(rank.communication)} ms",
         f"exposed {relation} {_ms(exposed)} ms",
-        f"CPU in waits = {_ms(rank.blocked)} ms",
+        *([f"CPU in waits = {_ms(rank.blocked)} ms"] if rank.waits else []),
     ]
     for number, words in enumerate(lines):
         drawing.text(at, y + 31 + 14 * number, words, 11)
 
 
 def _ms(time: int) -> str:
-    return f"{time / 1e6:.3g}"
+    return f"{time / 1e6:.3g}" if time < 999_500_000 else f"{time / 1e6:,.0f}"

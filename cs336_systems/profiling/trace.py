@@ -6,17 +6,21 @@ spans of gloo's sends and receives, which lie on the thread that posted them alt
 for; they get lanes of their own.
 """
 
+import gc
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from cs336_systems.errors import UserError
 
+T = TypeVar("T")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 OURS = "cs336"  # the key of what capture.py adds to a trace
 COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
@@ -26,7 +30,7 @@ HOST = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_dr
 POSTED = ("gloo:send", "gloo:recv")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
     """Something that took time: [start, end) in nanoseconds since the epoch, on one lane of one process."""
 
@@ -64,7 +68,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added."""
+    """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added.
+
+    `cache` keeps what was made of a trace and took long, by the name of what made it; a changed copy begins empty.
+    """
 
     spans: list[Span]
     allocations: list[Allocation]
@@ -76,6 +83,7 @@ class Trace:
     ours: dict[str, Any]
     chrome: dict[str, Any]  # the JSON itself, for what writes another
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
+    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def named(self, pattern: str) -> list[Span]:
         """The spans whose name matches a regular expression from its start."""
@@ -90,6 +98,33 @@ class Trace:
             if span.category in wanted:
                 result.setdefault(span.lane, []).append(span)
         return result
+
+
+def once(make: Callable[[Trace], T]) -> Callable[[Trace], T]:
+    """Decorates a function of a trace: it runs once for each, and its result, which all share, must not be changed."""
+    key = f"{make.__module__}.{make.__qualname__}"
+
+    @wraps(make)
+    def kept(trace: Trace) -> T:
+        if key not in trace.cache:
+            with uncollected():
+                trace.cache[key] = make(trace)
+        found: T = trace.cache[key]
+        return found
+
+    return kept
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without garbage collection: of a million objects that all stay, looking for garbage takes longer than making."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -111,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
                 f"{path} is cut short: its JSON stops after {len(text)} characters; profile again"
             ) from None
         where = (
-            f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!r}"
+            f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!a}"
             if text
             else "it is empty"
         )
@@ -131,7 +166,8 @@ def write_json(chrome: dict[str, Any], path: Path) -> None:
 
 def read_trace(path: Path) -> Trace:
     """One rank's trace. Raises UserError for a file that is none."""
-    return parse(read_json(path), path)
+    with uncollected():
+        return parse(read_json(path), path)
 
 
 def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
@@ -155,7 +191,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
             elif phase in "sf" and category == "fwdbwd":
                 ends.setdefault(event["id"], {})[phase] = (lane, time)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no trace of torch.profiler: an event lacks or garbles {error}") from None
+        raise UserError(f"{path} is no trace of torch.profiler: an event lacks or garbles a field ({error})") from None
     links = [Link(each["s"], each["f"]) for each in ends.values() if len(each) == 2]
     spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
