@@ -157,9 +157,9 @@ def with_python():
     """Python frames: the launcher's, the user's, torch's, and one that crosses an annotation."""
     return trace_of(
         frame("run.py(3): <module>", 0, 100),
-        frame("/home/me/course/loop.py(9): train", 1, 99),
+        frame("course/loop.py(9): train", 1, 99),
         span("step 0", 10, 90),
-        frame("/home/me/course/loop.py(12): loss", 11, 50),
+        frame("course/loop.py(12): loss", 11, 50),
         frame("torch/nn/modules/module.py(1): _call_impl", 12, 49),
         frame("nn.Module: Net_0", 13, 48),
         frame("torch/autograd/profiler.py(5): __enter__", 14, 20),
