@@ -2,13 +2,15 @@
 
 from cs336_systems.comm.events import Event, record
 from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, global_rank, subgroup
+from cs336_systems.comm.mesh import Mesh, mesh_sizes
 from cs336_systems.comm.startup import Place, current_place, distributed, find_place, is_joined
-from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, reduce_scatter
+from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, receive, reduce_scatter, send
 
 __all__ = [
     "CommError",
     "Event",
     "Group",
+    "Mesh",
     "Place",
     "Work",
     "agree",
@@ -23,7 +25,10 @@ __all__ = [
     "find_place",
     "global_rank",
     "is_joined",
+    "mesh_sizes",
+    "receive",
     "record",
     "reduce_scatter",
+    "send",
     "subgroup",
 ]

@@ -16,12 +16,15 @@ SENT: dict[str, Callable[[int], float]] = {
     "all-gather": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
     "all-to-all": lambda ranks: (ranks - 1) / ranks,
+    "send": lambda ranks: 1.0,
+    "receive": lambda ranks: 0.0,
 }
 
 
 @dataclass(frozen=True)
 class Event:
-    """One collective over `ranks` ranks on a tensor of `numel` elements in all; `label` says what it was for."""
+    """One collective over `ranks` ranks, or message between two, on a tensor of `numel` elements in all; `label` says
+    what it was for."""
 
     verb: str
     label: str

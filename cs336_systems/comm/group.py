@@ -39,8 +39,17 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
 
     torch would give it ten or thirty minutes, whatever the start-up was told.
     """
-    group = dist.new_group(list(ranks), timeout=group_timeout(default_group()))
+    if len(ranks) == 1 and dist.get_rank() not in ranks:
+        return None  # nobody waits for a group of one
+    group = dist.new_group(
+        list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=len(ranks) == 1
+    )
     return group if dist.get_rank() in ranks else None
+
+
+def has_tags(group: Group) -> bool:
+    """Whether messages between two ranks may overtake each other without being taken for one another."""
+    return dist.get_backend(group) == "gloo"
 
 
 def group_timeout(group: Group) -> timedelta:

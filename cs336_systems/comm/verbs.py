@@ -7,6 +7,7 @@ they move half as much, so there both are exchanges of slices.
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from cs336_systems.comm.events import Event, log
 from cs336_systems.comm.group import CommError, Group, count, last_words, occurrence, post, sequence
+
+Reduction = Literal["mean", "sum", "max"]
+REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Work:
@@ -25,9 +29,10 @@ class Work:
         group: Group,
         start: Callable[[], Sequence[dist.Work | None]] = tuple,
         finish: Callable[[], object] | None = None,
+        number: int | None = None,
     ) -> None:
         self.event, self.group, self.finish = event, group, finish
-        self.number = sequence(group)
+        self.number = sequence(group) if number is None else number
         try:
             with event.annotate("launch", self.number, group.group_name):
                 self.pending = [work for work in start() if work is not None]
@@ -35,6 +40,7 @@ class Work:
             raise self._explained(error) from error
 
     def wait(self) -> None:
+        """Returns when the result is in place. Raises CommError if it never will be."""
         pending, self.pending = self.pending, []
         finish, self.finish = self.finish, None
         if not pending and finish is None:
@@ -55,6 +61,28 @@ class Work:
         post(doing)
         cause = str(error).splitlines()[0][:120]
         return CommError(f"rank {dist.get_rank()} {doing}; {last_words(self.group)} ({cause})")
+
+
+def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
+    """Give a contiguous tensor to the group's rank `to`, which must `receive` it by the same label."""
+    return _message("send", tensor, group.rank(), to, group, label)
+
+
+def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
+    """Fill a contiguous tensor with what the group's rank `source` sends by the same label."""
+    return _message("receive", tensor, source, group.rank(), group, label)
+
+
+def _message(verb: str, tensor: Tensor, source: int, target: int, group: Group, label: str) -> Work:
+    event = Event(verb, label, tensor.numel(), tensor.dtype, 2, verb)
+    log(event)
+    # Its number counts messages of the label between the two, since a group's collectives are counted on all its ranks.
+    kind = f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}"
+    number = occurrence(kind, group)
+    tag = zlib.crc32(f"{kind} {number}".encode()) >> 1
+    if verb == "send":
+        return Work(event, group, lambda: [dist.isend(tensor, group=group, tag=tag, group_dst=target)], number=number)
+    return Work(event, group, lambda: [dist.irecv(tensor, group=group, tag=tag, group_src=source)], number=number)
 
 
 def _begin(verb: str, label: str, numel: int, tensor: Tensor, group: Group, algorithm: str = "") -> Event:
@@ -78,21 +106,22 @@ def _by_slices(tensor: Tensor, group: Group) -> bool:
     return dist.get_backend(group) == "gloo" and tensor.device.type == "cpu"
 
 
-def all_reduce(flat: Tensor, group: Group, label: str = "") -> Work:
-    """Every rank gets the mean over all ranks, in place."""
+def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
+    """Every rank gets the mean (or sum, or largest) over all ranks, in place. A largest value may lose NaN."""
     event = _begin("all-reduce", label, flat.numel(), flat, group)
     if group.size() == 1:
         return Work(event, group)
     flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    return Work(event, group, lambda: [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+    how = REDUCTIONS[reduction]
+    return Work(event, group, lambda: [dist.all_reduce(flat, how, group=group, async_op=True)])
 
 
-def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
-    """Rank r gets the mean over all ranks of the r-th of equal slices, in place; the other slices are then void.
+def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Literal["mean", "sum"] = "mean") -> Work:
+    """Rank r gets the mean (or sum) over all ranks of the r-th of equal slices, in place; the others are then void.
 
     On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
-    ranks, me = group.size(), group.rank()
+    ranks, me, how = group.size(), group.rank(), REDUCTIONS[reduction]
     slices = flat.chunk(ranks)
     assert flat.numel() % ranks == 0
     direct = _by_slices(flat, group)
@@ -101,10 +130,10 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
     if ranks == 1:
         return Work(event, group)
     if staged:
-        return Work(event, group, lambda: [dist.all_reduce(flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+        return Work(event, group, lambda: [dist.all_reduce(flat, how, group=group, async_op=True)])
     if not direct:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Work(event, group, lambda: [scatter(slices[me], flat, dist.ReduceOp.AVG, group=group, async_op=True)])
+        return Work(event, group, lambda: [scatter(slices[me], flat, how, group=group, async_op=True)])
     inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
     tag = _tag(event, group)
 
@@ -115,7 +144,10 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "") -> Work:
                 total = slices[me].add_(total)
             else:
                 total.add_(inbox[rank])
-        torch.div(total, ranks, out=slices[me])
+        if reduction == "mean":
+            torch.div(total, ranks, out=slices[me])
+        elif total is not slices[me]:
+            slices[me].copy_(total)
 
     return Work(event, group, lambda: _exchange(list(slices), inbox, group, tag), add)
 

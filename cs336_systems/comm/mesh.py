@@ -1,0 +1,96 @@
+"""The mesh: ranks in a grid with an axis for each kind of parallelism, and the groups of ranks along its axes.
+
+As in Megatron-LM (arXiv:2104.04473, section 3), tensor parallelism, which talks most, has neighbouring ranks, so that
+it stays inside a machine; then come experts, data, and pipeline stages, which talk least. With tp, dp, pp = 2, 2, 2:
+
+    stage 0    (0 1) (2 3)        tp groups: 0 1, 2 3, 4 5, 6 7
+    stage 1    (4 5) (6 7)        dp groups: 0 2, 1 3, 4 6, 5 7      pp groups: 0 4, 1 5, 2 6, 3 7
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from cs336_systems.comm.group import Group, default_group, has_tags, subgroup
+from cs336_systems.errors import UserError
+
+AXES = ("pp", "dp", "ep", "tp")  # from the slowest to the fastest: the last one's neighbours are neighbouring ranks
+
+
+class Mesh:
+    """The groups that this rank belongs to, one an axis: `tp`, `pp`, `ep`, `dp`; every rank must construct it alike.
+
+    `data` joins dp and ep: the ranks that see different rows and hold the same dense parameters. `model` joins tp and
+    pp: the ranks that together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
+    a tied embedding; None on the stages between. `dp` defaults to the rest of the ranks.
+
+    Raises UserError, with the equation, if the degrees do not multiply to the number of ranks.
+    """
+
+    def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> None:
+        world = default_group()
+        self.sizes = mesh_sizes(world.size(), tp, pp, ep, dp)
+        rest, self.place = world.rank(), dict.fromkeys(AXES, 0)
+        for axis in reversed(AXES):
+            rest, self.place[axis] = divmod(rest, self.sizes[axis])
+        self.groups: dict[tuple[int, ...], Group | None] = {tuple(range(world.size())): world}
+        self.world = world
+        self.tp, self.pp, self.ep, self.dp = (self._along(axis) for axis in ("tp", "pp", "ep", "dp"))
+        self.data, self.model = self._along("dp", "ep"), self._along("pp", "tp")
+        self.ends = self._join([(ranks[0], ranks[-1]) for ranks in self._lines("pp")]) if self.pp.size() > 1 else None
+        # NCCL has no tags: messages between two ranks meet in the order of their posting. What may overtake another,
+        # activations and gradients, up and down the stages, gets a connection of its own; gloo's tags keep them apart.
+        kinds = itertools.product(("forward", "backward"), (True, False)) if not has_tags(world) else ()
+        self.channels = {kind: self._fresh("pp") for kind in kinds}
+
+    def _lines(self, *axes: str) -> Iterator[tuple[int, ...]]:
+        """The sets of ranks that differ in these axes only, each in ascending order."""
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in AXES))):
+            fixed = tuple(i for axis, i in zip(AXES, place, strict=True) if axis not in axes)
+            lines.setdefault(fixed, []).append(rank)
+        yield from map(tuple, lines.values())
+
+    def channel(self, kind: str, source: int, target: int) -> Group:
+        """The group, of the pp axis, for messages of a kind, "forward" or "backward", between two of its ranks."""
+        return self.channels.get((kind, source < target), self.pp)
+
+    def _fresh(self, axis: str) -> Group:
+        """This rank's group along an axis, made anew."""
+        groups = [subgroup(ranks) for ranks in self._lines(axis)]
+        return next(group for group in groups if group is not None)
+
+    def _along(self, *axes: str) -> Group:
+        group = self._join(self._lines(*axes))
+        assert group is not None
+        return group
+
+    def _join(self, lines: Iterable[tuple[int, ...]]) -> Group | None:
+        """This rank's group among disjoint sets of ranks; two axes over the same ranks share one."""
+        mine = None
+        for ranks in lines:
+            if ranks not in self.groups:
+                self.groups[ranks] = subgroup(ranks)
+            if self.world.rank() in ranks:
+                mine = self.groups[ranks]
+        return mine
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "ep", "dp") if self.sizes[axis] > 1)
+
+
+def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> dict[str, int]:
+    """The size of every axis, in the order of AXES. Raises UserError as `Mesh` does."""
+    given = {"tp": tp, "pp": pp, "ep": ep} | ({} if dp is None else {"dp": dp})
+    equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    if bad := [axis for axis, size in given.items() if size < 1]:
+        raise UserError(f"{bad[0]} must be at least 1, not {given[bad[0]]}")
+    product = math.prod(given.values())
+    if dp is None and ranks % product:
+        raise UserError(
+            f"{equation} = {product} does not divide the {ranks} ranks: start a multiple of {product}, or fewer"
+        )
+    if dp is not None and product != ranks:
+        raise UserError(f"{equation} = {product}, but there are {ranks} ranks: start {product}, or leave dp out")
+    sizes = given | {"dp": ranks // product if dp is None else dp}
+    return {axis: sizes[axis] for axis in AXES}

@@ -1,0 +1,121 @@
+"""Collectives that autograd knows, in pairs: the backward of each is the forward of its partner.
+
+    copy             x on every rank                  its gradient is the sum of the ranks' gradients
+    reduce           the sum of the ranks' x          its gradient is the same on every rank
+    scatter          this rank's part of x            the parts of its gradient are gathered
+    gather           all ranks' parts of x            its gradient is this rank's part
+    gather_sequence  all ranks' parts of x            its gradient is this rank's part of the sum over the ranks
+    reduce_sequence  this rank's part of the sum      the parts of its gradient are gathered
+
+Copy and reduce are f and g of Megatron-LM (arXiv:1909.08053, section 3), the last two g and g-bar of sequence
+parallelism (arXiv:2205.05198, section 4.2.2). What follows copy or gather_sequence uses x differently on each rank, so
+gradients add up; what follows gather does the same on every rank, so one rank's gradient is the gradient.
+
+None writes to its input or to the gradient that it is given. A group of one rank does nothing.
+"""
+
+import copy as copying
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.comm.group import Group
+from cs336_systems.comm.verbs import all_gather, all_reduce, reduce_scatter
+
+Move = Callable[[Tensor, Group, int, str], Tensor]
+
+
+def _same(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
+    return x.view_as(x)
+
+
+def _sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    all_reduce(total.view(-1), group, label, "sum").wait()
+    return total
+
+
+def _part(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
+    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _whole(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
+    parts = x.new_empty((group.size(), *x.shape))
+    parts[group.rank()] = x
+    all_gather(parts.view(-1), group, label).wait()
+    return parts[0] if group.size() == 1 else torch.cat(parts.unbind(), dim)
+
+
+def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
+    parts = torch.stack(x.chunk(group.size(), dim))
+    reduce_scatter(parts.view(-1), group, label, "sum").wait()
+    return parts[group.rank()].clone()
+
+
+class _Pair(torch.autograd.Function):
+    """Applies one move forward and another one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:
+        ctx.arguments = back, group, dim, label
+        return ahead(x, group, dim, label)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        back, group, dim, label = ctx.arguments
+        return back(gradient, group, dim, f"{label}, gradient"), None, None, None, None, None
+
+
+def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:
+    if group.size() == 1:
+        return x
+    if x.shape and ahead in (_part, _part_of_sum) and x.shape[dim] % group.size():
+        raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide over {group.size()} ranks")
+    y: Tensor = _Pair.apply(x, ahead, back, group, dim, label)
+    return y
+
+
+class SharesGroup:
+    """A base of what has a `group`: deep copies share it, since a group itself cannot be copied."""
+
+    group: Group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = self.__class__.__new__(self.__class__)
+        memo |= {id(self): twin, id(self.group): self.group}
+        twin.__dict__.update(copying.deepcopy(self.__dict__, memo))
+        return twin
+
+
+def copy(x: Tensor, group: Group, label: str = "copy") -> Tensor:
+    """x, whose gradient is summed over the ranks."""
+    return _apply(x, _same, _sum, group, 0, label)
+
+
+def reduce(x: Tensor, group: Group, label: str = "reduce") -> Tensor:
+    """The sum of the ranks' x."""
+    return _apply(x, _sum, _same, group, 0, label)
+
+
+def scatter(x: Tensor, dim: int, group: Group, label: str = "scatter") -> Tensor:
+    """This rank's part of x along `dim`. Raises ValueError if it does not divide."""
+    return _apply(x, _part, _whole, group, dim, label)
+
+
+def gather(x: Tensor, dim: int, group: Group, label: str = "gather") -> Tensor:
+    """The ranks' parts side by side along `dim`, for use that is the same on every rank."""
+    return _apply(x, _whole, _part, group, dim, label)
+
+
+def gather_sequence(x: Tensor, dim: int, group: Group, label: str = "gather sequence") -> Tensor:
+    """The ranks' parts side by side along `dim`, for use that differs by rank."""
+    return _apply(x, _whole, _part_of_sum, group, dim, label)
+
+
+def reduce_sequence(x: Tensor, dim: int, group: Group, label: str = "reduce sequence") -> Tensor:
+    """This rank's part along `dim` of the sum of the ranks' x. Raises ValueError if it does not divide."""
+    return _apply(x, _part_of_sum, _whole, group, dim, label)
