@@ -1,6 +1,8 @@
 """Self-attention and rotary positions. Shapes are in einops order."""
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cs336_systems.dropout import DropoutKey, keyed_dropout
 from cs336_systems.presets import ModelConfig
 from kernels.flash_attention import FlashAttention2
 
@@ -52,31 +55,46 @@ def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, l
     return bias
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same."""
+def drop(x: Tensor, p: float, key: DropoutKey | None, site: str, starts: Sequence[int] = ()) -> Tensor:
+    """Dropout with torch's own random numbers, or, with a key, those of the place (see `keyed_dropout`)."""
+    if not p:
+        return x
+    return F.dropout(x, p) if key is None else keyed_dropout(x, p, key, site, starts)
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same.
+
+    `dropout` is applied to the weights (batch heads query key)."""
     scores = einsum(q, k, "batch heads query dim, batch heads key dim -> batch heads query key")
     scores = scores / math.sqrt(q.shape[-1])
     if bias is not None:
         scores = scores + bias
     # The sum of many small weights wants float32, whatever the precision of the products.
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    weights = F.dropout(weights, dropout)
+    if dropout is not None:
+        weights = dropout(weights)
     return einsum(weights, v, "batch heads query key, batch heads key dim -> batch heads query dim")
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same."""
+    """Multi-head self-attention, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `layer` is its number in the model. With fewer rows in its weights it computes some of the heads, from `first_head`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.layer, self.first_head = config, layer, 0
         kv_width = config.kv_heads * config.head_dim
         self.query = nn.Linear(config.d_model, config.d_model, bias=config.bias)
         self.key = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.value = nn.Linear(config.d_model, kv_width, bias=config.bias)
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
 
-    def forward(self, x: Tensor, table: Tensor | None, bias: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, table: Tensor | None, bias: Tensor | None, key: DropoutKey | None = None) -> Tensor:
         config = self.config
         q, k, v = (
             rearrange(project(x), "batch seq (heads dim) -> batch heads seq dim", dim=config.head_dim)
@@ -88,20 +106,24 @@ class SelfAttention(nn.Module):
             group = config.num_heads // config.kv_heads
             k, v = (repeat(t, "batch heads seq dim -> batch (heads group) seq dim", group=group) for t in (k, v))
         if config.recompute == "attention" and torch.is_grad_enabled():
-            y = checkpoint(self.attend, q, k, v, bias, use_reentrant=False)
+            y = checkpoint(self.attend, q, k, v, bias, key, use_reentrant=False)
         else:
-            y = self.attend(q, k, v, bias)
+            y = self.attend(q, k, v, bias, key)
         return self.out(rearrange(y, "batch heads seq dim -> batch seq (heads dim)"))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key: DropoutKey | None = None) -> Tensor:
         """The part without weights, (batch heads seq head_dim) -> the same: what selective recompute repeats."""
         dropout = self.config.dropout if self.training else 0.0
         if self.config.attention == "flash":
             return FlashAttention2.apply(q, k, v, self.config.causal)
-        if self.config.attention == "sdpa":
+        # Torch's fused attention draws its own mask, which no key can choose.
+        if self.config.attention == "sdpa" and (key is None or not dropout):
             causal = self.config.causal and bias is None
             if bias is not None and bias.dtype != q.dtype:
                 # Autocast would round float32's lowest number to minus infinity in half precision.
                 bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)
-        return naive_attention(q, k, v, bias, dropout)
+        if self.config.attention == "sdpa" and bias is None:
+            bias = attention_bias(self.config, q.shape[-2], None, q)
+        site = f"blocks.{self.layer}.attention"
+        return naive_attention(q, k, v, bias, partial(drop, p=dropout, key=key, site=site, starts=(self.first_head,)))

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +15,39 @@ from torch import Tensor
 
 from cs336_systems.errors import UserError
 
+IGNORED = -100  # a target that is not predicted, as torch's cross entropy has it
 STDLIB_CAP = 8_000_000  # bytes: more than a laptop reads in an evening, little enough to load in a second
+
+
+class Batch(NamedTuple):
+    """Rows of a global batch: tokens (batch seq), and targets (batch seq) of which some may be IGNORED, int64.
+
+    rows (batch,) are their numbers in the global batch. For BERT also the segments (batch seq), the mask of real tokens
+    (batch seq), True there, and the sentence pair's label (batch,).
+    """
+
+    tokens: Tensor
+    targets: Tensor | None = None
+    rows: Tensor | None = None
+    token_types: Tensor | None = None
+    padding_mask: Tensor | None = None
+    pair_labels: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same on a device."""
+        others = (None if t is None else t.to(device, non_blocking=True) for t in self[1:])
+        return Batch(self.tokens.to(device, non_blocking=True), *others)
+
+    def split(self, size: int) -> "list[Batch]":
+        """Microbatches of `size` rows, in order."""
+        slices = [slice(first, first + size) for first in range(0, len(self.tokens), size)]
+        return [Batch(self.tokens[each], *(None if t is None else t[each] for t in self[1:])) for each in slices]
+
+
+def count_targets(batch: Batch) -> Tensor:
+    """How many targets are to be predicted, a scalar."""
+    assert batch.targets is not None
+    return (batch.targets != IGNORED).sum()
 
 
 @dataclass(frozen=True)

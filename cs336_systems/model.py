@@ -4,19 +4,20 @@ A decoder (GPT, Llama) or an encoder (BERT), by ModelConfig. Shapes are in einop
 head_dim are the axes' names throughout.
 """
 
+import hashlib
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.attention import SelfAttention, angles, attention_bias, rotary_table
+from cs336_systems.attention import SelfAttention, angles, attention_bias, drop, rotary_table
+from cs336_systems.data import IGNORED, Batch, count_targets
+from cs336_systems.dropout import DropoutKey
 from cs336_systems.errors import UserError
+from cs336_systems.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
 from cs336_systems.presets import ModelConfig
+from cs336_systems.recompute import recomputed, run_nested
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.reference import rmsnorm
 from kernels.rmsnorm import TritonRMSNormFunction
@@ -56,7 +57,7 @@ class Embedding(nn.Module):
         if config.token_types:
             self.types = nn.Embedding(config.token_types, config.d_model)
 
-    def forward(self, tokens: Tensor, token_types: Tensor | None) -> Tensor:
+    def forward(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
         config, seq = self.config, tokens.shape[1]
         x = self.tokens(tokens)
         if config.positions == "learned":
@@ -68,7 +69,7 @@ class Embedding(nn.Module):
             x = x * math.sqrt(config.d_model) + torch.cat((turn.sin(), turn.cos()), dim=-1).to(x.dtype)
         if config.token_types:
             x = x + self.types(torch.zeros_like(tokens) if token_types is None else token_types)
-        return F.dropout(x, config.dropout, self.training)
+        return drop(x, config.dropout if self.training else 0.0, key, "embedding")
 
 
 class FeedForward(nn.Module):
@@ -93,70 +94,53 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm: each branch reads the normalised stream and adds to it. (batch seq d_model) -> the same."""
+    """Pre-norm: each branch reads the normalised stream and adds to it. (batch seq d_model) -> the same.
 
-    def __init__(self, config: ModelConfig) -> None:
+    `layer` is its number in the model. It may compute a part of the sequence, the `part`-th of equal ones.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.layer, self.part = config.dropout, layer, 0
         self.attention_norm = make_norm(config)
-        self.attention = SelfAttention(config)
+        self.attention = SelfAttention(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, table: Tensor | None, bias: Tensor | None) -> Tensor:
-        branch = self.attention(self.attention_norm(x), table, bias)
-        x = x + F.dropout(branch, self.dropout, self.training)
+    def forward(
+        self, x: Tensor, table: Tensor | None = None, bias: Tensor | None = None, key: DropoutKey | None = None
+    ) -> Tensor:
+        p, starts = self.dropout if self.training else 0.0, (self.part * x.shape[1],)
+        branch = self.attention(self.attention_norm(x), table, bias, key)
+        x = x + drop(branch, p, key, f"blocks.{self.layer}.attention branch", starts)
         branch = self.feed_forward(self.feed_forward_norm(x))
-        return x + F.dropout(branch, self.dropout, self.training)
+        return x + drop(branch, p, key, f"blocks.{self.layer}.feed-forward branch", starts)
 
 
-def recomputed(function: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
-    """Run blocks [first, last) keeping only x: backward runs them again."""
-    return checkpoint(function, first, last, x, use_reentrant=False)
-
-
-def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
-    """Run blocks [first, last) as two halves that are recomputed, and each half likewise.
-
-    Not inside `run_blocks`: a function that calls itself is a cycle with all that it refers to, a mask for example, and
-    would hold that until the garbage collector comes round.
-    """
-    if last - first == 1:
-        return run(first, last, x)
-    middle = (first + last) // 2
-    half = partial(run_nested, run)
-    x = recomputed(half, first, middle, x)
-    return recomputed(half, middle, last, x)
-
-
-class BertOutput(NamedTuple):
-    """Logits of every token (batch seq vocab_size) and of the sentence pair (batch 2)."""
-
-    tokens: Tensor
-    pair: Tensor
-
-
-class BertHeads(nn.Module):
-    """BERT's two classifiers (arXiv:1810.04805, section 3.1): the masked token's and the sentence pair's."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.transform = nn.Linear(config.d_model, config.d_model)
-        self.norm = nn.LayerNorm(config.d_model, eps=config.norm_eps)
-        self.bias = nn.Parameter(torch.empty(config.vocab_size))
-        self.pooler = nn.Linear(config.d_model, config.d_model)
-        self.pair = nn.Linear(config.d_model, 2)
-
-    def forward(self, x: Tensor, embedding: Tensor) -> BertOutput:
-        tokens = F.linear(self.norm(F.gelu(self.transform(x))), embedding, self.bias)
-        return BertOutput(tokens, self.pair(torch.tanh(self.pooler(x[:, 0]))))
-
-
-class TransformerLM(nn.Module):
-    """The language model.
+def initial_weight(config: ModelConfig, name: str, like: Tensor, seed: int) -> Tensor:
+    """A parameter's first value, of the shape and on the device of `like`: a function of its name and the seed alone,
+    so that whoever holds a part of a model can make it without the rest.
 
     Weights are normal with standard deviation 0.02, those that write to the stream 0.02 / sqrt(2 num_layers), and an
     embedding that sinusoidal positions scale by sqrt(d_model) is 1 / sqrt(d_model). Gains are one, biases zero.
+    """
+    value = torch.empty_like(like)
+    if name.endswith("bias"):
+        return value.zero_()
+    if "norm." in name:
+        return value.fill_(1.0)
+    if name == "embedding.tokens.weight" and config.positions == "sinusoidal":
+        deviation = config.d_model**-0.5
+    else:
+        narrow = name.endswith(("attention.out.weight", "down.weight"))
+        deviation = 0.02 / math.sqrt(2 * config.num_layers) if narrow else 0.02
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+    generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest, "little"))
+    return value.normal_(std=deviation, generator=generator)
+
+
+class TransformerLM(nn.Module):
+    """The language model: embedding, blocks, head; `forward` is the three in turn.
 
     Raises UserError for a configuration with experts.
     """
@@ -169,27 +153,24 @@ class TransformerLM(nn.Module):
         # On the meta device first: torch's layers would otherwise fill weights that are drawn again below.
         with torch.device("meta"):
             self.embedding = Embedding(config)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+            self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
             self.final_norm = make_norm(config)
             self.bert_heads = BertHeads(config) if config.bert_heads else None
             self.head = None if config.tied_head else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self.to_empty(device=device or torch.get_default_device())
-        self.init_weights()
+            self.tied_head = TiedHead() if config.tied_head else None
+            self.token_loss = TokenLoss()
+        self.fused_loss = config.kernels == "triton" and self.bert_heads is None
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        if device.type != "meta":  # a model without values: for whoever counts it, or makes parts of it
+            self.to_empty(device=device)
+            self.init_weights()
 
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Draw every parameter anew, in the order of `named_parameters`, from torch's global generator."""
-        config = self.config
-        narrow = 0.02 / math.sqrt(2 * config.num_layers)
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter anew (see `initial_weight`); the default seed comes from torch's global generator."""
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif "norm." in name:
-                parameter.fill_(1.0)
-            elif name == "embedding.tokens.weight" and config.positions == "sinusoidal":
-                parameter.normal_(std=config.d_model**-0.5)
-            else:
-                parameter.normal_(std=narrow if name.endswith(("attention.out.weight", "down.weight")) else 0.02)
+            parameter.copy_(initial_weight(self.config, name, parameter, seed))
 
     def forward(
         self,
@@ -199,51 +180,102 @@ class TransformerLM(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor | BertOutput:
         """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the pair's; or, with targets
-        (batch seq), the mean cross entropy in nats.
+        (batch seq), the mean cross entropy in nats of those that are not IGNORED.
 
         token_types (batch seq) are BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens.
         Raises UserError for a sequence longer than the context, and for a mask where attention knows none.
         """
-        config, seq = self.config, tokens.shape[1]
         if targets is not None and targets.shape != tokens.shape:
             raise UserError(
                 f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}; one a token is meant"
             )
-        if seq > config.context_length:
-            raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
-        x = self.embedding(tokens, token_types)
-        table = rotary_table(config, seq, x) if config.positions == "rotary" else None
+        x = self.embed(tokens, token_types)
+        x = self.run_blocks(x, *self.shared_inputs(x, tokens, padding_mask))
+        return self.finish(x, targets)
+
+    def embed(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+        """The first of three parts: tokens (batch seq) -> (batch seq d_model)."""
+        if tokens.shape[1] > self.config.context_length:
+            raise UserError(f"{tokens.shape[1]} tokens do not fit the context of {self.config.context_length}")
+        x: Tensor = self.embedding(tokens, token_types, key)
+        return x
+
+    def shared_inputs(
+        self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What all blocks use alike for tokens (batch seq): the rotary table and the bias of attention, or None."""
+        config, seq = self.config, tokens.shape[1]
+        table = rotary_table(config, seq, like) if config.positions == "rotary" else None
         # The fused attention knows causality by itself and is faster without a bias.
         fused = config.attention != "naive" and padding_mask is None
         if config.attention == "flash" and not fused:
             raise UserError("attention flash knows no padding mask; use sdpa")
-        bias = None if fused else attention_bias(config, seq, padding_mask, x)
-        x = self.final_norm(self.run_blocks(x, table, bias))
-        if self.bert_heads is not None:
-            output: BertOutput = self.bert_heads(x, self.embedding.tokens.weight)
-            return output if targets is None else F.cross_entropy(output.tokens.flatten(0, 1), targets.flatten())
-        if targets is not None and config.kernels == "triton":
-            weight = self.embedding.tokens.weight if self.head is None else self.head.weight
-            return linear_cross_entropy(x, weight, targets)
-        logits = F.linear(x, self.embedding.tokens.weight) if self.head is None else self.head(x)
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return table, None if fused else attention_bias(config, seq, padding_mask, like)
 
-    def run_blocks(self, x: Tensor, table: Tensor | None, bias: Tensor | None) -> Tensor:
-        """All blocks in order, (batch seq d_model) -> the same; backward runs again what `recompute` names."""
+    def run_blocks(
+        self,
+        x: Tensor,
+        table: Tensor | None = None,
+        bias: Tensor | None = None,
+        span: range | None = None,
+        key: DropoutKey | None = None,
+    ) -> Tensor:
+        """The second part: blocks in order, (batch seq d_model) -> the same, all of them or those of `span`; backward
+        runs again what `recompute` names."""
+        first, last = (0, len(self.blocks)) if span is None else (span.start, span.stop)
 
         def run(first: int, last: int, x: Tensor) -> Tensor:
             for block in self.blocks[first:last]:
-                x = block(x, table, bias)
+                x = block(x, table, bias, key)
             return x
 
-        depth, every = len(self.blocks), self.config.recompute_every
+        every = self.config.recompute_every
         if self.config.recompute == "segments" and torch.is_grad_enabled():
-            for first in range(0, depth, every):
-                x = recomputed(run, first, min(first + every, depth), x)
+            for start in range(first, last, every):
+                x = recomputed(run, start, min(start + every, last), x)
             return x
         if self.config.recompute == "nested" and torch.is_grad_enabled():
-            return run_nested(run, 0, depth, x)
-        return run(0, depth, x)
+            return run_nested(run, first, last, x)
+        return run(first, last, x)
+
+    def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor | BertOutput:
+        """The last part, of x (batch seq d_model): logits or, with targets, the mean loss, as of `forward`."""
+        if targets is not None and self.fused_loss:
+            return linear_cross_entropy(self.final_norm(x), self.head_weight(), targets, IGNORED)
+        logits, pair = self.logits(x)
+        if targets is not None:
+            loss: Tensor = self.token_loss(logits, targets, "mean")
+            return loss
+        logits = self.token_loss.whole(logits)
+        return logits if pair is None else BertOutput(logits, pair)
+
+    def losses(self, x: Tensor, batch: Batch) -> Losses:
+        """The last part, of x (batch seq d_model): sums, which may be added over microbatches and ranks."""
+        assert batch.targets is not None
+        if self.fused_loss:
+            mean = linear_cross_entropy(self.final_norm(x), self.head_weight(), batch.targets, IGNORED)
+            return Losses(mean * count_targets(batch))
+        logits, pair = self.logits(x)
+        tokens = self.token_loss(logits, batch.targets, "sum")
+        if pair is None or batch.pair_labels is None:
+            return Losses(tokens)
+        wide = pair.to(torch.promote_types(pair.dtype, torch.float32))
+        return Losses(tokens, F.cross_entropy(wide, batch.pair_labels, reduction="sum"))
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Of x (batch seq d_model): every token's, and with `bert_heads` the pair's."""
+        x, pair, bias = self.final_norm(x), None, None
+        if self.bert_heads is not None:
+            x, pair = self.bert_heads(x)
+            bias = self.bert_heads.bias
+        if self.head is not None:
+            return self.head(x), pair
+        assert self.tied_head is not None
+        return self.tied_head(x, self.embedding.tokens.weight, bias), pair
+
+    def head_weight(self) -> Tensor:
+        """(vocab_size d_model)."""
+        return self.embedding.tokens.weight if self.head is None else self.head.weight
 
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
