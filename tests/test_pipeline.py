@@ -1,0 +1,306 @@
+"""Pipelines against gradient accumulation in one process: bit for bit but for the tied weight, in every schedule."""
+
+import copy
+import os
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems import pipeline
+from cs336_systems.comm import Mesh, all_reduce, record
+from cs336_systems.comm import group as comm_group
+from cs336_systems.errors import UserError
+from cs336_systems.heads import Losses
+from cs336_systems.model import TransformerLM
+from cs336_systems.pipeline import Elsewhere, Pipeline, Stage
+from cs336_systems.schedule import peak_live
+from cs336_systems.tensor_parallel import tensor_parallel
+from tests import ranks
+from tests.parallel_models import (
+    CONFIGS,
+    combine,
+    compare_gradients,
+    gradients,
+    key_of,
+    make_batch,
+    only_rank,
+    rounding,
+    whole_model,
+)
+
+ROWS, MOST = 2, 5  # of a microbatch; microbatches
+TIED = "embedding.tokens.weight"
+
+
+class Oracle(NamedTuple):
+    """One process: the losses of each microbatch, and the gradients after the first m of them."""
+
+    losses: list[Losses]
+    after: dict[int, dict[str, Tensor]]
+
+
+class Seen(NamedTuple):
+    """What a run did on this rank."""
+
+    losses: list[Losses]
+    peak: int  # microbatches that were live at once
+    accumulated: int  # backwards inside `accumulate`
+    timers: list[str]
+    events: list
+
+
+def microbatches(config, count: int) -> list:
+    return make_batch(config, ROWS * MOST).split(ROWS)[:count]
+
+
+def one_process(dense: TransformerLM) -> Oracle:
+    stage = Stage(copy.deepcopy(dense), 0, 1)
+    losses, after = [], {}
+    for number, batch in enumerate(microbatches(dense.config, MOST)):
+        losses.append(stage(batch, None, 0, key_of(batch)))
+        combine(losses[-1]).backward()
+        after[number + 1] = {name: p.grad.clone() for name, p in stage.model.named_parameters()}
+    return Oracle(losses, after)
+
+
+def watched(pipe: Pipeline, batches: list, train: bool = True) -> Seen:
+    """Runs the microbatches, and looks on."""
+    names, peaks, contexts, runs = [], [0], [], []
+
+    @contextmanager
+    def note(name: str, where: list):
+        where.append(name)
+        yield
+
+    class Watched(pipeline._Run):
+        def __init__(self, *arguments) -> None:
+            super().__init__(*arguments)
+            runs.append(self)
+
+        def forward(self, *arguments):
+            result = super().forward(*arguments)
+            peaks.append(len(self.live))
+            assert result is None or result.requires_grad == train
+            return result
+
+    pipe.timer = lambda name: note(name, names)
+    with pytest.MonkeyPatch.context() as monkeypatch, record() as events:
+        monkeypatch.setattr(pipeline, "_Run", Watched)
+        loss = combine if train else None
+        losses = pipe.run(batches, loss, [key_of(batch) for batch in batches], lambda: note("", contexts))
+    assert not runs[0].live
+    assert not runs[0].posted
+    assert not any(each.tokens.requires_grad for each in losses)
+    return Seen(losses, max(peaks), len(contexts), names, events)
+
+
+def check_losses(stage: Stage, got: list[Losses], want: list[Losses]) -> None:
+    assert len(got) == (len(want) if stage.has_last else 0)
+    for one, other in zip(got, want, strict=False):
+        assert torch.equal(one.tokens, other.tokens)
+        assert (one.pair is None and other.pair is None) or torch.equal(one.pair, other.pair)
+
+
+def check_messages(stage: Stage, seen: Seen, count: int, nbytes: int) -> None:
+    """The closed form: every pass but the model's first and last hands one tensor on, each way."""
+    ends = count * (stage.chunks - stage.has_first), count * (stage.chunks - stage.has_last)
+    verbs = Counter(event.verb for event in seen.events)
+    assert verbs == Counter({"send": sum(ends), "receive": sum(ends)})
+    assert all(event.nbytes == nbytes for event in seen.events)
+    received = Counter(event.label.split()[0] for event in seen.events if event.verb == "receive")
+    assert received == Counter({"forward": ends[0], "backward": ends[1]})
+
+
+def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunks: int, count: int) -> None:
+    stage = Stage(copy.deepcopy(dense), mesh.pp.rank(), mesh.pp.size(), chunks)
+    config, where = dense.config, (name, chunks, count)
+    pipe = Pipeline(stage, stage, mesh, name)
+    batches = microbatches(config, count)
+    seen = watched(pipe, batches)
+    check_losses(stage, seen.losses, oracle.losses[:count])
+    assert seen.peak == peak_live(name, stage.stage, stage.stages, count, chunks), where
+    assert seen.accumulated == (count - 1 if chunks == 1 else count * chunks), where
+    check_messages(stage, seen, count, dense.head_weight().itemsize * ROWS * 8 * config.d_model)
+    mine = {each: parameter.grad for each, parameter in stage.model.named_parameters()}
+    if config.tied_head and mesh.ends is not None:
+        all_reduce(mine[TIED].view(-1), mesh.ends, "tied", "sum").wait()
+    for each, gradient in mine.items():
+        want = oracle.after[count][each]
+        if each == TIED and config.tied_head:
+            # Two sums in place of one, of the same terms.
+            assert ((gradient - want).norm() / want.norm()).item() <= rounding(config, want.dtype, ROWS * 8 * count)
+        else:
+            assert torch.equal(gradient, want), (each, where)
+    again = watched(pipe, batches, train=False)
+    check_losses(stage, again.losses, oracle.losses[:count])
+    assert again.peak == 0
+    assert all(torch.equal(parameter.grad, mine[each]) for each, parameter in stage.model.named_parameters())
+
+
+def schedules_case(group) -> None:
+    mesh = Mesh(pp=group.size())
+    size = group.size()
+    some = [("1f1b", 1, 3), ("interleaved", 2, 4)]
+    every = [(name, 1, count) for name in ("gpipe", "1f1b") for count in (1, 3, 4, 5)][2 * (size == 4) :]
+    every += [("interleaved", 1, 3), ("interleaved", 2, 4), *([("interleaved", 2, 2)] if size == 2 else [])]
+    for kind, dtype, runs in (
+        ("llama", torch.float32, every),
+        ("gpt", torch.float64, some),
+        ("bert", torch.float64, some),
+    ):
+        torch.set_default_dtype(dtype)
+        dense = whole_model(replace(CONFIGS[kind], num_layers=2 * size), dtype)
+        oracle = one_process(dense)
+        for run in runs:
+            check_run(dense, oracle, mesh, *run)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_every_schedule_equals_accumulation_in_one_process(stages):
+    ranks.run(schedules_case, stages)
+
+
+def both_case(group) -> float:
+    """Tensor parallel ranks in each of two stages, the sequence split, blocks run again."""
+    torch.set_default_dtype(torch.float64)
+    mesh, largest = Mesh(tp=2, pp=2), 0.0
+    for kind, recompute, name, chunks, count in (
+        ("bert", "none", "1f1b", 1, 3),
+        ("gpt", "segments", "interleaved", 2, 4),
+        ("llama", "attention", "gpipe", 1, 2),
+    ):
+        config = replace(CONFIGS[kind], num_layers=4, recompute=recompute)
+        dense = whole_model(config)
+        oracle = one_process(dense)
+        for each, parameter in dense.named_parameters():
+            parameter.grad = oracle.after[count][each]
+        stage = Stage(copy.deepcopy(dense), mesh.pp.rank(), 2, chunks)
+        plan = tensor_parallel(stage.model, mesh.tp, True, 8)
+        seen = watched(Pipeline(stage, stage, mesh, name, sequence=2), microbatches(config, count))
+        passed = [event.nbytes for event in seen.events if event.verb == "send"]
+        assert passed == [8 * ROWS * 4 * config.d_model] * len(passed), "only this rank's tokens travel"
+        mine = gradients(stage.model, plan)
+        if config.tied_head:
+            all_reduce(mine[TIED].view(-1), mesh.ends, "tied", "sum").wait()
+        largest = max(largest, compare_gradients(mine, plan, dense, rounding(config, torch.float64, ROWS * 8 * count)))
+    return largest
+
+
+def test_stages_of_tensor_parallel_ranks():
+    print(f"tp 2 x pp 2: largest relative error of a gradient {max(ranks.run(both_case, 4)):.1e}")
+
+
+def timers_case(group) -> list[str]:
+    mesh = Mesh(pp=group.size())
+    config = replace(CONFIGS["gpt"], num_layers=group.size())
+    stage = Stage(whole_model(config, torch.float32), mesh.pp.rank(), mesh.pp.size())
+    return watched(Pipeline(stage, stage, mesh), microbatches(config, 3)).timers
+
+
+def test_timers_have_megatrons_names():
+    first, middle, last = ranks.run(timers_case, 3)
+    forward, backward = "forward-compute", "backward-compute"
+    turn, back = "forward-send-backward-recv", "backward-send-forward-recv"
+    # Two forwards, then a forward and a backward, then the two backwards that are left.
+    assert first == [
+        *[forward, "forward-send"] * 2,
+        *[forward, turn, turn, backward],
+        *["backward-recv", backward] * 2,
+    ]
+    assert middle == [
+        *["forward-recv", forward, "forward-send"],
+        *["forward-recv", forward, turn, turn, backward, back],
+        *[back, forward, turn, turn, backward, "backward-send"],
+        *["backward-recv", backward, "backward-send"],
+    ]
+    assert last == [
+        *["forward-recv", forward, backward, back],
+        *[back, forward, backward, back],
+        *[back, forward, backward, "backward-send"],
+    ]
+
+
+def test_what_is_on_another_stage_raises():
+    config = replace(CONFIGS["bert"], num_layers=4)
+    model = TransformerLM(config)
+    names = [name for name, _ in model.named_parameters()]
+    stages = [Stage(copy.deepcopy(model), stage, 2, chunks=2) for stage in range(2)]
+    held = [dict(stage.model.named_parameters()) for stage in stages]
+    assert set(held[0]) | set(held[1]) == set(names)
+    assert set(held[0]) & set(held[1]) == {TIED}
+    assert {name.split(".")[1] for name in held[0] if name.startswith("blocks")} == {"0", "2"}
+    assert [each for each in names if each in held[1]] == list(held[1]), "the order is the whole model's"
+    assert isinstance(stages[0].model.final_norm, Elsewhere)
+    x, batch = torch.zeros(1, 8, 32), make_batch(config, 1)
+    for foreign in (
+        lambda: stages[0].model.blocks[1](x),
+        lambda: stages[1](batch),
+        lambda: stages[0].model.finish(x),
+        lambda: stages[0].model.token_loss(x, batch.targets, "sum"),
+    ):
+        with pytest.raises(AssertionError, match="this layer is on another stage of the pipeline"):
+            foreign()
+    with pytest.raises(UserError, match=r"num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of"):
+        Stage(copy.deepcopy(model), 0, 2, chunks=3)
+
+
+def test_a_stage_without_values_gets_those_of_the_whole_model():
+    config = replace(CONFIGS["gpt"], num_layers=4)
+    whole = TransformerLM(config)
+    whole.init_weights(5)
+    wanted = dict(whole.named_parameters())
+    for number in range(2):
+        stage = Stage(TransformerLM(config, "meta"), number, 2)
+        tensor_parallel(stage.model, only_rank(0, 1)).init_weights(5, torch.device("cpu"))
+        assert all(torch.equal(parameter, wanted[name]) for name, parameter in stage.model.named_parameters())
+
+
+def refused_case(group) -> None:
+    mesh = Mesh(pp=2)
+    config = replace(CONFIGS["gpt"], num_layers=4)
+    for name, chunks, message in (
+        ("zero bubble", 1, "no schedule is called 'zero bubble': choose from gpipe, 1f1b, interleaved"),
+        ("1f1b", 2, "1f1b has one chunk per stage, not 2: use interleaved for more"),
+        ("interleaved", 2, "microbatches 3 is not a multiple of stages 2, as interleaved needs: use 2 or 4"),
+    ):
+        stage = Stage(TransformerLM(config), mesh.pp.rank(), 2, chunks)
+        with record() as events, pytest.raises(UserError) as error:
+            Pipeline(stage, stage, mesh, name).run(microbatches(config, 3), combine)
+        assert str(error.value) == message
+        assert not events
+
+
+def test_schedules_that_cannot_be_are_refused():
+    ranks.run(refused_case, 2)
+
+
+def lost_case(group, how: str) -> None:
+    """The last stage stops in its second forward."""
+    comm_group.EXPLAIN_SECONDS = 0.1
+    mesh = Mesh(pp=2)
+    config = CONFIGS["gpt"]
+    stage = Stage(TransformerLM(config), mesh.pp.rank(), 2)
+    calls = []
+
+    def stop(module, arguments) -> None:
+        calls.append(module)
+        if len(calls) == 2 and stage.has_last:
+            time.sleep(1.5) if how == "hangs" else os._exit(7)
+
+    stage.register_forward_pre_hook(stop)
+    Pipeline(stage, stage, mesh).run(microbatches(config, 3), combine)
+
+
+@pytest.mark.parametrize("how", ["hangs", "dies"])
+def test_a_stage_that_is_lost_is_named(how):
+    kind, message = ranks.run_failing(lost_case, 2, collective_timeout=0.7, how=how)[0]
+    assert kind == "CommError"
+    nbytes = 4 * ROWS * 8 * CONFIGS["gpt"].d_model
+    awaited = f"rank 0 waited in receive no. 1 (backward of microbatch 1 in chunk 0, {nbytes} bytes)"
+    assert message.startswith(f"{awaited}; rank 1 said nothing: it died, or still computes"), message

@@ -1,0 +1,281 @@
+"""Pipeline schedules: every small one simulated against its formulas, some written out by hand, broken ones refused."""
+
+from itertools import pairwise, product
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.schedule import (
+    Action,
+    ScheduleError,
+    blocks_of,
+    bubble_fraction,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    peak_live,
+    receives_from,
+    schedule,
+    sends_to,
+    simulate,
+)
+from cs336_systems.schedule_drawing import LEGEND
+
+# (name, p, m, v): interleaving with v > 1 needs m to be a multiple of p.
+GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), range(1, 9), range(1, 17))]
+GRID += [("interleaved", p, m, v) for p, m, v in product(range(1, 9), range(1, 17), (2, 3, 4)) if m % p == 0]
+# 12 is a multiple of every v, so that all times are whole numbers and floats compute them exactly.
+TIMES = ((12.0, 24.0), (12.0, 12.0), (12.0, 60.0), (60.0, 12.0))
+
+
+def actions(text: str) -> list[Action]:
+    """F0 and B0 are microbatch 0's forward and backward; F0b is its forward in chunk 1."""
+    kinds = {"F": "forward", "B": "backward"}
+    return [Action(kinds[word[0]], int(word[1]), "ab".index(word[2:] or "a")) for word in text.split()]
+
+
+def formulas(name: str, p: int, m: int, v: int) -> tuple[tuple[int, int], list[int]]:
+    """The bubble as a fraction, and the peak of every stage, from the papers."""
+    if name == "gpipe":
+        peaks = [m] * p
+    elif v == 1:
+        peaks = [min(p - r, m) for r in range(p)]
+    elif m == p:
+        peaks = [m * v] * p
+    else:
+        peaks = [2 * (p - 1 - r) + (v - 1) * p + 1 for r in range(p)]
+    return (p - 1, v * m + p - 1), peaks
+
+
+def test_the_grid_is_whole():
+    assert len(GRID) == 3 * 8 * 16 + 3 * (16 + 8 + 5 + 4 + 3 + 2 + 2 + 2)
+    assert len(set(GRID)) == len(GRID)
+
+
+@pytest.mark.parametrize(("forward", "backward"), TIMES)
+def test_bubble_and_peak_equal_their_formulas(forward, backward):
+    for name, p, m, v in GRID:
+        ran = simulate(schedule(name, p, m, v), forward, backward)
+        (idle, whole), peaks = formulas(name, p, m, v)
+        assert ran.bubble == idle / whole == bubble_fraction(name, p, m, v), (name, p, m, v)
+        assert ran.idle == [(p - 1) * (forward + backward) / v] * p, (name, p, m, v)
+        assert ran.makespan == (m * v + p - 1) * (forward + backward) / v, (name, p, m, v)
+        assert ran.peak_live == peaks, (name, p, m, v)
+        assert [peak_live(name, r, p, m, v) for r in range(p)] == peaks, (name, p, m, v)
+
+
+def test_every_action_once_and_gradients_added_in_the_order_of_one_process():
+    for name, p, m, v in GRID:
+        for stage in schedule(name, p, m, v):
+            assert len(stage) == 2 * m * v
+            assert set(stage) == {Action(*each) for each in product(("forward", "backward"), range(m), range(v))}
+            for kind, chunk in product(("forward", "backward"), range(v)):
+                assert [each.microbatch for each in stage if (each.kind, each.chunk) == (kind, chunk)] == list(range(m))
+
+
+def test_the_simulation_keeps_its_promises():
+    # An order in time is checked here by the rules themselves, not by the simulator's own bookkeeping.
+    for name, p, m, v in (("gpipe", 3, 5, 1), ("1f1b", 4, 6, 1), ("interleaved", 3, 6, 2), ("interleaved", 1, 4, 3)):
+        ran = simulate(schedule(name, p, m, v), 12.0, 24.0, transfer=5.0)
+        when = {(each.stage, each.action): each for row in ran.timeline for each in row}
+        for each in when.values():
+            assert each.end - each.start == (12.0 if each.action.kind == "forward" else 24.0) / v
+        for i, c, r in product(range(m), range(v), range(p)):
+            here, there = (r, c), ((r + 1) % p, c + (r + 1) // p)
+            late = 5.0 if p > 1 else 0.0
+            for kind, (giver, taker) in (("forward", (here, there)), ("backward", (there, here))):
+                if there[1] < v:
+                    sent, got = (when[stage, Action(kind, i, chunk)] for stage, chunk in (giver, taker))
+                    assert got.start >= sent.end + late
+            assert when[r, Action("backward", i, c)].start >= when[r, Action("forward", i, c)].end
+        for row in ran.timeline:
+            assert all(before.end <= after.start for before, after in pairwise(row))
+
+
+def test_messages_between_two_stages_are_taken_in_the_order_in_which_they_are_sent():
+    # What a transport without tags demands: with two stages, forwards and backwards even share a channel.
+    for _, p, m, v in (each for each in GRID if each[0] == "interleaved"):
+        lists = schedule("interleaved", p, m, v)
+        sent: dict = {}
+        taken: dict = {}
+        for stage, row in enumerate(lists):
+            for each in row:
+                if target := sends_to(stage, each, p, v):
+                    assert receives_from(*target, p, v) == (stage, each)
+                    sent.setdefault((stage, target[0]), []).append(target[1])
+                if source := receives_from(stage, each, p, v):
+                    taken.setdefault((source[0], stage), []).append(each)
+        assert sent == taken, (p, m, v)
+        assert sum(map(len, sent.values())) == 2 * m * (p * v - 1)
+
+
+def test_lists_by_hand():
+    assert schedule("gpipe", 2, 3) == [actions("F0 F1 F2 B0 B1 B2")] * 2
+    assert schedule("1f1b", 2, 3) == [actions("F0 F1 B0 F2 B1 B2"), actions("F0 B0 F1 B1 F2 B2")]
+    assert schedule("1f1b", 4, 8) == [
+        actions("F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7"),
+        actions("F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7"),
+        actions("F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7"),
+        actions("F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7"),
+    ]
+    assert schedule("1f1b", 4, 2)[0] == actions("F0 F1 B0 B1")
+    assert schedule("interleaved", 2, 4, 2) == [
+        actions("F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"),
+        actions("F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
+    ]
+    assert schedule("interleaved", 2, 2, 2) == [actions("F0a F1a F0b F1b B0b B1b B0a B1a")] * 2
+
+
+def test_one_stage_at_a_time():
+    assert list(gpipe(1, 2, 3)) == schedule("gpipe", 2, 3)[1]
+    assert list(one_f_one_b(2, 4, 8)) == schedule("1f1b", 4, 8)[2]
+    assert list(interleaved(1, 2, 4, 2)) == schedule("interleaved", 2, 4, 2)[1]
+    assert list(interleaved(1, 3, 5, 1)) == list(one_f_one_b(1, 3, 5))
+
+
+def test_unequal_stages():
+    # The second stage waits for the first forward to reach it and, at the end, for the first stage's last backward.
+    ran = simulate(schedule("1f1b", 2, 4), forward=[3.0, 4.0], backward=[6.0, 8.0], transfer=0.5)
+    first, second = ran.timeline
+    assert second[0].start == 3.5
+    assert [each.end - each.start for each in second] == [4.0, 8.0] * 4
+    assert ran.makespan == 3.5 + 4 * 12.0 + 0.5 + 6.0 == first[-1].end
+    assert ran.idle == [58.0 - 4 * 9.0, 10.0]
+    assert ran.bubble == 32.0 / 116.0
+
+
+def test_a_stage_alone_is_never_idle():
+    # Thirds do not add up exactly, and yet no idle time appears. A message to itself takes no time either.
+    ran = simulate(schedule("interleaved", 1, 5, 3), transfer=9.0)
+    assert ran.idle == [0.0]
+    assert ran.bubble == 0.0
+
+
+def test_layers_of_chunks():
+    assert [list(blocks_of(r, c, 2, 2, 8)) for c in (0, 1) for r in (0, 1)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert blocks_of(1, 1, 2, 2, 8) == range(6, 8)
+    for p, v, size in product((1, 2, 3, 8), (1, 2, 4), (1, 3)):
+        layers = p * v * size
+        for r, c in product(range(p), range(v)):
+            start = c * layers // v + r * layers // (p * v)
+            assert blocks_of(r, c, p, v, layers) == range(start, start + size)
+            # A chunk's last layer feeds the first of the chunk that its output is sent to.
+            if target := sends_to(r, Action("forward", 0, c), p, v):
+                assert blocks_of(target[0], target[1].chunk, p, v, layers).start == start + size
+
+
+def test_drawings():
+    assert simulate(schedule("1f1b", 2, 3)).drawing(width=32) == (
+        "stage 0 0>1>....0<<<2>1<<<..2<<<\n"
+        "stage 1 ..0>0<<<1>1<<<2>2<<<...."
+    )  # fmt: skip
+    assert simulate(schedule("interleaved", 2, 2, 2)).drawing(width=42) == (
+        "stage 0 0a1a0b1b......0BBB1BBB0AAA1AAA\n"
+        "stage 1 ..0a1a0b1b0BBB1BBB0AAA1AAA...."
+    )  # fmt: skip
+    # 21 thirds, which do not quite add up to 7, fill exactly two columns each.
+    assert simulate(schedule("interleaved", 2, 2, 3)).drawing(width=8 + 2 * 21) == (
+        "stage 0 0a1a0b1b0c1c......0CCC1CCC0BBB1BBB0AAA1AAA\n"
+        "stage 1 ..0a1a0b1b0c1c0CCC1CCC0BBB1BBB0AAA1AAA...."
+    )  # fmt: skip
+
+
+def test_narrow_drawings_show_directions_alone():
+    ran = simulate(schedule("gpipe", 2, 2))
+    assert ran.drawing(width=17) == "stage 0 >>...0<1<\nstage 1 .>>0<1<.."
+    assert ran.drawing(width=25) == ran.drawing(width=17), "columns stay whole"
+    assert ran.drawing(width=26) != ran.drawing(width=17)
+    wide = simulate(schedule("1f1b", 2, 11)).drawing(width=8 + 12 * 6)
+    assert "9>" in wide
+    assert "10<<" in wide
+    assert "10>" not in wide
+    for width in range(9, 120):
+        lines = simulate(schedule("interleaved", 3, 6, 3)).drawing(width).split("\n")
+        assert len({len(line) for line in lines}) == 1
+        assert len(lines[0]) <= width
+    assert all(mark in LEGEND for mark in ("0>", "0<", "0a", "0A", "."))
+
+
+def test_a_deadlock_names_who_waits_for_whom():
+    # Stage 0 wants the first gradient before it sends what stage 1 wants before that gradient.
+    lists = [actions("F0 B0 F1 F2 B1 B2"), actions("F0 F1 B0 B1 F2 B2")]
+    with pytest.raises(ScheduleError) as error:
+        simulate(lists)
+    assert str(error.value) == (
+        "deadlock: stage 0 cannot run backward of microbatch 0 in chunk 0 "
+        "before stage 1 has run backward of microbatch 0 in chunk 0; "
+        "stage 1 cannot run forward of microbatch 1 in chunk 0 "
+        "before stage 0 has run forward of microbatch 1 in chunk 0"
+    )
+
+
+def test_two_swapped_actions_deadlock():
+    lists = schedule("interleaved", 4, 8, 2)
+    simulate(lists)
+    place = lists[0].index(Action("forward", 0, 1))
+    lists[0][0], lists[0][place] = lists[0][place], lists[0][0]
+    with pytest.raises(ScheduleError, match="deadlock: stage 0 cannot run forward of microbatch 0 in chunk 1"):
+        simulate(lists)
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ("F0 B0 F1", "stage 1 has no backward of microbatch 1 in chunk 0"),
+        ("F0 B0 F1 B1 F1", "stage 1 has a forward of microbatch 1 in chunk 0 too many"),
+        ("F0 B0 B1 F1", "stage 1 has a backward before the forward of microbatch 1 in chunk 0"),
+        ("", "stage 1 has no forward of microbatch 0 in chunk 0"),
+    ],
+)
+def test_lists_that_no_pipeline_can_run(second, words):
+    with pytest.raises(ScheduleError, match=f"^{words}$"):
+        simulate([actions("F0 F1 B0 B1"), actions(second)])
+
+
+def test_other_lists_that_are_none():
+    for nothing in ([], [[], []]):
+        with pytest.raises(ScheduleError, match="at least one stage and one action"):
+            simulate(nothing)
+    with pytest.raises(ScheduleError, match="a forward of microbatch -1 in chunk 0 too many"):
+        simulate([[Action("forward", -1), *actions("F0 B0")]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("zigzag", 2, 4, 1), "no schedule is called 'zigzag': choose from gpipe, 1f1b, interleaved"),
+        (("1f1b", 0, 4, 1), "stages must be at least 1, not 0"),
+        (("gpipe", 2, -1, 1), "microbatches must be at least 1, not -1"),
+        (("interleaved", 2, 4, 0), "chunks must be at least 1, not 0"),
+        (("1f1b", 2, 4, 2), "1f1b has one chunk per stage, not 2: use interleaved for more"),
+        (("gpipe", 2, 4, 3), "gpipe has one chunk per stage, not 3: use interleaved for more"),
+        (("interleaved", 4, 10, 2), "microbatches 10 is not a multiple of stages 4, as interleaved needs: use 8 or 12"),
+        (("interleaved", 4, 3, 2), "microbatches 3 is not a multiple of stages 4, as interleaved needs: use 4"),
+    ],
+)
+def test_refusals(arguments, words):
+    name, *counts = arguments
+    for refuse in (schedule, bubble_fraction, lambda name, *rest: peak_live(name, 0, *rest)):
+        with pytest.raises(UserError) as error:
+            refuse(name, *counts)
+        assert str(error.value) == words
+
+
+def test_other_refusals():
+    for one_stage in (gpipe, one_f_one_b, lambda *counts: interleaved(*counts, 2)):
+        for stage in (-1, 4):
+            with pytest.raises(UserError, match=f"stage {stage} does not exist: the 4 stages are 0 to 3"):
+                one_stage(stage, 4, 8)
+    with pytest.raises(UserError, match="num_layers 24 is not a multiple of stages 5 x chunks 2 = 10: change one"):
+        blocks_of(0, 0, 5, 2, 24)
+    with pytest.raises(UserError, match="num_layers 0 is not a multiple"):
+        blocks_of(0, 0, 2, 1, 0)
+    with pytest.raises(UserError, match="chunk 2 does not exist: the 2 chunks of a stage are 0 to 1"):
+        blocks_of(0, 2, 3, 2, 24)
+    lists = schedule("1f1b", 2, 3)
+    with pytest.raises(UserError, match=r"forward must be a time above 0, or one for each of the 2 stages, not 0\.0"):
+        simulate(lists, forward=0.0)
+    with pytest.raises(UserError, match=r"backward must be .* one for each of the 2 stages, not \[1.0, 2.0, 3.0\]"):
+        simulate(lists, backward=[1.0, 2.0, 3.0])
+    with pytest.raises(UserError, match=r"transfer must be at least 0, not -1\.0"):
+        simulate(lists, transfer=-1.0)
