@@ -15,8 +15,9 @@ Distributed, arXiv:2006.15704, section 3.2).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from cs336_systems.bucket import GradBucket, Verb
 from cs336_systems.comm import Group, agree, all_reduce, broadcast, default_group, fault
 from cs336_systems.errors import UserError
 from cs336_systems.flat import plan_buckets
-from cs336_systems.grad_norm import clip_by_norm, global_norm
+from cs336_systems.grad_norm import Kept, clip_kept
 from cs336_systems.structure import (
     Structure,
     broadcast_module,
@@ -51,7 +52,8 @@ class DataParallel(nn.Module):
     some ranks did not use counts as zero there. Gradients that no rank has synchronised never reach an optimizer: its
     step raises. Buffers follow rank 0 at each synchronisation, so evaluation on one rank alone is safe.
 
-    Raises UserError, on every rank, if the modules differ or have changed since.
+    `apart` are parameters that get a bucket of their own, so that ranks of another group, whose module has other
+    parameters, cut their gradients alike. Raises UserError, on every rank, if the modules differ or have changed since.
     """
 
     bucket_size_mb: float | None = 25.0  # a group's size in 10^6 bytes; 0: one parameter a group; None: one group
@@ -59,7 +61,7 @@ class DataParallel(nn.Module):
     scatters: bool = False  # whether each rank keeps a slice of the mean only
     verb: Verb = staticmethod(all_reduce)
 
-    def __init__(self, module: nn.Module, group: Group | None = None) -> None:
+    def __init__(self, module: nn.Module, group: Group | None = None, apart: Collection[nn.Parameter] = ()) -> None:
         super().__init__()
         self.module, self.group = module, default_group(group)
         self.structure = Structure(module, self.group)
@@ -69,9 +71,11 @@ class DataParallel(nn.Module):
         if self.bucket_size_mb is not None and self.bucket_size_mb < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * MB
+        together = [p for p in self.structure.trainable if p not in set(apart)]
+        alone = [p for p in self.structure.trainable if p in set(apart)]
         self.buckets = [
             GradBucket(ps, self.group, self.verb, f"bucket {i}, from {self.structure.names[ps[0]]}", self.scatters)
-            for i, ps in enumerate(plan_buckets(self.structure.trainable, cap))
+            for i, ps in enumerate([*plan_buckets(together, cap), *plan_buckets(alone, 0)])
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.number = {bucket: i for i, bucket in enumerate(self.buckets)}
@@ -172,14 +176,24 @@ class DataParallel(nn.Module):
                 found.append(bucket.shard[:elements])
         return found
 
+    def kept_gradients(self) -> list[Kept]:
+        """What this rank has of every parameter's synchronised gradient, as views."""
+        if not self.scatters:
+            return [Kept(p, p.grad, False) for p in self.structure.trainable if p.grad is not None]
+        found = []
+        for bucket in (bucket for bucket in self.buckets if bucket.shard is not None):
+            first = bucket.layout.cuts[self.group.rank()]
+            for index, start, stop in map(astuple, bucket.layout.pieces(self.group.rank())):
+                if (parameter := bucket.parameters[index]) in bucket.used:
+                    offset = bucket.layout.offsets[index] - first
+                    assert bucket.shard is not None
+                    found.append(Kept(parameter, bucket.shard[offset + start : offset + stop], True))
+        return found
+
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""
         require_finished(self, "clip_grad_norm()")
-        sharded = self._shards()
-        replicated = [p.grad for p in self.structure.trainable if p.grad is not None]
-        norm = global_norm(sharded, replicated, norm_type, self.group)
-        clip_by_norm([*sharded, *replicated], norm, max_norm)
-        return norm
+        return clip_kept(self.kept_gradients(), max_norm, norm_type, self.group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, sharded ones as well."""
@@ -244,6 +258,12 @@ class BucketedDDP(DataParallel):
 
     overlap = True
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 25.0,
+        group: Group | None = None,
+        apart: Collection[nn.Parameter] = (),
+    ) -> None:
         self.bucket_size_mb = bucket_size_mb
-        super().__init__(module, group)
+        super().__init__(module, group, apart)

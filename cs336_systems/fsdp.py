@@ -23,7 +23,7 @@ from cs336_systems.compute_dtype import cast, compute_in
 from cs336_systems.errors import UserError
 from cs336_systems.flat import plan_buckets
 from cs336_systems.fsdp_state import Shard, gather_full, load_full, sharded_state
-from cs336_systems.grad_norm import clip_by_norm, global_norm
+from cs336_systems.grad_norm import Kept, clip_kept
 from cs336_systems.structure import (
     Structure,
     broadcast_module,
@@ -78,8 +78,7 @@ class FSDP(nn.Module):
         self.expected: set[Unit] = set()  # took part in a forward and have no gradient yet
         self.reducing: list[Unit] = []
         self.reduced: set[Unit] = set()  # in this backward
-        self.awaiting = False  # whether a unit watches for zero_grad of an optimizer
-        self.synchronised = True
+        self.awaiting, self.synchronised = False, True  # awaiting: a unit watches for zero_grad of an optimizer
         guard_step(self, (*self.bucket_of, *self.shards))
 
     def _install_hooks(self, replicated: Sequence[Tensor]) -> None:
@@ -272,14 +271,15 @@ class FSDP(nn.Module):
         whole until the last backward would cost what sharding saves."""
         yield
 
+    def kept_gradients(self) -> list[Kept]:
+        """What this rank has of every parameter's synchronised gradient, as views."""
+        sharded = [Kept(unit.shard, unit.shard.grad, True) for unit in self.units if unit.shard.grad is not None]
+        return sharded + [Kept(p, p.grad, False) for p in self.bucket_of if p.grad is not None]
+
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""
         require_finished(self, "clip_grad_norm()")
-        sharded = [unit.shard.grad for unit in self.units if unit.shard.grad is not None]
-        replicated = [p.grad for p in self.bucket_of if p.grad is not None]
-        norm = global_norm(sharded, replicated, norm_type, self.group)
-        clip_by_norm([*sharded, *replicated], norm, max_norm)
-        return norm
+        return clip_kept(self.kept_gradients(), max_norm, norm_type, self.group)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise UserError("copy the state instead (gather_full_params): FSDP belongs to its group and parameters")

@@ -1,11 +1,21 @@
 """The global norm of gradients, some of which are sharded over the ranks, and clipping by it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs336_systems.comm import Group, all_gather
+
+
+class Kept(NamedTuple):
+    """The gradient that this rank keeps for a parameter after a synchronisation: all of it, alike on every rank, or
+    a share that no other rank has."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    sharded: bool
 
 
 @torch.no_grad()
@@ -39,3 +49,11 @@ def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> 
     scale = (max_norm / norm).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))
+
+
+def clip_kept(kept: Sequence[Kept], max_norm: float, norm_type: float, group: Group) -> Tensor:
+    """Clip the gradients of a wrapper by their global norm, which is returned. Every rank must call this."""
+    sharded, replicated = ([each.gradient for each in kept if each.sharded is kind] for kind in (True, False))
+    norm = global_norm(sharded, replicated, norm_type, group)
+    clip_by_norm([*sharded, *replicated], norm, max_norm)
+    return norm

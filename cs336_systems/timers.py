@@ -150,9 +150,15 @@ class Timers:
         Ranks may use different timers: a pipeline's first stage receives no activations. Such a rank is left out of a
         timer's spread, since to count it as zero would halve the mean of a thing that the others do.
         """
+        ranks = [0] if self.group is None else [global_rank(rank, self.group) for rank in range(self.group.size())]
+        return {name: _spread(values, ranks) for name, values in self.by_rank().items()}
+
+    def by_rank(self) -> dict[str, list[float]]:
+        """The milliseconds of every timer on each rank of the group, NaN where a rank has not used it; the same on
+        every rank, each of which must call this."""
         own = self.milliseconds()
         if self.group is None:
-            return {name: Spread(value, value, value, 0, 0, 1) for name, value in own.items()}
+            return {name: [value] for name, value in own.items()}
         every = agree("names of timers", json.dumps(list(own)), self.group)
         names = list(dict.fromkeys(name for some in every for name in json.loads(some)))
         if not names:
@@ -161,8 +167,7 @@ class Timers:
         table = torch.zeros(self.group.size(), len(names), dtype=torch.float64, device=self.device)
         table[self.group.rank()] = torch.tensor(mine, dtype=torch.float64)
         all_gather(table.view(-1), self.group, "timers").wait()
-        ranks = [global_rank(rank, self.group) for rank in range(self.group.size())]
-        return {name: _spread(column, ranks) for name, column in zip(names, table.T.tolist(), strict=True)}
+        return dict(zip(names, table.T.tolist(), strict=True))
 
     def line(self, normaliser: float = 1, kind: Kind = "max", reset: bool = True) -> str:
         """The report, in milliseconds over `normaliser` (the steps since the last one), the same on every rank.

@@ -10,7 +10,7 @@
 be sharded reduce-scattered; what is sharded and needed whole is all-gathered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -37,14 +37,16 @@ def zero(
     stage: int,
     group: Group | None = None,
     param_groups: ParamGroups | None = None,
+    apart: Collection[nn.Parameter] = (),
     **kwargs: Any,
 ) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
     """The module and its optimizer with a stage's placements; the loop that trains them is the same for all four:
 
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
 
-    `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); `kwargs`
-    go to the optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
+    `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); the
+    gradients of `apart` are cut by themselves (see `DataParallel`); `kwargs` go to the optimizer. Raises UserError for
+    a stage that does not exist or an optimizer that cannot be sharded.
     """
     if stage not in (0, 1, 2, 3):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage}")
@@ -52,7 +54,7 @@ def zero(
     if stage == 3:
         wrapped = FSDP(module, group=group)
     else:
-        wrapped = ScatteredDDP(module, group=group) if stage == 2 else BucketedDDP(module, group=group)
+        wrapped = (ScatteredDDP if stage == 2 else BucketedDDP)(module, group=group, apart=apart)
     groups = param_groups(wrapped) if param_groups else [{"params": list(wrapped.parameters())}]
     if stage in (0, 3):
         return wrapped, optimizer_cls(groups, **kwargs)
