@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from cs336_systems.console import format_bytes
+from cs336_systems.cost.layout import Layout
+from cs336_systems.cost.layout_memory import layout_memory
 from cs336_systems.cost.memory import MODES, Mode, Precision, memory
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
@@ -59,4 +61,18 @@ def require_fit(
     raise UserError(
         f"{name} with batch {batch} x {seq} needs {format_bytes(sum(parts.values()))} for a {mode} "
         f"({describe_parts(parts)}), but {format_bytes(usable)} are usable; {advice}"
+    )
+
+
+def require_layout_fits(
+    name: str, config: ModelConfig, layout: Layout, seq: int, precision: Precision, usable: int
+) -> None:
+    """Raises UserError, saying what it needs and what helps, unless each rank's part of a step fits `usable` bytes."""
+    parts = layout_memory(config, layout, seq, precision)
+    if sum(parts.values()) <= usable:
+        return
+    raise UserError(
+        f"{name} with microbatches of {layout.micro_batch} x {seq} at tp {layout.tp} x pp {layout.pp} x dp "
+        f"{layout.dp} needs {format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but {format_bytes(usable)} are "
+        "usable; raise --tp, --pp or --zero, recompute (--recompute segments), or lower --micro-batch-size"
     )

@@ -20,70 +20,107 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
+class Share:
+    """What one rank of a layout computes, and how: by default everything, as one process does with autocast."""
+
+    tp: int = 1  # ranks over which heads, d_ff and the vocabulary are split
+    sequence: bool = False  # the stream is, too, along the sequence
+    keyed: bool = False  # dropout by place, whose mask takes a byte an element
+    half: bool = False  # in bf16 and fp16 the weights and the stream are so as well: master weights, no autocast
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Byte counts that the formulas share: tokens by width, tokens by feed-forward width, scores, logits."""
 
-    stream: int  # tokens d_model, float32
-    compute: int  # tokens d_model, in the precision of products
+    stream: int  # tokens d_model, as it goes from block to block
+    wide: int  # the same in float32
+    compute: int  # the same in the precision of products
+    read: int  # what a branch's first products read, as it is kept, in the precision of products
+    heads: int  # tokens heads head_dim, in the precision of products
+    queries_keys_values: int  # the same of all three
     hidden: int  # tokens d_ff, in the precision of products
     scores: int  # batch heads seq seq, float32
     scores_compute: int
     logits: int  # tokens vocab_size, float32
     row: int  # one float32 a token
+    head_rows: int  # one float32 a token and head
+    mask: int  # dropout's, of the stream
+    scores_mask: int
     mixed: bool
 
     @classmethod
-    def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision) -> "Sizes":
-        mixed = precision in ("bf16", "fp16")
-        tokens, width = batch * seq, 2 if mixed else 4
-        scores = tokens * seq * config.num_heads
+    def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision, share: Share | None = None) -> "Sizes":
+        share = share or Share()
+        narrow = precision in ("bf16", "fp16")
+        tokens, width = batch * seq, 2 if narrow else 4
+        mine = tokens // share.tp if share.sequence else tokens
+        scores, stream = tokens * seq * config.num_heads // share.tp, mine * config.d_model
+        # Under sequence parallelism a branch reads all tokens, but keeps its own and gathers them again, unless it is
+        # run again as a whole.
+        parted = config.recompute in ("none", "attention")
+        heads = width * tokens * config.d_model // share.tp
+        # A single key that several queries share is not copied for each but seen by all, until a product wants it.
+        copied = config.attention == "naive" or (config.attention == "sdpa" and config.dropout > 0)
+        seen = config.kv_heads == share.tp and not (copied and config.recompute != "attention")
         return cls(
-            stream=4 * tokens * config.d_model,
-            compute=width * tokens * config.d_model,
-            hidden=width * tokens * config.d_ff,
+            stream=(width if share.half else 4) * stream,
+            wide=4 * stream,
+            compute=width * stream,
+            read=width * (mine if parted else tokens) * config.d_model,
+            heads=heads,
+            queries_keys_values=heads + 2 * (heads * config.kv_heads // config.num_heads if seen else heads),
+            hidden=width * tokens * config.d_ff // share.tp,
             scores=4 * scores,
             scores_compute=width * scores,
-            logits=4 * tokens * config.vocab_size,
-            row=4 * tokens,
-            mixed=mixed,
+            logits=4 * tokens * config.vocab_size // share.tp,
+            row=4 * mine,
+            head_rows=4 * tokens * config.num_heads // share.tp,
+            mask=(1 if share.keyed else width) * stream,
+            scores_mask=(1 if share.keyed else width) * scores,
+            mixed=narrow and not share.half,
         )
 
 
-def _norm(config: ModelConfig, s: Sizes) -> int:
+def norm_activations(config: ModelConfig, s: Sizes) -> int:
+    """Bytes that autograd keeps for one norm."""
     # LayerNorm keeps its input, mean and 1/std; RMSNorm its input and 1/rms and, written out, the normalised input.
     if config.norm == "layernorm":
         return s.stream + 2 * s.row
-    return (1 if config.kernels == "triton" else 2) * s.stream + s.row
+    if config.kernels == "triton":
+        return s.stream + s.row
+    copies = 2 if s.stream < s.wide else 1  # of a narrow input, one for the squares and one for the product
+    return (copies + 1) * s.wide + s.row
 
 
 def _scores(config: ModelConfig, s: Sizes) -> int:
     """What the attention core keeps besides its inputs and output."""
     if config.attention == "flash":
-        return s.row * config.num_heads + s.compute  # its output is contiguous by head: a copy in the stream's order
+        return s.head_rows + s.heads  # its output is contiguous by head: a copy in the stream's order
     if config.attention == "sdpa" and not config.dropout:
         # The log-sum-exp of each query; and rotated queries are contiguous by head, so is the output: a copy of it
         # in the stream's order is what the next product reads.
-        return s.row * config.num_heads + (s.compute if config.positions == "rotary" else 0)
-    kept = s.scores + (s.scores_compute if s.mixed else 0)  # the softmax, and its cast for the product
+        return s.head_rows + (s.heads if config.positions == "rotary" else 0)
     if config.dropout:
-        kept = s.scores + 2 * s.scores_compute  # the softmax, the mask and the dropped weights
-    return kept
+        return s.scores + s.scores_mask + s.scores_compute  # the softmax, the mask and the dropped weights
+    return s.scores + (s.scores_compute if s.scores_compute < s.scores else 0)  # the softmax, and its cast
 
 
 def attention_activations(config: ModelConfig, s: Sizes) -> int:
     """Bytes that autograd keeps for one attention branch without recompute, its input included."""
     reads = 3 if s.mixed else 1  # autocast casts a shared input once for each product that reads it
-    masks = s.compute if config.dropout else 0
-    return _norm(config, s) + (reads + 3 + 1) * s.compute + _scores(config, s) + masks  # input, q k v, output
+    masks = s.mask if config.dropout else 0
+    inside = s.queries_keys_values + _scores(config, s) + s.heads  # and the output
+    return norm_activations(config, s) + reads * s.read + inside + masks
 
 
 def feed_forward_activations(config: ModelConfig, s: Sizes) -> int:
     """Bytes that autograd keeps for one feed-forward branch without recompute, its input included."""
     gated = config.feed_forward == "swiglu"
     reads = 2 if s.mixed and gated else 1
-    masks = s.compute if config.dropout else 0
+    masks = s.mask if config.dropout else 0
     gate = 2 if config.kernels == "torch" else 1  # fused, silu(gate) is computed anew
-    return _norm(config, s) + reads * s.compute + (2 + gate if gated else 2) * s.hidden + masks
+    return norm_activations(config, s) + reads * s.read + (2 + gate if gated else 2) * s.hidden + masks
 
 
 def is_loss_fused(config: ModelConfig) -> bool:
@@ -107,7 +144,11 @@ def _head_activations(config: ModelConfig, s: Sizes, batch: int) -> int:
     """What the last norm, the head and the loss keep. It is gone when backward comes to the last block."""
     fused = is_loss_fused(config)
     # The head's input, the log-softmax and a scalar weight; or, fused, both gradients of the head and a count.
-    kept = _norm(config, s) + s.compute + (4 * config.vocab_size * config.d_model + 8 if fused else s.logits + 4)
+    kept = (
+        norm_activations(config, s)
+        + s.compute
+        + (4 * config.vocab_size * config.d_model + 8 if fused else s.logits + 4)
+    )
     if config.bert_heads:
         # The transform's product, the norm's input, mean and 1/std, the norm's output, and the pooler's.
         kept += 3 * s.compute + 2 * s.row + 4 * batch * config.d_model
@@ -151,24 +192,26 @@ class Activations:
     def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> "Activations":
         """Those of a training step on (batch seq) tokens."""
         s = Sizes.of(config, batch, seq, precision)
-        block, depth = block_activations(config, s), config.num_layers
-        every, scores, layers = config.recompute_every, 0, range(config.num_layers)
-        match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
-            case "none":
-                blocks, held = depth * block, tuple((i + 1) * block for i in layers)
-            case "attention":
-                scores = _scores(config, s)
-                blocks, held = depth * (block - scores), tuple((i + 1) * (block - scores) for i in layers)
-            case "segments":
-                blocks = ceil(depth / every) * s.stream
-                # A segment's first block keeps the segment's input, which is there already.
-                held = tuple(i // every * s.stream + (i % every + 1) * block for i in layers)
-            case "nested":
-                blocks = 2 * s.stream
-                # The input of every second half on the way; that of the first halves is their parent's.
-                held = tuple(_second_halves(i, depth) * s.stream + block for i in layers)
         shared = _shared_activations(config, s, batch * seq, seq)
-        return cls(shared, _head_activations(config, s, batch), blocks, held, scores)
+        return cls(shared, _head_activations(config, s, batch), *keep_blocks(config, s, config.num_layers))
+
+
+def keep_blocks(config: ModelConfig, s: Sizes, depth: int) -> tuple[int, tuple[int, ...], int]:
+    """`Activations.blocks`, `held` and `scores` of so many blocks in a row."""
+    block, every, layers = block_activations(config, s), config.recompute_every, range(depth)
+    match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
+        case "attention":
+            scores = _scores(config, s)
+            return depth * (block - scores), tuple((i + 1) * (block - scores) for i in layers), scores
+        case "segments":
+            # A segment's first block keeps the segment's input, which is there already.
+            held = tuple(i // every * s.stream + (i % every + 1) * block for i in layers)
+            return ceil(depth / every) * s.stream, held, 0
+        case "nested":
+            # The input of every second half on the way; that of the first halves is their parent's.
+            return 2 * s.stream, tuple(_second_halves(i, depth) * s.stream + block for i in layers), 0
+        case _:
+            return depth * block, tuple((i + 1) * block for i in layers), 0
 
 
 def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> tuple[int, int]:
@@ -188,7 +231,7 @@ def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
     return max(feed_forward, attention, loss)
 
 
-def _gradients_inside(config: ModelConfig, s: Sizes) -> tuple[int, int]:
+def gradients_inside(config: ModelConfig, s: Sizes) -> tuple[int, int]:
     """The most that backward adds inside an attention and inside a feed-forward branch to what the branch kept."""
     # What a product kept is freed before the next gradient is made, but a softmax needs its result to the end.
     scores = 2 * s.scores if config.attention == "naive" else 0
@@ -202,7 +245,7 @@ def _backward(
 
     Backward trades activations for gradients: first the loss's and the head's, then block by block from the last.
     """
-    inside_attention, inside_feed_forward = _gradients_inside(config, s)
+    inside_attention, inside_feed_forward = gradients_inside(config, s)
     attention = 4 * counts["attention"] // config.num_layers  # gradients of one block
     feed_forward = 4 * counts["feed-forward"] // config.num_layers
     embedding, weights = 4 * config.d_model * config.vocab_size, 4 * sum(counts.values())

@@ -1,0 +1,126 @@
+"""How long a step of a layout takes: FLOPs at the device's peak, element-wise work at its bandwidth, every transfer
+over one link, and the schedule played through by `schedule.simulate`.
+
+Transfers of tensor parallelism wait, those between stages travel while stages compute, and the reductions of gradients
+hide behind the last microbatch's backward.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
+from cs336_systems.cost.hardware import Hardware
+from cs336_systems.cost.layout import Layout
+from cs336_systems.cost.layout_memory import parameter_bytes, state_elements
+from cs336_systems.cost.layout_traffic import (
+    Traffic,
+    Transfer,
+    gradient_traffic,
+    message_traffic,
+    pass_traffic,
+    shard_traffic,
+)
+from cs336_systems.cost.memory import Precision
+from cs336_systems.cost.parallel import Link, exposed_seconds
+from cs336_systems.cost.step import ADAMW_PASSES, forward_traffic
+from cs336_systems.presets import ModelConfig
+from cs336_systems.schedule import schedule, simulate
+
+
+def sample_flops(config: ModelConfig, seq: int) -> tuple[int, int]:
+    """(model, hardware) FLOPs of one sequence in a step: without what backward repeats, and with it.
+
+    For s tokens, l layers, h wide, and V words, the second is 96 s l h^2 (1 + s / 6h + V / 16lh) where all blocks are
+    recomputed (Narayanan et al., arXiv:2104.04473, section 5.1 and appendix). Without the repeated forward, the first
+    is 72 s l h^2 (1 + s / 6h + V / 12lh). BERT's transform, pooler and pair count as well, 0.2% of BERT-345M.
+    """
+    model = sum(forward_flops(config, 1, seq).values()) + backward_flops(config, 1, seq)
+    return model, model + recompute_flops(config, 1, seq)
+
+
+def pass_flops(config: ModelConfig, layout: Layout, seq: int, stage: int) -> tuple[int, int]:
+    """(forward, backward) FLOPs of one rank of a stage for one microbatch through all its blocks, recompute included.
+
+    A split vocabulary is computed with its padding; BERT's transform and pooler by every tp rank alike.
+    """
+    layout.check(config, seq)
+    parts, rows = forward_flops(config, layout.micro_batch, seq), layout.micro_batch
+    blocks = parts["projections"] + parts["scores"] + parts["feed-forward"]
+    again = recompute_flops(config, rows, seq)
+    head = 0
+    if layout.ends(stage)[1]:
+        words = 2 * rows * seq * config.d_model
+        head = parts["head"] - words * config.vocab_size + words * layout.vocabulary(config)
+    share = layout.pp * layout.tp
+    return blocks // share + head, 2 * (blocks // share + head) + again // share
+
+
+def transfer_seconds(link: Link, transfer: Transfer, layout: Layout) -> float:
+    """How long one transfer takes on a link that is free."""
+    if transfer.verb in ("send", "receive"):
+        return link.latency + transfer.nbytes / link.bandwidth
+    ranks = {"tp": layout.tp, "dp": layout.dp, "ends": 2, "world": layout.ranks}[transfer.axis]
+    return link.seconds(transfer.nbytes, ranks, transfer.verb)
+
+
+def traffic_seconds(link: Link, traffic: Traffic, layout: Layout, axes: Iterable[str]) -> float:
+    """How long the transfers along some axes take, one after another."""
+    return sum(n * transfer_seconds(link, each, layout) for each, n in traffic.items() if each.axis in axes)
+
+
+def predict_step(
+    config: ModelConfig, layout: Layout, seq: int, hardware: Hardware, link: Link, precision: Precision = "fp32"
+) -> dict[str, float]:
+    """Seconds of one step by what they are spent on, and `total`, their sum.
+
+    All but `pipeline`, what messages between stages add to the simulated time, are of the stage that has most to do:
+    `bubble` is what it waits for others meanwhile. Raises UserError for a layout that does not divide.
+    """
+    layout.check(config, seq)
+    width, m, stages = parameter_bytes(precision)[0], layout.microbatches, range(layout.pp)
+    moved = forward_traffic(config, layout.micro_batch, seq, precision) / hardware.bandwidth / layout.pp / layout.tp
+    computed = [
+        (ahead / hardware.matmul_flops + moved, back / hardware.matmul_flops + 2 * moved)
+        for ahead, back in (pass_flops(config, layout, seq, stage) for stage in stages)
+    ]
+    spoken = [_tensor_parallel(config, layout, seq, stage, link, width) for stage in stages]
+    times = [[a + b for a, b in zip(*each, strict=True)] for each in zip(computed, spoken, strict=True)]
+    busiest = max(stages, key=lambda stage: sum(times[stage]))
+    lists = schedule(layout.schedule, layout.pp, m, layout.chunks)
+    forward, backward = ([each[way] for each in times] for way in (0, 1))
+    alone = simulate(lists, forward, backward).makespan
+    messages = message_traffic(config, layout, seq, busiest, width)
+    transfer = max((transfer_seconds(link, each, layout) for each in messages), default=0.0)
+    gradients = gradient_traffic(config, layout, busiest, precision)
+    parts = {
+        "forward": m * computed[busiest][0],
+        "backward": m * computed[busiest][1],
+        "bubble": alone - m * sum(times[busiest]),
+        "tensor-parallel": m * sum(spoken[busiest]) + traffic_seconds(link, gradients, layout, ("tp",)),
+        "pipeline": simulate(lists, forward, backward, transfer).makespan - alone,
+        "data-parallel": _data_parallel(gradients, layout, link, times[busiest][1] / layout.chunks),
+        "optimizer": ADAMW_PASSES * 4 * state_elements(config, layout, busiest, precision)[2] / hardware.bandwidth,
+    }
+    # An estimate from above: shards travel while layers compute.
+    parts["data-parallel"] += m * traffic_seconds(link, shard_traffic(config, layout, busiest, width), layout, ("dp",))
+    parts["pipeline"] += traffic_seconds(link, gradients, layout, ("ends",))
+    return parts | {"total": sum(parts.values())}
+
+
+def _tensor_parallel(
+    config: ModelConfig, layout: Layout, seq: int, stage: int, link: Link, width: int
+) -> tuple[float, float]:
+    """Seconds, forward and backward, that one microbatch's transfers take in all chunks of a stage."""
+    found = [pass_traffic(config, layout, seq, stage, chunk, width) for chunk in range(layout.chunks)]
+    ahead, back = (sum(traffic_seconds(link, each[way], layout, ("tp",)) for each in found) for way in (0, 1))
+    return ahead, back
+
+
+def _data_parallel(gradients: Traffic, layout: Layout, link: Link, backward: float) -> float:
+    """Seconds of the reductions that the last backward does not hide, and of all that follows them."""
+    buckets = [each for each in gradients.elements() if each.what == "bucket"]
+    seconds = [transfer_seconds(link, each, layout) for each in buckets]
+    hidden = layout.chunks == 1  # chunks have a last backward each, so reductions begin after them all
+    rest = +Counter({each: n for each, n in gradients.items() if each.what != "bucket"})
+    exposed = exposed_seconds([each.nbytes for each in buckets], seconds, backward, hidden) if buckets else 0.0
+    return exposed + traffic_seconds(link, rest, layout, ("dp", "world"))
