@@ -139,7 +139,8 @@ def progress(
 
 
 def setting(default: Any, help: str, **option: Any) -> Any:
-    """A dataclass field that `options` turns into a command-line option; `option` goes to click as it is."""
+    """A dataclass field that `options` turns into a command-line option, which `also` has other names; the rest of
+    `option` goes to click as it is."""
     return field(default=default, metadata={"option": {"help": help, **option}})
 
 
@@ -164,8 +165,8 @@ def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]
             else:
                 extra.setdefault("type", hint)
             show = each.default not in (None, ()) and hint is not bool
-            flag = "--" + each.name.replace("_", "-")
-            function = click.option(flag, each.name, default=each.default, show_default=show, **extra)(function)
+            flags = "--" + each.name.replace("_", "-"), *extra.pop("also", ())
+            function = click.option(*flags, each.name, default=each.default, show_default=show, **extra)(function)
         return function
 
     return decorate

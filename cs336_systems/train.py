@@ -1,194 +1,105 @@
-"""Train a language model: `python -m cs336_systems.train --size tiny`.
+"""Train a model: `python -m cs336_systems.train --size tiny`, alone or on each rank under torchrun.
 
-The recipe, alone or on each rank under torchrun: build the model, shard it as the ZeRO stage says, and take this rank's
-rows of every batch. The global batch is the same for every number of ranks, and so is what is learned.
+`Recipe` says what, `Trainer` lays it out and takes the steps; here are the loop, its log, and the command line.
 """
 
-import json
 import math
-import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import click
 import torch
 from torch import Tensor
 
 from cs336_systems import console
-from cs336_systems.comm import Group, Place, all_reduce, distributed
+from cs336_systems.comm import Place, all_gather, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
-from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.console import format_count, format_seconds, setting
+from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
-from cs336_systems.cost.fit import require_fit
 from cs336_systems.cost.probe import probe
-from cs336_systems.data import check_length, lm_batch, load_corpus
+from cs336_systems.data import Batch
+from cs336_systems.dry_run import dry_run
 from cs336_systems.errors import UserError
-from cs336_systems.evaluate import sample_text, validation_loss
-from cs336_systems.machine import choose_device, device_name, environment, out_of_memory, usable_memory
-from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.optim import AdamW, decay_groups, learning_rate
-from cs336_systems.precision import autocast, set_matmul_precision
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, ModelConfig, Norm, Recompute, preset
-from cs336_systems.zero import zero
+from cs336_systems.machine import PeakMemory, choose_device, device_name, environment, out_of_memory
+from cs336_systems.megatron_options import translate
+from cs336_systems.recipe import Recipe
+from cs336_systems.run_log import iteration_line, open_log, write_line
+from cs336_systems.sampling import sample_text
+from cs336_systems.trainer import Step, Trainer
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """What a training run is made of; every field is an option of the command line."""
+class Loop:
+    """All steps of a recipe, with a log line every `log_every` of them and an evaluation every `eval_interval`."""
 
-    size: str = setting("tiny", "Model preset.")
-    year: int = setting(
-        DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
-    )
-    data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
-    steps: int = setting(300, "Optimizer steps of this run.", type=click.IntRange(1))
-    batch_size: int | None = setting(None, "Sequences in a step.  [default: the preset's]", type=click.IntRange(1))
-    context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=click.IntRange(1))
-    lr: float = setting(2e-3, "Peak learning rate.", type=click.FloatRange(min=0))
-    min_lr: float = setting(2e-4, "Learning rate from --decay-steps on.", type=click.FloatRange(min=0))
-    warmup_steps: int = setting(20, "Steps of linear warm-up.", type=click.IntRange(0))
-    decay_steps: int = setting(1000, "Step at which the learning rate reaches --min-lr.", type=click.IntRange(1))
-    decay: Literal["cosine", "linear"] = setting("cosine", "Shape of the learning rate's decay.")
-    weight_decay: float = setting(0.1, "AdamW's decay of matrices.", type=click.FloatRange(min=0))
-    clip: float = setting(1.0, "Largest global norm of the gradient.", type=click.FloatRange(min=0, min_open=True))
-    dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
-    norm: Norm | None = setting(None, "Normalisation.  [default: the preset's]")
-    attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
-    kernels: Kernels | None = setting(None, "Fused kernels for norm, gate and loss.  [default: the preset's]")
-    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
-    recompute_every: int = setting(1, "Blocks in a recomputed segment.", type=click.IntRange(1))
-    # fp16 is missing because its gradients need loss scaling, which this loop does not have.
-    precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products.")
-    seed: int = setting(0, "Seed of weights, batches and sample.", type=click.IntRange(0, 2**32 - 1))
-    zero: int = setting(0, "ZeRO stage: what the ranks shard.", type=click.IntRange(0, 3))
-    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
-    log_file: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
-    log_every: int = setting(10, "Steps between two log lines.", type=click.IntRange(1))
-    prompt: str = setting("def ", "Start of the sample.")
-    sample_bytes: int = setting(300, "Length of the sample.", type=click.IntRange(0))
+    def __init__(self, trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
+        self.trainer, self.hardware, self.log, self.recipe = trainer, hardware, log, trainer.recipe
+        config, seq = trainer.config, trainer.seq
+        self.out = console.console(quiet=trainer.mesh.world.rank() > 0)
+        self.flops = sum(forward_flops(config, trainer.batch, seq).values())
+        self.flops += backward_flops(config, trainer.batch, seq)
+        self.since: list[Step] = []  # the last log line
+        self.start = time.perf_counter()
+        self.note = ""
 
-    def model_config(self) -> ModelConfig:
-        """The preset with this recipe's changes. Raises UserError for a model that this loop cannot train."""
-        config = preset(self.size, self.year).model.override(
-            context_length=self.context,
-            dropout=self.dropout,
-            norm=self.norm,
-            attention=self.attention,
-            kernels=self.kernels,
-            recompute=self.recompute,
-            recompute_every=self.recompute_every,
-        )
-        if not config.causal:
-            raise UserError(f"{self.size} is an encoder; this command trains decoders, such as --size tiny")
-        return config
+    def run(self) -> None:
+        """Raises UserError when the loss is no longer a number."""
+        ranks = self.trainer.mesh.world
+        expected = self.recipe.steps * self.flops / self.hardware.matmul_flops / ranks.size()
+        with console.progress("training", self.recipe.steps, expected, quiet=ranks.rank() > 0) as advance:
+            self.trainer.timers.reset()
+            self.start = time.perf_counter()
+            for number in range(1, self.recipe.steps + 1):
+                self.since.append(self.trainer.step(number - 1))
+                if number % self.recipe.log_every == 0 or number == self.recipe.steps:
+                    self._report(number)
+                if self.recipe.eval_interval and number % self.recipe.eval_interval == 0:
+                    self._evaluate(number)
+                advance(self.note)
 
+    def _report(self, number: int) -> None:
+        trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch
+        lm, pair = trainer.mean_losses(self.since)
+        norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
+        skipped = sum(step.skipped for step in self.since)
+        if not self.since[-1].skipped:
+            require_finite(lm + pair + norm, number, self.recipe)
+        mfu = self.flops / seconds / self.hardware.matmul_flops / trainer.mesh.world.size()
+        tokens = batch * trainer.seq / seconds
+        line: dict[str, Any] = {"step": number, "loss": lm + pair, "lr": self.since[-1].rate}
+        line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
+        if self.recipe.is_bert:
+            line |= {"lm_loss": lm, "sop_loss": pair}
+        if self.recipe.precision == "fp16":
+            line |= {"loss_scale": trainer.scaler.scale, "skipped": skipped}
+        kind = trainer.timers_shown
+        if kind != "none":
+            line["step_ms"] = 1e3 * seconds
+            line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
+                name: [None if math.isnan(each) else each / steps for each in values]
+                for name, values in trainer.timers.by_rank().items()
+            }
+            last = trainer.timers.line(steps, "minmax" if kind == "minmax" else "max")
+            self.out.print(iteration_line(line, self.recipe.steps, batch), markup=False, soft_wrap=True)
+            self.out.print(last, markup=False, soft_wrap=True)
+        write_line(line, self.log)
+        self.note = f"loss {lm + pair:.3f}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
+        self.since, self.start = [], time.perf_counter()
 
-class Trainer:
-    """A model, its optimizer and its data; `step` is one optimizer step on this rank's rows of the global batch."""
-
-    def __init__(self, recipe: Recipe, group: Group) -> None:
-        self.recipe, self.config, self.group = recipe, recipe.model_config(), group
-        self.device = device = choose_device(recipe.device)
-        self.learning_rate(0)  # a schedule that cannot be is refused before anything is built
-        self.batch = recipe.batch_size or preset(recipe.size, recipe.year).batch_size
-        set_matmul_precision(device, recipe.precision)
-        self.autocast = autocast(device, recipe.precision)
-        context = self.config.context_length
-        if self.batch % group.size():
-            raise UserError(f"--batch-size {self.batch} does not divide over {group.size()} ranks")
-        usable = usable_memory(device) // (group.size() if device.type == "cpu" else 1)
-        rows = self.batch // group.size()
-        require_fit(recipe.size, self.config, rows, context, "step", recipe.precision, usable, modes=())
-        corpus = load_corpus(recipe.data, self.config.vocab_size, context)
-        self.corpus, self.validation = corpus.split(0.1)
-        check_length(self.corpus, context)
-        self.text = list(recipe.data) != ["random"]
-        torch.manual_seed(recipe.seed)
-        model = TransformerLM(self.config, device)
-        groups = partial(decay_groups, weight_decay=recipe.weight_decay)
-        self.model, self.optimizer = zero(model, AdamW, recipe.zero, group, groups, betas=(0.9, 0.95))
-
-    def learning_rate(self, step: int) -> float:
-        r = self.recipe
-        return learning_rate(step, r.lr, r.min_lr, r.warmup_steps, r.decay_steps, r.decay)
-
-    def step(self, step: int) -> tuple[Tensor, Tensor, float]:
-        """(loss on this rank's rows, gradient norm before clipping, learning rate) of one step."""
-        recipe = self.recipe
-        rate = self.learning_rate(step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        place = self.group.rank(), self.group.size()
-        tokens, targets = lm_batch(self.corpus, step, recipe.seed, self.batch, self.config.context_length, *place)
-        with self.autocast:
-            loss = lm_loss(self.model, tokens.to(self.device), targets.to(self.device))
-        loss.backward()
-        self.model.finish_gradient_synchronization()
-        norm = self.model.clip_grad_norm(recipe.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach(), norm, rate
-
-    def validate(self) -> float | None:
-        """The validation loss in nats a token; None if the text is too short to keep a context for it."""
-        if len(self.validation.tokens) <= self.config.context_length:
-            return None
-        with self.autocast:
-            context = self.config.context_length
-            return validation_loss(self.model, self.validation, self.recipe.seed, self.batch, context, self.device)
-
-
-def run_steps(trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
-    """All steps of the recipe, a log line every `log_every`. Raises UserError when the loss is no longer a number."""
-    recipe, config, batch = trainer.recipe, trainer.config, trainer.batch
-    tokens = batch * config.context_length
-    flops = sum(forward_flops(config, batch, config.context_length).values())
-    flops += backward_flops(config, batch, config.context_length)
-    losses: list[Tensor] = []
-    start = time.perf_counter()
-    expected = recipe.steps * flops / hardware.matmul_flops / trainer.group.size()
-    with console.progress("training", recipe.steps, expected, quiet=trainer.group.rank() > 0) as advance:
-        note = ""
-        for step in range(recipe.steps):
-            loss, norm, rate = trainer.step(step)
-            losses.append(loss)
-            if (step + 1) % recipe.log_every == 0 or step + 1 == recipe.steps:
-                losses_mean = torch.stack(losses).mean()
-                all_reduce(losses_mean, trainer.group, "loss").wait()
-                mean = losses_mean.item()  # the one wait for the device in log_every steps
-                seconds = (time.perf_counter() - start) / len(losses)
-                require_finite(mean + norm.item(), step + 1, recipe)
-                mfu = flops / seconds / hardware.matmul_flops / trainer.group.size()
-                line = {"step": step + 1, "loss": mean, "lr": rate, "grad_norm": norm.item()}
-                write_line(line | {"tokens_per_s": tokens / seconds, "mfu": mfu}, log)
-                note = f"loss {mean:.3f}  {format_count(tokens / seconds)} tokens/s  MFU {mfu:.0%}"
-                losses, start = [], time.perf_counter()
-            advance(note)
-
-
-@contextmanager
-def open_log(path: Path, group: Group) -> Iterator[IO[str]]:
-    """Rank 0's log file, its folders made; nowhere on other ranks. Raises UserError where it cannot be written."""
-    path = path if group.rank() == 0 else Path(os.devnull)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    except OSError as error:
-        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE") from None
-    with file:
-        yield file
+    def _evaluate(self, number: int) -> None:
+        began = time.perf_counter()
+        losses = self.trainer.validate()
+        if losses is None:
+            return
+        line = {"step": number, "validation_loss": losses[0]}
+        line |= {"validation_sop_loss": losses[1]} if self.recipe.is_bert else {}
+        write_line(line, self.log)
+        self.trainer.timers.reset()
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
+        self.out.print(f"step {number}: {shown}", markup=False)
+        self.start += time.perf_counter() - began
 
 
 def require_finite(value: float, step: int, recipe: Recipe) -> None:
@@ -197,74 +108,142 @@ def require_finite(value: float, step: int, recipe: Recipe) -> None:
         raise UserError(f"the loss or its gradient is {value} after {step} steps; lower --lr (now {recipe.lr:g})")
 
 
-def write_line(record: dict[str, Any], log: IO[str]) -> None:
-    """One JSON line, on disk at once."""
-    print(json.dumps(record, allow_nan=False), file=log, flush=True)
+def over_ranks(value: float, trainer: Trainer) -> list[float]:
+    """(least, most) of a number over all ranks. Every rank must call this."""
+    group = trainer.mesh.world
+    values = torch.zeros(group.size(), dtype=torch.float64, device=trainer.device)
+    values[group.rank()] = value
+    all_gather(values, group, "a number of each rank").wait()
+    return [values.min().item(), values.max().item()]
 
 
-def train(recipe: Recipe, group: Group) -> dict[str, Any]:
-    """Run a recipe on every rank of a group; rank 0 prints what came of it. Returns the log's last record.
+def sample(trainer: Trainer) -> str | None:
+    """What the model would write; None for what is not text, and where no rank has the whole pipeline.
+
+    Every rank must call this.
+    """
+    recipe = trainer.recipe
+    if recipe.is_bert or list(recipe.data) == ["random"] or trainer.stage.stages > 1:
+        return None
+
+    def logits(tokens: Tensor) -> Tensor:
+        # The sequence is split evenly; what comes after a token does not change its logits.
+        short = -tokens.shape[1] % trainer.pipeline.sequence
+        padded = torch.nn.functional.pad(tokens, (0, short))
+        return trainer.model(Batch(padded, None))[:, : tokens.shape[1]]
+
+    trainer.model.eval()
+    return sample_text(logits, trainer.device, trainer.seq, recipe.prompt, recipe.sample_bytes, recipe.seed)
+
+
+def introduce(trainer: Trainer, hardware: Hardware) -> None:
+    """Print what is about to be trained, and on what."""
+    recipe, mesh = trainer.recipe, trainer.mesh
+    parameters = format_count(sum(count_parameters(trainer.config).values()), billion="B")
+    ranks = mesh.world.size()
+    layout = f", {ranks} ranks ({mesh}), ZeRO stage {recipe.zero}" if ranks > 1 else ""
+    stages = mesh.pp.size()
+    count = trainer.batch // mesh.data.size() // trainer.micro_batch
+    micro = f", {count} microbatches of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
+    micro += f", schedule {recipe.schedule_name}" if stages > 1 else ""
+    console.console(quiet=mesh.world.rank() > 0).print(
+        f"{recipe.name}{' (BERT)' if recipe.is_bert else ''}: {parameters} parameters, batch {trainer.batch} x "
+        f"{trainer.seq}{layout}{micro}\n{trainer.feed.name}: {format_count(trainer.feed.tokens)} tokens\n"
+        f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}",
+        markup=False,
+    )
+
+
+def train(recipe: Recipe) -> dict[str, Any]:
+    """Run a recipe on every rank; rank 0 prints what came of it. Returns the log's last record.
 
     Raises UserError for a run that cannot be made, or whose loss diverges.
     """
-    out = console.console(quiet=group.rank() > 0)
-    trainer = Trainer(recipe, group)
-    device = trainer.device
+    trainer = Trainer(recipe)
+    device, world = trainer.device, trainer.mesh.world
     hardware = probe(device, recipe.precision, device_name(device), budget=0.2)
-    parameters = sum(count_parameters(trainer.config).values())
-    context = trainer.config.context_length
-    ranks = f", {group.size()} ranks, ZeRO stage {recipe.zero}" if group.size() > 1 else ""
-    out.print(
-        f"{recipe.size}: {format_count(parameters, billion='B')} parameters, batch {trainer.batch} x {context}{ranks}\n"
-        f"{trainer.corpus.name}: {format_count(len(trainer.corpus.tokens))} tokens\n"
-        f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}"
-    )
-    with open_log(recipe.log_file, group) as log:
+    introduce(trainer, hardware)
+    with open_log(recipe.log_file, world) as log:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
-        header = {"recipe": settings, "corpus": trainer.corpus.name, "sha256": trainer.corpus.sha256}
-        stamp = environment(device) | {"world_size": group.size(), "backend": recipe.backend}
-        write_line(header | {"environment": stamp}, log)
-        start = time.perf_counter()
-        run_steps(trainer, hardware, log)
+        header = {"recipe": settings, "corpus": trainer.feed.name, "sha256": trainer.feed.sha256}
+        stamp = environment(device) | {"world_size": world.size(), "backend": recipe.backend}
+        write_line(header | {"mesh": trainer.mesh.sizes, "environment": stamp}, log)
+        peak, start = PeakMemory(device), time.perf_counter()
+        Loop(trainer, hardware, log).run()
         final: dict[str, Any] = {"steps": recipe.steps, "seconds": time.perf_counter() - start}
-        final["validation_loss"] = trainer.validate()
-        require_finite(final["validation_loss"] or 0.0, recipe.steps, recipe)
-        if trainer.text:
-            final["sample"] = sample_text(trainer.model, context, recipe.prompt, recipe.sample_bytes, recipe.seed)
+        final["peak_memory"] = over_ranks(peak.read() or 0, trainer)
+        losses = trainer.validate()
+        final["validation_loss"] = None if losses is None else losses[0]
+        if losses and recipe.is_bert:
+            final["validation_sop_loss"] = losses[1]
+        require_finite(sum(losses or ()), recipe.steps, recipe)
+        if (text := sample(trainer)) is not None:
+            final["sample"] = text
         write_line(final, log)
-    loss = final["validation_loss"]
+    conclude(trainer, final)
+    return final
+
+
+def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
+    """Print what came of a run."""
+    recipe, loss = trainer.recipe, final["validation_loss"]
+    out = console.console(quiet=trainer.mesh.world.rank() > 0)
     reached = "not measured, the text is too short" if loss is None else f"{loss:.3f} nats a token"
-    guessing = math.log(256 if trainer.text else trainer.config.vocab_size)
+    text = list(recipe.data) != ["random"] and not recipe.is_bert
+    guessing = math.log(256 if text else trainer.feed.vocab_size)
+    least, most = final["peak_memory"]
+    memory = f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
     out.print(
         f"{recipe.steps} steps in {format_seconds(final['seconds'])}; validation loss {reached} "
-        f"(guessing: {guessing:.3f}); log: {recipe.log_file}"
+        f"(guessing: {guessing:.3f}); {memory}log: {recipe.log_file}",
+        markup=False,
+        soft_wrap=True,
     )
-    if trainer.text:
+    if "sample" in final:
         out.print(f"\n{final['sample']}\n", markup=False)
-    return final
 
 
 def work(place: Place, recipe: Recipe) -> None:
     """One rank's part. Raises UserError for a run that cannot be made."""
     device = choose_device(recipe.device)
-    with distributed(device, recipe.backend, recipe.timeout, place) as group:
+    with distributed(device, recipe.backend, recipe.timeout, place):
         try:
-            train(recipe, group)
+            train(recipe)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             raise UserError("out of memory although it was counted to fit; lower --batch-size or --context") from error
 
 
-@click.command()
+class TranslatedCommand(click.Command):
+    """A command that also understands Megatron-LM's option names, and says what it made of them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click."""
+        translation = translate(args)
+        for note in translation.notes:
+            click.echo(f"note: {note}", err=True)
+        return super().parse_args(ctx, list(translation.arguments))
+
+
+@click.command(cls=TranslatedCommand)
 @console.options(Recipe)
 @click.argument("more_data", nargs=-1)
 def main(more_data: tuple[str, ...], **settings: Any) -> None:
-    """Train a language model on text or random tokens and print a sample of what it learned."""
+    """Train a language model on text or random tokens and print a sample of what it learned.
+
+    Megatron-LM's names of the options work, too: an option string of its pretraining scripts trains here as it stands.
+    """
     if more_data and not settings["data"]:
         raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")
     settings["data"] = (*settings["data"], *more_data)  # --data a.txt b.txt
     recipe = Recipe(**settings)
+    # What cannot be laid out is refused here, before any rank is started or joins.
+    ranks = max(find_place().world_size, recipe.nproc or 1)
+    recipe.check_layout(recipe.model_config(), ranks)
+    if recipe.dry_run:
+        console.console().print(dry_run(recipe, ranks), markup=False)
+        return
     start_ranks(work, recipe.device, recipe.nproc, recipe)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from cs336_systems import train as training
 from cs336_systems.comm import distributed
 from cs336_systems.console import run_command
-from cs336_systems.evaluate import sample_text
 from cs336_systems.model import TransformerLM
 from cs336_systems.presets import model_preset
-from cs336_systems.train import Recipe, Trainer, train
+from cs336_systems.recipe import Recipe
+from cs336_systems.sampling import sample_text
+from cs336_systems.train import train
+from cs336_systems.trainer import Trainer
 from tests import ranks
+from tests.layout_cases import write_text
 from tests.tolerances import bound
 
 SHORT = ("--device", "cpu", "--batch-size", "8", "--context", "32", "--warmup-steps", "5")
@@ -43,8 +47,8 @@ def test_text_is_learned(in_tmp, capsys):
 
 
 def test_random_bytes_are_not(in_tmp):
-    with distributed() as group:
-        final = train(Recipe(data=("random",), steps=60, batch_size=8, context=32, device="cpu"), group)
+    with distributed():
+        final = train(Recipe(data=("random",), steps=60, batch_size=8, context=32, device="cpu"))
     # Fresh random bytes cost ln 256 under the uniform guess and more under any other. The mean over 8 x 8 x 32 tokens
     # of a guess that is nearly uniform has a deviation of less than 0.3 / sqrt(2048) = 0.007.
     assert math.log(256) - 0.04 < final["validation_loss"] < 1.01 * math.log(256)
@@ -54,8 +58,8 @@ def test_random_bytes_are_not(in_tmp):
 def test_training_is_a_function_of_the_seed():
     def weights(seed):
         recipe = Recipe(data=("random",), batch_size=4, context=16, seed=seed, device="cpu")
-        with distributed() as group:
-            trainer = Trainer(recipe, group)
+        with distributed():
+            trainer = Trainer(recipe)
             for step in range(3):
                 trainer.step(step)
             return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
@@ -84,9 +88,10 @@ def test_own_text(in_tmp, capsys):
 
 def test_a_sample_is_safe_to_print():
     model = TransformerLM(model_preset("tiny"))
-    text = sample_text(model, 8, "\x1b[31m", 200, seed=0)
+    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 200, 0)
+    text = sample_text(*arguments)
     assert all(c.isprintable() or c == "\n" for c in text)
-    assert text == sample_text(model, 8, "\x1b[31m", 200, seed=0)
+    assert text == sample_text(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,16 @@ def test_a_sample_is_safe_to_print():
             "error: short.txt has 3 tokens; a context of 32 needs 33: use a longer text",
         ),
         (("--data", "just.txt"), "error: just.txt, training has 31 tokens; a context of 32 needs 33"),
-        (("--size", "bert-345m"), "error: bert-345m is an encoder; this command trains decoders, such as --size tiny"),
+        (
+            ("--size", "bert-345m", "--objective", "lm"),
+            "error: bert-345m is an encoder, which cannot predict the next token; use --objective bert",
+        ),
+        (
+            ("--objective", "bert", "--data", "short.txt"),
+            "error: short.txt, training (1 of 1 documents, split 949,50,1): ",
+        ),
+        (("--tp", "2"), "error: tp 2 x pp 1 x ep 1 = 2 does not divide the 1 ranks: start a multiple of 2, or fewer"),
+        (("--hidden-size", "128"), "error: "),
         (("--size", "gpt3-175b"), "error: gpt3-175b with batch 8 x 32 needs 2.5 TiB for a step"),
         (("--zero", "4"), "error: Invalid value for '--zero': 4 is not in the range 0<=x<=3."),
         (("--backend", "nccl"), "error: --backend nccl moves tensors between GPUs, and there is none here"),
@@ -139,7 +153,7 @@ def ranks_case(group, folder: str, stage: int) -> dict:
         log_file=Path(folder, "log"),
         log_every=2,
     )
-    final = train(recipe, group)
+    final = train(recipe)
     return {"loss": final["validation_loss"], "rank": group.rank()}
 
 
@@ -162,4 +176,98 @@ def test_a_batch_that_does_not_divide_is_refused():
 
 
 def odd_case(group) -> None:
-    Trainer(Recipe(data=("random",), batch_size=7, context=16, device="cpu"), group)
+    Trainer(Recipe(data=("random",), batch_size=7, context=16, device="cpu"))
+
+
+# A BERT of two blocks on a few documents of this project's own words.
+BERT = ("--objective", "bert", "--num-layers", "2", "--data", "text", "--split", "8,1,1", "--log-file", "log")
+
+
+def bert(folder: Path, *arguments: str) -> list[dict]:
+    """The log of a short run."""
+    write_text(folder)
+    assert run(*BERT, *arguments) == 0
+    return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+
+
+def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys):
+    _, *lines, final = bert(in_tmp, "--steps", "6", "--log-every", "2", "--eval-interval", "3", "--eval-iters", "2")
+    steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "validation_loss"))
+    assert [line["step"] for line in steps] == [2, 4, 6]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert set(steps[0]) == {
+        *("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "lm_loss", "sop_loss", "step_ms", "timers_ms")
+    }
+    for line in steps:
+        assert line["loss"] == line["lm_loss"] + line["sop_loss"]
+        assert abs(line["sop_loss"] - math.log(2)) < 0.2
+        assert {"forward-compute", "backward-compute", "optimizer", "batch-generator"} <= set(line["timers_ms"])
+        assert all(least <= most for least, most in line["timers_ms"].values())
+    # Nothing is learned after the last step, so the last evaluation is the final one.
+    assert {key: final[key] for key in ("validation_loss", "validation_sop_loss")} == {
+        key: evaluations[-1][key] for key in ("validation_loss", "validation_sop_loss")
+    }
+    assert evaluations[0] != evaluations[1]
+    assert "sample" not in final
+    shown = capsys.readouterr().out
+    assert shown.count("time (ms) | batch-generator: ") == 3
+    assert "iteration        6/       6 | consumed samples:           48 | " in shown
+    assert "step 3: validation loss " in shown
+
+
+def test_an_evaluation_changes_nothing_that_is_learned(in_tmp):
+    losses = []
+    for interval in ("1", "9"):
+        lines = bert(in_tmp, "--steps", "4", "--log-every", "1", "--eval-interval", interval, "--dropout", "0.2")
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == losses[1]
+
+
+def test_megatrons_names_train(in_tmp, capsys):
+    write_text(in_tmp)
+    megatron = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
+    megatron += " --split 8,1,1 --data-path text --train-iters 2 --global-batch-size 4 --fp16 --checkpoint-activations"
+    megatron += " --log-interval 1 --lr-decay-iters 9 --tokenizer-type BertWordPieceCase --save nowhere"
+    command = [*megatron.split(), "--device", "cpu", "--vocab-size", "400", "--lr", "1e-3", "--log-file", "log"]
+    assert run_command(training.main, command) == 0
+    header, *lines, _ = [json.loads(line) for line in (in_tmp / "log").read_text().splitlines()]
+    assert (header["recipe"]["d_model"], header["recipe"]["objective"]) == (32, "bert")
+    # From 2^32 down: the first overflow is borne, the second halves.
+    assert [(line["loss_scale"], line["skipped"], line["grad_norm"]) for line in lines] == [
+        (2.0**32, 1, None),
+        (2.0**31, 1, None),
+    ]
+    captured = capsys.readouterr()
+    assert "note: ignored: --save nowhere (checkpoints are not written yet)" in captured.err
+    assert "| loss scale: 2147483648.0 | number of skipped iterations:   1" in captured.out
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("none", False), ("max", True), ("minmax", True), ("waits", True)])
+def test_timers_are_shown_as_asked(in_tmp, capsys, kind, shown):
+    assert run("--data", "random", "--steps", "1", "--timers", kind, "--log-file", "log", "--eval-iters", "1") == 0
+    line = json.loads((in_tmp / "log").read_text().splitlines()[1])
+    text = capsys.readouterr().out
+    assert ("timers_ms" in line) is shown
+    assert ("time (ms) | " in text) is shown
+    assert ("forward-compute: (" in text) is (kind == "minmax")
+    assert ("backward-params-all-reduce-wait" in text) is (kind == "waits")
+
+
+def layout_case(group, folder: str, layout: dict) -> None:
+    recipe = Recipe(data=(f"{folder}/text",), batch_size=8, context=16, device="cpu", steps=3, log_every=1, **layout)
+    train(replace(recipe, log_file=Path(folder, "log"), eval_iters=2, sample_bytes=8, eval_interval=2))
+
+
+def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path):
+    write_text(tmp_path)
+    logs = []
+    for layout in ({}, {"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}, {"tp": 2, "pp": 2, "zero": 1}):
+        ranks.run(layout_case, layout.get("tp", 1) * layout.get("pp", 1), folder=str(tmp_path), layout=layout)
+        header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert header["mesh"] == {"pp": 1, "dp": 1, "ep": 1, "tp": 1} | {k: v for k, v in layout.items() if k in "tppp"}
+        assert ("sample" in lines[-1]) is ("pp" not in layout)  # which no rank could make alone
+        keys = ("step", "loss", "grad_norm", "validation_loss")
+        logs.append([line[key] for line in lines for key in keys if key in line])
+    for found in logs[1:]:
+        # Three steps of some hundred roundings in a row; see above.
+        assert found == pytest.approx(logs[0], rel=bound(torch.float32, stages=3 * 100, longest_sum=12))

@@ -1,0 +1,215 @@
+"""The recipe at work: a model that is laid out over the ranks, and its optimizer steps.
+
+In the order in which `Trainer` reads: the model's blocks are divided into pipeline stages, a stage's matrices are split
+over tensor-parallel ranks, and what is left is copied or sharded over data-parallel ranks as the ZeRO stage says. The
+global batch is the same for every layout, and so is what is learned.
+"""
+
+import math
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import Mesh, all_reduce
+from cs336_systems.cost.fit import require_fit, require_layout_fits
+from cs336_systems.data import Batch, count_targets
+from cs336_systems.dropout import DropoutKey, dropout_key
+from cs336_systems.errors import UserError
+from cs336_systems.feed import make_feed
+from cs336_systems.grad_norm import clip_by_norm
+from cs336_systems.heads import Losses
+from cs336_systems.loss_scaler import DynamicLossScaler
+from cs336_systems.machine import choose_device, usable_memory
+from cs336_systems.master_weights import MasterAdamW
+from cs336_systems.model import TransformerLM
+from cs336_systems.model_gradients import ModelGradients, tied_copy
+from cs336_systems.optim import AdamW, decay_groups
+from cs336_systems.pipeline import Pipeline, Stage
+from cs336_systems.precision import set_matmul_precision
+from cs336_systems.presets import ModelConfig
+from cs336_systems.recipe import Recipe
+from cs336_systems.tensor_parallel import tensor_parallel
+from cs336_systems.timers import Timers
+from cs336_systems.zero import zero
+
+STUBBORN = 10  # overflows in a row at the lowest loss scale after which a run is given up
+
+
+class Step(NamedTuple):
+    """What came of an optimizer step: this rank's share of the losses (2,), of tokens and of sentence pairs, which add
+    up over all ranks; the gradient's norm before clipping; the learning rate; whether an overflow made it skip."""
+
+    losses: Tensor
+    norm: Tensor
+    rate: float
+    skipped: bool
+
+
+class Trainer:
+    """This rank's part of a model, its optimizer and its data. Every rank must construct it and call its methods.
+
+    Raises UserError for a recipe that cannot be, before anything is built.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.device = recipe, choose_device(recipe.device)
+        self.mesh = mesh = Mesh(recipe.tp, recipe.pp, dp=recipe.dp)
+        ranks = mesh.world.size()
+        recipe.learning_rate(0)  # a schedule that cannot be is refused
+        self.batch, self.micro_batch = recipe.batches(ranks)
+        recipe.check_layout(recipe.model_config(), ranks)
+        self._require_fit(recipe.model_config())
+        self.feed = make_feed(recipe, self.batch, mesh.world)
+        self.config = config = recipe.model_config(self.feed.vocab_size)
+        self.seq = recipe.seq(config)
+        recipe.check_layout(config, ranks)
+        set_matmul_precision(self.device, recipe.precision)
+
+        # On the meta device, so that a rank never holds more than its part.
+        model = TransformerLM(config, "meta")
+        self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), recipe.chunks)
+        multiple = recipe.pad_vocabulary if recipe.tp > 1 else 1
+        self.plan = tensor_parallel(model, mesh.tp, recipe.sequence_parallel, multiple)
+        self.plan.init_weights(recipe.seed, self.device)
+        if recipe.half:
+            model.to(torch.bfloat16 if recipe.precision == "bf16" else torch.float16)
+        self.model, self.optimizer = zero(
+            stage,
+            MasterAdamW if recipe.half else AdamW,
+            recipe.zero,
+            mesh.data,
+            partial(decay_groups, weight_decay=recipe.weight_decay),
+            tied_copy(stage),
+            betas=(recipe.beta1, recipe.beta2),
+            eps=recipe.adam_eps,
+        )
+        self.gradients = ModelGradients(self.model, stage, self.plan, mesh)
+
+        self.timers = Timers(self.device, mesh.world)
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        if isinstance(inner, MasterAdamW):
+            inner.timer = self.timers
+        parts = recipe.tp if recipe.sequence_parallel else 1
+        self.pipeline = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts, self.timers)
+        self.scaler = recipe.loss_scaler()
+        parallel = recipe.is_bert or mesh.model.size() > 1
+        self.timers_shown = recipe.timers or ("max" if parallel else "none")
+        self.skipped = self.stuck = 0  # steps; overflows in a row at the lowest loss scale
+
+    def _require_fit(self, config: ModelConfig) -> None:
+        recipe, ranks = self.recipe, self.mesh.world.size()
+        usable = usable_memory(self.device) // (ranks if self.device.type == "cpu" else 1)
+        precision, seq = "bf16" if recipe.half else recipe.precision, recipe.seq(config)
+        if ranks == 1:
+            require_fit(recipe.name, config, self.micro_batch, seq, "step", precision, usable, modes=())
+        require_layout_fits(recipe.name, config, recipe.layout(ranks), seq, precision, usable)
+
+    def step(self, step: int) -> Step:
+        """One optimizer step on this rank's rows of the global batch."""
+        with self.timers("batch-generator"):
+            batch = self.feed.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
+            counted = self._count_targets(batch)
+            microbatches = batch.split(self.micro_batch)
+            keys = [self._key(step, each) for each in microbatches] if self.config.dropout else None
+        # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
+        weight = self.mesh.data.size() * self.scaler.scale
+
+        def loss(losses: Losses) -> Tensor:
+            return weight * self._share(losses, counted).sum()
+
+        every = self.pipeline.run(microbatches, loss, keys, self.model.no_sync)
+        with self._timed("backward-params-all-reduce"):
+            self.model.finish_gradient_synchronization()
+        with self._timed("backward-embedding-all-reduce"):
+            self.gradients.add_partial()
+            self.gradients.add_tied()
+        rate = self.recipe.learning_rate(step - self.skipped)
+        with self.timers("optimizer"):
+            norm, skipped = self._update(rate)
+        self.optimizer.zero_grad()
+        return Step(self._total(every, counted), norm, rate, skipped)
+
+    def _update(self, rate: float) -> tuple[Tensor, bool]:
+        """Clip and step, unless the gradients have overflowed: (their norm, whether they have)."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        with self.timers("optimizer-unscale-and-check-inf"):
+            norm = self.gradients.norm() / self.scaler.scale
+            # One number says it for all gradients of all ranks. Only a scale that moves needs the host to know.
+            overflow = isinstance(self.scaler, DynamicLossScaler) and not math.isfinite(norm.item())
+        # Overflows on the way down from the first scale are how the right one is found.
+        self.stuck = self.stuck + 1 if overflow and self.scaler.at_floor else 0
+        self.scaler.update(overflow)
+        if overflow:
+            self.skipped += 1
+            if self.stuck == STUBBORN:
+                raise UserError(
+                    f"the gradients have overflowed {self.stuck} times in a row at a loss scale of "
+                    f"{self.scaler.scale:g}; lower --lr (now {self.recipe.lr:g})"
+                )
+            return norm, True
+        if self.recipe.half:
+            multiplier = (self.recipe.clip / norm).clamp(max=1.0) / self.scaler.scale
+            self.optimizer.step(multiplier=multiplier)  # type: ignore[call-overload]
+        else:
+            with self.timers("optimizer-clip-main-grad"):
+                clip_by_norm([each.gradient for each in self.gradients.kept().values()], norm, self.recipe.clip)
+            self.optimizer.step()
+        return norm, False
+
+    def _timed(self, name: str) -> AbstractContextManager[Any]:
+        """A timer around a collective, which may tell waiting from transferring."""
+        return self.timers.collective(name) if self.recipe.timers == "waits" else self.timers(name)
+
+    def _key(self, step: int, batch: Batch) -> DropoutKey:
+        assert batch.rows is not None
+        return dropout_key(self.recipe.seed, step, batch.rows)
+
+    def _count_targets(self, batch: Batch) -> Tensor:
+        """Targets in the global batch, a scalar."""
+        if self.feed.counted is not None:
+            return torch.tensor(float(self.feed.counted), device=self.device)
+        counted = count_targets(batch).float()
+        all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
+        return counted
+
+    def _share(self, losses: Losses, counted: Tensor) -> Tensor:
+        """What some rows contribute to the global batch's mean losses, (2,): of targets, and of sentence pairs."""
+        pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
+        return torch.stack((losses.tokens / counted, pair))
+
+    def _total(self, every: list[Losses], counted: Tensor) -> Tensor:
+        """This rank's share of the losses, (2,), where no other rank has the same."""
+        if not every or self.mesh.tp.rank():
+            return torch.zeros(2, device=self.device)
+        return torch.stack([self._share(losses, counted) for losses in every]).sum(0)
+
+    def mean_losses(self, steps: list[Step]) -> list[float]:
+        """The global losses of tokens and pairs, averaged over steps: the one wait for the device between two logs."""
+        total = torch.stack([each.losses for each in steps]).mean(0).double()
+        all_reduce(total, self.mesh.world, "losses", "sum").wait()
+        return total.tolist()
+
+    @torch.no_grad()
+    def validate(self) -> list[float] | None:
+        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for number in range(self.recipe.eval_iters):
+            batch = self.feed.validation(number, self.mesh.data.rank(), self.mesh.data.size())
+            if batch is None:
+                return None
+            for losses in self.pipeline.run(batch.to(self.device).split(self.micro_batch), None):
+                sums[0] += losses.tokens
+                sums[1] += 0.0 if losses.pair is None else losses.pair
+            if self.stage.has_last:
+                sums[2] += count_targets(batch)
+        if self.mesh.tp.rank():
+            sums.zero_()
+        all_reduce(sums, self.mesh.world, "validation losses", "sum").wait()
+        self.model.train()
+        tokens, pairs, counted = sums.tolist()
+        return [tokens / counted, pairs / (self.recipe.eval_iters * self.batch)]

@@ -1,0 +1,271 @@
+"""Every layout learns what one process learns: losses, every parameter's gradient, its norm, and the parameters after
+three steps of AdamW, in float64, for every factorisation of 2, 4 and 8 ranks with all options in pairs."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.layout_cases import (
+    TIED,
+    assemble,
+    batched,
+    dicts,
+    errors,
+    layout_case,
+    load,
+    name_of,
+    reference_case,
+    relative,
+    rounding,
+    traffic_case,
+    write_text,
+)
+from tests.layout_table import STEPS, WRITTEN, Layout, existing, pairs_of, table
+
+AT_ONCE = 6  # layouts that the same ranks run one after another
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory):
+    return Proof(tmp_path_factory.mktemp("layouts"))
+
+
+class Proof:
+    """Runs what a test needs, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.chunks = {
+            layout: chunk
+            for world in (2, 4, 8)
+            for chunk in batched([layout for layout in table() if layout.ranks == world], AT_ONCE)
+            for layout in chunk
+        }
+        self.references: dict[str, dict] = {}
+        self.worst: dict[Layout, tuple[float, float]] = {}
+        write_text(folder)
+
+    def reference(self, layout: Layout) -> dict:
+        if layout.reference not in self.references:
+            chunk = {each.reference: each for each in self.chunks.get(layout, [layout])}
+            new = [each for name, each in chunk.items() if name not in self.references]
+            ranks.run(reference_case, 1, folder=str(self.folder), layouts=dicts(new))
+            self.references |= {each.reference: load(self.folder / f"{each.reference}.reference") for each in new}
+        return self.references[layout.reference]
+
+    def records(self, layout: Layout, **changes: object) -> list[dict]:
+        """What every rank of a layout has."""
+        name = name_of(layout, changes)
+        if not (self.folder / f"{name}.0").exists():
+            chunk = [layout] if changes else self.chunks.get(layout, [layout])
+            ranks.run(layout_case, layout.ranks, folder=str(self.folder), layouts=dicts(chunk), changes=changes)
+        return [load(self.folder / f"{name}.{rank}") for rank in range(layout.ranks)]
+
+    def check(self, layout: Layout) -> tuple[float, float]:
+        """(the largest error, what rounding may make it). Raises AssertionError where ranks or names differ."""
+        if layout not in self.worst:
+            reference = self.reference(layout)
+            worst = max(error for _, error in compare(self.records(layout), reference))
+            self.worst[layout] = worst, reference["amplification"] * rounding(layout.layers)
+        return self.worst[layout]
+
+
+def compare(records: list[dict], reference: dict) -> Iterator[tuple[str, float]]:
+    """Everything that a layout and one process both have, and its relative error."""
+    shapes = {name: parameter.shape for name, parameter in reference["parameters"].items()}
+    for number, want in enumerate(reference["steps"]):
+        for record in records:
+            for name in ("losses", "norm"):
+                yield name, relative(record["steps"][number][name], want[name], want[name])
+        whole = assemble(records, lambda record, number=number: record["steps"][number]["gradients"], shapes)
+        yield from errors(whole, want["gradients"]).items()
+    yield from errors(assemble(records, lambda record: record["parameters"], shapes), reference["parameters"]).items()
+
+
+@cache
+def everything() -> frozenset[tuple]:
+    return frozenset().union(*map(pairs_of, existing()))
+
+
+def test_the_table_has_every_factorisation_and_every_pair_of_options():
+    factors = {(tp, pp, dp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) for dp in (1, 2, 4, 8)}
+    factors = {each for each in factors if math.prod(each) in (2, 4, 8)}
+    assert len(factors) == 3 + 6 + 10
+    assert {(each.tp, each.pp, each.dp) for each in table()} == factors
+    assert everything() == frozenset().union(*map(pairs_of, table()))
+    assert len(set(table())) == len(table()) >= 40
+
+
+@pytest.mark.parametrize("layout", table(), ids=str)
+def test_a_layout_learns_what_one_process_learns(proof, layout):
+    worst, allowed = proof.check(layout)
+    assert worst <= allowed
+
+
+def test_how_many_and_how_far(proof, capsys):
+    found = [proof.check(layout) for layout in table()]
+    worst, allowed = max(found, key=lambda each: each[0] / each[1])
+    references = {layout.reference for layout in table()}
+    with capsys.disabled():
+        print(
+            f"\n{len(found)} layouts equal one process in float64 ({len(references)} models, {STEPS} steps): largest "
+            f"relative error {max(error for error, _ in found):.1e}, bound {min(each for _, each in found):.1e} to "
+            f"{max(each for _, each in found):.1e}; the closest is {worst:.1e} of {allowed:.1e}"
+        )
+    assert len(found) >= 40
+
+
+def test_the_reference_can_tell(proof):
+    """Weights that differ by 1e-6 show: the bound is not so wide that everything passes."""
+    layout = table()[0]
+    reference = proof.reference(layout)
+    allowed = reference["amplification"] * rounding(layout.layers)
+    assert allowed < 1e-9
+    for name in ("blocks.0.attention.query.weight", TIED):
+        changed = {key: value.clone() for key, value in reference["parameters"].items()}
+        changed[name][0, 0] *= 1 + 1e-6
+        assert errors(changed, reference["parameters"])[name] > allowed
+
+
+# Two layouts that add up the same terms in the same order, and what they have in common. A norm is a sum over ranks,
+# so clipping, which would spread its rounding, is kept out. Terms are added in another order, so that these differ in
+# the last digit: a tied embedding over two stages, gloo's all-reduce over four ranks, products split by tp.
+ALONE = Layout(model="llama", accumulate=True)
+SAME = {
+    "gpipe": (Layout(pp=2, model="llama", accumulate=True, schedule="gpipe"), ALONE, {"micro_batch_size": 4}),
+    "1f1b": (Layout(pp=4, model="llama", accumulate=True), ALONE, {"micro_batch_size": 4}),
+    "interleaved": (
+        Layout(pp=2, model="llama", accumulate=True, schedule="interleaved"),
+        ALONE,
+        {"micro_batch_size": 4},
+    ),
+    "pipeline of split matrices": (
+        Layout(tp=2, pp=2, model="llama", accumulate=True, sequence_parallel=True),
+        Layout(tp=2, model="llama", accumulate=True, sequence_parallel=True),
+        {"micro_batch_size": 4},
+    ),
+    "two ranks, all-reduce": (Layout(dp=2), Layout(accumulate=True), {"micro_batch_size": 8}),
+    "two ranks, sharded state": (Layout(dp=2, zero=1), Layout(accumulate=True), {"micro_batch_size": 8}),
+    "two ranks, sharded weights": (Layout(dp=2, zero=3), Layout(accumulate=True), {"micro_batch_size": 8}),
+    "eight ranks, in the order of the ranks": (Layout(dp=8, zero=2), Layout(accumulate=True), {"micro_batch_size": 2}),
+    "recomputed blocks": (Layout(recompute="nested", dropout=0.1), Layout(dropout=0.1), {}),
+    "recomputed attention": (Layout(recompute="attention", dropout=0.1), Layout(dropout=0.1), {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_order_of_additions_gives_the_same_bits(proof, name):
+    *layouts, changes = SAME[name]
+    changes = {"clip": 1e9, "num_layers": 4, **changes}
+    one, other = (proof.records(layout, **changes) for layout in layouts)
+    reference = proof.reference(Layout(pp=4, model=layouts[0].model))
+    shapes = {key: value.shape for key, value in reference["parameters"].items()}
+    for number in range(STEPS):
+        first, second = (each[0]["steps"][number]["losses"] for each in (one, other))
+        assert torch.equal(first, second) or layouts[0].dp > 2  # whose shares are added by an all-reduce
+        pair = [
+            assemble(each, lambda r, number=number: r["steps"][number]["gradients"], shapes) for each in (one, other)
+        ]
+        require_equal(*pair)
+    require_equal(*(assemble(each, lambda r: r["parameters"], shapes) for each in (one, other)))
+
+
+def require_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def test_sequence_parallelism_moves_sums_and_changes_none_of_the_matrices_terms(proof):
+    """Its reduce-scatter adds the two terms of the all-reduce: losses and gradients of split matrices are the same."""
+    one, other = (proof.records(Layout(tp=2, model="llama", sequence_parallel=each)) for each in (True, False))
+    assert torch.equal(one[0]["steps"][0]["losses"], other[0]["steps"][0]["losses"])
+    for mine, theirs in zip(one, other, strict=True):
+        for name, (gradient, *_) in mine["steps"][0]["gradients"].items():
+            if gradient.dim() > 1:
+                assert torch.equal(gradient, theirs["steps"][0]["gradients"][name][0]), name
+
+
+# One step of the small decoder, counted by hand. d_model 16, d_ff 64, 2 blocks, 16 rows of 8 tokens, 261 words, padded
+# to 264 where they are split. A block has 3104 parameters in 8 tensors (with tp 2: 1568), the positions 128, the tokens
+# 4176 (2112), the last norm 16. Elements are those of the whole tensor, on every rank that takes part.
+def tensor(rank: int) -> dict:
+    # Stream: 16 x 8 x 16. Forward and backward, two branches of two blocks; the embedding forward, the head backward.
+    return {("all-reduce", 2048, 2): 2 * 2 * 2 + 2, ("all-reduce", 128, 2): 1, ("all-reduce", 256, 2): 1, **norm(2)}
+
+
+def norm(ranks: int) -> dict:
+    return {("all-reduce", 1, ranks): 1}
+
+
+def sequence(rank: int) -> dict:
+    return {
+        # Forward, again in backward, and the gradient of what was scattered; the embedding's gradient, and the head.
+        ("all-gather", 2048, 2): 2 * 2 * 3 + 2,
+        ("reduce-scatter", 2048, 2): 2 * 2 * 2 + 1,
+        ("all-reduce", 2048, 2): 1,  # the embedding
+        ("all-reduce", 128, 2): 1,  # largest logits
+        ("all-reduce", 256, 2): 1,  # sums of exponentials, targets' logits
+        ("all-reduce", 80, 2): 1,  # five norms, of this rank's tokens only
+        **norm(2),
+    }
+
+
+def pipeline(rank: int) -> dict:
+    first = rank < 2
+    return {
+        ("send", 256, 2): 4,  # two rows in each of four microbatches
+        ("receive", 256, 2): 4,
+        ("all-reduce", 3104 + 128 if first else 3104 + 16, 2): 1,
+        ("all-reduce", 4176, 2): 2,  # the tokens over dp, then over the ends
+        ("all-reduce", 11, 2): 1,  # ten tensors' votes, and whether all are finite
+        **norm(4),
+    }
+
+
+def everything_at_once(rank: int) -> dict:
+    stage, second = rank // 4, rank // 2 % 2  # dp's second rank
+    bucket = 1568 + (16 if stage else 128)
+    counted = {
+        ("send", 128, 2): 4,
+        ("receive", 128, 2): 4,
+        ("all-gather", 256, 2): 4 * (2 * 3 + 1),
+        ("reduce-scatter", 256, 2): 4 * (2 * 2 + stage),
+        ("reduce-scatter", bucket, 2): 1,
+        ("reduce-scatter", 2112, 2): 1,
+        ("all-gather", bucket, 2): 1,  # updated parameters
+        ("all-gather", 2112, 2): 1,
+        ("all-reduce", 11, 2): 1,
+        ("all-reduce", 1056, 2): 1,  # this rank's half of the tokens' gradient, over the ends
+        **norm(8),
+    }
+    # Buckets are filled from the last parameter on: the last norm lies in the first half, a block's in the second.
+    if stage:
+        counted |= {("all-reduce", 16, 2): 4, ("all-reduce", 32, 2): 4}
+        counted[("all-reduce", 32 if second else 16, 2)] += 1
+    else:
+        counted |= {("all-reduce", 256, 2): 4} | ({("all-reduce", 32, 2): 1} if second else {})
+    return counted
+
+
+COUNTED = {
+    "tensor": (Layout(tp=2), tensor),
+    "sequence": (Layout(tp=2, sequence_parallel=True), sequence),
+    "pipeline": (Layout(pp=2, dp=2, accumulate=True), pipeline),
+    "everything": (WRITTEN[-1], everything_at_once),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_step_sends_what_was_counted_by_hand(proof, name):
+    layout, by_hand = COUNTED[name]
+    layout = replace(layout, schedule="1f1b")
+    for rank, found in enumerate(
+        ranks.run(traffic_case, layout.ranks, folder=str(proof.folder), layout=asdict(layout))
+    ):
+        assert {tuple(kind): often for *kind, often in found} == by_hand(rank), rank
