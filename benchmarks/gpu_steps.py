@@ -28,14 +28,14 @@ def choices(option: str, *values: str) -> tuple[str, ...]:
 # into more shapes. What matters most comes first, since what comes last may find no time left.
 STEPS = (
     Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/test_{name}.py" for name in TESTS)), 90),
-    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 55, takes_budget=True),
+    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 45, takes_budget=True),
     Step(
         "norms bf16",
         ("benchmarks.norms", "--dtype", "bf16", *choices("candidate", "ours", "torch", "layernorm", "liger", "quack")),
         35,
         takes_budget=True,
     ),
-    Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 35, takes_budget=True),
+    Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 30, takes_budget=True),
     Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 35),
     Step(
         "fused",
@@ -43,7 +43,7 @@ STEPS = (
             "benchmarks.fused",
             *choices("candidate", "ours", "torch", "liger", "torch-fused", "torch-foreach", "eager"),
         ),
-        40,
+        35,
         takes_budget=True,
     ),
     Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 40),
@@ -73,7 +73,24 @@ STEPS = (
     Step("profile", ("benchmarks.profiling_run", "--size", "small", "--attention", "naive"), 25, leaves="profile"),
     Step("mixed precision", ("benchmarks.mixed_precision",), 10),
     Step("end to end", ("benchmarks.e2e", "--size", "small", "--kernels", "triton", "--attention", "flash"), 30),
+    Step(
+        "layouts on one GPU",
+        (
+            "benchmarks.scaling", "--grid", "1x1x1", "--size", "bert-345m", "--global-batch-per-dp", "8", "--rounds",
+            "2", *choices("precision", "fp32", "bf16", "fp16"),
+        ),
+        20,
+    ),
     Step("all-reduce", ("benchmarks.allreduce", "--nproc", "2"), 60, gpus=2),
     Step("data parallel", ("benchmarks.ddp", "--nproc", "2"), 60, gpus=2),
     Step("ZeRO", ("benchmarks.zero", "--nproc", "2"), 60, gpus=2),
+    Step(
+        "layouts",
+        (
+            "benchmarks.scaling", "--grid", "1x1x1,2x1x1,1x2x1,1x1x2", "--size", "bert-345m", "--global-batch-per-dp",
+            "16", "--precision", "fp16", "--rounds", "2",
+        ),
+        90,
+        gpus=2,
+    ),
 )  # fmt: skip

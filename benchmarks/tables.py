@@ -10,13 +10,18 @@ from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
+from benchmarks.scaling_show import scaling_tables
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.errors import UserError
 from cs336_systems.presets import DEFAULT_YEAR, preset
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
-FIRST = {"kernels": "python -m benchmarks.norms", "memory": "python -m benchmarks.memory --all-sizes"}
+FIRST = {
+    "kernels": "python -m benchmarks.norms",
+    "memory": "python -m benchmarks.memory --all-sizes",
+    "scaling": "python -m benchmarks.scaling",
+}
 COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
 
@@ -67,14 +72,16 @@ def row(record: Record) -> list[str]:
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables, of whole passes, several ranks, kernels or memory; with whole passes, the kernels' goals.
+    """Every machine's tables of passes, several ranks, kernels, memory or layouts; with passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
     if what == "e2e":
         tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
     else:
-        tables = {"parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables}[what](results)
+        tables = {
+            "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
+        }[what](results)  # fmt: skip
     if not tables and what in FIRST:
         return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
     if not tables:
@@ -98,9 +105,9 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels", "memory"]),
+    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, or memory.",
+    help="Whole passes, several ranks, kernels, memory, or layouts.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

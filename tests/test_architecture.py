@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "cs336_systems", "benchmarks", "writeup")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-ROW = re.compile(r"^\| L(\d) \| `([\w/]+?)(\.py|/)` \|", re.MULTILINE)
+ROW = re.compile(r"^\| L(\d+) \| `([\w/]+?)(\.py|/)` \|", re.MULTILINE)
 LAYERS = {name: int(layer) for layer, name, _ in ROW.findall((ROOT / "ARCHITECTURE.md").read_text())}
 TORCH_FREE = ("cs336_systems/presets", "cs336_systems/errors", "cs336_systems/console", "cs336_systems/cost")
 

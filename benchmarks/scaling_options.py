@@ -1,0 +1,109 @@
+"""What a scaling study is made of: the grid of layouts, and the training that each of them does."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import click
+import torch
+
+from benchmarks.records import RESULTS, machine_name
+from cs336_systems.comm.startup import TIMEOUT, Backend
+from cs336_systems.console import setting
+from cs336_systems.errors import UserError
+from cs336_systems.presets import Recompute, preset
+from cs336_systems.recipe import Recipe
+
+COUNT = click.IntRange(1)
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# A multiple of 128, to which tensor parallelism pads: all layouts then have the same logits to compute.
+VOCABULARY = 512
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured; every field is an option of the command line."""
+
+    grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp, or RANKS:tp x pp x dp.")
+    size: str = setting("tiny", "Model preset.")
+    objective: Literal["lm", "bert"] = setting("bert", "Next token, or masked tokens and sentence order.")
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
+    vocab_size: int | None = setting(None, "Tokens.  [default: the preset's; 512 for BERT's shape of another]")
+    data: tuple[str, ...] = setting(("random",), "Text files, or `random`.")
+    micro_batch_size: int = setting(4, "Sequences that pass through the model at once.", type=COUNT)
+    global_batch_per_dp: int | None = setting(
+        None, "Weak scaling: sequences of each data-parallel replica in a step.  [default: 16]", type=COUNT
+    )
+    global_batch_size: int | None = setting(None, "Strong scaling: sequences of all in a step.", type=COUNT)
+    steps: int = setting(3, "Steps that count in a turn.", type=COUNT)
+    warmup: int = setting(2, "Steps of a turn before them.", type=click.IntRange(0))
+    rounds: int = setting(5, "Turns of every layout.", type=COUNT)
+    precision: tuple[str, ...] = setting(
+        ("fp32",), "Precision; may be repeated, for the whole grid in each.", type=click.Choice(PRECISIONS)
+    )
+    zero: int = setting(0, "ZeRO stage, where there are data-parallel ranks.", type=click.IntRange(0, 3))
+    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = setting(None, "Order of the microbatches.")
+    chunks: int = setting(1, "Groups of blocks of a stage, where there are stages.", type=COUNT)
+    sequence_parallel: bool = setting(False, "Split the stream along the sequence, where there are tp ranks.")
+    recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
+    threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
+    timeout: float = setting(
+        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
+    )
+    plot: Path | None = setting(None, "Picture to draw: .png, .svg or .pdf.")
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: two layouts, one step, no record.")
+
+    def batch(self, dp: int) -> int:
+        """Sequences in a step with so many replicas. Raises UserError if both kinds of scaling were asked for."""
+        if self.global_batch_size and self.global_batch_per_dp:
+            raise UserError(
+                f"--global-batch-size {self.global_batch_size} keeps the batch, --global-batch-per-dp "
+                f"{self.global_batch_per_dp} lets it grow with the replicas: give one of the two"
+            )
+        return self.global_batch_size or (self.global_batch_per_dp or 16) * dp
+
+    def recipe(self, degrees: tuple[int, int, int], precision: str) -> Recipe:
+        """What a layout trains; options that it has no use for are left at their defaults."""
+        tp, pp, dp = degrees
+        vocabulary = VOCABULARY if self.objective == "bert" and preset(self.size).model.causal else None
+        return Recipe(
+            size=self.size, objective=self.objective, context=self.context, vocab_size=self.vocab_size or vocabulary,
+            data=self.data, batch_size=self.batch(dp), micro_batch_size=self.micro_batch_size, recompute=self.recompute,
+            tp=tp, pp=pp, dp=dp, precision=precision,  # type: ignore[arg-type]
+            # The first update at full rate, as the gate assumes; a loss scale at which fp16 skips no step.
+            lr=1e-3, min_lr=1e-3, warmup_steps=0, initial_loss_scale=2.0**16,
+            zero=self.zero if dp > 1 else 0, schedule=self.schedule if pp > 1 else None,
+            chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
+            device=self.device, backend=self.backend, timeout=self.timeout,
+        )  # fmt: skip
+
+    def folder(self, device: torch.device) -> Path:
+        """Where the records go."""
+        return self.results or RESULTS / machine_name(device, self.machine)
+
+
+def parse_grid(text: str) -> list[tuple[int, int, int]]:
+    """`1x1x1,8:2x2x2` -> [(1, 1, 1), (2, 2, 2)], each tp, pp, dp, without repetitions.
+
+    Raises UserError for what is no layout, and where the ranks before a colon are not its product.
+    """
+    found = []
+    for word in filter(None, re.split(r"[,\s]+", text)):
+        match = re.fullmatch(r"(?:(\d+):)?([1-9]\d*)x([1-9]\d*)x([1-9]\d*)", word)
+        if match is None:
+            raise UserError(
+                f"--grid has {word!r}, which is no layout: write tp x pp x dp, such as 2x1x1,2x2x2 or 8:2x2x2"
+            )
+        tp, pp, dp = map(int, match.groups()[1:])
+        if match[1] and int(match[1]) != tp * pp * dp:
+            raise UserError(f"--grid has {word!r}, but tp {tp} x pp {pp} x dp {dp} = {tp * pp * dp} ranks")
+        found.append((tp, pp, dp))
+    if not found:
+        raise UserError("--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2")
+    return list(dict.fromkeys(found))

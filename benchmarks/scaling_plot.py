@@ -1,0 +1,180 @@
+"""A scaling study in three panels: throughput over ranks, efficiency, and what an iteration is made of."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
+from benchmarks.scaling_anomalies import anomalies
+from benchmarks.scaling_run import BUBBLE, Run, default_base, efficiency, top_level
+from cs336_systems.errors import UserError
+
+# Okabe and Ito 2008; the bubble is hatched, since it is the absence of work.
+PARTS = {
+    "forward": "#56B4E9",
+    "backward": "#0072B2",
+    "sent between stages": "#009E73",
+    "bubble": "#FFFFFF",
+    "gradients' all-reduce": "#E69F00",
+    "optimizer": "#CC79A7",
+    "other timers": "#999999",
+    "no timer": "#DDDDDD",
+}
+SUFFIXES = (".png", ".svg", ".pdf")
+CARE = "#D55E00"  # marks what the findings are about; no line has this colour
+LINES = tuple(style for style in STYLES if style[0] != CARE)
+ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, lest the others become unreadable
+
+
+def part(name: str) -> str:
+    """Which part of an iteration an outermost timer belongs to."""
+    plain = name.removesuffix("-wait")
+    if plain in BUBBLE:
+        return "bubble"
+    if plain.startswith("optimizer"):
+        return "optimizer"
+    if "params-all-reduce" in plain or "grads" in plain:
+        return "gradients' all-reduce"
+    if "send" in plain or "recv" in plain:
+        return "sent between stages"
+    return {"forward-compute": "forward", "backward-compute": "backward"}.get(plain, "other timers")
+
+
+def breakdown(run: Run) -> dict[str, float]:
+    """Milliseconds of an iteration by part, in the order of PARTS: in sum the iteration or, if more, the timers."""
+    shares = dict.fromkeys(PARTS, 0.0)
+    for name, value in top_level(run).items():
+        shares[part(name)] += value
+    shares["no timer"] = max(0.0, run.iteration_ms - sum(shares.values()))
+    return shares
+
+
+def marks(runs: Sequence[Run]) -> dict[int, str]:
+    """The numbers of the findings about a run, as in the table, by the run's index."""
+    found: dict[int, list[str]] = {}
+    for number, each in enumerate(anomalies(runs), 1):
+        for index in each.runs:
+            found.setdefault(index, []).append(str(number))
+    return {index: ", ".join(numbers) for index, numbers in found.items()}
+
+
+def draw(runs: Sequence[Run], base: Run | None = None) -> Any:
+    """A matplotlib Figure of some runs; what is ideal starts from `base`, and efficiency from the first run, too."""
+    base = base or default_base(runs)
+    figure = import_module("matplotlib.figure").Figure(figsize=(10, 8.5), layout="constrained")
+    grid = figure.add_gridspec(2, 2, height_ratios=(1, 1.1))
+    throughput, ratio, bars = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
+    _throughput(throughput, runs, base)
+    _efficiency(ratio, runs, base)
+    _breakdown(bars, runs)
+    ticks = sorted({run.world for run in runs})
+    for axes in (throughput, ratio):
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.tick_params(axis="x", which="minor", bottom=False)
+        axes.set_xlabel("ranks")
+        axes.grid(which="major", color="#dddddd", linewidth=0.6)
+        axes.legend(frameon=False, fontsize="small")
+    for axes in (throughput, ratio, bars):
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _series(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs of each line, by ranks: only those whose model is cut alike belong on one."""
+    lines: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda run: run.world):
+        lines.setdefault(f"tp {run.tp}, pp {run.pp}", []).append(run)
+    return lines
+
+
+def _throughput(axes: Any, runs: Sequence[Run], base: Run) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    for (name, line), (colour, marker) in zip(_series(runs).items(), cycle(LINES), strict=False):
+        speeds = [run.samples_per_s for run in line]
+        axes.plot([run.world for run in line], speeds, color=colour, marker=marker, markersize=6, label=name)
+    worlds = [min(run.world for run in runs), max(run.world for run in runs)]
+    ideal = [base.samples_per_s / base.world * world for world in worlds]
+    axes.plot(worlds, ideal, "--", color="black", linewidth=1, label=f"ideal, from W = {base.world}")
+    for index, numbers in marks(runs).items():
+        place = runs[index].world, runs[index].samples_per_s
+        axes.plot(*place, "o", markersize=13, fillstyle="none", color=CARE)
+        axes.annotate(
+            numbers, place, (9, -9), textcoords="offset points", color=CARE, fontsize="small", ha="left", va="center"
+        )
+    if marks(runs):
+        axes.plot([], [], "o", markersize=9, fillstyle="none", color=CARE, label="finding below the table")
+    axes.yaxis.set_major_formatter(import_module("matplotlib.ticker").StrMethodFormatter("{x:,g}"))
+    axes.set_ylabel("samples / s")
+    axes.set_title("Throughput", loc="left", fontsize="medium")
+
+
+def _efficiency(axes: Any, runs: Sequence[Run], base: Run) -> None:
+    axes.set_xscale("log", base=2)
+    references = [runs[0]] if base is runs[0] else [runs[0], base]
+    for reference, (colour, marker) in zip(references, LINES, strict=False):
+        larger = [run for run in runs if run.world >= reference.world]
+        for number, line in enumerate(_series(larger).values()):
+            worlds, shares = [run.world for run in line], [100 * efficiency(run, reference) for run in line]
+            label = None if number else f"relative to W = {reference.world} ({reference.layout})"
+            axes.plot(worlds, shares, color=colour, marker=marker, markersize=6, label=label)
+    axes.axhline(100, color="black", linestyle="--", linewidth=1)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("%")
+    axes.set_title("Efficiency: throughput of a rank", loc="left", fontsize="medium")
+
+
+def _breakdown(axes: Any, runs: Sequence[Run]) -> None:
+    shares, found = [breakdown(run) for run in runs], marks(runs)
+    totals = [sum(each.values()) for each in shares]
+    scales = [min(1.0, _ceiling(totals) / total) for total in totals]
+    bottom = [0.0] * len(runs)
+    for name, colour in PARTS.items():
+        heights = [each[name] * scale for each, scale in zip(shares, scales, strict=True)]
+        if any(heights):
+            style = {"hatch": "///", "edgecolor": "#555555"} if name == "bubble" else {"edgecolor": "white"}
+            axes.bar(range(len(runs)), heights, 0.7, bottom, color=colour, linewidth=0.5, label=name, **style)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    for index, (run, scale, top) in enumerate(zip(runs, scales, bottom, strict=True)):
+        text = f"{run.iteration_ms:,.0f} ms" + (f"\ndrawn at 1/{1 / scale:.1f}" if scale < 1 else "")
+        text += f"  [{found[index]}]" if index in found else ""
+        colour = CARE if index in found else "black"
+        axes.annotate(
+            text, (index, top), (0, 3), textcoords="offset points", ha="center", fontsize="small", color=colour
+        )
+    axes.set_xticks(range(len(runs)), [f"{run.world}\n{run.layout}" for run in runs])
+    axes.set_xlabel("ranks, and as tp/pp/dp")
+    axes.set_ylabel("ms")
+    axes.set_ylim(0, 1.15 * max(bottom))
+    axes.set_title("An iteration by timer; above each bar by the clock", loc="left", fontsize="medium")
+    axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(PARTS))
+
+
+def _ceiling(totals: Sequence[float]) -> float:
+    """The highest bar that is drawn to scale."""
+    highest = sorted(totals)
+    while len(highest) > 1 and highest[-1] > ROOM * highest[-2]:
+        highest.pop()
+    return highest[-1]
+
+
+def save(runs: Sequence[Run], path: Path, base: Run | None = None) -> Path:
+    """Draw some runs into a file, of the kind that its suffix says; returns its path.
+
+    Raises UserError without matplotlib, or for a suffix that is none of SUFFIXES.
+    """
+    if not can_plot():
+        raise UserError(HOW_TO_PLOT)
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"{path} should end in {', '.join(SUFFIXES)}")
+    # The same runs give the same file: no date, and identifiers from a fixed salt.
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "scaling"}):
+        draw(runs, base).savefig(path, dpi=130, metadata=None if path.suffix == ".png" else {_date(path): None})
+    return path
+
+
+def _date(path: Path) -> str:
+    return "Date" if path.suffix == ".svg" else "CreationDate"

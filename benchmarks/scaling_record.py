@@ -1,0 +1,269 @@
+"""What follows from the turns of one layout: whether it trains the right thing, its record, its row of the table."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean, median
+from typing import Any
+
+from benchmarks.gate import STAGES, UNIT_ROUNDOFF
+from benchmarks.harness import noise, ratios, summarise
+from benchmarks.records import Record, Status
+from benchmarks.scaling_anomalies import affinity_note
+from benchmarks.scaling_measure import Answer, cores_allowed
+from benchmarks.scaling_run import Recompute, Run
+from cs336_systems.comm import mesh_sizes
+from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
+from cs336_systems.cost import layout as cost
+from cs336_systems.cost.flops import recompute_flops
+from cs336_systems.cost.layout_step import predict_step
+from cs336_systems.cost.parallel import Link
+from cs336_systems.presets import ModelConfig
+from cs336_systems.recipe import Recipe
+from cs336_systems.schedule import bubble_fraction
+
+Timers = Mapping[str, Sequence[float | None]]  # milliseconds of a step by name and rank, None where it is not used
+
+COMPUTE = ("forward-compute", "backward-compute")
+MEBIBYTE = 2**20
+# Names of recomputation in the study's formula for FLOPs; it has none for the other ways.
+RECOMPUTED: dict[str, Recompute] = {"none": "none", "segments": "full", "attention": "selective"}
+
+
+@dataclass
+class Layout:
+    """A layout and a precision to measure, and what its turns have said so far. `recipe` has the degrees."""
+
+    recipe: Recipe
+    ranks: int
+    config: ModelConfig
+    gate: Answer = field(default_factory=dict)
+    wrong: str = ""  # why there is no speed
+    status: Status = "ok"
+    turns: list[Answer] = field(default_factory=list)
+
+    @property
+    def degrees(self) -> str:
+        """`2x1x4`: tp x pp x dp."""
+        recipe = self.recipe
+        return f"{recipe.tp}x{recipe.pp}x{recipe.dp}"
+
+    @property
+    def label(self) -> str:
+        """The degrees, with the precision unless it is fp32."""
+        return self.degrees + ("" if self.recipe.precision == "fp32" else f" {self.recipe.precision}")
+
+    @property
+    def batch(self) -> int:
+        """Sequences in a step, of all replicas."""
+        return self.recipe.batches(self.ranks)[0]
+
+    @property
+    def seq(self) -> int:
+        """Tokens in a sequence."""
+        return self.recipe.seq(self.config)
+
+    @property
+    def microbatches(self) -> int:
+        """That a replica takes in a step."""
+        batch, micro = self.recipe.batches(self.ranks)
+        return batch // (mesh_sizes(self.ranks, self.recipe.tp, self.recipe.pp)["dp"] * micro)
+
+    def turn_ms(self) -> list[float]:
+        """Milliseconds of a step, the mean of each turn."""
+        return [fmean(turn["samples_ms"]) for turn in self.turns]
+
+    def typical(self) -> Answer:
+        """The turn of median speed, the slower of two: its time and its timers are of one window."""
+        order = sorted(self.turns, key=lambda turn: fmean(turn["samples_ms"]))
+        return order[len(order) // 2]
+
+
+def gate_tolerance(config: ModelConfig, precision: str) -> float:
+    """How far a loss or a gradient may be off, relatively: as for one block in `benchmarks.gate`, times the blocks."""
+    longest = max(config.d_ff, config.vocab_size, 2 * config.context_length)
+    unit = UNIT_ROUNDOFF[precision] + longest**0.5 * UNIT_ROUNDOFF["fp32"]
+    return STAGES * config.num_layers * unit
+
+
+def gate(got: Answer, want: Answer, config: ModelConfig, recipe: Recipe) -> str:
+    """What is wrong with a layout's first two steps, beside one rank's with the same global batch; empty if nothing.
+
+    The first loss and the gradient's norm may be off by the tolerance t. The second loss comes after an update, and
+    Adam's first is lr g / |g| for each weight: an error d in a gradient g changes it by lr min(2, 2 d / |g|) at most,
+    and so the loss, to first order, by 2 lr d. Over all P weights that is at most 2 lr sqrt(P) |d|, with |d| = t |g|.
+    """
+    tolerance = gate_tolerance(config, recipe.precision)
+    weights = sum(count_parameters(config).values())
+    figures = [("first loss", got["losses"][0], want["losses"][0], 0.0)]
+    figures += [("gradient norm", got["norms"][0], want["norms"][0], 0.0)]
+    moved = 2 * recipe.lr * math.sqrt(weights) * (want["norms"][0] or 0.0)
+    figures += [("second loss", got["losses"][1], want["losses"][1], moved)]
+    for name, mine, one, more in figures:
+        if mine is None or one is None:
+            return f"the {name} is not finite ({recipe.precision})"
+        allowed = tolerance * (abs(one) + more)
+        if not abs(mine - one) <= allowed:
+            return (
+                f"the {name} is {mine:.6g} and {one:.6g} on one rank: off by {abs(mine - one):.1e}, more than "
+                f"{allowed:.1e} ({recipe.precision}); no speed reported"
+            )
+    return ""
+
+
+def pipeline_bubble(timers: Timers, pp: int) -> float | None:
+    """The share of the pipeline's time in which a rank computes nothing, mean over the ranks; None without timers.
+
+    A pipeline's ranks are those that differ in their stage only: r, r + N / pp, ... of N. Its time is the largest sum
+    over them of all timers of computing, sending and receiving: the first stage's, which begins and ends the schedule.
+    What of it a rank does not spend in `forward-compute` and `backward-compute` is idle. So the last stage's wait after
+    its last backward counts as well, which no timer of receiving has. Sending counts as idle; its closed form is
+    `schedule.bubble_fraction`, of equal stages and free messages.
+    """
+    if pp == 1:
+        return 0.0
+    if not all(name in timers for name in COMPUTE):
+        return None
+    parts = {name: values for name, values in timers.items() if name.endswith(("-recv", "-send", *COMPUTE))}
+    spent = [sum(value or 0.0 for value in rank) for rank in zip(*parts.values(), strict=True)]
+    busy = [sum(value or 0.0 for value in rank) for rank in zip(*(timers[name] for name in COMPUTE), strict=True)]
+    apart = len(spent) // pp
+    spans = [max(spent[rank % apart :: apart]) for rank in range(len(spent))]
+    return fmean(1 - mine / span for mine, span in zip(busy, spans, strict=True))
+
+
+def peak_flops(peak: Answer, ranks: int, threads: int) -> float:
+    """FLOP/s of all the cores, or GPUs, that so many ranks have together, in the precision that `peak` was taken in."""
+    each = float(peak["rank"]["matmul_flops"])
+    if peak["gpus"]:
+        return each * min(ranks, peak["gpus"])
+    if peak["machine_flops"] is None:
+        return each * min(1.0, cores_allowed() / (ranks * threads)) * ranks
+    return min(ranks * each, float(peak["machine_flops"]))
+
+
+def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
+    """Throughput of a rank over that in the base, round by round: median and quartiles."""
+    cost = [[ms * each.ranks / each.batch for ms in each.turn_ms()] for each in (base, layout)]
+    found = ratios(cost[0], cost[1])
+    return {name.replace("ratio", "efficiency"): value for name, value in found.items()}
+
+
+def affinity(ranks: int, threads: int) -> dict[str, Any]:
+    """Who shares cores with whom: counts, the bound that follows for efficiency, and a note if it is below 1."""
+    allowed, cores = cores_allowed(), os.cpu_count() or 1
+    bound = min(1.0, allowed / (ranks * threads))
+    note = ""
+    if bound < 1.0:
+        each = f"{ranks} ranks" + (f" of {threads} threads" if threads > 1 else "")
+        share = f"{allowed}/{ranks * threads}"
+        note = f"{each} on {allowed} core{'s' * (allowed > 1)}: efficiency is bounded by {share}"
+        if why := affinity_note(allowed, cores, ranks):
+            note += f"; {why}"
+    return {"allowed": allowed, "cores": cores, "ranks": ranks, "threads": threads, "bound": bound, "note": note}
+
+
+def make_record(
+    layout: Layout,
+    base: Layout | None,
+    peak: Answer,
+    threads: int,
+    about: dict[str, Any],
+    predicted: dict[str, Any],
+) -> Record:
+    """The record of a layout; `about` is what all layouts have in common, without anomalies among its flags."""
+    recipe, config = layout.recipe, layout.config
+    what = about | {
+        "layout": layout.degrees, "tp": recipe.tp, "pp": recipe.pp, "dp": recipe.dp, "ranks": layout.ranks,
+        "global_batch_size": layout.batch, "precision": recipe.precision, "schedule": recipe.schedule_name,
+        "chunks": recipe.chunks, "sequence_parallel": recipe.sequence_parallel, "zero": recipe.zero,
+        "threads": threads,
+    }  # fmt: skip
+    stamp = peak["environment"] | {"world_size": layout.ranks, "backend": about["backend"], "threads": threads}
+    if layout.wrong or base is None:
+        return Record("scaling", what, stamp, flags=[layout.wrong], status=layout.status, predicted=predicted)
+    samples = [sample for turn in layout.turns for sample in turn["samples_ms"]]
+    typical = layout.typical()
+    per_step = fmean(typical["samples_ms"])
+    tokens, flops = layout.batch * layout.seq, sum(forward_flops(config, layout.batch, layout.seq).values())
+    flops += backward_flops(config, layout.batch, layout.seq)
+    spent = flops + recompute_flops(config, layout.batch, layout.seq)
+    together = peak_flops(peak, layout.ranks, threads)
+    metrics: dict[str, Any] = summarise(samples) | efficiencies(layout, base)
+    metrics |= {
+        "rounds": len(layout.turns),
+        "ms_per_sample": per_step / layout.batch,
+        "tokens_per_s": 1e3 * tokens / per_step,
+        "mfu": 1e3 * flops / per_step / together,
+        "hfu": 1e3 * spent / per_step / together,
+        "peak_flops": together,
+        "bubble": pipeline_bubble(typical["timers_ms"], recipe.pp),
+        "timers_ms": typical["timers_ms"],
+        "memory_bytes": typical["memory_bytes"],
+        "gpu_utilisation": typical["gpu_utilisation"],
+        "affinity": affinity(layout.ranks, threads) if stamp["device_type"] == "cpu" else None,
+        "losses": layout.gate["losses"],
+    }
+    return Record("scaling", what, stamp, samples, metrics, predicted, _flags(layout, metrics))
+
+
+def _flags(layout: Layout, metrics: dict[str, Any]) -> list[str]:
+    found = noise({"mean_ms": fmean(layout.turn_ms()), "std_ms": _deviation(layout.turn_ms())})
+    if metrics["affinity"] and metrics["affinity"]["note"]:
+        found.append(metrics["affinity"]["note"])
+    if skipped := sum(turn["skipped"] for turn in layout.turns):
+        found.append(f"{skipped} of {len(layout.turns) * len(layout.turns[0]['samples_ms'])} steps were skipped")
+    return found
+
+
+def _deviation(values: list[float]) -> float:
+    return summarise(values)["std_ms"]
+
+
+def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
+    """What the analytic model says, under the names of the metrics: the bubble's closed form, and a step's time with
+    what it is spent on, as if each rank had its share of the cores to itself at all times.
+
+    No time for ZeRO stage 3, nor for a layout that did not run.
+    """
+    recipe = layout.recipe
+    predicted: dict[str, Any] = {
+        "bubble": bubble_fraction(recipe.schedule_name, recipe.pp, layout.microbatches, recipe.chunks)
+    }
+    if layout.wrong or recipe.zero == 3:
+        return predicted
+    rank, link = Hardware(**peak["rank"]), layout.gate["link"]
+    share = peak_flops(peak, layout.ranks, threads) / layout.ranks / rank.matmul_flops
+    hardware = replace(rank, matmul_flops=share * rank.matmul_flops, bandwidth=share * rank.bandwidth)
+    shape = cost.Layout(
+        recipe.tp, recipe.pp, recipe.dp or 1, recipe.chunks, recipe.schedule_name, recipe.sequence_parallel,
+        recipe.zero, recipe.micro_batch_size or 1, layout.batch, recipe.pad_vocabulary if recipe.tp > 1 else 1,
+    )  # fmt: skip
+    # One rank sends nothing, whatever the link.
+    found = predict_step(
+        layout.config, shape, layout.seq, hardware, Link(**link) if link else Link(0.0, 1.0), recipe.precision
+    )
+    parts = {name: 1e3 * seconds for name, seconds in found.items()}
+    return predicted | {"mean_ms": parts.pop("total"), "parts_ms": parts}
+
+
+def study_run(record: Record) -> Run:
+    """A record as a row of the study's tables: the timers of the last rank, whose line Megatron-LM prints."""
+    config, metrics = record.config, record.metrics
+    last = {name: values[-1] for name, values in metrics["timers_ms"].items() if values[-1] is not None}
+    memory = [each / MEBIBYTE for each in metrics["memory_bytes"] if each is not None]
+    busy = [each for each in metrics["gpu_utilisation"] if each is not None]
+    plain = config["d_ff"] == 4 * config["d_model"] and config["recompute"] in RECOMPUTED
+    device = record.environment["device"]
+    return Run(
+        name=config["layout"], tp=config["tp"], pp=config["pp"], dp=config["dp"],
+        micro_batch_size=config["micro_batch_size"], global_batch_size=config["global_batch_size"],
+        ms_per_sample=metrics["ms_per_sample"], timers=last,
+        num_layers=config["num_layers"] if plain else None, hidden_size=config["d_model"],
+        seq_length=config["context"], vocab_size=config["vocab_size"],
+        recompute=RECOMPUTED.get(config["recompute"], "none"),
+        gpu_util=median(busy) if busy else None, gpu_memory=(min(memory), max(memory)) if memory else None,
+        peak_flops=metrics["peak_flops"] / config["ranks"],
+        source=f"{config['size']} {config['objective']} in {config['precision']}, {config['backend']} on {device}",
+    )  # fmt: skip

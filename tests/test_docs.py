@@ -1,0 +1,16 @@
+"""What the pages of docs/ draw is what the code draws."""
+
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.schedule import schedule, simulate
+
+PAGE = (Path(__file__).resolve().parents[1] / "docs/model_parallelism.md").read_text()
+
+
+@pytest.mark.parametrize(("name", "chunks", "width"), [("gpipe", 1, 74), ("1f1b", 1, 74), ("interleaved", 2, 122)])
+def test_the_drawings_are_the_schedules(name, chunks, width):
+    simulation = simulate(schedule(name, 4, 8, chunks))
+    assert simulation.drawing(width) in PAGE
+    assert f"idle {simulation.bubble:.0%}, at most {simulation.peak_live[0]} " in PAGE
