@@ -78,9 +78,9 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind, self.fused = config.feed_forward, config.kernels == "triton"
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        if self.kind == "swiglu":
+        if self.kind == "swiglu":  # in the order in which they are called, which FSDP gathers ahead by
             self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:

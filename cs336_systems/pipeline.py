@@ -89,14 +89,8 @@ class Pipeline:
         sequence: int = 1,
         timer: Timer = lambda name: nullcontext(),
     ) -> None:
-        self.stage, self.module, self.mesh, self.name, self.sequence, self.timer = (
-            stage,
-            module,
-            mesh,
-            name,
-            sequence,
-            timer,
-        )
+        self.stage, self.module, self.mesh = stage, module, mesh
+        self.name, self.sequence, self.timer = name, sequence, timer
 
     def run(
         self,
@@ -110,8 +104,8 @@ class Pipeline:
         `loss` makes of them the scalar that backward begins with; None runs forward only, without gradients.
         `accumulate` is around every backward but the last, after which gradients may be reduced.
         """
-        run = _Run(self, microbatches, loss, keys)
         lists = schedule(self.name, self.stage.stages, len(microbatches), self.stage.chunks)
+        run = _Run(self, microbatches, loss, keys, lists)
         actions = [each for each in lists[self.stage.stage] if loss is not None or each.kind == "forward"]
         # With several chunks each has a last backward of its own, and they are not the last actions.
         final = actions[-1] if self.stage.chunks == 1 else None
@@ -139,13 +133,10 @@ class _Run:
         microbatches: Sequence[Batch],
         loss: Callable[[Losses], Tensor] | None,
         keys: Sequence[DropoutKey] | None,
+        lists: Sequence[Sequence[Action]],
     ) -> None:
-        self.stage, self.module, self.mesh, self.timer = (
-            pipeline.stage,
-            pipeline.module,
-            pipeline.mesh,
-            pipeline.timer,
-        )
+        self.stage, self.module, self.mesh = pipeline.stage, pipeline.module, pipeline.mesh
+        self.timer, self.lists = pipeline.timer, lists
         self.microbatches, self.loss, self.keys = microbatches, loss, keys
         config = self.stage.model.config
         rows, seq = microbatches[0].tokens.shape
@@ -153,7 +144,7 @@ class _Run:
         self.like = next(self.stage.parameters())
         self.live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # inputs and outputs that await a backward
         self.posted: dict[Action, tuple[Work, Tensor]] = {}
-        self.sent: list[tuple[Work, Tensor]] = []
+        self.sent: list[tuple[int, int, Work]] = []  # to which stage, for which number in its list
         self.losses: list[Losses] = []
 
     def take(self, action: Action, before: str, after: Action | None) -> Tensor | None:
@@ -167,7 +158,18 @@ class _Run:
         other = "backward" if action.kind == "forward" else "forward"
         with self.timer(f"{other}-send-{action.kind}-recv" if before == other else f"{action.kind}-recv"):
             work.wait()
+        self._let_go(action)
         return tensor
+
+    def _let_go(self, action: Action) -> None:
+        """Drop what was sent and has arrived: a stage that sends has done all that stands before it in its list."""
+        source = receives_from(self.stage.stage, action, self.stage.stages, self.stage.chunks)
+        assert source is not None
+        stage, done = source[0], self.lists[source[0]].index(source[1])
+        for to, number, work in self.sent:
+            if to == stage and number < done:
+                work.wait()
+        self.sent = [each for each in self.sent if each[0] != stage or each[1] >= done]
 
     def _post(self, action: Action) -> None:
         source = receives_from(self.stage.stage, action, self.stage.stages, self.stage.chunks)
@@ -188,7 +190,8 @@ class _Run:
         turns = after is not None and after.kind == other
         with self.timer(f"{action.kind}-send-{other}-recv" if turns else f"{action.kind}-send"):
             group = self.mesh.channel(action.kind, self.stage.stage, target[0])
-            self.sent.append((send(result, target[0], group, str(target[1])), result))
+            number = self.lists[target[0]].index(target[1])
+            self.sent.append((target[0], number, send(result, target[0], group, str(target[1]))))
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor | None:
         """The chunk's output, or None and its losses noted where it is the last."""
@@ -217,5 +220,5 @@ class _Run:
 
     def finish(self) -> None:
         """Wait until everything has left."""
-        for work, _ in self.sent:
+        for _, _, work in self.sent:
             work.wait()

@@ -25,8 +25,6 @@ from cs336_systems.presets import (
     Recompute,
     preset,
 )
-from cs336_systems.schedule import blocks_of, schedule
-from cs336_systems.tensor_parallel import check_divides, padded_vocabulary
 
 COUNT = click.IntRange(1)
 NATURAL = click.IntRange(0)
@@ -243,18 +241,13 @@ class Recipe:
 
     def check_layout(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
-        batch, micro = self.batches(ranks)
-        data = mesh_sizes(ranks, self.tp, self.pp, 1, self.dp)["dp"]
-        check_divides(config, self.tp, self.sequence_parallel, self.seq(config))
-        if self.tp > 1:
-            padded_vocabulary(config.vocab_size, self.pad_vocabulary, self.tp)
+        seq = self.seq(config)
         if self.pp == 1 and self.chunks > 1:
             raise UserError(f"--chunks {self.chunks} divide a pipeline stage; with --pp 1 there is none")
-        schedule(self.schedule_name, self.pp, batch // data // micro, self.chunks)
-        blocks_of(0, 0, self.pp, self.chunks, config.num_layers)
         if self.zero == 3 and self.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if self.sequence_parallel and self.tp == 1:
             raise UserError(
                 "--sequence-parallel splits the sequence over the tensor-parallel ranks; use --tp 2 or more"
             )
+        self.layout(ranks).check(config, seq)

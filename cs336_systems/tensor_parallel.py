@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cs336_systems.comm import Group, pairs
+from cs336_systems.cost.layout import check_divides, padded_vocabulary
 from cs336_systems.errors import UserError
 from cs336_systems.heads import TokenLoss
 from cs336_systems.model import Block, TransformerLM, initial_weight
@@ -73,26 +74,6 @@ def divided(size: int, group: Group, what: str) -> int:
     if size % group.size():
         raise UserError(f"{size} {what} do not divide over {group.size()} tensor-parallel ranks")
     return size
-
-
-def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:
-    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks."""
-    for name, size in (("heads", config.num_heads), ("key/value heads", config.kv_heads), ("of d_ff", config.d_ff)):
-        if size % ranks:
-            raise UserError(f"{size} {name} do not divide over tp {ranks}: choose a tp that divides {size}")
-    if sequence and (seq or config.context_length) % ranks:
-        raise UserError(f"a sequence of {seq or config.context_length} tokens does not divide over tp {ranks}")
-
-
-def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
-    """The vocabulary with padding to a multiple. Raises UserError if that does not divide over the ranks."""
-    padded = -(-vocab_size // multiple) * multiple
-    if padded % ranks:
-        raise UserError(
-            f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple}), does not divide over tp "
-            f"{ranks}: pad it to a multiple of {ranks}"
-        )
-    return padded
 
 
 @dataclass

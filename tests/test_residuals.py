@@ -92,7 +92,8 @@ def test_inside_a_block_by_hand():
     assert outside == {
         "embedding": 8 * BATCH * SEQ,
         "final_norm": 2 * STREAM + ROW,
-        "model": STREAM + logits + 8 * BATCH * SEQ + 4,  # head's input, log-softmax, targets, the weight's sum
+        "tied_head": STREAM,  # its input
+        "token_loss": logits + 8 * BATCH * SEQ + 4,  # log-softmax, targets, the weight's sum
     }
 
 

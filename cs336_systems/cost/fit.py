@@ -73,6 +73,7 @@ def require_layout_fits(
         return
     raise UserError(
         f"{name} with microbatches of {layout.micro_batch} x {seq} at tp {layout.tp} x pp {layout.pp} x dp "
-        f"{layout.dp} needs {format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but {format_bytes(usable)} are "
-        "usable; raise --tp, --pp or --zero, recompute (--recompute segments), or lower --micro-batch-size"
+        f"{layout.dp} needs {format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but "
+        f"{format_bytes(usable)} are usable; raise --tp, --pp or --zero, use --recompute segments, or lower "
+        "--micro-batch-size"
     )

@@ -167,7 +167,7 @@ def _block(config: ModelConfig, tp: int) -> Iterator[tuple[str, tuple[int, ...]]
         yield from column(f"attention.{name}", rows)
     yield from row("attention.out", d)
     yield from _norm("feed_forward_norm", config)
-    for name in ("up", "gate") if config.feed_forward == "swiglu" else ("up",):
+    for name in ("gate", "up") if config.feed_forward == "swiglu" else ("up",):
         yield from column(f"feed_forward.{name}", hidden)
     yield from row("feed_forward.down", hidden)
 

@@ -185,18 +185,18 @@ def shard_traffic(config: ModelConfig, layout: Layout, stage: int, width: int = 
     """What ZeRO stage 3 sends over dp for each microbatch: every matrix is gathered for forward and for backward, and
     its gradient reduce-scattered (Rajbhandari et al., arXiv:1910.02054, section 7.2.2).
 
-    Once more are gathered a tied embedding that is the head as well and, since it is called out of its order, SwiGLU's
-    `up`. A bound from below where a last stage has a copy of the embedding: that is gathered up to twice more.
+    A tied embedding that is the head as well is gathered once more. A bound from below where a last stage has a copy
+    of the embedding: that is gathered up to twice more.
     """
     found = Traffic()
     if layout.zero < 3 or layout.dp == 1:
         return found
-    both, gated = config.tied_head and layout.pp == 1, config.feed_forward == "swiglu"
+    both = config.tied_head and layout.pp == 1
     for name, shape in rank_shapes(config, layout, stage).items():
         if len(shape) > 1:
             elements = ceil(shape[0] / layout.dp) * layout.dp * prod(shape[1:])
-            again = both if name == TIED else gated and name.endswith("up.weight")
-            found[Transfer("all-gather", "dp", "weight", elements, width)] += 3 if again else 2
+            times = 3 if both and name == TIED else 2
+            found[Transfer("all-gather", "dp", "weight", elements, width)] += times
             found[Transfer("reduce-scatter", "dp", "weight, gradient", elements, width)] += 1
     return found
 
