@@ -167,7 +167,7 @@ def draw(records: list[Record], settings: Settings) -> None:
             study_run(record) for record in records if record.samples_ms and record.config["precision"] == precision
         ]
         name = f"{settings.plot.stem}-{precision}" if len(precisions) > 1 else settings.plot.stem
-        print(save(runs, settings.plot.with_stem(name)))
+        print(save(runs, settings.plot.with_stem(name), runs[0]))
 
 
 def measure(settings: Settings) -> None:

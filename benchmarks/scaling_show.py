@@ -103,7 +103,7 @@ def show(records: Sequence[Record]) -> None:
         for line in remarks(mine):
             out.print(line, markup=False)
         if measured := [study_run(record) for record in mine if record.samples_ms]:
-            show_study(measured)
+            show_study(measured, measured[0])
 
 
 def tables_apart(records: Sequence[Record]) -> list[list[Record]]:

@@ -17,7 +17,7 @@ from cs336_systems.trainer import Trainer
 from tests import ranks
 
 SMALL = ("--device", "cpu", "--context", "32", "--micro-batch-size", "1", "--global-batch-per-dp", "2")
-QUICK = (*SMALL, "--rounds", "2", "--steps", "1", "--warmup", "1")
+QUICK = (*SMALL, "--rounds", "1", "--steps", "1", "--warmup", "1")
 
 
 def command(arguments: list[str]) -> dict:
@@ -63,7 +63,7 @@ def test_every_layout_is_recorded_beside_one_rank(tmp_path):
     assert two.config | {"tp": 1, "pp": 2, "dp": 1, "ranks": 2, "global_batch_size": 2, "base": "1x1x1"} == two.config
     assert two.environment | {"world_size": 2, "backend": "gloo", "threads": 1} == two.environment
     for record in records.values():
-        assert len(record.samples_ms) == record.metrics["rounds"] == 2
+        assert len(record.samples_ms) == record.metrics["rounds"] == 1
         world = record.config["ranks"]
         assert {len(values) for values in record.metrics["timers_ms"].values()} == {world}
         assert len(record.metrics["memory_bytes"]) == world
@@ -88,7 +88,7 @@ def test_every_layout_is_recorded_beside_one_rank(tmp_path):
 
 
 def test_a_layout_that_trains_something_else_gets_no_speed(tmp_path):
-    arguments = ["--grid", "1x1x1,2x1x1", *QUICK, "--rounds", "1", "--results", str(tmp_path)]
+    arguments = ["--grid", "1x1x1,2x1x1", *QUICK, "--results", str(tmp_path)]
     (done,) = ranks.run_alone(wrong_case, 1, arguments=arguments)
     assert done["code"] == 2
     line = done["err"].splitlines()[-1]
@@ -111,7 +111,7 @@ def test_a_smoke_run_records_nothing(tmp_path):
 
 
 def test_ranks_of_torchrun_measure_the_layouts_of_their_number(tmp_path):
-    arguments = ["--grid", "1x1x1,1x1x2", *QUICK, "--rounds", "1", "--results", str(tmp_path)]
+    arguments = ["--grid", "1x1x1,1x1x2", *QUICK, "--results", str(tmp_path)]
     first, second = ranks.run_alone(torchrun_case, 2, arguments=arguments)
     assert first["code"] == second["code"] == 0, first["err"] + second["err"]
     assert "1x1x2" in first["out"]

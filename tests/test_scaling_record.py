@@ -162,11 +162,26 @@ def test_layouts_take_turns_once_the_gate_is_passed():
     assert all("W = " in flag or "noisy" in flag or "share" in flag for record in records for flag in record.flags)
 
 
+def test_half_precision_is_held_to_the_gate_in_fp32_as_well():
+    settings, launcher = Settings(grid="1x1x2", device="cpu", precision=("bf16",)), FakeLauncher()
+    scaling.Study(settings, plan(settings, Place()), launcher).check()
+    assert [(name, precision) for name, *_, precision in launcher.runs] == [
+        ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
+    ]  # fmt: skip
+
+
 def test_a_turn_that_fails_names_its_layout():
     settings = Settings(grid="1x1x1,1x1x2", device="cpu")
     study = scaling.Study(settings, plan(settings, Place()), FakeLauncher(fails="1x1x2"))
     with pytest.raises(UserError, match=r"^layout 1x1x2: no luck$"):
         study.check()
+
+
+def test_a_prediction_gives_each_rank_its_share_of_the_machine():
+    (two,) = layouts(grid="1x1x2")
+    shared, apart = (predict(two, PEAK | {"machine_flops": flops}, 1)["parts_ms"] for flops in (6e9, 8e9))
+    for part in ("forward", "backward", "optimizer"):
+        assert shared[part] == pytest.approx(8 / 6 * apart[part])
 
 
 def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
@@ -254,4 +269,9 @@ def test_a_layout_leaves_out_options_that_it_has_no_use_for():
     assert (full.zero, full.chunks, full.schedule, full.sequence_parallel, full.batch_size) == (
         (1, 2, "interleaved", True, 16)
     )
+    tensor, stages, data = (settings.recipe(degrees, "fp32") for degrees in ((2, 1, 1), (1, 2, 1), (1, 1, 2)))
+    assert [each.zero for each in (tensor, stages, data)] == [0, 0, 1]
+    assert [each.chunks for each in (tensor, stages, data)] == [1, 2, 1]
+    assert [each.schedule for each in (tensor, stages, data)] == [None, "interleaved", None]
+    assert [each.sequence_parallel for each in (tensor, stages, data)] == [True, False, False]
     assert replace(settings, global_batch_per_dp=None, global_batch_size=24).batch(2) == 24
