@@ -4,15 +4,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.megatron_log import read_runs
 from benchmarks.records import Record, read_records
 from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_record import MEBIBYTE, study_run
-from benchmarks.scaling_table import NONE, percent, timer_sheet
+from benchmarks.scaling_table import NONE, PUBLISHED, find_base, markdown, percent, timer_sheet
 from benchmarks.scaling_table import show as show_study
 from cs336_systems import console
 from cs336_systems.console import format_count, format_seconds
 from cs336_systems.profiling.sheet import Sheet
 
+NOT_YET = "Not measured yet: `python -m benchmarks.scaling`, then `make readme`."
 APART = (  # what a table's records have in common, layouts aside
     *("size", "objective", "precision", "scaling", "micro_batch_size", "context", "backend", "data", "recompute"),
     *("device", "threads"),
@@ -115,7 +117,8 @@ def tables_apart(records: Sequence[Record]) -> list[list[Record]]:
 
 
 def scaling_tables(results: Path) -> list[str]:
-    """Markdown of every machine's records: the summary, all timers of the last rank, and what is to be said of them."""
+    """Markdown of every machine's records, the summary, all timers of the last rank, and what is to be said of them;
+    and of the published study."""
     tables = []
     for path in sorted(results.glob("*/scaling.jsonl")):
         for mine in tables_apart(read_records(path)):
@@ -126,4 +129,10 @@ def scaling_tables(results: Path) -> list[str]:
             said = [*remarks(mine), *(each.text for each in anomalies(measured))]
             parts += ["\n".join(f"- {line}" for line in said)] if said else []
             tables.append("\n".join(parts))
-    return tables
+    return [*(tables or [NOT_YET]), published()]
+
+
+def published() -> str:
+    """Markdown of the study that this one takes after: its six rows, and what in them is not to be believed."""
+    runs = read_runs([PUBLISHED])
+    return markdown(runs, find_base(runs), level=3)

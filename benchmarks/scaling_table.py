@@ -154,9 +154,9 @@ def findings(runs: Sequence[Run]) -> list[str]:
     return [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
 
 
-def markdown(runs: Sequence[Run], base: Run | None = None) -> str:
-    """The tables and the findings as Markdown."""
-    parts = [scaling_sheet(runs, base).markdown(), timer_sheet(runs).markdown()]
+def markdown(runs: Sequence[Run], base: Run | None = None, level: int = 2) -> str:
+    """The tables and the findings as Markdown, with headings of a level."""
+    parts = [scaling_sheet(runs, base).markdown(level), timer_sheet(runs).markdown(level)]
     return "\n".join([*parts, *(["To be read with care:\n", *findings(runs)] if findings(runs) else [])]) + "\n"
 
 

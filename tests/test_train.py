@@ -192,7 +192,7 @@ def bert(folder: Path, *arguments: str) -> list[dict]:
 
 def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys):
     _, *lines, final = bert(in_tmp, "--steps", "6", "--log-every", "2", "--eval-interval", "3", "--eval-iters", "2")
-    steps, evaluations = ([line for line in lines if key in line] for key in ("loss", "validation_loss"))
+    steps, evaluations = ([line for line in lines if key in line] for key in ("lm_loss", "validation_loss"))
     assert [line["step"] for line in steps] == [2, 4, 6]
     assert [line["step"] for line in evaluations] == [3, 6]
     assert set(steps[0]) == {
@@ -254,7 +254,8 @@ def test_timers_are_shown_as_asked(in_tmp, capsys, kind, shown):
 
 
 def layout_case(group, folder: str, layout: dict) -> None:
-    recipe = Recipe(data=(f"{folder}/text",), batch_size=8, context=16, device="cpu", steps=3, log_every=1, **layout)
+    layout |= {"d_model": 32, "context": 16, "batch_size": 8}
+    recipe = Recipe(data=(f"{folder}/text",), device="cpu", steps=3, log_every=1, **layout)
     train(replace(recipe, log_file=Path(folder, "log"), eval_iters=2, sample_bytes=8, eval_interval=2))
 
 
