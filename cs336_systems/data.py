@@ -35,8 +35,7 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> "Batch":
         """The same on a device."""
-        others = (None if t is None else t.to(device, non_blocking=True) for t in self[1:])
-        return Batch(self.tokens.to(device, non_blocking=True), *others)
+        return Batch(self.tokens.to(device), *(None if t is None else t.to(device) for t in self[1:]))
 
     def split(self, size: int) -> "list[Batch]":
         """Microbatches of `size` rows, in order."""

@@ -6,9 +6,11 @@ from rich.console import Group as Stacked
 
 from cs336_systems.console import format_bytes, format_count
 from cs336_systems.cost.layout import Layout, rank_parameters
+from cs336_systems.cost.layout_activations import saved_by_sequence
 from cs336_systems.cost.layout_memory import rank_memory
 from cs336_systems.cost.layout_step import sample_flops
 from cs336_systems.cost.layout_traffic import step_traffic
+from cs336_systems.cost.memory import Precision
 from cs336_systems.presets import ModelConfig
 from cs336_systems.profiling.sheet import Sheet
 from cs336_systems.recipe import Recipe
@@ -27,7 +29,7 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
     shown = [memory_sheet(recipe, config, layout, seq).table()]
     if recipe.zero < 3 and ranks > 1:
         shown.append(traffic_sheet(recipe, config, layout, seq).table())
-    return Stacked(*shown, *closing(config, layout, seq))
+    return Stacked(*shown, *closing(config, layout, seq, "bf16" if recipe.half else recipe.precision))
 
 
 def memory_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int) -> Sheet:
@@ -57,7 +59,7 @@ def traffic_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int)
     return Sheet("A step's collectives and messages on one rank", ["stage", "axis", "verb", "calls", "bytes"], rows)
 
 
-def closing(config: ModelConfig, layout: Layout, seq: int) -> list[str]:
+def closing(config: ModelConfig, layout: Layout, seq: int, precision: Precision) -> list[str]:
     """The schedule, drawn if there are stages, and the work of a step."""
     model, hardware = sample_flops(config, seq)
     again = f", {format_count(hardware * layout.global_batch)}FLOP with what is recomputed" if hardware > model else ""
@@ -70,4 +72,10 @@ def closing(config: ModelConfig, layout: Layout, seq: int) -> list[str]:
         idle = f"{bubble_fraction(*arguments):.1%} of the pipeline's time"
         lines.append(f"{layout.schedule}: idle {idle}, if stages are equal")
         lines += [simulate(schedule(*arguments)).drawing(DRAWING), LEGEND]
+    if layout.tp > 1:
+        without, with_it = saved_by_sequence(config, layout, seq, precision)
+        lines.append(
+            f"a block keeps {format_bytes(with_it)} a microbatch for backward with --sequence-parallel, "
+            f"{format_bytes(without)} without"
+        )
     return lines

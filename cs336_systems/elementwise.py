@@ -18,7 +18,7 @@ def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, option
     parameters = [nn.Parameter(view, requires_grad=False) for view in views]
     optimizer = optimizer_cls(parameters, **options)
     for step in range(3):
-        gradient = torch.linspace(-2, 3, ROWS * COLUMNS).sin() * (step + 1)
+        gradient = torch.linspace(-2, 3, ROWS * COLUMNS, dtype=torch.float32).sin() * (step + 1)
         pieces = [gradient[:CUT], gradient[CUT:]] if in_pieces else [gradient.view(ROWS, COLUMNS)]
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.grad = piece.clone()

@@ -120,5 +120,6 @@ DEFAULTS = {
     "--weight-decay": "0.01",
     "--beta2": "0.999",
     "--clip": "1.0",
+    "--dropout": "0.1",
 }
 WARMUP = {"--warmup-fraction": "--warmup-steps"}  # two units of one thing

@@ -207,6 +207,8 @@ def _rename(option: _Option, line: _Line, draft: _Draft) -> None:
     else:
         values = _COMPUTED[option.name](option, line) if option.name in _COMPUTED else option.values
     tokens = [token for value in values for token in (ours, value)]
+    if option.name == "--tokenizer-type" and option.values[0] == "BertWordPieceLowerCase":
+        tokens.append("--lower-case")
     first, before = draft.said.setdefault(_subject(ours), (option, tokens))
     if first is option:
         draft.tokens.extend(tokens)

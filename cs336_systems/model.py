@@ -117,14 +117,14 @@ class Block(nn.Module):
         return x + drop(branch, p, key, f"blocks.{self.layer}.feed-forward branch", starts)
 
 
-def initial_weight(config: ModelConfig, name: str, like: Tensor, seed: int) -> Tensor:
-    """A parameter's first value, of the shape and on the device of `like`: a function of its name and the seed alone,
-    so that whoever holds a part of a model can make it without the rest.
+def initial_weight(config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+    """A parameter's first value: a function of its name and the seed alone (on one kind of device), so that whoever
+    holds a part of a model can make it without the rest.
 
     Weights are normal with standard deviation 0.02, those that write to the stream 0.02 / sqrt(2 num_layers), and an
     embedding that sinusoidal positions scale by sqrt(d_model) is 1 / sqrt(d_model). Gains are one, biases zero.
     """
-    value = torch.empty_like(like)
+    value = torch.empty(shape, device=device)
     if name.endswith("bias"):
         return value.zero_()
     if "norm." in name:
@@ -170,7 +170,7 @@ class TransformerLM(nn.Module):
         """Draw every parameter anew (see `initial_weight`); the default seed comes from torch's global generator."""
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weight(self.config, name, parameter, seed))
+            parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device))
 
     def forward(
         self,

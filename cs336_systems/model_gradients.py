@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Group, Mesh, all_reduce
+from cs336_systems.cost.layout import TIED
 from cs336_systems.grad_norm import Kept
 from cs336_systems.pipeline import Stage
 from cs336_systems.tensor_parallel import TensorParallel
-
-TIED = "embedding.tokens.weight"
 
 
 class KeepsGradients(Protocol):

@@ -31,6 +31,7 @@ NATURAL = click.IntRange(0)
 POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1)
+MEMORY = click.FloatRange(0, 1, max_open=True)
 
 # What makes a decoder's shape BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
 ENCODER: dict[str, Any] = {
@@ -73,7 +74,9 @@ class Recipe:
     mask_prob: float = setting(0.15, "BERT: share of tokens to predict.", type=SHARE)
     short_seq_prob: float = setting(0.1, "BERT: share of samples that are shorter.", type=SHARE)
     steps: int = setting(300, "Optimizer steps of this run.", type=COUNT)
-    batch_size: int | None = setting(None, "Sequences in a step.  [default: the preset's]", type=COUNT)
+    batch_size: int | None = setting(
+        None, "Sequences in a step.  [default: the preset's, or a microbatch a replica]", type=COUNT
+    )
     micro_batch_size: int | None = setting(
         None,
         "Sequences that pass through the model at once.  [default: all of a rank's, or a quarter a stage]",
@@ -87,8 +90,8 @@ class Recipe:
     decay_steps: int = setting(1000, "Step at which the learning rate reaches --min-lr.", type=COUNT)
     decay: Literal["cosine", "linear"] = setting("cosine", "Shape of the learning rate's decay.")
     weight_decay: float = setting(0.1, "AdamW's decay of matrices.", type=NOT_NEGATIVE)
-    beta1: float = setting(0.9, "AdamW's memory of the gradient.", type=SHARE)
-    beta2: float = setting(0.95, "AdamW's memory of its square.", type=SHARE)
+    beta1: float = setting(0.9, "AdamW's memory of the gradient.", type=MEMORY)
+    beta2: float = setting(0.95, "AdamW's memory of its square.", type=MEMORY)
     adam_eps: float = setting(1e-8, "AdamW's epsilon.", type=NOT_NEGATIVE)
     clip: float = setting(1.0, "Largest global norm of the gradient.", type=POSITIVE)
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
@@ -141,8 +144,8 @@ class Recipe:
     @property
     def name(self) -> str:
         """What to call the model."""
-        shape = f"{self.num_layers} layers x {self.d_model}" if self.d_model else ""
-        return self.size or shape or "tiny"
+        shape = f"{self.num_layers} layers x {self.d_model}" if self.d_model and self.num_layers else ""
+        return self.size or shape or ("tiny" if self.num_layers is self.d_model is None else "a changed tiny")
 
     @property
     def is_bert(self) -> bool:
@@ -169,6 +172,8 @@ class Recipe:
             raise UserError(f"{self.name} is an encoder, which cannot predict the next token; use --objective bert")
         elif self.is_bert and self.size is None:
             base = replace(base, vocab_size=tokens or base.vocab_size)
+        if self.is_bert and self.attention == "flash":
+            raise UserError("BERT's text is padded, and attention flash knows no padding mask; use --attention sdpa")
         return base.override(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -221,7 +226,9 @@ class Recipe:
                 f"of --micro-batch-size {given}"
             )
         most = rows if self.pp == 1 else max(1, rows // (4 * self.pp))
-        return batch, given or next(size for size in range(most, 0, -1) if rows % size == 0)
+        in_turn = self.pp if self.chunks > 1 else 1  # interleaved, as many microbatches as stages pass in turn
+        fitting = [size for size in range(most, 0, -1) if rows % (size * in_turn) == 0]
+        return batch, given or (fitting[0] if fitting else 1)
 
     def layout(self, ranks: int) -> Layout:
         """How the recipe is laid out over so many ranks. Raises UserError where they do not divide."""

@@ -37,12 +37,13 @@ def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:
         f"elapsed time per iteration (ms): {record['step_ms']:.1f}",
         f"learning rate: {record['lr']:.3E}",
         f"global batch size: {batch:5d}",
-        f"lm loss: {record.get('lm_loss', record['loss']):.6E}",
     ]
+    if record["loss"] is not None:  # there is none where every step was skipped
+        parts.append(f"lm loss: {record.get('lm_loss', record['loss']):.6E}")
     if "sop_loss" in record:
         parts.append(f"sop loss: {record['sop_loss']:.6E}")
     parts.append(f"loss scale: {record.get('loss_scale', 1.0):.1f}")
-    if record["grad_norm"] is not None:  # there is none where every step was skipped
+    if record["grad_norm"] is not None:
         parts.append(f"grad norm: {record['grad_norm']:.3f}")
     parts.append(f"number of skipped iterations: {record.get('skipped', 0):3d}")
     return " | ".join(parts)

@@ -117,8 +117,8 @@ class TensorParallel:
         """Give a model that was built on the meta device the values that the whole one would have from this seed."""
         self.model.to_empty(device=device)
         for name, parameter in self.model.named_parameters():
-            like = parameter.new_empty(self.whole_shape(name, parameter.shape))
-            parameter.copy_(self.part(name, initial_weight(self.model.config, name, like, seed)))
+            shape = self.whole_shape(name, parameter.shape)
+            parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device)))
 
 
 def of_vocabulary(name: str) -> bool:

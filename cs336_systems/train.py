@@ -61,19 +61,19 @@ class Loop:
 
     def _report(self, number: int) -> None:
         trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch
-        lm, pair = trainer.mean_losses(self.since)
+        taken = [step for step in self.since if not step.skipped]  # an overflow's loss may be no number
+        lm, pair = trainer.mean_losses(taken)
         norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
-        skipped = sum(step.skipped for step in self.since)
-        if not self.since[-1].skipped:
-            require_finite(lm + pair + norm, number, self.recipe)
+        if taken:
+            require_finite(lm + pair + taken[-1].norm.item(), number, self.recipe)
         mfu = self.flops / seconds / self.hardware.matmul_flops / trainer.mesh.world.size()
         tokens = batch * trainer.seq / seconds
-        line: dict[str, Any] = {"step": number, "loss": lm + pair, "lr": self.since[-1].rate}
+        line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
         if self.recipe.is_bert:
-            line |= {"lm_loss": lm, "sop_loss": pair}
+            line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
         if self.recipe.precision == "fp16":
-            line |= {"loss_scale": trainer.scaler.scale, "skipped": skipped}
+            line |= {"loss_scale": trainer.scaler.scale, "skipped": steps - len(taken)}
         kind = trainer.timers_shown
         if kind != "none":
             line["step_ms"] = 1e3 * seconds
@@ -96,7 +96,6 @@ class Loop:
         line = {"step": number, "validation_loss": losses[0]}
         line |= {"validation_sop_loss": losses[1]} if self.recipe.is_bert else {}
         write_line(line, self.log)
-        self.trainer.timers.reset()
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
         self.out.print(f"step {number}: {shown}", markup=False)
         self.start += time.perf_counter() - began
@@ -212,7 +211,9 @@ def work(place: Place, recipe: Recipe) -> None:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise UserError("out of memory although it was counted to fit; lower --batch-size or --context") from error
+            raise UserError(
+                "out of memory although it was counted to fit; lower --micro-batch-size or --context, or recompute"
+            ) from error
 
 
 class TranslatedCommand(click.Command):

@@ -6,7 +6,7 @@ global batch is the same for every layout, and so is what is learned.
 """
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,13 +21,12 @@ from cs336_systems.errors import UserError
 from cs336_systems.feed import make_feed
 from cs336_systems.grad_norm import clip_by_norm
 from cs336_systems.heads import Losses
-from cs336_systems.loss_scaler import DynamicLossScaler
 from cs336_systems.machine import choose_device, usable_memory
 from cs336_systems.master_weights import MasterAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.model_gradients import ModelGradients, tied_copy
 from cs336_systems.optim import AdamW, decay_groups
-from cs336_systems.pipeline import Pipeline, Stage
+from cs336_systems.pipeline import Pipeline, Stage, Timer
 from cs336_systems.precision import set_matmul_precision
 from cs336_systems.presets import ModelConfig
 from cs336_systems.recipe import Recipe
@@ -56,6 +55,8 @@ class Trainer:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.device = recipe, choose_device(recipe.device)
+        if recipe.backend == "gloo" and self.device.type == "cuda" and recipe.pp > 1:
+            raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
         self.mesh = mesh = Mesh(recipe.tp, recipe.pp, dp=recipe.dp)
         ranks = mesh.world.size()
         recipe.learning_rate(0)  # a schedule that cannot be is refused
@@ -66,9 +67,10 @@ class Trainer:
         self.config = config = recipe.model_config(self.feed.vocab_size)
         self.seq = recipe.seq(config)
         recipe.check_layout(config, ranks)
+        self._require_fit(config)
         set_matmul_precision(self.device, recipe.precision)
 
-        # On the meta device, so that a rank never holds more than its part.
+        # On the meta device: a rank gives values to its part alone, one whole matrix at a time.
         model = TransformerLM(config, "meta")
         self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), recipe.chunks)
         multiple = recipe.pad_vocabulary if recipe.tp > 1 else 1
@@ -89,14 +91,17 @@ class Trainer:
         self.gradients = ModelGradients(self.model, stage, self.plan, mesh)
 
         self.timers = Timers(self.device, mesh.world)
-        inner = getattr(self.optimizer, "inner", self.optimizer)
-        if isinstance(inner, MasterAdamW):
-            inner.timer = self.timers
-        parts = recipe.tp if recipe.sequence_parallel else 1
-        self.pipeline = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts, self.timers)
-        self.scaler = recipe.loss_scaler()
         parallel = recipe.is_bert or mesh.model.size() > 1
         self.timers_shown = recipe.timers or ("max" if parallel else "none")
+        # Timers that nobody reads would pile up events on a GPU.
+        self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
+        inner = getattr(self.optimizer, "inner", self.optimizer)
+        if isinstance(inner, MasterAdamW):
+            inner.timer = self.timer
+        parts = recipe.tp if recipe.sequence_parallel else 1
+        self.pipeline = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts, self.timer)
+        self.evaluation = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts)  # which no timer counts
+        self.scaler = recipe.loss_scaler()
         self.skipped = self.stuck = 0  # steps; overflows in a row at the lowest loss scale
 
     def _require_fit(self, config: ModelConfig) -> None:
@@ -109,7 +114,7 @@ class Trainer:
 
     def step(self, step: int) -> Step:
         """One optimizer step on this rank's rows of the global batch."""
-        with self.timers("batch-generator"):
+        with self.timer("batch-generator"):
             batch = self.feed.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
             counted = self._count_targets(batch)
             microbatches = batch.split(self.micro_batch)
@@ -127,7 +132,7 @@ class Trainer:
             self.gradients.add_partial()
             self.gradients.add_tied()
         rate = self.recipe.learning_rate(step - self.skipped)
-        with self.timers("optimizer"):
+        with self.timer("optimizer"):
             norm, skipped = self._update(rate)
         self.optimizer.zero_grad()
         return Step(self._total(every, counted), norm, rate, skipped)
@@ -136,33 +141,35 @@ class Trainer:
         """Clip and step, unless the gradients have overflowed: (their norm, whether they have)."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with self.timers("optimizer-unscale-and-check-inf"):
-            norm = self.gradients.norm() / self.scaler.scale
-            # One number says it for all gradients of all ranks. Only a scale that moves needs the host to know.
-            overflow = isinstance(self.scaler, DynamicLossScaler) and not math.isfinite(norm.item())
+        scale = self.scaler.scale  # of these gradients; the update below may change it for the next
+        with self.timer("optimizer-unscale-and-check-inf"):
+            norm = self.gradients.norm() / scale
+            # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
+            overflow = self.recipe.precision == "fp16" and not math.isfinite(norm.item())
         # Overflows on the way down from the first scale are how the right one is found.
         self.stuck = self.stuck + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)
         if overflow:
             self.skipped += 1
             if self.stuck == STUBBORN:
+                cure = "--loss-scale" if self.recipe.loss_scale else f"--lr (now {self.recipe.lr:g})"
                 raise UserError(
-                    f"the gradients have overflowed {self.stuck} times in a row at a loss scale of "
-                    f"{self.scaler.scale:g}; lower --lr (now {self.recipe.lr:g})"
+                    f"the gradients have overflowed {self.stuck} times in a row at a loss scale of {scale:g}; "
+                    f"lower {cure}"
                 )
             return norm, True
         if self.recipe.half:
-            multiplier = (self.recipe.clip / norm).clamp(max=1.0) / self.scaler.scale
+            multiplier = (self.recipe.clip / norm).clamp(max=1.0) / scale
             self.optimizer.step(multiplier=multiplier)  # type: ignore[call-overload]
         else:
-            with self.timers("optimizer-clip-main-grad"):
+            with self.timer("optimizer-clip-main-grad"):
                 clip_by_norm([each.gradient for each in self.gradients.kept().values()], norm, self.recipe.clip)
             self.optimizer.step()
         return norm, False
 
     def _timed(self, name: str) -> AbstractContextManager[Any]:
         """A timer around a collective, which may tell waiting from transferring."""
-        return self.timers.collective(name) if self.recipe.timers == "waits" else self.timers(name)
+        return self.timers.collective(name) if self.timers_shown == "waits" else self.timer(name)
 
     def _key(self, step: int, batch: Batch) -> DropoutKey:
         assert batch.rows is not None
@@ -188,21 +195,25 @@ class Trainer:
         return torch.stack([self._share(losses, counted) for losses in every]).sum(0)
 
     def mean_losses(self, steps: list[Step]) -> list[float]:
-        """The global losses of tokens and pairs, averaged over steps: the one wait for the device between two logs."""
-        total = torch.stack([each.losses for each in steps]).mean(0).double()
+        """The global losses of tokens and pairs, averaged over steps, NaN over none: the one wait for the device
+        between two logs."""
+        losses = [each.losses for each in steps]
+        total = (torch.stack(losses).mean(0) if losses else torch.full((2,), torch.nan, device=self.device)).double()
         all_reduce(total, self.mesh.world, "losses", "sum").wait()
         return total.tolist()
 
     @torch.no_grad()
     def validate(self) -> list[float] | None:
         """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
+        place = self.mesh.data.rank(), self.mesh.data.size()
+        if self.feed.validation(0, *place) is None:
+            return None
         self.model.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.eval_iters):
-            batch = self.feed.validation(number, self.mesh.data.rank(), self.mesh.data.size())
-            if batch is None:
-                return None
-            for losses in self.pipeline.run(batch.to(self.device).split(self.micro_batch), None):
+            batch = self.feed.validation(number, *place)
+            assert batch is not None
+            for losses in self.evaluation.run(batch.to(self.device).split(self.micro_batch), None):
                 sums[0] += losses.tokens
                 sums[1] += 0.0 if losses.pair is None else losses.pair
             if self.stage.has_last:

@@ -21,11 +21,11 @@ from cs336_systems.errors import UserError
 
 def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
     """This rank's part along `dim` of a tensor that is first padded with zeros to a size of `padded` there; a copy."""
-    short = padded - whole.shape[dim]
-    if short:
-        padding = whole.new_zeros((*whole.shape[:dim], short, *whole.shape[dim + 1 :]))
-        whole = torch.cat((whole, padding), dim)
-    return whole.detach().chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
+    size, real = padded // group.size(), whole.shape[dim]
+    first = min(group.rank() * size, real)
+    mine = whole.detach().narrow(dim, first, min(size, real - first))
+    padding = mine.new_zeros((*mine.shape[:dim], size - mine.shape[dim], *mine.shape[dim + 1 :]))
+    return torch.cat((mine, padding), dim)
 
 
 def check_words(words: Tensor, vocab_size: int, what: str) -> None:

@@ -43,6 +43,11 @@ def faked(monkeypatch):
 
     def world(rank: int, size: int, tags: bool = True):
         made = []
+        world.greetings = []
+
+        def greet(way, other):
+            world.greetings.append((way, other))
+            return SimpleNamespace(wait=lambda: None)
 
         def subgroup(group):
             made.append(tuple(group))
@@ -51,6 +56,8 @@ def faked(monkeypatch):
         monkeypatch.setattr("cs336_systems.comm.mesh.default_group", lambda: Fake(ranks=list(range(size)), me=rank))
         monkeypatch.setattr("cs336_systems.comm.mesh.subgroup", subgroup)
         monkeypatch.setattr("cs336_systems.comm.mesh.has_tags", lambda group: tags)
+        monkeypatch.setattr("cs336_systems.comm.mesh.send", lambda word, to, *_: greet("to", to))
+        monkeypatch.setattr("cs336_systems.comm.mesh.receive", lambda word, source, *_: greet("from", source))
         return lambda **sizes: (Mesh(**sizes), made)
 
     return world
@@ -99,7 +106,13 @@ def test_without_tags_what_may_overtake_has_a_connection_of_its_own(faked):
     assert len({id(channel) for channel in [*channels, mesh.pp]}) == 5
     assert all(channel.ranks == mesh.pp.ranks == [0, 2, 4, 6] for channel in channels)
     assert mesh.channel("forward", 3, 0) is mesh.channel("forward", 1, 0)  # the way back of interleaved chunks
+    # Every neighbour is met in the order of the stages, so that no two wait for each other crosswise.
+    assert faked.greetings == 4 * [("from", 0), ("to", 2)]
+    faked(0, 8, tags=False)(tp=2, pp=4)
+    assert faked.greetings == 4 * [("to", 1), ("from", 3)]
+    assert faked(0, 8, tags=False)(tp=8)[0].channels == {}
     mesh, _ = faked(2, 8)(tp=2, pp=4)
+    assert not faked.greetings
     assert all(mesh.channel(kind, *way) is mesh.pp for kind, way in kinds)
 
 

@@ -11,7 +11,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from cs336_systems.comm.group import Group, default_group, has_tags, subgroup
+from cs336_systems.comm.verbs import receive, send
 from cs336_systems.errors import UserError
 
 AXES = ("pp", "dp", "ep", "tp")  # from the slowest to the fastest: the last one's neighbours are neighbouring ranks
@@ -40,8 +43,10 @@ class Mesh:
         self.ends = self._join([(ranks[0], ranks[-1]) for ranks in self._lines("pp")]) if self.pp.size() > 1 else None
         # NCCL has no tags: messages between two ranks meet in the order of their posting. What may overtake another,
         # activations and gradients, up and down the stages, gets a connection of its own; gloo's tags keep them apart.
-        kinds = itertools.product(("forward", "backward"), (True, False)) if not has_tags(world) else ()
+        apart = self.pp.size() > 1 and not has_tags(world)
+        kinds = itertools.product(("forward", "backward"), (True, False)) if apart else ()
         self.channels = {kind: self._fresh("pp") for kind in kinds}
+        self._greet()
 
     def _lines(self, *axes: str) -> Iterator[tuple[int, ...]]:
         """The sets of ranks that differ in these axes only, each in ascending order."""
@@ -54,6 +59,19 @@ class Mesh:
     def channel(self, kind: str, source: int, target: int) -> Group:
         """The group, of the pp axis, for messages of a kind, "forward" or "backward", between two of its ranks."""
         return self.channels.get((kind, source < target), self.pp)
+
+    def _greet(self) -> None:
+        """NCCL connects two ranks at their first message, and until both are there the host of each waits. A receive
+        that is posted ahead must not find them unconnected, so all neighbours exchange a word now, in one order."""
+        me, stages = self.pp.rank(), self.pp.size()
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        for group in self.channels.values():
+            for source in range(stages):
+                target = (source + 1) % stages
+                if me == source:
+                    send(torch.zeros(1, device=device), target, group, "greeting").wait()
+                elif me == target:
+                    receive(torch.zeros(1, device=device), source, group, "greeting").wait()
 
     def _fresh(self, axis: str) -> Group:
         """This rank's group along an axis, made anew."""

@@ -46,7 +46,7 @@ def _whole(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
     parts = x.new_empty((group.size(), *x.shape))
     parts[group.rank()] = x
     all_gather(parts.view(-1), group, label).wait()
-    return parts[0] if group.size() == 1 else torch.cat(parts.unbind(), dim)
+    return torch.cat(parts.unbind(), dim)
 
 
 def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:

@@ -81,6 +81,8 @@ def rank_memory(
     layout.check(config, seq)
     weight, gradient, state = parameter_bytes(precision)
     parameters, gradients, owned = state_elements(config, layout, stage, precision)
+    if layout.zero == 2 and layout.microbatches * layout.chunks > 1:  # they add up whole before they are cut
+        gradients = max(gradients, parameters)
     activations = live_activations(config, layout, seq, stage, precision)
     last, s = layout.ends(stage)[1], sizes_of(config, layout, seq, precision)
     works = [pass_activations(config, layout, seq, stage, chunk, precision) for chunk in range(layout.chunks)]

@@ -207,7 +207,8 @@ def step_traffic(
     """Every collective and message of one step on a rank of a stage, counted: equal to what `comm.record()` lists.
 
     That is forward and backward of all microbatches, and what `gradient_traffic` names; a group of one rank sends
-    nothing. Raises UserError for a layout that does not divide.
+    nothing. What a trainer sums besides, the number of targets and its losses, is not in it. Raises UserError for a
+    layout that does not divide.
     """
     layout.check(config, seq)
     width, total = parameter_bytes(precision)[0], Traffic()
