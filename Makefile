@@ -29,7 +29,7 @@ $(VENV)/.other-triton: $(VENV)/.installed
 	@touch $@
 
 test: $(VENV)/.installed $(VENV)/.other-triton ## run the test suite (no GPU needed)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.installed ## check style and formatting
 	$(RUN) -m ruff check .

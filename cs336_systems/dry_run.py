@@ -17,7 +17,7 @@ from cs336_systems.recipe import Recipe
 from cs336_systems.schedule import bubble_fraction, schedule, simulate
 from cs336_systems.schedule_drawing import LEGEND
 
-DRAWING = 110  # columns
+LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "workspace")
 
 
@@ -27,7 +27,7 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
     recipe.check_layout(config, ranks)
     layout, seq = recipe.layout(ranks), recipe.seq(config)
     shown = [memory_sheet(recipe, config, layout, seq).table()]
-    if recipe.zero < 3 and ranks > 1:
+    if ranks > 1:
         shown.append(traffic_sheet(recipe, config, layout, seq).table())
     return Stacked(*shown, *closing(config, layout, seq, "bf16" if recipe.half else recipe.precision))
 
@@ -42,7 +42,10 @@ def memory_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int) 
         rows.append([str(stage), format_count(parameters, "B"), *cells, format_bytes(sum(memory.values()))])
     title = f"{recipe.name}: parameters and memory of a rank"
     degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO stage {layout.zero}"
-    note = f"{degrees}, {recipe.precision}. Counted, not measured."
+    note = (
+        f"{degrees}, {recipe.precision}, {config.vocab_size:,} words. Counted, not measured; workspace is what is "
+        "needed for a moment on top."
+    )
     return Sheet(title, ["stage", "count", *PARTS, "memory"], rows, note)
 
 
@@ -56,7 +59,9 @@ def traffic_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int)
             calls[transfer.axis, transfer.verb] += times
             sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
-    return Sheet("A step's collectives and messages on one rank", ["stage", "axis", "verb", "calls", "bytes"], rows)
+    note = "ends: the first and the last stage, which share the tied embedding; world: all ranks."
+    title = "A step's collectives and messages on one rank of each stage"
+    return Sheet(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
 
 
 def closing(config: ModelConfig, layout: Layout, seq: int, precision: Precision) -> list[str]:
@@ -65,13 +70,15 @@ def closing(config: ModelConfig, layout: Layout, seq: int, precision: Precision)
     again = f", {format_count(hardware * layout.global_batch)}FLOP with what is recomputed" if hardware > model else ""
     lines = [
         f"a step of {layout.global_batch} x {seq} tokens: {format_count(model * layout.global_batch)}FLOP{again}; "
-        f"{layout.microbatches} microbatches of {layout.micro_batch} a replica"
+        f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch} a replica"
     ]
     if layout.pp > 1:
         arguments = layout.schedule, layout.pp, layout.microbatches, layout.chunks
         idle = f"{bubble_fraction(*arguments):.1%} of the pipeline's time"
         lines.append(f"{layout.schedule}: idle {idle}, if stages are equal")
-        lines += [simulate(schedule(*arguments)).drawing(DRAWING), LEGEND]
+        simulation = simulate(schedule(*arguments))
+        columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
+        lines += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
     if layout.tp > 1:
         without, with_it = saved_by_sequence(config, layout, seq, precision)
         lines.append(

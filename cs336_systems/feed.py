@@ -80,8 +80,10 @@ class BertFeed:
         self.counted: int | None = None
         self.training = BertData(splits.training, *arguments)
         self.kept = BertData(splits.validation, *arguments) if len(splits.validation) else None
-        self.name, self.tokens = splits.training.name, len(splits.training.tokens)
-        self.sha256 = hashlib.sha256(np.ascontiguousarray(splits.training.tokens).tobytes()).hexdigest()
+        training = splits.training
+        first, last = (int(training.sentences[training.documents[end]]) for end in (0, -1))
+        self.name, self.tokens = training.name, last - first
+        self.sha256 = hashlib.sha256(np.ascontiguousarray(training.tokens[first:last]).tobytes()).hexdigest()
 
     def batch(self, step: int, rank: int, ranks: int) -> Batch:
         """See Feed."""

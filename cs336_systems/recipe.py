@@ -1,5 +1,6 @@
 """The recipe: everything that a training run is made of, each an option of the command line, and checked together."""
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -84,7 +85,9 @@ class Recipe:
     )
     context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
     lr: float = setting(2e-3, "Peak learning rate.", type=NOT_NEGATIVE)
-    min_lr: float = setting(2e-4, "Learning rate from --decay-steps on.", type=NOT_NEGATIVE)
+    min_lr: float | None = setting(
+        None, "Learning rate from --decay-steps on.  [default: a tenth of --lr]", type=NOT_NEGATIVE
+    )
     warmup_steps: int = setting(20, "Steps of linear warm-up.", type=NATURAL)
     warmup_fraction: float | None = setting(None, "Warm-up as a share of --decay-steps, in its place.", type=SHARE)
     decay_steps: int = setting(1000, "Step at which the learning rate reaches --min-lr.", type=COUNT)
@@ -197,9 +200,11 @@ class Recipe:
 
     def learning_rate(self, update: int) -> float:
         """The rate of an optimizer update, counted from 0. Raises UserError for a schedule that cannot be."""
-        share = self.warmup_fraction
+        share, least = self.warmup_fraction, self.lr / 10 if self.min_lr is None else self.min_lr
+        if not (math.isfinite(self.lr) and least <= self.lr):
+            raise UserError(f"--lr {self.lr:g} with --min-lr {least:g}: a finite rate that falls is meant")
         warmup = self.warmup_steps if share is None else round(share * self.decay_steps)
-        return learning_rate(update, self.lr, self.min_lr, warmup, self.decay_steps, self.decay)
+        return learning_rate(update, self.lr, least, warmup, self.decay_steps, self.decay)
 
     def loss_scaler(self) -> LossScaler:
         """What keeps fp16's gradients in range; other precisions need nothing. Raises UserError for a scale that

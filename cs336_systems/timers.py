@@ -159,8 +159,11 @@ class Timers:
         own = self.milliseconds()
         if self.group is None:
             return {name: [value] for name, value in own.items()}
-        every = agree("names of timers", json.dumps(list(own)), self.group)
-        names = list(dict.fromkeys(name for some in every for name in json.loads(some)))
+        said = json.dumps([list(self.timers), list(own)])
+        every = [json.loads(each) for each in agree("names of timers", said, self.group)]
+        # In the order in which rank 0 named them, used or not, and then the next ranks.
+        used = {name for _, some in every for name in some}
+        names = list(dict.fromkeys(name for named, _ in every for name in named if name in used))
         if not names:
             return {}
         mine = [own.get(name, torch.nan) for name in names]

@@ -4,6 +4,7 @@
 """
 
 import math
+import os
 import sys
 import time
 from dataclasses import asdict
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems import console
-from cs336_systems.comm import Place, all_gather, distributed, find_place
+from cs336_systems.comm import Place, agree, all_gather, current_place, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
@@ -35,7 +36,8 @@ class Loop:
     """All steps of a recipe, with a log line every `log_every` of them and an evaluation every `eval_interval`."""
 
     def __init__(self, trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
-        self.trainer, self.hardware, self.log, self.recipe = trainer, hardware, log, trainer.recipe
+        self.trainer, self.log, self.recipe = trainer, log, trainer.recipe
+        self.peak = hardware.matmul_flops * devices(trainer)
         config, seq = trainer.config, trainer.seq
         self.out = console.console(quiet=trainer.mesh.world.rank() > 0)
         self.flops = sum(forward_flops(config, trainer.batch, seq).values())
@@ -47,8 +49,9 @@ class Loop:
     def run(self) -> None:
         """Raises UserError when the loss is no longer a number."""
         ranks = self.trainer.mesh.world
-        expected = self.recipe.steps * self.flops / self.hardware.matmul_flops / ranks.size()
+        expected = self.recipe.steps * self.flops / self.peak
         with console.progress("training", self.recipe.steps, expected, quiet=ranks.rank() > 0) as advance:
+            agree("ready for the first step", "", ranks)  # who is late now must not seem slow in it
             self.trainer.timers.reset()
             self.start = time.perf_counter()
             for number in range(1, self.recipe.steps + 1):
@@ -66,7 +69,7 @@ class Loop:
         norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
         if taken:
             require_finite(lm + pair + taken[-1].norm.item(), number, self.recipe)
-        mfu = self.flops / seconds / self.hardware.matmul_flops / trainer.mesh.world.size()
+        mfu = self.flops / seconds / self.peak
         tokens = batch * trainer.seq / seconds
         line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
@@ -85,7 +88,8 @@ class Loop:
             self.out.print(iteration_line(line, self.recipe.steps, batch), markup=False, soft_wrap=True)
             self.out.print(last, markup=False, soft_wrap=True)
         write_line(line, self.log)
-        self.note = f"loss {lm + pair:.3f}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
+        loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.is_bert else f"loss {lm:.3f}"
+        self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
         self.since, self.start = [], time.perf_counter()
 
     def _evaluate(self, number: int) -> None:
@@ -99,6 +103,15 @@ class Loop:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
         self.out.print(f"step {number}: {shown}", markup=False)
         self.start += time.perf_counter() - began
+
+
+def devices(trainer: Trainer) -> float:
+    """How many times what one rank can compute all ranks can: as many as there are, unless they share cores."""
+    ranks = trainer.mesh.world.size()
+    if trainer.device.type == "cuda":
+        return ranks
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ranks * min(1.0, cores / (torch.get_num_threads() * current_place().local_world_size))
 
 
 def require_finite(value: float, step: int, recipe: Recipe) -> None:
@@ -143,7 +156,7 @@ def introduce(trainer: Trainer, hardware: Hardware) -> None:
     layout = f", {ranks} ranks ({mesh}), ZeRO stage {recipe.zero}" if ranks > 1 else ""
     stages = mesh.pp.size()
     count = trainer.batch // mesh.data.size() // trainer.micro_batch
-    micro = f", {count} microbatches of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
+    micro = f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
     micro += f", schedule {recipe.schedule_name}" if stages > 1 else ""
     console.console(quiet=mesh.world.rank() > 0).print(
         f"{recipe.name}{' (BERT)' if recipe.is_bert else ''}: {parameters} parameters, batch {trainer.batch} x "
@@ -164,7 +177,9 @@ def train(recipe: Recipe) -> dict[str, Any]:
     introduce(trainer, hardware)
     with open_log(recipe.log_file, world) as log:
         settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
-        header = {"recipe": settings, "corpus": trainer.feed.name, "sha256": trainer.feed.sha256}
+        header: dict[str, Any] = {"recipe": settings, "corpus": trainer.feed.name, "sha256": trainer.feed.sha256}
+        header |= {"model": asdict(trainer.config), "seq": trainer.seq}
+        header |= {"batch_size": trainer.batch, "micro_batch_size": trainer.micro_batch}
         stamp = environment(device) | {"world_size": world.size(), "backend": recipe.backend}
         write_line(header | {"mesh": trainer.mesh.sizes, "environment": stamp}, log)
         peak, start = PeakMemory(device), time.perf_counter()
@@ -187,7 +202,9 @@ def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
     """Print what came of a run."""
     recipe, loss = trainer.recipe, final["validation_loss"]
     out = console.console(quiet=trainer.mesh.world.rank() > 0)
-    reached = "not measured, the text is too short" if loss is None else f"{loss:.3f} nats a token"
+    reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
+    if "validation_sop_loss" in final:
+        reached += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     text = list(recipe.data) != ["random"] and not recipe.is_bert
     guessing = math.log(256 if text else trainer.feed.vocab_size)
     least, most = final["peak_memory"]
@@ -198,6 +215,13 @@ def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
         markup=False,
         soft_wrap=True,
     )
+    if trainer.skipped:
+        out.print(
+            f"{trainer.skipped} of {recipe.steps} steps were skipped: their gradients overflowed fp16, and the loss "
+            f"scale came down to {trainer.scaler.scale:g}; more steps, or a lower --initial-loss-scale, leave time to learn",
+            markup=False,
+            soft_wrap=True,
+        )
     if "sample" in final:
         out.print(f"\n{final['sample']}\n", markup=False)
 

@@ -34,6 +34,13 @@ from cs336_systems.tensor_parallel import tensor_parallel
 from cs336_systems.timers import Timers
 from cs336_systems.zero import zero
 
+ORDER = (  # of a step's timers in a report, on every stage
+    *("batch-generator", "forward-recv", "forward-compute", "forward-send", "forward-send-backward-recv"),
+    *("backward-recv", "backward-compute", "backward-send", "backward-send-forward-recv"),
+    *("backward-params-all-reduce-wait", "backward-params-all-reduce", "backward-embedding-all-reduce-wait"),
+    *("backward-embedding-all-reduce", "optimizer-unscale-and-check-inf", "optimizer-copy-to-main-grad"),
+    *("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params", "optimizer"),
+)
 STUBBORN = 10  # overflows in a row at the lowest loss scale after which a run is given up
 
 
@@ -94,6 +101,8 @@ class Trainer:
         parallel = recipe.is_bert or mesh.model.size() > 1
         self.timers_shown = recipe.timers or ("max" if parallel else "none")
         # Timers that nobody reads would pile up events on a GPU.
+        for name in ORDER:
+            self.timers(name)
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if isinstance(inner, MasterAdamW):

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cs336_systems import sharded_optimizer
 from cs336_systems.comm import record
 from cs336_systems.data import IGNORED, Batch
 from cs336_systems.dropout import dropout_key
@@ -119,17 +118,8 @@ class Watched(Trainer):
 
 
 def wide() -> None:
-    """Compute in float64 from now on. The probe of optimizers makes gradients of torch's default dtype for a parameter
-    in fp32."""
+    """Compute in float64 from now on."""
     torch.set_default_dtype(torch.float64)
-    probe = sharded_optimizer.require_elementwise
-
-    def in_fp32(*arguments) -> None:
-        torch.set_default_dtype(torch.float32)
-        probe(*arguments)
-        torch.set_default_dtype(torch.float64)
-
-    sharded_optimizer.require_elementwise = in_fp32
 
 
 def layout_case(group, folder: str, layouts: list[dict], changes: dict) -> None:

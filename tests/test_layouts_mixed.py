@@ -121,6 +121,25 @@ def test_the_loss_scale_is_found_alike_by_every_layout(folder):
             assert decided[0] == decided[1], layout
 
 
+def test_gradients_are_divided_by_the_scale_that_they_have(folder):
+    """A clean step may double the scale, for the next one."""
+    layout, found = Layout(dp=2, zero=1), []
+    for window in (1, 1000):
+        changes = {"precision": "fp16", "initial_loss_scale": 256.0, "loss_scale_window": window}
+        (step,) = run(folder, layout, 1, **changes)
+        assert (step["scale"], step["moved"]) == (512.0 if window == 1 else 256.0, True)
+        found.append(weights(folder, layout, None))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_an_overflow_at_a_constant_scale_skips_the_step(folder):
+    found = run(folder, LAYOUTS[0], 2, (0,), precision="fp16", loss_scale=128.0)
+    assert [(step["skipped"], step["moved"], step["scale"]) for step in found] == [
+        (True, False, 128.0),
+        (False, True, 128.0),
+    ]
+
+
 def gave_up_case(group, folder: str, layout: dict, changes: dict) -> None:
     mixed_case(group, folder, layout, changes, 30, list(range(30)))
 

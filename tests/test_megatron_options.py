@@ -32,7 +32,10 @@ def words(text):
 
 def test_the_option_string_of_the_study():
     done = translate(STUDY.split())
-    added = "--objective bert --tokenizer wordpiece --d-ff 4096 --decay linear --weight-decay 0.01 --beta2 0.999 --clip 1.0 --dropout 0.1"
+    added = (
+        "--objective bert --tokenizer wordpiece --d-ff 4096 --decay linear --weight-decay 0.01 --beta2 0.999 "
+        "--clip 1.0 --dropout 0.1"
+    )
     assert " ".join(done.arguments) == f"{SHAPE} --lr 0.0001 --decay-steps 990000 --steps 2000000 {TRAINING} {added}"
     assert done.notes == (
         NOT_SAVED,
@@ -45,7 +48,10 @@ def test_the_option_string_of_the_study():
 def test_the_option_string_of_the_study_at_another_size(first):
     done = translate(f"{TINY} {STUDY}".split() if first else f"{STUDY} {TINY}".split())
     study = f"--lr 0.0001 --decay-steps 990000 {TRAINING}"
-    added = "--objective bert --tokenizer wordpiece --decay linear --weight-decay 0.01 --beta2 0.999 --clip 1.0 --dropout 0.1"
+    added = (
+        "--objective bert --tokenizer wordpiece --decay linear --weight-decay 0.01 --beta2 0.999 "
+        "--clip 1.0 --dropout 0.1"
+    )
     assert " ".join(done.arguments) == " ".join((TINY, study, added) if first else (study, TINY, added))
     assert done.notes == (
         "ignored: --num-layers 24, --hidden-size 1024, --num-attention-heads 16, --seq-length 512, "
@@ -87,7 +93,6 @@ def test_the_option_string_of_the_study_at_another_size(first):
         ("--data-path 1 2 3", "--data 1 --data 2 --data 3"),
         ("--data-path a 2", "--data a --data 2"),
         ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer wordpiece --lower-case"),
-        ("--tokenizer-type BertWordPieceCase", "--tokenizer wordpiece"),
         ("--tokenizer-type BertWordPieceCase", "--tokenizer wordpiece"),
         ("--log-interval 3", "--log-every 3"),
         ("--init-method-std 2e-2 --layernorm-epsilon 0.00001 --optimizer adam", ""),
@@ -221,7 +226,8 @@ def test_defaults_come_with_a_bert_in_megatrons_words():
     assert iterations in words("--seq-length 4 --train-iters 9 --steps 3")[0]
     assert iterations in words("--seq-length 4 --train-samples 37 --global-batch-size 4 --steps 3")[0]
     # Every default gives way to what is said, in either language.
-    said = "--decay cosine --adam-beta2 0.9 --clip-grad 2 --weight-decay 0 --min-lr=1 --lr-warmup-fraction 0.1 --dropout 0"
+    said = "--decay cosine --adam-beta2 0.9 --clip-grad 2 --weight-decay 0 --min-lr=1 --lr-warmup-fraction 0.1"
+    said += " --dropout 0"
     assert words(f"--seq-length 4 {said} --objective lm --lr-decay-iters 3 --train-iters 9")[1] == ""
     assert "--warmup-steps" not in words("--seq-length 4 --warmup-fraction 0.1")[0]
     assert "--tokenizer" not in words("--vocab-file v --fp16 --objective lm")[0]

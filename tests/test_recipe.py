@@ -30,7 +30,7 @@ def refusal(ranks: int, **settings: object) -> str:
         (
             6,
             {"tp": 2, "pp": 2},
-            "tp 2 x pp 2 x ep 1 = 4 does not divide the 6 ranks: start a multiple of 4, or fewer",
+            "tp 2 x pp 2 x ep 1 = 4 does not divide the 6 ranks: start a multiple of 4, or lower a degree",
         ),
         (8, {"tp": 2, "dp": 2}, "tp 2 x pp 1 x ep 1 x dp 2 = 4, but there are 8 ranks: start 4, or leave dp out"),
         (8, {"tp": 8}, "4 heads do not divide over tp 8: choose a tp that divides 4"),

@@ -111,7 +111,7 @@ def test_a_sample_is_safe_to_print():
             ("--objective", "bert", "--data", "short.txt"),
             "error: short.txt, training (1 of 1 documents, split 949,50,1): ",
         ),
-        (("--tp", "2"), "error: tp 2 x pp 1 x ep 1 = 2 does not divide the 1 ranks: start a multiple of 2, or fewer"),
+        (("--tp", "2"), "error: tp 2 x pp 1 x ep 1 = 2 does not divide the 1 rank: start a multiple of 2, or lower"),
         (
             ("--hidden-size", "128"),
             "error: --hidden-size 128 is part of a shape; give --num-layers and --num-attention-heads as well",

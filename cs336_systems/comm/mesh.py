@@ -106,7 +106,8 @@ def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None
     product = math.prod(given.values())
     if dp is None and ranks % product:
         raise UserError(
-            f"{equation} = {product} does not divide the {ranks} ranks: start a multiple of {product}, or fewer"
+            f"{equation} = {product} does not divide the {ranks} rank{'s' * (ranks > 1)}: start a multiple of "
+            f"{product}, or lower a degree"
         )
     if dp is not None and product != ranks:
         raise UserError(f"{equation} = {product}, but there are {ranks} ranks: start {product}, or leave dp out")
