@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.scaling_run import Run, parse_published
+from benchmarks.train_log import parse_train_log
 from cs336_systems.errors import UserError
 
 # Entries of the vocabulary files that Megatron-LM's instructions fetch: the arguments name the file, and only the start
@@ -254,12 +255,17 @@ def _vocabulary(arguments: dict[str, str]) -> dict[str, int]:
 def _number(arguments: dict[str, str], name: str, file: str) -> int:
     if not arguments.get(name, "").isdigit():
         seen = f"says {arguments[name]!r}" if name in arguments else "is not there"
+        # This project prints lines like Megatron-LM's, too, but the layout only into its log.
+        ours = "" if arguments else "; of this project's own runs give the log file (--log-file), not what is printed"
         raise UserError(
             f"{file} has timers, but no layout for them: {name} {seen} in the block between `--- arguments ---` and "
-            "`--- end of arguments ---` that Megatron-LM prints first"
+            f"`--- end of arguments ---` that Megatron-LM prints first{ours}"
         )
     return int(arguments[name])
 
 
 # By suffix. A reader takes the text and the file's name.
-READERS: dict[str, Callable[[str, str], list[Run]]] = {".json": parse_published}
+READERS: dict[str, Callable[[str, str], list[Run]]] = {
+    ".json": parse_published,
+    ".jsonl": parse_train_log,
+}

@@ -5,11 +5,13 @@ one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the
 """
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import click
 import torch
+from click.core import ParameterSource
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
 from benchmarks.harness import WrongResultError
@@ -170,15 +172,13 @@ def draw(records: list[Record], settings: Settings) -> None:
         print(save(runs, settings.plot.with_stem(name), runs[0]))
 
 
-def measure(settings: Settings) -> None:
-    """Check the layouts, measure, record, print. Raises UserError for what cannot be measured, and at the end, of the
-    class WrongResultError, if a layout did not pass the gate."""
+def measure(settings: Settings, given: Collection[str] = ()) -> None:
+    """Check the layouts, measure, record, print; a smoke run leaves the `given` settings as they are.
+
+    Raises UserError for what cannot be measured, and at the end, of the class WrongResultError, if a layout did not
+    pass the gate.
+    """
     here = find_place()
-    if settings.smoke:
-        settings = replace(
-            settings, grid="1x1x1,1x2x1" if here.world_size == 1 else settings.grid, size="tiny", context=32,
-            micro_batch_size=1, global_batch_per_dp=2, global_batch_size=None, rounds=1, steps=1, warmup=1,
-        )  # fmt: skip
     kind = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
     settings, device = replace(settings, device=kind), torch.device(kind)
     if settings.plot and not can_plot():
@@ -186,6 +186,9 @@ def measure(settings: Settings) -> None:
     if settings.plot and settings.plot.suffix not in SUFFIXES:
         raise UserError(f"--plot {settings.plot} should end in {', '.join(SUFFIXES)}")
     layouts = plan(settings, here)
+    if settings.smoke:  # what cannot be measured cannot be tried either
+        settings = settings.shortened(given, here.world_size == 1)
+        layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)
     path = None
     if here.rank == 0 and not settings.smoke:
@@ -214,7 +217,8 @@ def measure(settings: Settings) -> None:
 def main(context: click.Context, /, **options: Any) -> None:
     """Train in every layout of a grid, turn by turn: times, efficiency, bubbles, memory, and what looks wrong."""
     if context.invoked_subcommand is None:
-        measure(Settings(**options))
+        given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+        measure(Settings(**options), given)
 
 
 main.add_command(import_log)

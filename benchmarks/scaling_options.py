@@ -1,9 +1,10 @@
 """What a scaling study is made of: the grid of layouts, and the training that each of them does."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import click
 import torch
@@ -17,6 +18,10 @@ from cs336_systems.recipe import Recipe
 
 COUNT = click.IntRange(1)
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
+# What makes a smoke run short, in place of the defaults.
+SMOKE: dict[str, Any] = {"context": 32, "rounds": 1, "steps": 1, "warmup": 1}
+SMOKE_GRID = "1x1x1,1x2x1"
+SMOKE_BATCH: dict[str, Any] = {"micro_batch_size": 1, "global_batch_per_dp": 2}
 # A multiple of 128, to which tensor parallelism pads: all layouts then have the same logits to compute.
 VOCABULARY = 512
 
@@ -57,7 +62,9 @@ class Settings:
     results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
-    smoke: bool = setting(False, "Only show that it works: two layouts, one step, no record.")
+    smoke: bool = setting(
+        False, "Only show that it works: no record, and one step of two layouts unless others are given."
+    )
 
     def batch(self, dp: int) -> int:
         """Sequences in a step with so many replicas. Raises UserError if both kinds of scaling were asked for."""
@@ -67,6 +74,18 @@ class Settings:
                 f"{self.global_batch_per_dp} lets it grow with the replicas: give one of the two"
             )
         return self.global_batch_size or (self.global_batch_per_dp or 16) * dp
+
+    def shortened(self, given: Collection[str], alone: bool) -> "Settings":
+        """The settings of a smoke run: options that the user has given stay, and so do layouts of torchrun's ranks.
+
+        So does the batch where it or the grid was given, which have to fit each other.
+        """
+        less = dict(SMOKE)
+        if alone:
+            less["grid"] = SMOKE_GRID
+        if not {"grid", "micro_batch_size", "global_batch_per_dp", "global_batch_size"} & set(given):
+            less |= SMOKE_BATCH
+        return replace(self, **{name: value for name, value in less.items() if name not in given})
 
     def recipe(self, degrees: tuple[int, int, int], precision: str) -> Recipe:
         """What a layout trains; options that it has no use for are left at their defaults."""

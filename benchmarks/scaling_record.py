@@ -12,7 +12,7 @@ from benchmarks.harness import noise, ratios, summarise
 from benchmarks.records import Record, Status
 from benchmarks.scaling_anomalies import affinity_note
 from benchmarks.scaling_measure import Answer, cores_allowed
-from benchmarks.scaling_run import Recompute, Run
+from benchmarks.scaling_run import RECOMPUTED, Run
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost import layout as cost
@@ -27,8 +27,6 @@ Timers = Mapping[str, Sequence[float | None]]  # milliseconds of a step by name 
 
 COMPUTE = ("forward-compute", "backward-compute")
 MEBIBYTE = 2**20
-# Names of recomputation in the study's formula for FLOPs; it has none for the other ways.
-RECOMPUTED: dict[str, Recompute] = {"none": "none", "segments": "full", "attention": "selective"}
 
 
 @dataclass
@@ -254,7 +252,8 @@ def study_run(record: Record) -> Run:
     last = {name: values[-1] for name, values in metrics["timers_ms"].items() if values[-1] is not None}
     memory = [each / MEBIBYTE for each in metrics["memory_bytes"] if each is not None]
     busy = [each for each in metrics["gpu_utilisation"] if each is not None]
-    plain = config["d_ff"] == 4 * config["d_model"] and config["recompute"] in RECOMPUTED
+    # Nested segments repeat some of what they repeat; the study's formula has every block once more.
+    plain = config["d_ff"] == 4 * config["d_model"] and config["recompute"] != "nested"
     device = record.environment["device"]
     return Run(
         name=config["layout"], tp=config["tp"], pp=config["pp"], dp=config["dp"],
@@ -262,7 +261,7 @@ def study_run(record: Record) -> Run:
         ms_per_sample=metrics["ms_per_sample"], timers=last,
         num_layers=config["num_layers"] if plain else None, hidden_size=config["d_model"],
         seq_length=config["context"], vocab_size=config["vocab_size"],
-        recompute=RECOMPUTED.get(config["recompute"], "none"),
+        recompute=RECOMPUTED[config["recompute"]],
         gpu_util=median(busy) if busy else None, gpu_memory=(min(memory), max(memory)) if memory else None,
         peak_flops=metrics["peak_flops"] / config["ranks"],
         source=f"{config['size']} {config['objective']} in {config['precision']}, {config['backend']} on {device}",

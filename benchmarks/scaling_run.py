@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 from cs336_systems.errors import UserError
 
 Recompute = Literal["none", "selective", "full"]
+# Megatron-LM's names for this project's ways of recomputation.
+RECOMPUTED: dict[str, Recompute] = {"none": "none", "segments": "full", "nested": "full", "attention": "selective"}
 
 SCHEDULE = ("forward-compute", "forward-recv", "forward-send", "backward-compute", "backward-recv", "backward-send")
 BUBBLE = ("forward-recv", "backward-embedding-all-reduce", "embedding-grads-all-reduce")

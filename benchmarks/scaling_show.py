@@ -1,4 +1,4 @@
-"""What a scaling study prints: Megatron-LM's line of every layout, a summary, and the tables of `scaling_table`."""
+"""What a scaling study prints: Megatron-LM's line of every layout, a summary, all timers, and what is to be said."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,8 +8,7 @@ from benchmarks.megatron_log import read_runs
 from benchmarks.records import Record, read_records
 from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_record import MEBIBYTE, study_run
-from benchmarks.scaling_table import NONE, PUBLISHED, find_base, markdown, percent, timer_sheet
-from benchmarks.scaling_table import show as show_study
+from benchmarks.scaling_table import NONE, PUBLISHED, find_base, findings, markdown, percent, timer_sheet
 from cs336_systems import console
 from cs336_systems.console import format_count, format_seconds
 from cs336_systems.profiling.sheet import Sheet
@@ -93,7 +92,10 @@ def remarks(records: Sequence[Record]) -> list[str]:
 
 
 def show(records: Sequence[Record]) -> None:
-    """The timer line of every layout, our summary, and the study's tables, for each precision."""
+    """The timer line of every layout; for each precision the summary, all timers, remarks and findings.
+
+    Not `scaling_sheet`, whose bubble and FLOPs are what a log lets one know: the summary has them of all ranks.
+    """
     out = console.console()
     out.print("Timers of the last rank, as Megatron-LM prints them: a step's mean in the round of median speed.")
     for record in records:
@@ -101,11 +103,11 @@ def show(records: Sequence[Record]) -> None:
             name = f"{record.config['layout']} {record.config['precision']}"
             out.print(name, timer_line(record), soft_wrap=True, markup=False)
     for mine in tables_apart(records):
-        out.print(summary(mine).table())
-        for line in remarks(mine):
+        measured = [study_run(record) for record in mine if record.samples_ms]
+        for sheet in [summary(mine), *([timer_sheet(measured)] if measured else [])]:
+            out.print(sheet.table())
+        for line in remarks(mine) + findings(measured):
             out.print(line, markup=False)
-        if measured := [study_run(record) for record in mine if record.samples_ms]:
-            show_study(measured, measured[0])
 
 
 def tables_apart(records: Sequence[Record]) -> list[list[Record]]:

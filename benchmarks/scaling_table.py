@@ -1,5 +1,6 @@
 """The table of a scaling study, from runs measured here or imported: throughput, efficiency, bubble, every timer."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from benchmarks.scaling_run import (
     utilisation,
 )
 from cs336_systems import console
+from cs336_systems.console import format_count
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.sheet import Sheet
 
@@ -92,8 +94,8 @@ def explanation(runs: Sequence[Run]) -> str:
     spent, model = sample_flops(run), sample_flops(run, model_only=True)
     if spent is not None and model is not None and run.peak_flops:
         parts.append(
-            f"HFU: {spent / 1e12:.3f} TFLOP a sample with recompute {run.recompute}, MFU: {model / 1e12:.3f} without, "
-            f"over {run.peak_flops / 1e12:g} TFLOP/s a device."
+            f"HFU: {format_count(spent)}FLOP a sample with recompute {run.recompute}, MFU: {format_count(model)}FLOP "
+            f"without, over {format_count(run.peak_flops)}FLOP/s a device."
         )
     busy = [each.gpu_util for each in runs if each.gpu_util is not None]
     arithmetic = [share for each in runs if (share := utilisation(each)) is not None]
@@ -120,8 +122,18 @@ def timer_sheet(runs: Sequence[Run]) -> Sheet:
     totals = {run.gpu_memory_total for run in runs} - {None}
     note = f"Memory: least and most over the ranks, of {totals.pop():,.0f} MiB each." if len(totals) == 1 else ""
     whose = "the most over the ranks" if any(run.over_ranks for run in runs) else "the last rank"
-    heads = ["timer", "inside", *(f"W = {run.world}" for run in runs)]
+    heads = ["timer", "inside", *run_heads(runs)]
     return Sheet(f"Timers of {whose}, ms an iteration", heads, rows, note, names=True)
+
+
+def run_heads(runs: Sequence[Run]) -> list[str]:
+    """A head for each run: `W = 8`, tp x pp x dp among runs on as many ranks, the name among those laid out alike."""
+    worlds, layouts = Counter(run.world for run in runs), Counter(run.layout for run in runs)
+    return [
+        f"W = {run.world}" if worlds[run.world] == 1 else
+        f"{run.tp}x{run.pp}x{run.dp}" if layouts[run.layout] == 1 else run.name
+        for run in runs
+    ]  # fmt: skip
 
 
 def memory(run: Run) -> str:
@@ -172,13 +184,16 @@ def show(runs: Sequence[Run], base: Run | None = None) -> None:
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--base", type=int, help="Ranks of the run that efficiency is relative to, beside the first one.")
-@click.option("--peak-tflops", type=float, help="FLOP/s of a device, where a log does not say it: 312 for an A100.")
+@click.option("--peak-tflops", type=float, help="TFLOP/s of a device, where a log does not say it: 312 for an A100.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture to draw: .png, .svg or .pdf.")
 def import_log(
     files: tuple[Path, ...], base: int | None, peak_tflops: float | None, as_markdown: bool, plot: Path | None
 ) -> None:
-    """Tables of the runs in Megatron-LM logs; without FILES, of the published study of BERT-345M."""
+    """Tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
+
+    Without FILES, of the published study of BERT-345M.
+    """
     runs = read_runs(files or (PUBLISHED,))
     if peak_tflops is not None:
         if not peak_tflops > 0:

@@ -218,7 +218,7 @@ def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
     if trainer.skipped:
         out.print(
             f"{trainer.skipped} of {recipe.steps} steps were skipped: their gradients overflowed fp16, and the loss "
-            f"scale came down to {trainer.scaler.scale:g}; more steps, or a lower --initial-loss-scale, leave time to learn",
+            f"scale came down to {trainer.scaler.scale:g}; take more steps, or a lower --initial-loss-scale",
             markup=False,
             soft_wrap=True,
         )

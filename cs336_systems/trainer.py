@@ -77,6 +77,18 @@ class Trainer:
         self._require_fit(config)
         set_matmul_precision(self.device, recipe.precision)
 
+        parts = recipe.tp if recipe.sequence_parallel else 1
+        self._lay_out(config)
+        self.gradients = ModelGradients(self.model, self.stage, self.plan, mesh)
+        self._set_timers()
+        self.pipeline = Pipeline(self.stage, self.model, mesh, recipe.schedule_name, parts, self.timer)
+        self.evaluation = Pipeline(self.stage, self.model, mesh, recipe.schedule_name, parts)  # which no timer counts
+        self.scaler = recipe.loss_scaler()
+        self.skipped = self.stuck = 0  # steps; overflows in a row at the lowest loss scale
+
+    def _lay_out(self, config: ModelConfig) -> None:
+        """Stages, then parts of matrices, then copies: what this rank has of the model, and its optimizer."""
+        recipe, mesh = self.recipe, self.mesh
         # On the meta device: a rank gives values to its part alone, one whole matrix at a time.
         model = TransformerLM(config, "meta")
         self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), recipe.chunks)
@@ -95,23 +107,19 @@ class Trainer:
             betas=(recipe.beta1, recipe.beta2),
             eps=recipe.adam_eps,
         )
-        self.gradients = ModelGradients(self.model, stage, self.plan, mesh)
 
-        self.timers = Timers(self.device, mesh.world)
-        parallel = recipe.is_bert or mesh.model.size() > 1
+    def _set_timers(self) -> None:
+        recipe = self.recipe
+        self.timers = Timers(self.device, self.mesh.world)
+        parallel = recipe.is_bert or self.mesh.model.size() > 1
         self.timers_shown = recipe.timers or ("max" if parallel else "none")
-        # Timers that nobody reads would pile up events on a GPU.
         for name in ORDER:
             self.timers(name)
+        # Timers that nobody reads would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
         inner = getattr(self.optimizer, "inner", self.optimizer)
         if isinstance(inner, MasterAdamW):
             inner.timer = self.timer
-        parts = recipe.tp if recipe.sequence_parallel else 1
-        self.pipeline = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts, self.timer)
-        self.evaluation = Pipeline(stage, self.model, mesh, recipe.schedule_name, parts)  # which no timer counts
-        self.scaler = recipe.loss_scaler()
-        self.skipped = self.stuck = 0  # steps; overflows in a row at the lowest loss scale
 
     def _require_fit(self, config: ModelConfig) -> None:
         recipe, ranks = self.recipe, self.mesh.world.size()

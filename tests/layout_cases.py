@@ -69,9 +69,9 @@ def one_process(recipe: Recipe, feed: object, wiggle: float = 0.0) -> dict:
         for parameter in named.values():
             parameter.grad.mul_(min(1.0, recipe.clip / norm.item()))
         for each in optimizer.param_groups:
-            # Two steps of warm-up, then half a cosine down to a floor.
+            # Two steps of warm-up, then half a cosine down to a tenth.
             done = (step - recipe.warmup_steps) / (recipe.decay_steps - recipe.warmup_steps)
-            fall = recipe.min_lr + (recipe.lr - recipe.min_lr) * (1 + math.cos(math.pi * done)) / 2
+            fall = recipe.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
             each["lr"] = recipe.lr * (step + 1) / recipe.warmup_steps if step < recipe.warmup_steps else fall
         optimizer.step()
         optimizer.zero_grad()

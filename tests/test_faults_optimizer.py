@@ -81,7 +81,7 @@ def two_groups_case(group, layout: str) -> None:
 
 @both_layouts
 def test_a_parameter_in_two_groups_is_refused(layout):
-    for error in ranks.run_failing(two_groups_case, 2, layout=layout):
+    for error in ranks.run_failing(two_groups_case, 2, collective_timeout=10.0, layout=layout):
         assert error[0] == "ValueError"
         assert "some parameters appear in more than one parameter group" in error[1]
 

@@ -110,7 +110,7 @@ def test_the_loss_scale_is_found_alike_by_every_layout(folder):
     falls = [step["skipped"] for step in alone].index(False)
     assert falls > 10
     assert [step["scale"] for step in alone[:falls]] == [2.0 ** (32 - number) for number in range(falls)]
-    for layout in (LAYOUTS[0], LAYOUTS[1], LAYOUTS[3], LAYOUTS[5]):
+    for layout in (LAYOUTS[2], LAYOUTS[5]):
         found = run(folder, layout, steps, precision="fp16")
         # Gloo adds the gradients of dp ranks before it divides by dp: in half precision the sum may be too large at a
         # scale at which the mean is not.

@@ -162,7 +162,7 @@ def test_residuals_are_counted_for_every_way_of_recomputing(in_tmp):
     assert "| blocks.1 to blocks.5, each | 120.0 MiB | 108.0 MiB | 6.0 MiB | 0 B |" in page  # nested keeps 0 and 6
     assert "| none | blocks.1 | blocks.1.feed_forward.down | 2048 x 3072 | float32 | 24.0 MiB | gelu |" in page
     # With recompute the whole model's: what the loss keeps, and then inputs of the blocks that are run again.
-    logits = "model | model | 2048 x 10000 | float32 | 78.1 MiB | log_softmax"
+    logits = "model | token_loss | 2048 x 10000 | float32 | 78.1 MiB | log_softmax"
     for name in ("attention", "segments of 1", "nested"):
         assert len([line for line in page.splitlines() if line.startswith(f"| {name} | model |")]) == 5
         assert f"| {name} | {logits} |" in page

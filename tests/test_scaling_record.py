@@ -9,7 +9,7 @@ import torch
 from benchmarks import scaling
 from benchmarks.records import Record
 from benchmarks.scaling import check_gpus, plan
-from benchmarks.scaling_measure import Task
+from benchmarks.scaling_measure import Task, measure_peak
 from benchmarks.scaling_options import Settings
 from benchmarks.scaling_record import (
     Layout,
@@ -23,7 +23,7 @@ from benchmarks.scaling_record import (
     predict,
     study_run,
 )
-from benchmarks.scaling_show import remarks, summary, timer_line
+from benchmarks.scaling_show import remarks, show, summary, timer_line
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
@@ -139,6 +139,8 @@ class FakeLauncher:
         name = f"{recipe.tp}x{recipe.pp}x{recipe.dp}"
         if name == self.fails:
             raise UserError("no luck")
+        if work is measure_peak:
+            return PEAK
         self.runs.append((name, recipe.batch_size, task.warmup, task.steps, recipe.precision))
         return turn([float(count)] * task.steps, count) | {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": None}
 
@@ -235,10 +237,27 @@ def test_the_studys_row_has_the_last_ranks_timers():
     assert run.num_layers == 4
     assert study_run(replace(two, config=two.config | {"d_ff": 500})).num_layers is None  # no shape of the formula's
     assert study_run(replace(two, config=two.config | {"recompute": "segments"})).recompute == "full"
+    assert study_run(replace(two, config=two.config | {"recompute": "nested"})).num_layers is None
     (text,) = [line for line in summary([one, two]).markdown().splitlines() if line.startswith("| 1x2x1")]
     assert "| 20.0% | 1-2 MiB |" in text
     assert "util." not in summary([one, two]).heads
     assert remarks([replace(one, flags=["late"]), replace(two, flags=["late"])]) == ["1x1x1, 1x2x1: late"]
+
+
+def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
+    one, two = measured()
+    show([one, replace(two, flags=["late"])])
+    out = " ".join(capsys.readouterr().out.split())
+    parts = [
+        "tiny bert in fp32, weak scaling",
+        "Timers of the last rank, ms an iteration",
+        "1x2x1: late",
+        "1. W = 1 (1/1/1)",
+    ]
+    places = [out.index(part) for part in parts]
+    assert places == sorted(places)
+    assert "MFU:" not in out  # the line below the table of imported logs, whose MFU counts other operations
+    assert out.count("bubble: ") == 1
 
 
 def test_skipped_steps_are_flagged():

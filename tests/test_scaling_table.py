@@ -70,7 +70,9 @@ def test_the_tables_show_these_figures(published):
             *want[:3], f"{want[3]}k", *want[4:9],
         ]  # fmt: skip
     assert [cells[-1] for cells in sheet.rows] == ["5", "", "3", "1, 4", "", "2, 4"]
-    assert "1.432 TFLOP a sample with recompute full, MFU: 1.097 without" in sheet.note
+    assert (
+        "HFU: 1.43 TFLOP a sample with recompute full, MFU: 1.1 TFLOP without, over 312 TFLOP/s a device." in sheet.note
+    )
     assert "66% to 88% of the time" in sheet.note
     timers = {row[0]: row[1:] for row in timer_sheet(published).rows}
     assert len(timers) == 13 + 4
@@ -140,6 +142,21 @@ def test_runs_that_look_alike_are_told_apart_by_name():
     assert scaling_sheet([clean(4), clean(8)]).heads[0] == "W"
 
 
+def test_columns_of_timers_are_told_apart():
+    runs = [clean(4), clean(8, name="gpipe"), clean(8, tp=4, dp=1), clean(8, name="1f1b")]
+    assert timer_sheet(runs).heads == ["timer", "inside", "W = 4", "gpipe", "4x2x1", "1f1b"]
+    assert timer_sheet(runs[1:3]).heads[2:] == ["2x2x2", "4x2x1"]
+
+
+def test_flops_of_a_small_model_have_small_units():
+    shape = {"num_layers": 1, "hidden_size": 10, "seq_length": 10, "vocab_size": 100}
+    note = scaling_sheet([clean(4, **shape, peak_flops=2e10)]).note
+    # Three times (24 s h^2 + 4 s^2 h + 2 s h V)
+    assert note.endswith(
+        "HFU: 144 kFLOP a sample with recompute none, MFU: 144 kFLOP without, over 20 GFLOP/s a device."
+    )
+
+
 def test_what_is_unknown_is_a_dash():
     (row,) = scaling_sheet([clean(8, iterations=None)]).rows
     assert row[4:] == ["7.16", "229.0", "139.7", "-", "100.0%", "18.6%", "20.0%", "-", "-", "-", ""]
@@ -167,6 +184,8 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     assert "102.4%" in shown
     assert "12,800 fits." in shown
     assert run_command(import_log, ["--base", "7"]) == 2
+    (peak,) = [option for option in import_log.params if option.name == "peak_tflops"]
+    assert peak.help.startswith("TFLOP/s of a device")
     assert run_command(import_log, ["--peak-tflops", "0"]) == 2
     log = tmp_path / "empty.log"
     log.write_text("nothing")

@@ -160,7 +160,7 @@ def ranks_case(group, folder: str, stage: int) -> dict:
     return {"loss": final["validation_loss"], "rank": group.rank()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])  # tests/test_layouts.py has them all
 def test_ranks_learn_what_one_process_learns(tmp_path, stage):
     logs = []
     for world_size in (1, 2):
@@ -263,8 +263,8 @@ def layout_case(group, folder: str, layout: dict) -> None:
 
 
 LAYOUTS = {
-    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}, {"tp": 2, "pp": 2, "zero": 1}),
-    "bert": ({"tp": 2}, {"pp": 2}),
+    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}),
+    "bert": ({"tp": 2, "pp": 2},),
 }
 
 
