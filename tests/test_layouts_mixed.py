@@ -83,7 +83,7 @@ def wide(folder):
     return step, weights(folder, Layout(), None)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], *LAYOUTS[3:]], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(folder, layout):
     found = run(
         folder, layout, 8, (1, 2, 3), precision="fp16", initial_loss_scale=256.0, loss_scale_window=3, warmup_steps=8
@@ -160,7 +160,7 @@ def test_the_lowest_loss_scale_is_tried(folder):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS[2:]], ids=str)
+@pytest.mark.parametrize("layout", [Layout(), *LAYOUTS[2:5]], ids=str)
 def test_a_step_is_that_of_fp32_but_for_rounding(folder, wide, layout, precision):
     step, want = wide
     (half,) = run(folder, layout, 1, precision=precision, initial_loss_scale=256.0)
