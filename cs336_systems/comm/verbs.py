@@ -146,8 +146,6 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
                 total.add_(inbox[rank])
         if reduction == "mean":
             torch.div(total, ranks, out=slices[me])
-        elif total is not slices[me]:
-            slices[me].copy_(total)
 
     return Work(event, group, lambda: _exchange(list(slices), inbox, group, tag), add)
 
