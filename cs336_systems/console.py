@@ -139,20 +139,23 @@ def progress(
 
 
 def setting(default: Any, help: str, **option: Any) -> Any:
-    """A dataclass field that `options` turns into a command-line option, which `also` has other names; the rest of
-    `option` goes to click as it is."""
+    """A dataclass field that `options` turns into a command-line option, which `also` has other names; a flag may have
+    an opposite, `off`. The rest of `option` goes to click as it is."""
     return field(default=default, metadata={"option": {"help": help, **option}})
 
 
 def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation.
 
-    A bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None.
+    A bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None. The
+    help lists them in order, those of base classes after the class's own.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(settings)
-        for each in reversed([f for f in fields(settings) if "option" in f.metadata]):
+        listed = [each for each in fields(settings) if "option" in each.metadata]
+        listed.sort(key=lambda each: each.name not in settings.__annotations__)  # what is inherited comes last
+        for each in reversed(listed):
             hint, extra = hints[each.name], dict(each.metadata["option"])
             if type(None) in get_args(hint):
                 hint = next(kind for kind in get_args(hint) if kind is not type(None))
@@ -165,7 +168,9 @@ def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]
             else:
                 extra.setdefault("type", hint)
             show = each.default not in (None, ()) and hint is not bool
-            flags = "--" + each.name.replace("_", "-"), *extra.pop("also", ())
+            flags = ["--" + each.name.replace("_", "-"), *extra.pop("also", ())]
+            if (opposite := extra.pop("off", None)) is not None:
+                flags[-1] += f"/{opposite}"
             function = click.option(*flags, each.name, default=each.default, show_default=show, **extra)(function)
         return function
 

@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of the place in the run: no generator, so no layout and no recompute changes it.
+"""Dropout, and random numbers, by place in the run: without a generator, no layout and no recompute changes them.
 
 An element's fate is a hash of (seed, step, row of the global batch, site, global position), as in counter-based random
 number generators (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). Whoever computes a slice of an
@@ -58,16 +58,33 @@ def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts:
     return x * _keep(x, p, key, site, (*starts, *[0] * (x.dim() - 1 - len(starts)))) * (1 / (1 - p))
 
 
+def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device: torch.device) -> Tensor:
+    """Numbers between 0 and 1 of a shape (batch ...), decided by their place: float32, the odd multiples of 2^-24.
+
+    Each is exact in float32 and none is 0 or 1, so that log u and log(1 - u) are finite; their mean is 1/2.
+
+    Raises UserError for a key of another number of rows.
+    """
+    if len(key.rows) != shape[0] or len(shape) < 2:
+        raise UserError(f"numbers of shape {tuple(shape)} with a key of {len(key.rows)} rows: one a row is meant")
+    words = _words(torch.Size(shape), key, site, [0] * (len(shape) - 1), device)
+    return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
+
+
 def _keep(x: Tensor, p: float, key: DropoutKey, site: int | str, starts: Sequence[int]) -> Tensor:
-    """What survives, bool of the shape of x. Each axis is mixed in before the next makes the tensor larger."""
-    words = _mix(key.rows.to(x.device) + _site_number(str(site)))
-    for extent, start in zip(x.shape[1:-1], starts, strict=False):
+    """What survives, bool of the shape of x."""
+    return _words(x.shape, key, site, starts, x.device) >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+def _words(shape: torch.Size, key: DropoutKey, site: int | str, starts: Sequence[int], device: torch.device) -> Tensor:
+    """A hash for each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
+    words = _mix(key.rows.to(device) + _site_number(str(site)))
+    for extent, start in zip(shape[1:-1], starts, strict=False):
         words = _mix_axis(words, start, start + extent)
     # A word of 64 bits serves two neighbours of the last axis, its halves seen as int32.
-    first, last = starts[-1], starts[-1] + x.shape[-1]
+    first, last = starts[-1], starts[-1] + shape[-1]
     words = _mix_axis(words, first // 2, (last + 1) // 2).view(torch.int32)
-    words = words[..., first % 2 : first % 2 + x.shape[-1]]
-    return words >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return words[..., first % 2 : first % 2 + shape[-1]]
 
 
 def _mix_axis(words: Tensor, first: int, last: int) -> Tensor:

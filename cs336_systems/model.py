@@ -15,13 +15,14 @@ from cs336_systems.attention import SelfAttention, angles, attention_bias, drop,
 from cs336_systems.data import IGNORED, Batch, count_targets
 from cs336_systems.dropout import DropoutKey
 from cs336_systems.errors import UserError
+from cs336_systems.feed_forward import FeedForward
 from cs336_systems.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
+from cs336_systems.moe import MoELayer
 from cs336_systems.presets import ModelConfig
 from cs336_systems.recompute import recomputed, run_nested
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.reference import rmsnorm
 from kernels.rmsnorm import TritonRMSNormFunction
-from kernels.swiglu import SwiGLUFunction
 
 
 class RMSNorm(nn.Module):
@@ -72,31 +73,11 @@ class Embedding(nn.Module):
         return drop(x, config.dropout if self.training else 0.0, key, "embedding")
 
 
-class FeedForward(nn.Module):
-    """Two layers with a GELU between, or the gated SwiGLU (arXiv:2002.05202): (batch seq d_model) -> the same."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.kind, self.fused = config.feed_forward, config.kernels == "triton"
-        if self.kind == "swiglu":  # in the order in which they are called, which FSDP gathers ahead by
-            self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "swiglu" and self.fused:
-            hidden = SwiGLUFunction.apply(self.gate(x), self.up(x))
-        elif self.kind == "swiglu":
-            hidden = F.silu(self.gate(x)) * self.up(x)
-        else:
-            hidden = F.gelu(self.up(x), approximate="tanh" if self.kind == "gelu-tanh" else "none")
-        return self.down(hidden)
-
-
 class Block(nn.Module):
     """Pre-norm: each branch reads the normalised stream and adds to it. (batch seq d_model) -> the same.
 
-    `layer` is its number in the model. It may compute a part of the sequence, the `part`-th of equal ones.
+    `layer` is its number in the model, which decides whether it has experts. It may compute a part of the sequence, the
+    `part`-th of equal ones.
     """
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
@@ -105,24 +86,33 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config)
         self.attention = SelfAttention(config, layer)
         self.feed_forward_norm = make_norm(config)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = MoELayer(config, layer) if config.has_experts(layer) else FeedForward(config)
 
     def forward(
-        self, x: Tensor, table: Tensor | None = None, bias: Tensor | None = None, key: DropoutKey | None = None
+        self,
+        x: Tensor,
+        table: Tensor | None = None,
+        bias: Tensor | None = None,
+        real: Tensor | None = None,
+        key: DropoutKey | None = None,
     ) -> Tensor:
         p, starts = self.dropout if self.training else 0.0, (self.part * x.shape[1],)
         branch = self.attention(self.attention_norm(x), table, bias, key)
         x = x + drop(branch, p, key, f"blocks.{self.layer}.attention branch", starts)
-        branch = self.feed_forward(self.feed_forward_norm(x))
+        y = self.feed_forward_norm(x)
+        branch = self.feed_forward(y, real, key) if isinstance(self.feed_forward, MoELayer) else self.feed_forward(y)
         return x + drop(branch, p, key, f"blocks.{self.layer}.feed-forward branch", starts)
 
 
-def initial_weight(config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+def initial_weight(
+    config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device, first_expert: int = 0
+) -> Tensor:
     """A parameter's first value: a function of its name and the seed alone (on one kind of device), so that whoever
     holds a part of a model can make it without the rest.
 
     Weights are normal with standard deviation 0.02, those that write to the stream 0.02 / sqrt(2 num_layers), and an
-    embedding that sinusoidal positions scale by sqrt(d_model) is 1 / sqrt(d_model). Gains are one, biases zero.
+    embedding that sinusoidal positions scale by sqrt(d_model) is 1 / sqrt(d_model). Gains are one, biases zero. Of
+    experts (experts ...) each has a name of its own, by its global number; the first is `first_expert`.
     """
     value = torch.empty(shape, device=device)
     if name.endswith("bias"):
@@ -134,21 +124,21 @@ def initial_weight(config: ModelConfig, name: str, shape: torch.Size, seed: int,
     else:
         narrow = name.endswith(("attention.out.weight", "down.weight"))
         deviation = 0.02 / math.sqrt(2 * config.num_layers) if narrow else 0.02
-    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
-    generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest, "little"))
-    return value.normal_(std=deviation, generator=generator)
+    parts = {name: value}
+    if ".experts." in name:
+        parts = {f"{name} {first_expert + i}": part for i, part in enumerate(value)}
+    generator = torch.Generator(value.device)
+    for part_name, part in parts.items():
+        digest = hashlib.blake2b(f"{seed} {part_name}".encode(), digest_size=7).digest()
+        part.normal_(std=deviation, generator=generator.manual_seed(int.from_bytes(digest, "little")))
+    return value
 
 
 class TransformerLM(nn.Module):
-    """The language model: embedding, blocks, head; `forward` is the three in turn.
-
-    Raises UserError for a configuration with experts.
-    """
+    """The language model: embedding, blocks, head; `forward` is the three in turn."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
-        if config.num_experts:
-            raise UserError(f"a model with {config.num_experts} experts can be counted, but not yet built")
         self.config = config
         # On the meta device first: torch's layers would otherwise fill weights that are drawn again below.
         with torch.device("meta"):
@@ -202,21 +192,23 @@ class TransformerLM(nn.Module):
 
     def shared_inputs(
         self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """What all blocks use alike for tokens (batch seq): the rotary table and the bias of attention, or None."""
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What all blocks use alike for tokens (batch seq), or None: the rotary table, the bias of attention, and the
+        mask of real tokens."""
         config, seq = self.config, tokens.shape[1]
         table = rotary_table(config, seq, like) if config.positions == "rotary" else None
         # The fused attention knows causality by itself and is faster without a bias.
         fused = config.attention != "naive" and padding_mask is None
         if config.attention == "flash" and not fused:
             raise UserError("attention flash knows no padding mask; use sdpa")
-        return table, None if fused else attention_bias(config, seq, padding_mask, like)
+        return table, None if fused else attention_bias(config, seq, padding_mask, like), padding_mask
 
     def run_blocks(
         self,
         x: Tensor,
         table: Tensor | None = None,
         bias: Tensor | None = None,
+        real: Tensor | None = None,
         span: range | None = None,
         key: DropoutKey | None = None,
     ) -> Tensor:
@@ -226,7 +218,7 @@ class TransformerLM(nn.Module):
 
         def run(first: int, last: int, x: Tensor) -> Tensor:
             for block in self.blocks[first:last]:
-                x = block(x, table, bias, key)
+                x = block(x, table, bias, real, key)
             return x
 
         every = self.config.recompute_every

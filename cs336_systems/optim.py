@@ -81,11 +81,13 @@ class AdamW(torch.optim.Optimizer):
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices decay, gains and biases do not (a vector has no direction to shrink along)."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """Parameter groups: matrices decay, gains and biases do not (a vector has no direction to shrink along). The biases
+    of several experts are stacked, and vectors all the same."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    matrices = {parameter for name, parameter in named if parameter.dim() >= 2 and not name.endswith("bias")}
     return [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for _, p in named if p in matrices], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if p not in matrices], "weight_decay": 0.0},
     ]
 
 

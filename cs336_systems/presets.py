@@ -3,10 +3,11 @@
 No torch here, so that the analytic model (cost/) can read a shape without loading it.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
+from cs336_systems.mixture import Mixture
 
 Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -43,13 +44,23 @@ class ModelConfig:
     dropout: float = 0.0  # on the embeddings, the attention weights and both branches of a block
     num_experts: int = 0  # 0: every feed-forward layer is dense
     expert_every: int = 2  # with experts: every k-th layer's feed-forward is a mixture
+    mixture: Mixture = field(default_factory=Mixture)  # how those layers route
     attention: Attention = "naive"  # flash is this project's FlashAttention-2
     kernels: Kernels = "torch"  # triton: RMSNorm, SwiGLU, and the head with its loss are fused
     recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): what backward runs again
     recompute_every: int = 1  # blocks in a segment, for "segments"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads", "recompute_every"):
+        for name in (
+            "vocab_size",
+            "context_length",
+            "d_model",
+            "d_ff",
+            "num_layers",
+            "num_heads",
+            "recompute_every",
+            "expert_every",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.d_model % self.num_heads:
@@ -60,6 +71,8 @@ class ModelConfig:
             raise UserError(f"rotary positions turn pairs: the head dimension {self.head_dim} must be even")
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise UserError(f"sinusoidal positions come in pairs: d_model {self.d_model} must be even")
+        if self.num_experts < 0 or (self.num_experts and self.num_experts < self.mixture.top_k):
+            raise UserError(f"{self.num_experts} experts are too few for a token that is sent to {self.mixture.top_k}")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), not {self.dropout}")
         if self.attention == "flash" and (self.dropout or self.head_dim > 128):
@@ -92,6 +105,15 @@ class ModelConfig:
     @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts: the k-th, the 2k-th and so on."""
+        return bool(self.num_experts) and (layer + 1) % self.expert_every == 0
+
+    @property
+    def expert_d_ff(self) -> int:
+        """Hidden width of an expert."""
+        return self.mixture.expert_d_ff or self.d_ff
 
     @property
     def expert_layers(self) -> int:
@@ -181,6 +203,7 @@ _FAIRSEQ_MOE = ModelConfig(
     norm="layernorm",
     dropout=0.1,
     num_experts=512,
+    mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05),
 )
 _LLAMA = ModelConfig(
     vocab_size=128_256,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.dropout import _mix, _mix_number, _signed, dropout_key, keyed_dropout
+from cs336_systems.dropout import _mix, _mix_number, _signed, dropout_key, keyed_dropout, keyed_uniform
 from cs336_systems.errors import UserError
 
 RARE = math.log(2e9)  # -log of half of 10^-9, for two tails
@@ -211,6 +211,56 @@ def test_a_p_next_to_one_and_an_empty_slice():
     for shape in ((6, 0), (6, 0, 3), (6, 3, 0)):
         assert keyed_dropout(torch.ones(shape), 0.5, key(), "a", (1,)).shape == shape
     assert keyed_dropout(torch.ones(0, 3), 0.5, key(0), "a").shape == (0, 3)
+
+
+CPU = torch.device("cpu")
+
+
+def test_numbers_are_their_definition_to_the_last_bit():
+    numbers = keyed_uniform((2, 3, 5), dropout_key(3, 1, torch.tensor([4, 9])), "1", CPU)
+    assert numbers.dtype == torch.float32
+    for i, row in enumerate((4, 9)):
+        for position in range(3):
+            for feature in range(5):
+                high = level(3, 1, row, "1", position, feature) >> 9  # 23 bits
+                assert numbers[i, position, feature].item() == (2 * high + 1) / 2**24
+
+
+def test_no_number_is_0_or_1_and_their_logarithms_are_finite(monkeypatch):
+    words = torch.tensor([[-(2**31), -1, 0, 2**31 - 1]], dtype=torch.int32)
+    monkeypatch.setattr("cs336_systems.dropout._words", lambda *place: words)
+    numbers = keyed_uniform((1, 4), key(1), "a", CPU)
+    assert numbers.tolist() == [[2.0**-24, 0.5 - 2.0**-24, 0.5 + 2.0**-24, 1 - 2.0**-24]]
+    gumbel = -(-numbers.log()).log()
+    assert gumbel.isfinite().all()
+    assert (gumbel.diff() > 0).all()
+
+
+def test_numbers_are_uniform():
+    numbers = keyed_uniform((16, 64, 256), key(16), "a", CPU).double()
+    expected = numbers.numel() / 256
+    counts = torch.bincount((numbers * 256).long().flatten(), minlength=256).double()
+    assert len(counts) == 256
+    assert ((counts - expected) ** 2 / expected).sum() <= 255 + 2 * math.sqrt(255 * RARE) + 2 * RARE
+    for axes in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):  # Hoeffding's inequality for the mean
+        coins = numbers.numel() // numbers.mean(dim=axes).numel()
+        assert abs(numbers.mean(dim=axes) - 0.5).max() <= math.sqrt(RARE / (2 * coins))
+
+
+def test_a_row_draws_its_numbers_whatever_its_microbatch():
+    whole = keyed_uniform((6, 10, 9), key(), "a", CPU)
+    order = torch.tensor([4, 0, 5])
+    assert torch.equal(keyed_uniform((3, 10, 9), dropout_key(1, 2, order), "a", CPU), whole[order])
+    for other in (key(seed=2), key(step=3), key(first=6)):
+        assert not (keyed_uniform((6, 10, 9), other, "a", CPU) == whole).all(dim=(1, 2)).any()
+    assert not torch.equal(keyed_uniform((6, 10, 9), key(), "b", CPU), whole)
+    assert keyed_uniform((6, 0, 9), key(), "a", CPU).shape == (6, 0, 9)
+
+
+def test_numbers_with_a_key_of_other_rows_are_refused():
+    for shape, rows in (((6, 3), 5), ((6,), 6)):
+        with pytest.raises(UserError, match=f"with a key of {rows} rows: one a row is meant"):
+            keyed_uniform(shape, key(rows), "a", CPU)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan])
