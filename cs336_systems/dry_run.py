@@ -41,10 +41,15 @@ def memory_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int) 
         cells = [format_bytes(memory[part]) for part in PARTS]
         rows.append([str(stage), format_count(parameters, "B"), *cells, format_bytes(sum(memory.values()))])
     title = f"{recipe.name}: parameters and memory of a rank"
-    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}, ZeRO stage {layout.zero}"
+    degrees = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}"
+    experts = ""
+    if config.num_experts:
+        degrees += f" x ep {layout.ep}"
+        number, layers = config.num_experts // layout.ep, config.expert_layers
+        experts = f" {number} of {config.num_experts} experts a rank, in {layers} layer{'s' * (layers > 1)}; balanced."
     note = (
-        f"{degrees}, {recipe.precision}, {config.vocab_size:,} words. Counted, not measured; workspace is what is "
-        "needed for a moment on top."
+        f"{degrees}, ZeRO stage {layout.zero}, {recipe.precision}, {config.vocab_size:,} words.{experts} Counted, not "
+        "measured; workspace is what is needed for a moment on top."
     )
     return Sheet(title, ["stage", "count", *PARTS, "memory"], rows, note)
 
@@ -60,6 +65,8 @@ def traffic_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int)
             sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
     note = "ends: the first and the last stage, which share the tied embedding; world: all ranks."
+    if layout.ep > 1:
+        note += " data: dp and ep together. How many rows travel to experts is counted as if the router were balanced."
     title = "A step's collectives and messages on one rank of each stage"
     return Sheet(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
 

@@ -25,7 +25,6 @@ from cs336_systems.cost import (
 )
 from cs336_systems.cost.memory import Activations, Sizes, block_activations
 from cs336_systems.cost.probe import probe
-from cs336_systems.errors import UserError
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.optim import AdamW
 from cs336_systems.presets import COURSE_YEARS, ModelConfig, model_preset, preset_names
@@ -83,9 +82,8 @@ def test_parameters_equal_the_model(changes):
 def test_parameters_of_every_preset_equal_the_model(year):
     for name in preset_names(year):
         config = model_preset(name, year)
-        if not config.num_experts:
-            model = TransformerLM(config, device="meta")
-            assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters()), name
+        model = TransformerLM(config, device="meta")
+        assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters()), name
 
 
 def test_parameters_of_published_models():
@@ -289,10 +287,3 @@ def test_the_probe_finds_a_ceiling_of_this_machine():
     assert "fp32" in found.source
     with pytest.raises(ValueError, match="must be positive"):
         Hardware("broken", 0.0, 1.0, "made up")
-
-
-def test_experts_are_not_counted_by_half():
-    sparse = model_preset("fairseq-moe-15b")
-    for count in (lambda: forward_flops(sparse, 1, 8), lambda: memory(sparse, 1, 8, "forward")):
-        with pytest.raises(UserError, match="512 experts"):
-            count()

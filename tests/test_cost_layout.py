@@ -18,6 +18,7 @@ from cs336_systems.cost.layout_memory import layout_memory, live_activations, ra
 from cs336_systems.data import Batch
 from cs336_systems.dropout import dropout_key
 from cs336_systems.errors import UserError
+from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.heads import Losses
 from cs336_systems.model import TransformerLM
 from cs336_systems.pipeline import Pipeline, Stage
@@ -37,7 +38,7 @@ BERT_345M = model_preset("bert-345m")
 def layout_of(**changes) -> Layout:
     """With a batch that fits, of one microbatch for each stage."""
     chunks, micro = changes.get("chunks", 1), changes.pop("micro_batch", 1)
-    m, dp = changes.pop("m", changes.get("pp", 1)), changes.get("dp", 1)
+    m, dp = changes.pop("m", changes.get("pp", 1)), changes.get("dp", 1) * changes.get("ep", 1)
     changes.setdefault("schedule", "interleaved" if chunks > 1 else "1f1b")
     return Layout(micro_batch=micro, global_batch=micro * m * dp, **changes)
 
@@ -76,7 +77,7 @@ def test_parameters_of_a_rank_equal_the_built_model(config, degrees):
         assert set(partial_names(shapes, layout)) == plan.partial
         assert sum(rank_parameters(config, layout, stage).values()) == sum(p.numel() for p in model.parameters())
     if layout.ranks == 1:
-        assert rank_parameters(config, layout, 0) | {"experts": 0} == count_parameters(config)
+        assert rank_parameters(config, layout, 0) == count_parameters(config)
 
 
 def test_bert_345m_on_two_by_two():
@@ -101,15 +102,20 @@ def batch_of(config: ModelConfig) -> Batch:
 
 def nbytes(tensor: torch.Tensor) -> int:
     # On a CPU LayerNorm's numbers, one a token, have two bytes in half precision; on a GPU and in the formula four.
-    number = tensor.dim() and tensor.shape[-1] == 1 and tensor.dtype == torch.bfloat16
+    number = tensor.dim() == 3 and tensor.shape[-1] == 1 and tensor.dtype == torch.bfloat16
     return tensor.untyped_storage().nbytes() * (2 if number else 1)
 
 
-def saved_bytes(config: ModelConfig, layout: Layout, group, stage: int, chunk: int, dtype: torch.dtype) -> int:
-    """Bytes of the distinct storages that autograd keeps after one microbatch's forward, parameters apart."""
+def saved_bytes(
+    config: ModelConfig, layout: Layout, group, stage: int, chunk: int, dtype: torch.dtype, experts=None
+) -> int:
+    """Bytes of the distinct storages that autograd keeps after one microbatch's forward, parameters apart. The model is
+    split over the group, its experts over those of `experts`."""
     model = TransformerLM(config)
     part = Stage(model, stage, layout.pp, layout.chunks)
     tensor_parallel(model, group, layout.sequence)
+    if experts is not None:
+        expert_parallel(model, experts)
     model.to(dtype)
     skip = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -87,7 +87,6 @@ def test_smoke_writes_nothing(in_tmp, monkeypatch):
     [
         (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
         (("--year", "2023"), "error: no 2023 edition"),
-        (("--size", "fairseq-moe-15b"), "error: the memory of a model with 512 experts is not counted yet"),
         (("--precision", "tf32"), "error: tf32 is a format of NVIDIA GPUs"),
         (("--steps", "0"), "error: Invalid value for '--steps': 0 is not in the range x>=1."),
         (("--mode", "sideways"), "error: Invalid value for '--mode': 'sideways' is not one of"),
@@ -114,6 +113,13 @@ def test_an_explicit_mode_that_does_not_fit_is_refused(monkeypatch, capsys):
     assert len(errors) == 1
     assert errors[0].startswith("error: 2.7B with batch 16 x 128 needs 41.0 GiB for a step (parameters 9.5 GiB, ")
     assert errors[0].endswith("but 15.0 GiB are usable; what fits here: --mode forward")
+
+
+def test_a_model_with_experts_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 15 * 2**30)
+    assert run("--size", "fairseq-moe-15b", "--mode", "step") == 2
+    line = "error: fairseq-moe-15b with batch 1 x 2048 needs 222.1 GiB for a step (parameters 54.4 GiB, "
+    assert capsys.readouterr().err.startswith(line)
 
 
 def test_a_smaller_batch_is_offered_where_it_helps(monkeypatch, capsys):

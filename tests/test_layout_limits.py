@@ -12,6 +12,7 @@ from cs336_systems.cost.layout_step import pass_flops, predict_step, sample_flop
 from cs336_systems.cost.parallel import Link
 from cs336_systems.errors import UserError
 from cs336_systems.master_weights import MasterAdamW
+from cs336_systems.mixture import Mixture
 from cs336_systems.model import TransformerLM
 from cs336_systems.optim import decay_groups
 from cs336_systems.pipeline import Stage
@@ -35,7 +36,13 @@ from tests.test_cost_layout import BATCH, BERT_345M, GPT, SEQ, SMALL, batch_of, 
         ({}, {"pp": 3}, "num_layers 4 is not a multiple of stages 3 x chunks 1 = 3"),
         ({}, {"pp": 2, "chunks": 3}, "num_layers 4 is not a multiple of stages 2 x chunks 3 = 6"),
         ({"context_length": 9}, {"tp": 2, "sequence": True}, "a sequence of 9 tokens does not divide over tp 2"),
-        ({"num_experts": 8}, {}, "a layout of a model with 8 experts is not counted yet"),
+        ({}, {"ep": 2}, "ep 2 splits experts, and the model has none: set --num-experts, or leave --ep out"),
+        ({"num_experts": 6}, {"ep": 4}, "6 experts do not divide over ep 4: choose an ep that divides 6"),
+        (
+            {"num_experts": 6, "mixture": Mixture(expert_d_ff=9)},
+            {"tp": 2},
+            "9 of the experts' d_ff do not divide over tp 2",
+        ),
     ],
     ids=str,
 )
@@ -55,6 +62,10 @@ def test_a_model_that_does_not_divide_is_refused_with_the_numbers(changes, setti
         (
             {"dp": 2, "micro_batch": 4, "global_batch": 7},
             "of 7 sequences is not a multiple of micro-batch 4 x dp 2 = 8",
+        ),
+        (
+            {"dp": 2, "ep": 2, "micro_batch": 4, "global_batch": 30},
+            "x dp 2 x ep 2 = 16: use 16 or 32",
         ),
         ({"tp": 0}, "tp must be at least 1, not 0"),
         ({"zero": 4}, "ZeRO has stages 0 to 3, not 4"),

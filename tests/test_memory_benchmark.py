@@ -193,7 +193,6 @@ def test_every_table_says_of_what_it_is(in_tmp):
         (("--year", "2023", "--all-sizes"), "error: no 2023 edition"),
         (("--mode", "backward"), "error: Invalid value for '--mode': 'backward' is not one of"),
         (("--compile",), "error: what a compiled model needs is not known beforehand"),
-        (("--size", "fairseq-moe-15b"), "error: the memory of a model with 512 experts is not counted yet"),
         (("--results", "file"), "error: cannot write file/memory.jsonl"),
         (("--smoke", "--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
         (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: each measures"),

@@ -9,8 +9,9 @@ from cs336_systems.cost.layout import Layout, rank_parameters
 from cs336_systems.cost.layout_memory import layout_memory, rank_memory
 from cs336_systems.cost.layout_step import predict_step, sample_flops
 from cs336_systems.cost.layout_traffic import step_traffic
-from cs336_systems.cost.memory import MODES, PRECISIONS, Mode, Precision, memory, saved_activations
+from cs336_systems.cost.memory import MODES, PRECISIONS, Mode, Precision, saved_activations
 from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.peak import memory
 from cs336_systems.cost.step import predict
 
 __all__ = [

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from cs336_systems.console import format_bytes
 from cs336_systems.cost.layout import Layout
 from cs336_systems.cost.layout_memory import layout_memory
-from cs336_systems.cost.memory import MODES, Mode, Precision, memory
+from cs336_systems.cost.memory import MODES, Mode, Precision
+from cs336_systems.cost.peak import memory
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 
@@ -71,9 +72,11 @@ def require_layout_fits(
     parts = layout_memory(config, layout, seq, precision)
     if sum(parts.values()) <= usable:
         return
+    degrees, raised = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}", "--tp, --pp or --zero"
+    if config.num_experts:
+        degrees, raised = f"{degrees} x ep {layout.ep}", "--ep, --tp, --pp or --zero"
     raise UserError(
-        f"{name} with microbatches of {layout.micro_batch} x {seq} at tp {layout.tp} x pp {layout.pp} x dp "
-        f"{layout.dp} needs {format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but "
-        f"{format_bytes(usable)} are usable; raise --tp, --pp or --zero, use --recompute segments, or lower "
-        "--micro-batch-size"
+        f"{name} with microbatches of {layout.micro_batch} x {seq} at {degrees} needs "
+        f"{format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but {format_bytes(usable)} are "
+        f"usable; raise {raised}, use --recompute segments, or lower --micro-batch-size"
     )

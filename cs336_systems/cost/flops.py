@@ -2,27 +2,58 @@
 
 Attention is counted in full for decoders too, as the naive formulation computes it and as PaLM's definition of model
 FLOPs utilisation does (arXiv:2204.02311, appendix B); attention that skips hidden tiles does up to half of its part.
-Element-wise work is left out here: it costs bytes, not FLOPs.
+Element-wise work is left out here: it costs bytes, not FLOPs. Of experts, as `experts.py` says, those rows are counted
+that a balanced router sends to them.
 """
 
-from cs336_systems.errors import UserError
+from collections import Counter
+
+from cs336_systems.cost.experts import computed_rows, expert_flops, one_hot_flops, router_flops
 from cs336_systems.presets import ModelConfig
 
 
-def forward_flops(config: ModelConfig, batch: int, seq: int) -> dict[str, int]:
-    """FLOPs of one forward pass over (batch seq) tokens, by part. Raises UserError for a model with experts."""
-    if config.num_experts:
-        raise UserError(f"the FLOPs of a model with {config.num_experts} experts are not counted yet")
-    tokens, d, f, layers = batch * seq, config.d_model, config.d_ff, config.num_layers
+def forward_flops(config: ModelConfig, batch: int, seq: int, training: bool = True) -> dict[str, int]:
+    """FLOPs of one forward pass over (batch seq) tokens, by part; `training` decides the capacity of experts."""
+    parts: Counter[str] = Counter()
+    for layer in range(config.num_layers):
+        parts.update(block_flops(config, batch, seq, layer, training))
+    return {**parts, "head": head_flops(config, batch, seq)}
+
+
+def head_flops(config: ModelConfig, batch: int, seq: int) -> int:
+    """FLOPs of the logits, and of BERT's transform, pooler and classifier of pairs, forward."""
+    tokens, d = batch * seq, config.d_model
+    bert = 2 * tokens * d * d + 2 * batch * d * (d + 2) if config.bert_heads else 0
+    return 2 * tokens * d * config.vocab_size + bert
+
+
+def block_flops(config: ModelConfig, batch: int, seq: int, layer: int, training: bool = True) -> dict[str, int]:
+    """FLOPs of one block forward, by part: a dense one has a feed-forward, one with experts a router and these."""
+    tokens, d = batch * seq, config.d_model
     kv = config.kv_heads * config.head_dim
     matrices = 3 if config.feed_forward == "swiglu" else 2
-    bert = 2 * tokens * d * d + 2 * batch * d * (d + 2) if config.bert_heads else 0
-    return {
-        "projections": layers * 2 * tokens * d * (2 * d + 2 * kv),
-        "scores": layers * 4 * tokens * seq * d,  # q k^T and weights v
-        "feed-forward": layers * 2 * tokens * matrices * d * f,
-        "head": 2 * tokens * d * config.vocab_size + bert,
+    dense = 2 * tokens * matrices * d * config.d_ff
+    parts = {
+        "projections": 2 * tokens * d * (2 * d + 2 * kv),
+        "scores": 4 * tokens * seq * d,  # q k^T and weights v
     }
+    if not config.has_experts(layer):
+        return parts | {"feed-forward": dense}
+    parts["router"] = router_flops(config, tokens)
+    parts["experts"] = expert_flops(config, computed_rows(config, tokens, training))
+    if config.mixture.shared_expert:
+        parts["shared expert"] = dense
+    if config.mixture.dispatch == "einsum":
+        parts["one-hot products"] = one_hot_flops(config, tokens, training)[0]
+    return parts
+
+
+def block_backward_flops(config: ModelConfig, batch: int, seq: int, layer: int) -> dict[str, int]:
+    """FLOPs of one block's backward, recompute apart: each product has a gradient for either factor, if both have."""
+    parts = {name: 2 * count for name, count in block_flops(config, batch, seq, layer).items()}
+    if "one-hot products" in parts:
+        parts["one-hot products"] = one_hot_flops(config, batch * seq)[1]
+    return parts
 
 
 def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
@@ -33,31 +64,38 @@ def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 
 def backward_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """FLOPs of one backward pass, recompute apart: each product has a gradient for either factor."""
-    return 2 * sum(forward_flops(config, batch, seq).values())
+    """FLOPs of one backward pass, recompute apart: see `block_backward_flops`."""
+    blocks = sum(sum(block_backward_flops(config, batch, seq, layer).values()) for layer in range(config.num_layers))
+    return blocks + 2 * forward_flops(config, batch, seq)["head"]
 
 
-def recompute_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """FLOPs that activation checkpointing repeats in backward (arXiv:1604.06174; arXiv:2205.05198, section 5).
+def recompute_flops(config: ModelConfig, batch: int, seq: int, layers: range | None = None) -> int:
+    """FLOPs that activation checkpointing repeats in backward (arXiv:1604.06174; arXiv:2205.05198, section 5), of all
+    blocks or of some in a row.
 
     An upper bound: torch stops a recomputation once the last kept tensor is back, which saves a segment's last product.
     """
-    parts = forward_flops(config, batch, seq)
-    blocks = parts["projections"] + parts["scores"] + parts["feed-forward"]
+    layers = range(config.num_layers) if layers is None else layers
+    if config.recompute == "attention":
+        return len(layers) * block_flops(config, batch, seq, 0)["scores"]
+    again = repeated_blocks(config, layers)
+    return sum(times * sum(block_flops(config, batch, seq, layer).values()) for layer, times in again.items())
+
+
+def repeated_blocks(config: ModelConfig, layers: range) -> Counter[int]:
+    """How often backward runs each block again, of some that run in a row."""
     match config.recompute:
-        case "none":
-            return 0
-        case "attention":
-            return parts["scores"]
         case "segments":
-            return blocks
+            return Counter(layers)
         case "nested":
-            return blocks // config.num_layers * _nested_repeats(config.num_layers)
+            return _nested_repeats(layers)
+        case _:
+            return Counter()
 
 
-def _nested_repeats(blocks: int) -> int:
-    """How often single blocks are run again, in all, when halves are recomputed recursively."""
-    if blocks == 1:
-        return 0
-    half = blocks // 2
-    return blocks + _nested_repeats(half) + _nested_repeats(blocks - half)
+def _nested_repeats(layers: range) -> Counter[int]:
+    """How often each block is run again when halves are recomputed recursively."""
+    if len(layers) == 1:
+        return Counter()
+    half = len(layers) // 2
+    return Counter(layers) + _nested_repeats(layers[:half]) + _nested_repeats(layers[half:])

@@ -1,11 +1,12 @@
 """A layout: how a model and its batch are spread over ranks, checked before anything is built, and what each rank owns.
 
 Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
-each, data parallelism the rows of a batch over dp replicas of it all. What a rank owns follows from its stage alone:
-the vocabulary is padded until it divides, so that all tp ranks of a stage have tensors of the same shapes.
+each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
+of which each has some of the experts and all else. What a rank owns follows from its stage alone: the vocabulary is
+padded until it divides, so that all other ranks of a stage have tensors of the same shapes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -32,24 +33,25 @@ class Layout:
     chunks: int = 1  # of a stage, for the schedule "interleaved"
     schedule: str = "1f1b"
     sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
-    zero: int = 0  # ZeRO stage over dp
+    zero: int = 0  # ZeRO stage over the ranks that see different rows
     micro_batch: int = 1
     global_batch: int = 1
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
+    ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"):
+        for name in ("tp", "pp", "dp", "ep", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.zero not in (0, 1, 2, 3):
             raise UserError(f"ZeRO has stages 0 to 3, not {self.zero}")
-        together = self.micro_batch * self.dp
+        together = self.micro_batch * self.data
         if self.global_batch % together:
             below = self.global_batch // together * together
             near = f"{below} or {below + together}" if below else str(together)
             raise UserError(
                 f"a global batch of {self.global_batch} sequences is not a multiple of micro-batch {self.micro_batch} "
-                f"x dp {self.dp} = {together}: use {near}"
+                f"x dp {self.dp}{f' x ep {self.ep}' if self.ep > 1 else ''} = {together}: use {near}"
             )
         if self.chunks > 1 and self.pp == 1:
             raise UserError(f"{self.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
@@ -57,27 +59,36 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """tp pp dp."""
-        return self.tp * self.pp * self.dp
+        """tp pp dp ep."""
+        return self.tp * self.pp * self.data
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different rows."""
+        return self.dp * self.ep
 
     @property
     def microbatches(self) -> int:
         """That a replica takes in a step."""
-        return self.global_batch // (self.micro_batch * self.dp)
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def data_axis(self) -> str:
+        """The axis of the mesh over which dense parameters have replicas: "data" joins "dp" and "ep"."""
+        return "data" if self.ep > 1 else "dp"
 
     def check(self, config: ModelConfig, seq: int | None = None) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
-        if config.num_experts:
-            raise UserError(f"a layout of a model with {config.num_experts} experts is not counted yet")
+        check_experts(config, self.ep)
         if seq is not None and seq > config.context_length:
             raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
         check_divides(config, self.tp, self.sequence, seq)
         padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp)
         self.blocks(config)
 
-    def blocks(self, config: ModelConfig) -> int:
-        """Blocks in one chunk. Raises UserError if the layers do not divide."""
-        return len(blocks_of(0, 0, self.pp, self.chunks, config.num_layers))
+    def blocks(self, config: ModelConfig, stage: int = 0, chunk: int = 0) -> range:
+        """The blocks of one chunk of a stage. Raises UserError if the layers do not divide."""
+        return blocks_of(stage, chunk, self.pp, self.chunks, config.num_layers)
 
     def vocabulary(self, config: ModelConfig) -> int:
         """Words, padding included, of which a rank has the logits; one tp rank needs no padding."""
@@ -92,9 +103,21 @@ class Layout:
         return stage == 0, stage == self.pp - 1
 
 
+def check_experts(config: ModelConfig, ranks: int) -> None:
+    """Raises UserError if the model's experts cannot be split over so many ranks."""
+    if ranks > 1 and not config.num_experts:
+        raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
+    if config.num_experts % ranks:
+        raise UserError(
+            f"{config.num_experts} experts do not divide over ep {ranks}: choose an ep that divides "
+            f"{config.num_experts}"
+        )
+
+
 def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:
     """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks."""
-    for name, size in (("heads", config.num_heads), ("key/value heads", config.kv_heads), ("of d_ff", config.d_ff)):
+    sizes = [("heads", config.num_heads), ("key/value heads", config.kv_heads), ("of d_ff", config.d_ff)]
+    for name, size in sizes + ([("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []):
         if size % ranks:
             raise UserError(f"{size} {name} do not divide over tp {ranks}: choose a tp that divides {size}")
     if sequence and (seq or config.context_length) % ranks:
@@ -116,8 +139,9 @@ def rank_shapes(config: ModelConfig, layout: Layout, stage: int) -> Shapes:
     """The shape of every parameter that a rank of a stage owns, by its name in the whole model and in its order.
 
     Column-parallel matrices (out in) have out / tp rows, row-parallel ones in / tp columns; norms and what is added
-    after a reduction are whole on every rank. The last stage has the tied embedding as well as the first. (Shoeybi et
-    al., arXiv:1909.08053, section 3; Narayanan et al., arXiv:2104.04473, section 2.)
+    after a reduction are whole on every rank. Experts are stacked, (experts out in), and each rank of ep has experts /
+    ep of them; their routers are whole. The last stage has the tied embedding as well as the first. (Shoeybi et al.,
+    arXiv:1909.08053, section 3; Narayanan et al., arXiv:2104.04473, section 2.)
     """
     layout.check(config)
     (first, last), d, part = layout.ends(stage), config.d_model, layout.vocabulary(config)
@@ -128,9 +152,10 @@ def rank_shapes(config: ModelConfig, layout: Layout, stage: int) -> Shapes:
         shapes["embedding.positions.weight"] = (config.context_length, d)
     if first and config.token_types:
         shapes["embedding.types.weight"] = (config.token_types, d)
-    owned = [blocks_of(stage, chunk, layout.pp, layout.chunks, config.num_layers) for chunk in range(layout.chunks)]
+    owned = [layout.blocks(config, stage, chunk) for chunk in range(layout.chunks)]
     for number in (number for span in owned for number in span):
-        shapes |= {f"blocks.{number}.{name}": shape for name, shape in _block(config, layout.tp)}
+        block = _block(config, layout, config.has_experts(number))
+        shapes |= {f"blocks.{number}.{name}": shape for name, shape in block}
     if last:
         shapes |= dict(_norm("final_norm", config))
         if config.bert_heads:
@@ -149,36 +174,68 @@ def _norm(name: str, config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield f"{name}.bias", (config.d_model,)
 
 
-def _block(config: ModelConfig, tp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    d, kv, hidden = config.d_model, config.kv_heads * config.head_dim, config.d_ff
-
-    def column(name: str, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", (rows // tp, d)
-        if config.bias:
-            yield f"{name}.bias", (rows // tp,)
-
-    def row(name: str, columns: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", (d, columns // tp)
-        if config.bias:
-            yield f"{name}.bias", (d,)
-
+def _block(config: ModelConfig, layout: Layout, sparse: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    d, kv = config.d_model, config.kv_heads * config.head_dim
     yield from _norm("attention_norm", config)
     for name, rows in (("query", d), ("key", kv), ("value", kv)):
-        yield from column(f"attention.{name}", rows)
-    yield from row("attention.out", d)
+        yield from _layer(f"attention.{name}", d, rows // layout.tp, config.bias)
+    yield from _layer("attention.out", d // layout.tp, d, config.bias)
     yield from _norm("feed_forward_norm", config)
-    for name in ("gate", "up") if config.feed_forward == "swiglu" else ("up",):
-        yield from column(f"feed_forward.{name}", hidden)
-    yield from row("feed_forward.down", hidden)
+    if not sparse:
+        yield from _feed_forward("feed_forward", config, config.d_ff // layout.tp)
+        return
+    yield "feed_forward.router.weight", (config.num_experts, d)
+    experts = config.num_experts // layout.ep
+    for name, shape in _feed_forward("feed_forward.experts", config, config.expert_d_ff // layout.tp):
+        yield name, (experts, *shape)
+    if config.mixture.shared_expert:
+        yield from _feed_forward("feed_forward.shared", config, config.d_ff // layout.tp)
+
+
+def _layer(name: str, size_in: int, size_out: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", (size_out, size_in)
+    if bias:
+        yield f"{name}.bias", (size_out,)
+
+
+def _feed_forward(name: str, config: ModelConfig, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for each in ("gate", "up") if config.feed_forward == "swiglu" else ("up",):
+        yield from _layer(f"{name}.{each}", config.d_model, hidden, config.bias)
+    yield from _layer(f"{name}.down", hidden, config.d_model, config.bias)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter, by its name, is the stacked experts', of which the ranks of ep have different ones."""
+    return ".feed_forward.experts." in name
+
+
+def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether AdamW lets a parameter decay. Stacked biases are vectors all the same."""
+    return len(shape) > 1 and not name.endswith("bias")
 
 
 def partial_names(shapes: Shapes, layout: Layout) -> list[str]:
-    """The parameters whose gradient, under sequence parallelism, is a part of a sum over tp: norms and the biases that
-    are added after a reduction (arXiv:2205.05198, section 4.2.2)."""
-    if layout.tp == 1 or not layout.sequence:
+    """The parameters that are whole on the ranks of tp, but whose gradient is a part of a sum over them.
+
+    Of expert layers, whose result is reduced once: routers, and the biases that are added before that. Under sequence
+    parallelism: norms and the biases that are added after a reduction (arXiv:2205.05198, section 4.2.2).
+    """
+    if layout.tp == 1:
         return []
-    whole = ("norm.weight", "norm.bias", "out.bias", "down.bias")
-    return [name for name in shapes if name.startswith(("blocks.", "final_norm.")) and name.endswith(whole)]
+    whole = ["router.weight", "experts.down.bias", "shared.down.bias"]
+    if layout.sequence:
+        whole += ["norm.weight", "norm.bias", "out.bias", "down.bias"]
+    return [name for name in shapes if name.startswith(("blocks.", "final_norm.")) and name.endswith(tuple(whole))]
+
+
+def is_sharded(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether ZeRO stage 3 shards a parameter's rows: those of a matrix, but not of stacked experts."""
+    return len(shape) == 2 and is_matrix(name, shape)
+
+
+def alone_names(config: ModelConfig, layout: Layout, stage: int) -> list[str]:
+    """What has a bucket by itself: a tied embedding that is on two stages."""
+    return [TIED] if is_tied_copy(config, layout, stage) else []
 
 
 def is_tied_copy(config: ModelConfig, layout: Layout, stage: int) -> bool:
@@ -186,23 +243,33 @@ def is_tied_copy(config: ModelConfig, layout: Layout, stage: int) -> bool:
     return config.tied_head and layout.pp > 1 and any(layout.ends(stage))
 
 
-def buckets(config: ModelConfig, layout: Layout, stage: int, width: int) -> list[list[str]]:
-    """How `BucketedDDP` groups the stage's gradients, of `width` bytes an element: from the last parameter to the
-    first, up to 25 MB, a tied embedding that is on two stages by itself."""
-    shapes = rank_shapes(config, layout, stage)
-    alone = [TIED] if is_tied_copy(config, layout, stage) else []
+def wrapped(shapes: Shapes, layout: Layout) -> list[tuple[Shapes, str, int, int]]:
+    """What the data-parallel wrappers synchronise: (parameters, axis of the mesh, its ranks, ZeRO stage) of each.
+
+    Experts that are split over ep have a wrapper of their own: their replicas are on dp ranks only, and stage 3 shards
+    them as stage 2 does. Others are like all parameters, but stage 3 shards matrices, and their weights are none.
+    """
+    experts = {name: shape for name, shape in shapes.items() if is_expert(name)} if layout.ep > 1 else {}
+    dense = {name: shape for name, shape in shapes.items() if name not in experts}
+    found = [(dense, layout.data_axis, layout.data, layout.zero)]
+    return [*found, (experts, "dp", layout.dp, min(layout.zero, 2))] if experts else found
+
+
+def buckets(shapes: Shapes, alone: Collection[str], width: int) -> list[list[str]]:
+    """How `BucketedDDP` groups gradients of `width` bytes an element: from the last parameter to the first, up to
+    25 MB, those of `alone` by themselves."""
     groups: list[list[str]] = []
     for name in (name for name in reversed(shapes) if name not in alone):
         held = sum(prod(shapes[each]) for each in groups[-1]) if groups else 0
         if not groups or width * (held + prod(shapes[name])) > BUCKET_BYTES:
             groups.append([])
         groups[-1].append(name)
-    return [*groups, *([name] for name in alone)]
+    return [*groups, *([name] for name in alone if name in shapes)]
 
 
 def rank_parameters(config: ModelConfig, layout: Layout, stage: int) -> dict[str, int]:
     """Parameters of one rank of a stage by part, the same on all its tp ranks; see `rank_shapes`."""
-    parts = dict.fromkeys(("embedding", "positions", "attention", "feed-forward", "norms", "head"), 0)
+    parts = dict.fromkeys(("embedding", "positions", "attention", "feed-forward", "experts", "norms", "head"), 0)
     for name, shape in rank_shapes(config, layout, stage).items():
         parts[_part_of(name)] += prod(shape)
     return parts
@@ -215,4 +282,7 @@ def _part_of(name: str) -> str:
         return "head"
     if "norm." in name:
         return "norms"
-    return "attention" if ".attention." in name else "feed-forward"
+    if ".attention." in name:
+        return "attention"
+    sparse = any(f".feed_forward.{each}." in name for each in ("router", "experts", "shared"))
+    return "experts" if sparse else "feed-forward"

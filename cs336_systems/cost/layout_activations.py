@@ -23,7 +23,7 @@ from cs336_systems.presets import ModelConfig
 
 def share_of(layout: Layout) -> Share:
     """What a rank of the layout computes of each block."""
-    return Share(layout.tp, layout.sequence and layout.tp > 1, keyed=True, half=True)
+    return Share(layout.tp, layout.ep, layout.sequence and layout.tp > 1, keyed=True, half=True)
 
 
 def sizes_of(config: ModelConfig, layout: Layout, seq: int, precision: Precision) -> Sizes:
@@ -31,9 +31,9 @@ def sizes_of(config: ModelConfig, layout: Layout, seq: int, precision: Precision
     return Sizes.of(config, layout.micro_batch, seq, precision, share_of(layout))
 
 
-def block_bytes(config: ModelConfig, layout: Layout, seq: int, precision: Precision = "fp32") -> int:
+def block_bytes(config: ModelConfig, layout: Layout, seq: int, precision: Precision = "fp32", layer: int = 0) -> int:
     """Bytes that one block keeps for the backward of one microbatch, on each tp rank."""
-    return keep_blocks(config, sizes_of(config, layout, seq, precision), 1)[0]
+    return keep_blocks(config, sizes_of(config, layout, seq, precision), range(layer, layer + 1))[0]
 
 
 def saved_by_sequence(config: ModelConfig, layout: Layout, seq: int, precision: Precision = "fp32") -> tuple[int, int]:
@@ -56,12 +56,12 @@ def pass_activations(
     shared = _shared(config, layout, s, seq)
     shared += _embedding(config, layout, seq) if first and chunk == 0 else 0
     head = _head(config, layout, s, seq) if last and chunk == layout.chunks - 1 else 0
-    return Activations(shared, head, *keep_blocks(config, s, layout.blocks(config)))
+    return Activations(shared, head, *keep_blocks(config, s, layout.blocks(config, stage, chunk)))
 
 
 def _shared(config: ModelConfig, layout: Layout, s: Sizes, seq: int) -> int:
     """What all blocks of a chunk read: the rotary table, and what is added to the scores where backward needs it."""
-    if config.recompute == "segments" or (config.recompute == "nested" and layout.blocks(config) > 1):
+    if config.recompute == "segments" or (config.recompute == "nested" and len(layout.blocks(config)) > 1):
         return 0  # what is run again has them from its caller
     table = 4 * seq * config.head_dim if config.positions == "rotary" else 0
     masked = config.bert_heads

@@ -4,7 +4,16 @@ microbatches under way, and what it works in."""
 from itertools import accumulate
 from math import ceil, prod
 
-from cs336_systems.cost.layout import Layout, Shapes, buckets, rank_shapes
+from cs336_systems.cost.layout import (
+    Layout,
+    Shapes,
+    alone_names,
+    buckets,
+    is_matrix,
+    is_sharded,
+    rank_shapes,
+    wrapped,
+)
 from cs336_systems.cost.layout_activations import pass_activations, sizes_of
 from cs336_systems.cost.memory import Activations, Precision, Sizes, gradients_inside
 from cs336_systems.presets import ModelConfig
@@ -20,29 +29,37 @@ def parameter_bytes(precision: Precision) -> tuple[int, int, int]:
 def state_elements(config: ModelConfig, layout: Layout, stage: int, precision: Precision) -> tuple[int, int, int]:
     """(parameters, gradients, parameters with optimizer state) that dp rank 0 keeps, which has most.
 
-    ZeRO stage 1 cuts the matrices and the vectors, two groups, into equal slices, stage 2 each bucket of gradients, and
-    stage 3 the rows of each matrix; buffers are padded to a multiple of dp.
+    ZeRO stage 1 cuts what decays and what does not, two groups, into equal slices, stage 2 each bucket of gradients,
+    and stage 3 the rows of each matrix; buffers are padded to a multiple of the ranks.
     """
-    shapes, dp = rank_shapes(config, layout, stage), layout.dp
+    shapes, alone = rank_shapes(config, layout, stage), alone_names(config, layout, stage)
+    width = parameter_bytes(precision)[0]
+    found = [_state(each, ranks, zero, buckets(each, alone, width)) for each, _, ranks, zero in wrapped(shapes, layout)]
+    parameters, gradients, owned = (sum(each) for each in zip(*found, strict=True))
+    return parameters, gradients, owned
+
+
+def _state(shapes: Shapes, ranks: int, zero: int, groups: list[list[str]]) -> tuple[int, int, int]:
+    """`state_elements` of what one wrapper synchronises."""
     whole = sum(map(prod, shapes.values()))
-    if layout.zero == 0:
+    if zero == 0:
         return whole, whole, whole
-    if layout.zero == 3:
+    if zero == 3:
         resting = sum(
-            prod(shape) if len(shape) == 1 else ceil(shape[0] / dp) * prod(shape[1:]) for shape in shapes.values()
+            ceil(shape[0] / ranks) * shape[1] if is_sharded(name, shape) else prod(shape)
+            for name, shape in shapes.items()
         )
         return resting, resting, resting
-    if layout.zero == 1:
-        slices = [ceil(size / dp) for size in _by_dimensions(shapes)]
-        return dp * sum(slices), whole, sum(slices)
-    groups = buckets(config, layout, stage, parameter_bytes(precision)[0])
-    slices = [ceil(sum(prod(shapes[name]) for name in names) / dp) for names in groups]
-    return dp * sum(slices), sum(slices), sum(slices)
+    if zero == 1:
+        slices = [ceil(size / ranks) for size in decay_sizes(shapes)]
+        return ranks * sum(slices), whole, sum(slices)
+    slices = [ceil(sum(prod(shapes[name]) for name in names) / ranks) for names in groups]
+    return ranks * sum(slices), sum(slices), sum(slices)
 
 
-def _by_dimensions(shapes: Shapes) -> tuple[int, int]:
+def decay_sizes(shapes: Shapes) -> tuple[int, int]:
     """Elements of matrices, which decay, and of vectors, which do not: AdamW's two groups."""
-    matrices = sum(prod(shape) for shape in shapes.values() if len(shape) > 1)
+    matrices = sum(prod(shape) for name, shape in shapes.items() if is_matrix(name, shape))
     return matrices, sum(map(prod, shapes.values())) - matrices
 
 
@@ -60,14 +77,15 @@ def live_activations(config: ModelConfig, layout: Layout, seq: int, stage: int, 
     return max(accumulate((1 if each.kind == "forward" else -1) * passes[each.chunk] for each in actions))
 
 
-def _work(config: ModelConfig, layout: Layout, s: Sizes, found: Activations, last: bool) -> int:
+def _work(config: ModelConfig, layout: Layout, s: Sizes, found: Activations, layers: range, last: bool) -> int:
     """The most that a pass makes beside what it keeps: an estimate, of whole tensors."""
+    inside = max(max(gradients_inside(config, s, layer)) for layer in layers)
     again = max(0, max(found.held) + found.scores - found.blocks)
     # What was gathered again, and its gradient before that is scattered.
     gathered = 2 * layout.tp * s.stream if layout.sequence and layout.tp > 1 else 0
     loss = 2 * s.logits if last else 0
     messages = 2 * s.stream if layout.pp > 1 else 0  # one that comes, one that goes
-    return max(again + max(gradients_inside(config, s)) + gathered, loss) + messages
+    return max(again + inside + gathered, loss) + messages
 
 
 def rank_memory(
@@ -85,8 +103,11 @@ def rank_memory(
         gradients = max(gradients, parameters)
     activations = live_activations(config, layout, seq, stage, precision)
     last, s = layout.ends(stage)[1], sizes_of(config, layout, seq, precision)
-    works = [pass_activations(config, layout, seq, stage, chunk, precision) for chunk in range(layout.chunks)]
-    workspace = max(_work(config, layout, s, found, last) for found in works)
+    chunks = [(chunk, layout.blocks(config, stage, chunk)) for chunk in range(layout.chunks)]
+    workspace = max(
+        _work(config, layout, s, pass_activations(config, layout, seq, stage, chunk, precision), layers, last)
+        for chunk, layers in chunks
+    )
     # AdamW makes a temporary the size of one parameter, with masters also a float32 copy of every gradient.
     largest = max(map(prod, rank_shapes(config, layout, stage).values()))
     update = 4 * (owned if weight == 2 else 0) + 4 * min(largest, owned)

@@ -1,14 +1,22 @@
 """How long a step of a layout takes: FLOPs at the device's peak, element-wise work at its bandwidth, every transfer
 over one link, and the schedule played through by `schedule.simulate`.
 
-Transfers of tensor parallelism wait, those between stages travel while stages compute, and the reductions of gradients
-hide behind the last microbatch's backward.
+Transfers of tensor and expert parallelism wait, those between stages travel while stages compute, and the reductions
+of gradients hide behind the last microbatch's backward.
 """
 
 from collections import Counter
 from collections.abc import Iterable
 
-from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
+from cs336_systems.cost.flops import (
+    backward_flops,
+    block_backward_flops,
+    block_flops,
+    forward_flops,
+    head_flops,
+    recompute_flops,
+    repeated_blocks,
+)
 from cs336_systems.cost.hardware import Hardware
 from cs336_systems.cost.layout import Layout
 from cs336_systems.cost.layout_memory import parameter_bytes, state_elements
@@ -41,26 +49,37 @@ def sample_flops(config: ModelConfig, seq: int) -> tuple[int, int]:
 def pass_flops(config: ModelConfig, layout: Layout, seq: int, stage: int) -> tuple[int, int]:
     """(forward, backward) FLOPs of one rank of a stage for one microbatch through all its blocks, recompute included.
 
-    A split vocabulary is computed with its padding; BERT's transform and pooler by every tp rank alike.
+    A split vocabulary is computed with its padding; BERT's transform and pooler, routers and one-hot products by every
+    tp rank alike. A rank's experts get as many rows as it sends.
     """
     layout.check(config, seq)
-    parts, rows = forward_flops(config, layout.micro_batch, seq), layout.micro_batch
-    blocks = parts["projections"] + parts["scores"] + parts["feed-forward"]
-    again = recompute_flops(config, rows, seq)
+    rows, ahead, back = layout.micro_batch, 0, 0
+    for layers in (layout.blocks(config, stage, chunk) for chunk in range(layout.chunks)):
+        again = repeated_blocks(config, layers)
+        for layer in layers:
+            forward = _of_a_rank(block_flops(config, rows, seq, layer), layout)
+            ahead += forward
+            back += _of_a_rank(block_backward_flops(config, rows, seq, layer), layout) + again[layer] * forward
+        if config.recompute == "attention":
+            back += recompute_flops(config, rows, seq, layers) // layout.tp
     head = 0
     if layout.ends(stage)[1]:
         words = 2 * rows * seq * config.d_model
-        head = parts["head"] - words * config.vocab_size + words * layout.vocabulary(config)
-    share = layout.pp * layout.tp
-    return blocks // share + head, 2 * (blocks // share + head) + again // share
+        head = head_flops(config, rows, seq) - words * config.vocab_size + words * layout.vocabulary(config)
+    return ahead + head, back + 2 * head
+
+
+def _of_a_rank(parts: dict[str, int], layout: Layout) -> int:
+    """A block's FLOPs on one rank of tp."""
+    return sum(count if name in ("router", "one-hot products") else count // layout.tp for name, count in parts.items())
 
 
 def transfer_seconds(link: Link, transfer: Transfer, layout: Layout) -> float:
     """How long one transfer takes on a link that is free."""
     if transfer.verb in ("send", "receive"):
         return link.latency + transfer.nbytes / link.bandwidth
-    ranks = {"tp": layout.tp, "dp": layout.dp, "ends": 2, "world": layout.ranks}[transfer.axis]
-    return link.seconds(transfer.nbytes, ranks, transfer.verb)
+    ranks = {"tp": layout.tp, "ep": layout.ep, "dp": layout.dp, "data": layout.data, "ends": 2, "world": layout.ranks}
+    return link.seconds(transfer.nbytes, ranks[transfer.axis], transfer.verb)
 
 
 def traffic_seconds(link: Link, traffic: Traffic, layout: Layout, axes: Iterable[str]) -> float:
@@ -83,8 +102,9 @@ def predict_step(
         (ahead / hardware.matmul_flops + moved, back / hardware.matmul_flops + 2 * moved)
         for ahead, back in (pass_flops(config, layout, seq, stage) for stage in stages)
     ]
-    spoken = [_tensor_parallel(config, layout, seq, stage, link, width) for stage in stages]
-    times = [[a + b for a, b in zip(*each, strict=True)] for each in zip(computed, spoken, strict=True)]
+    spoken = [_spoken(config, layout, seq, stage, link, width, ("tp",)) for stage in stages]
+    routed = [_spoken(config, layout, seq, stage, link, width, ("ep", layout.data_axis)) for stage in stages]
+    times = [[sum(each) for each in zip(*ways, strict=True)] for ways in zip(computed, spoken, routed, strict=True)]
     busiest = max(stages, key=lambda stage: sum(times[stage]))
     lists = schedule(layout.schedule, layout.pp, m, layout.chunks)
     forward, backward = ([each[way] for each in times] for way in (0, 1))
@@ -97,22 +117,24 @@ def predict_step(
         "backward": m * computed[busiest][1],
         "bubble": alone - m * sum(times[busiest]),
         "tensor-parallel": m * sum(spoken[busiest]) + traffic_seconds(link, gradients, layout, ("tp",)),
+        "expert-parallel": m * sum(routed[busiest]),
         "pipeline": simulate(lists, forward, backward, transfer).makespan - alone,
         "data-parallel": _data_parallel(gradients, layout, link, times[busiest][1] / layout.chunks),
         "optimizer": ADAMW_PASSES * 4 * state_elements(config, layout, busiest, precision)[2] / hardware.bandwidth,
     }
     # An estimate from above: shards travel while layers compute.
-    parts["data-parallel"] += m * traffic_seconds(link, shard_traffic(config, layout, busiest, width), layout, ("dp",))
+    shards = shard_traffic(config, layout, busiest, width)
+    parts["data-parallel"] += m * traffic_seconds(link, shards, layout, ("dp", "data"))
     parts["pipeline"] += traffic_seconds(link, gradients, layout, ("ends",))
     return parts | {"total": sum(parts.values())}
 
 
-def _tensor_parallel(
-    config: ModelConfig, layout: Layout, seq: int, stage: int, link: Link, width: int
+def _spoken(
+    config: ModelConfig, layout: Layout, seq: int, stage: int, link: Link, width: int, axes: tuple[str, ...]
 ) -> tuple[float, float]:
-    """Seconds, forward and backward, that one microbatch's transfers take in all chunks of a stage."""
+    """Seconds, forward and backward, that one microbatch's transfers along some axes take in all chunks of a stage."""
     found = [pass_traffic(config, layout, seq, stage, chunk, width) for chunk in range(layout.chunks)]
-    ahead, back = (sum(traffic_seconds(link, each[way], layout, ("tp",)) for each in found) for way in (0, 1))
+    ahead, back = (sum(traffic_seconds(link, each[way], layout, axes) for each in found) for way in (0, 1))
     return ahead, back
 
 
@@ -123,4 +145,4 @@ def _data_parallel(gradients: Traffic, layout: Layout, link: Link, backward: flo
     hidden = layout.chunks == 1  # chunks have a last backward each, so reductions begin after them all
     rest = +Counter({each: n for each, n in gradients.items() if each.what != "bucket"})
     exposed = exposed_seconds([each.nbytes for each in buckets], seconds, backward, hidden) if buckets else 0.0
-    return exposed + traffic_seconds(link, rest, layout, ("dp", "world"))
+    return exposed + traffic_seconds(link, rest, layout, ("dp", "data", "world"))

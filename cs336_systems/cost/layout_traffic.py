@@ -5,30 +5,37 @@ For b s tokens, h wide, tensor parallelism needs for each block two all-reduces 
 as many bytes, and backward gathers two inputs again (Korthikanti et al., arXiv:2205.05198, section 4.2). What is
 recomputed repeats its forward's. A pipeline sends b s h, or 1/t of it under sequence parallelism, from stage to stage
 and back for each microbatch and chunk (Narayanan et al., arXiv:2104.04473, section 3.2).
+
+Expert parallelism needs for each expert layer two all-to-alls of its rows forward and two backward (Lepikhin et al.,
+GShard, arXiv:2006.16668, section 3.2), and one of how many go to each expert. An all-to-all counts what a rank gives:
+on the way to the experts that is exact without a capacity, on the way back only if the router is balanced.
 """
 
 from collections import Counter
 from math import ceil, prod
 from typing import NamedTuple
 
+from cs336_systems.cost.experts import computed_rows
 from cs336_systems.cost.layout import (
     TIED,
     Layout,
     Shapes,
+    alone_names,
     buckets,
-    is_tied_copy,
+    is_sharded,
     partial_names,
     rank_shapes,
+    wrapped,
 )
-from cs336_systems.cost.layout_memory import parameter_bytes
+from cs336_systems.cost.layout_memory import decay_sizes, parameter_bytes
 from cs336_systems.cost.memory import Precision
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import Action, receives_from, sends_to
 
 
 class Transfer(NamedTuple):
-    """One collective or message: along which axis of the mesh ("tp", "pp", "dp", "ends" or "world"), what it is for,
-    how many elements of how many bytes."""
+    """One collective or message: along which axis of the mesh ("tp", "pp", "ep", "dp", "data", which joins these two,
+    "ends" or "world"), what it is for, how many elements of how many bytes."""
 
     verb: str
     axis: str
@@ -48,28 +55,76 @@ Traffic = Counter[Transfer]
 def pass_traffic(
     config: ModelConfig, layout: Layout, seq: int, stage: int, chunk: int = 0, width: int = 4
 ) -> tuple[Traffic, Traffic]:
-    """What tensor parallelism sends, forward and backward, for one microbatch through one chunk of a stage."""
+    """What tensor and expert parallelism send, forward and backward, for one microbatch through a stage's chunk."""
+    layers = layout.blocks(config, stage, chunk)
+    again, cut = repeats(config, layers)
+    ahead, back = _end_traffic(config, layout, seq, stage, chunk, width)
+    for layer in layers:
+        for forward, backward in (
+            _tensor_traffic(config, layout, seq, layer, width),
+            _expert_traffic(config, layout, seq, layer, width) if config.has_experts(layer) else (Traffic(), Traffic()),
+        ):
+            ahead += forward
+            back += backward
+            for transfer, times in forward.items():
+                back[transfer] += times * again[layer]
+        back[_sum(config, layout, seq, layer, width)] -= cut[layer]
+    return +ahead, +back
+
+
+def _sum(config: ModelConfig, layout: Layout, seq: int, layer: int, width: int) -> Transfer:
+    """The sum over tp at the end of a block."""
+    what = "experts" if config.has_experts(layer) else "row"
+    verb = "reduce-scatter" if layout.sequence else "all-reduce"
+    return Transfer(verb, "tp", what, layout.micro_batch * seq * config.d_model, width)
+
+
+def _tensor_traffic(config: ModelConfig, layout: Layout, seq: int, layer: int, width: int) -> tuple[Traffic, Traffic]:
+    """What tensor parallelism sends, forward and backward, for one block. An expert layer enters and leaves once."""
     ahead, back = Traffic(), Traffic()
     if layout.tp == 1:
         return ahead, back
-    tokens = layout.micro_batch * seq
-    (first, last), sequence, blocks = layout.ends(stage), layout.sequence, layout.blocks(config)
+    elements, sequence, sparse = layout.micro_batch * seq * config.d_model, layout.sequence, config.has_experts(layer)
+    whole, parts = ("all-gather", "reduce-scatter") if sequence else ("all-reduce", "all-reduce")
+    for branch, leave in (("attention", "row"), ("experts", "experts") if sparse else ("feed-forward", "row")):
+        ahead[Transfer(parts, "tp", leave, elements, width)] += 1
+        back[Transfer(parts, "tp", f"{branch}, gradient", elements, width)] += 1
+        if sequence:
+            ahead[Transfer(whole, "tp", branch, elements, width)] += 1
+            back[Transfer(whole, "tp", f"{leave}, gradient", elements, width)] += 1
+            if branch != "experts" and config.recompute in ("none", "attention"):
+                back[Transfer(whole, "tp", f"{branch} again", elements, width)] += 1
+    return ahead, back
 
-    def add(where: Traffic, verb: str, what: str, times: int = 1, elements: int = 0, size: int = width) -> None:
-        where[Transfer(verb, "tp", what, elements or tokens * config.d_model, size)] += times
 
-    rows = 2 * blocks
-    runs, cut = repeats(config, blocks)
-    for where, times, unneeded in ((ahead, blocks, 0), (back, runs, cut)):
-        add(where, "reduce-scatter" if sequence else "all-reduce", "row", 2 * times - unneeded)
-        for branch in ("attention", "feed-forward") if sequence else ():
-            add(where, "all-gather", branch, times)
-    for branch in ("attention", "feed-forward"):
-        add(back, "reduce-scatter" if sequence else "all-reduce", f"{branch}, gradient", blocks)
-        if sequence and config.recompute in ("none", "attention"):
-            add(back, "all-gather", f"{branch} again", blocks)
-    if sequence:
-        add(back, "all-gather", "row, gradient", rows)
+def _expert_traffic(config: ModelConfig, layout: Layout, seq: int, layer: int, width: int) -> tuple[Traffic, Traffic]:
+    """What an expert layer sends, forward and backward, over ep; and over all ranks that balance together."""
+    ahead, back, mixture = Traffic(), Traffic(), config.mixture
+    elements = computed_rows(config, layout.micro_batch * seq) * config.d_model
+    if layout.ep > 1:
+        if mixture.dispatch == "sort":
+            ahead[Transfer("all-to-all", "ep", "expert counts", config.num_experts, 8)] += 1
+        for way in ("dispatch", "combine"):
+            ahead[Transfer("all-to-all", "ep", way, elements, width)] += 1
+            back[Transfer("all-to-all", "ep", f"{way}, gradient", elements, width)] += 1
+    if mixture.aux_scope == "global" and layout.data > 1:
+        gate = 4 if mixture.gating_fp32 else width
+        ahead[Transfer("all-reduce", layout.data_axis, "balance", config.num_experts, gate)] += 1
+    return ahead, back
+
+
+def _end_traffic(
+    config: ModelConfig, layout: Layout, seq: int, stage: int, chunk: int, width: int
+) -> tuple[Traffic, Traffic]:
+    """What tensor parallelism sends, forward and backward, at the embedding, the head and the loss."""
+    ahead, back = Traffic(), Traffic()
+    if layout.tp == 1:
+        return ahead, back
+    tokens, (first, last), sequence = layout.micro_batch * seq, layout.ends(stage), layout.sequence
+
+    def add(where: Traffic, verb: str, what: str, elements: int = tokens * config.d_model, size: int = width) -> None:
+        where[Transfer(verb, "tp", what, elements, size)] += 1
+
     if first and chunk == 0:
         add(ahead, "all-reduce", "embedding")
         if sequence:
@@ -79,31 +134,38 @@ def pass_traffic(
         if sequence:
             add(ahead, "all-gather", "head" if parted else "heads")
         add(back, "reduce-scatter" if parted else "all-reduce", "head, gradient")
-        add(ahead, "all-reduce", "largest logit", 1, tokens, 4)
-        add(ahead, "all-reduce", "softmax", 1, 2 * tokens, 4)
-    return +ahead, +back
+        add(ahead, "all-reduce", "largest logit", tokens, 4)
+        add(ahead, "all-reduce", "softmax", 2 * tokens, 4)
+    return ahead, back
 
 
-def repeats(config: ModelConfig, blocks: int) -> tuple[int, int]:
-    """(blocks that backward runs again, in all, and how many of their last reductions it does without).
+def repeats(config: ModelConfig, layers: range) -> tuple[Counter[int], Counter[int]]:
+    """(how often backward runs each block again, how many of its last reductions it does without).
 
     Torch stops a recomputation once the last tensor that backward needs is back: without dropout that is before the
     last block's sum over the ranks, and between two halves of nested recomputation before the second.
     """
     needless = 0 if config.dropout else 1
+    again: Counter[int] = Counter()
+    cut: Counter[int] = Counter()
     if config.recompute == "segments":
-        return blocks, needless * ceil(blocks / config.recompute_every)
-    if config.recompute != "nested" or blocks == 1:
-        return 0, 0
+        ends = (*layers[config.recompute_every - 1 :: config.recompute_every], layers[-1])
+        return Counter(layers), Counter(dict.fromkeys(ends, needless))
+    if config.recompute != "nested" or len(layers) == 1:
+        return again, cut
 
-    def half(size: int) -> tuple[int, int]:
-        if size == 1:
-            return 1, needless
-        parts = half(size // 2), half(size - size // 2)
-        return size // 2 + parts[0][0] + parts[1][0], parts[0][1] + parts[1][1]
+    def half(part: range) -> None:
+        middle = len(part) // 2
+        again.update(part[: max(middle, 1)])
+        if len(part) == 1:
+            cut[part[0]] += needless
+        else:
+            half(part[:middle])
+            half(part[middle:])
 
-    (a, b), (c, d) = half(blocks // 2), half(blocks - blocks // 2)
-    return a + c, b + d
+    half(layers[: len(layers) // 2])
+    half(layers[len(layers) // 2 :])
+    return again, cut
 
 
 def message_traffic(config: ModelConfig, layout: Layout, seq: int, stage: int, width: int = 4) -> Traffic:
@@ -119,90 +181,105 @@ def message_traffic(config: ModelConfig, layout: Layout, seq: int, stage: int, w
 
 
 def gradient_traffic(
-    config: ModelConfig, layout: Layout, stage: int, precision: Precision = "fp32", dp_rank: int = 0
+    config: ModelConfig, layout: Layout, stage: int, precision: Precision = "fp32", data_rank: int = 0
 ) -> Traffic:
-    """What follows the last backward: buckets over dp and the vote on them, partial sums over tp, the tied embedding
-    over the first and last stage, the norm over all ranks, and updated parameters.
+    """What follows the last backward: buckets over the data-parallel ranks and the vote on them, partial sums over tp,
+    the tied embedding over the first and last stage, the norm over all ranks, and updated parameters.
 
-    ZeRO stage 3 gathers and reduces while it computes: see `shard_traffic`; what is left are the vectors' gradients.
+    ZeRO stage 3 gathers and reduces while it computes: see `shard_traffic`; what is left are the gradients of what it
+    does not shard, and experts that are split, which are treated as in stage 2.
     """
     width, found, shapes = parameter_bytes(precision)[0], Traffic(), rank_shapes(config, layout, stage)
-    groups, dp = buckets(config, layout, stage, width), layout.dp
-    sizes = [sum(prod(shapes[name]) for name in names) for names in groups]
-
-    def add(verb: str, axis: str, what: str, elements: int, size: int = width) -> None:
-        found[Transfer(verb, axis, what, elements, size)] += 1
-
-    if dp > 1 and layout.zero == 3:
-        add("all-reduce", "dp", "replicated", sum(prod(shape) for shape in shapes.values() if len(shape) == 1))
-        add("all-reduce", "dp", "ballot", len(shapes) + 1, 4)
-    elif dp > 1:
-        for size in sizes:
-            if layout.zero == 2:
-                add("reduce-scatter", "dp", "bucket", ceil(size / dp) * dp)
-            else:
-                add("all-reduce", "dp", "bucket", size)
-        add("all-reduce", "dp", "ballot", len(shapes) + 1, 4)
-        matrices = sum(prod(shape) for shape in shapes.values() if len(shape) > 1)
-        stores = {0: [], 1: [matrices, sum(sizes) - matrices], 2: sizes}[layout.zero]
-        for size in stores:
-            add("all-gather", "dp", "updated parameters", ceil(size / dp) * dp)
-    kept = _kept(shapes, groups, layout, dp_rank)
+    alone = alone_names(config, layout, stage)
+    kept: dict[str, int] = {}
+    for each, axis, ranks, zero in wrapped(shapes, layout):
+        groups = buckets(each, alone, width)
+        found += _wrapper_traffic(each, groups, axis, ranks, zero, width)
+        kept |= _kept(each, groups, ranks, zero, data_rank if axis == layout.data_axis else data_rank // layout.ep)
     if partial := sum(kept[name] for name in partial_names(shapes, layout)):
-        add("all-reduce", "tp", "norms", partial)
-    if is_tied_copy(config, layout, stage) and kept[TIED]:
-        add("all-reduce", "ends", "tied embedding", kept[TIED])
+        found[Transfer("all-reduce", "tp", "norms", partial, width)] += 1
+    if alone and kept[TIED]:
+        found[Transfer("all-reduce", "ends", "tied embedding", kept[TIED], width)] += 1
     if layout.ranks > 1:
-        add("all-reduce", "world", "gradient norm", 1, 8)
+        found[Transfer("all-reduce", "world", "gradient norm", 1, 8)] += 1
     return found
 
 
-def _kept(shapes: Shapes, groups: list[list[str]], layout: Layout, dp_rank: int) -> dict[str, int]:
-    """Elements of each gradient that a dp rank has after the reduction: in stage 2 its slice of each bucket."""
-    if layout.zero < 2:
+def _wrapper_traffic(shapes: Shapes, groups: list[list[str]], axis: str, ranks: int, zero: int, width: int) -> Traffic:
+    """What one data-parallel wrapper and its optimizer send after the last backward."""
+    found = Traffic()
+    if ranks == 1:
+        return found
+
+    def add(verb: str, what: str, elements: int, size: int = width) -> None:
+        found[Transfer(verb, axis, what, elements, size)] += 1
+
+    add("all-reduce", "ballot", len(shapes) + 1, 4)
+    if zero == 3:
+        add(
+            "all-reduce",
+            "replicated",
+            sum(prod(shape) for name, shape in shapes.items() if not is_sharded(name, shape)),
+        )
+        return found
+    sizes = [sum(prod(shapes[name]) for name in names) for names in groups]
+    for size in sizes:
+        if zero == 2:
+            add("reduce-scatter", "bucket", ceil(size / ranks) * ranks)
+        else:
+            add("all-reduce", "bucket", size)
+    stores = {0: [], 1: [size for size in decay_sizes(shapes) if size], 2: sizes}[zero]
+    for size in stores:
+        add("all-gather", "updated parameters", ceil(size / ranks) * ranks)
+    return found
+
+
+def _kept(shapes: Shapes, groups: list[list[str]], ranks: int, zero: int, rank: int) -> dict[str, int]:
+    """Elements of each gradient that a rank has after the reduction: in stage 2 its slice of each bucket."""
+    if zero < 2:
         return {name: prod(shape) for name, shape in shapes.items()}
-    if layout.zero == 3:
-        return {name: _rows(shape, layout.dp, dp_rank) * prod(shape[1:]) for name, shape in shapes.items()}
+    if zero == 3:
+        return {name: _rows(name, shape, ranks, rank) * prod(shape[1:]) for name, shape in shapes.items()}
     found = {}
     for names in groups:
-        slice_, start = ceil(sum(prod(shapes[name]) for name in names) / layout.dp), 0
+        slice_, start = ceil(sum(prod(shapes[name]) for name in names) / ranks), 0
         for name in names:
             end = start + prod(shapes[name])
-            found[name] = max(0, min(end, (dp_rank + 1) * slice_) - max(start, dp_rank * slice_))
+            found[name] = max(0, min(end, (rank + 1) * slice_) - max(start, rank * slice_))
             start = end
     return found
 
 
-def _rows(shape: tuple[int, ...], dp: int, dp_rank: int) -> int:
+def _rows(name: str, shape: tuple[int, ...], ranks: int, rank: int) -> int:
     """Of a tensor that ZeRO stage 3 shards if it is a matrix: the first ranks have as many as each other."""
-    if len(shape) == 1:
+    if not is_sharded(name, shape):
         return shape[0]
-    rows = ceil(shape[0] / dp)
-    return max(0, min(shape[0], (dp_rank + 1) * rows) - dp_rank * rows)
+    rows = ceil(shape[0] / ranks)
+    return max(0, min(shape[0], (rank + 1) * rows) - rank * rows)
 
 
 def shard_traffic(config: ModelConfig, layout: Layout, stage: int, width: int = 4) -> Traffic:
-    """What ZeRO stage 3 sends over dp for each microbatch: every matrix is gathered for forward and for backward, and
-    its gradient reduce-scattered (Rajbhandari et al., arXiv:1910.02054, section 7.2.2).
+    """What ZeRO stage 3 sends over the data-parallel ranks for each microbatch: every matrix is gathered for forward
+    and for backward, and its gradient reduce-scattered (Rajbhandari et al., arXiv:1910.02054, section 7.2.2).
 
     A tied embedding that is the head as well is gathered once more. A bound from below where a last stage has a copy
     of the embedding: that is gathered up to twice more.
     """
-    found = Traffic()
-    if layout.zero < 3 or layout.dp == 1:
+    found, axis, ranks = Traffic(), layout.data_axis, layout.data
+    if layout.zero < 3 or ranks == 1:
         return found
     both = config.tied_head and layout.pp == 1
-    for name, shape in rank_shapes(config, layout, stage).items():
-        if len(shape) > 1:
-            elements = ceil(shape[0] / layout.dp) * layout.dp * prod(shape[1:])
+    for name, shape in wrapped(rank_shapes(config, layout, stage), layout)[0][0].items():
+        if is_sharded(name, shape):
+            elements = ceil(shape[0] / ranks) * ranks * prod(shape[1:])
             times = 3 if both and name == TIED else 2
-            found[Transfer("all-gather", "dp", "weight", elements, width)] += times
-            found[Transfer("reduce-scatter", "dp", "weight, gradient", elements, width)] += 1
+            found[Transfer("all-gather", axis, "weight", elements, width)] += times
+            found[Transfer("reduce-scatter", axis, "weight, gradient", elements, width)] += 1
     return found
 
 
 def step_traffic(
-    config: ModelConfig, layout: Layout, seq: int, stage: int = 0, precision: Precision = "fp32", dp_rank: int = 0
+    config: ModelConfig, layout: Layout, seq: int, stage: int = 0, precision: Precision = "fp32", data_rank: int = 0
 ) -> Traffic:
     """Every collective and message of one step on a rank of a stage, counted: equal to what `comm.record()` lists.
 
@@ -219,4 +296,4 @@ def step_traffic(
     for transfer, times in shard_traffic(config, layout, stage, width).items():
         total[transfer] += times * layout.microbatches
     total += message_traffic(config, layout, seq, stage, width)
-    return total + gradient_traffic(config, layout, stage, precision, dp_rank)
+    return total + gradient_traffic(config, layout, stage, precision, data_rank)

@@ -1,16 +1,15 @@
-"""How much memory a pass needs at its fullest moment, part by part.
+"""How much a pass keeps for backward, part by part, counted from what autograd saves; a test holds the count equal, to
+the byte, to what `saved_tensors_hooks` sees.
 
-Weights, gradients and optimizer state are float32 whatever the precision: bf16 and fp16 are mixed precision (autocast),
-which computes products in two bytes and keeps everything else in four. Activations are counted from what autograd
-saves; a test holds the count equal, to the byte, to what `saved_tensors_hooks` sees.
+bf16 and fp16 are mixed precision (autocast), which computes products in two bytes and keeps everything else in four.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
-from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.errors import UserError
+from cs336_systems.cost.expert_activations import ExpertSizes, expert_activations, expert_gradients
 from cs336_systems.presets import ModelConfig
 
 Mode = Literal["forward", "backward", "forward-backward", "step"]
@@ -24,6 +23,7 @@ class Share:
     """What one rank of a layout computes, and how: by default everything, as one process does with autocast."""
 
     tp: int = 1  # ranks over which heads, d_ff and the vocabulary are split
+    ep: int = 1  # ranks over which experts are
     sequence: bool = False  # the stream is, too, along the sequence
     keyed: bool = False  # dropout by place, whose mask takes a byte an element
     half: bool = False  # in bf16 and fp16 the weights and the stream are so as well: master weights, no autocast
@@ -48,6 +48,7 @@ class Sizes:
     mask: int  # dropout's, of the stream
     scores_mask: int
     mixed: bool
+    experts: ExpertSizes | None  # what a layer of them counts with
 
     @classmethod
     def of(cls, config: ModelConfig, batch: int, seq: int, precision: Precision, share: Share | None = None) -> "Sizes":
@@ -78,7 +79,8 @@ class Sizes:
             head_rows=4 * tokens * config.num_heads // share.tp,
             mask=(1 if share.keyed else width) * stream,
             scores_mask=(1 if share.keyed else width) * scores,
-            mixed=narrow and not share.half,
+            mixed=(mixed := narrow and not share.half),
+            experts=ExpertSizes.of(config, tokens, width, mixed, share.tp, share.ep),
         )
 
 
@@ -114,11 +116,13 @@ def attention_activations(config: ModelConfig, s: Sizes) -> int:
     return norm_activations(config, s) + reads * s.read + inside + masks
 
 
-def feed_forward_activations(config: ModelConfig, s: Sizes) -> int:
-    """Bytes that autograd keeps for one feed-forward branch without recompute, its input included."""
+def feed_forward_activations(config: ModelConfig, s: Sizes, layer: int = 0) -> int:
+    """Bytes that autograd keeps for a layer's feed-forward branch without recompute, its input included."""
     gated = config.feed_forward == "swiglu"
     reads = 2 if s.mixed and gated else 1
     masks = s.mask if config.dropout else 0
+    if s.experts is not None and config.has_experts(layer):
+        return norm_activations(config, s) + expert_activations(config, s.experts) + masks
     gate = 2 if config.kernels == "torch" else 1  # fused, silu(gate) is computed anew
     return norm_activations(config, s) + reads * s.read + (2 + gate if gated else 2) * s.hidden + masks
 
@@ -128,16 +132,16 @@ def is_loss_fused(config: ModelConfig) -> bool:
     return config.kernels == "triton" and not config.bert_heads
 
 
-def _logits(config: ModelConfig, s: Sizes) -> int:
+def logits_bytes(config: ModelConfig, s: Sizes) -> int:
     """The most that the loss adds to what is kept: the logits and their gradient, or the logits of a chunk of tokens
     (`kernels/cross_entropy.py`) and a scaled copy of the weight's gradient."""
     weight = 4 * config.vocab_size * config.d_model
     return min(s.logits, max(2**29, weight)) + weight if is_loss_fused(config) else 2 * s.logits
 
 
-def block_activations(config: ModelConfig, s: Sizes) -> int:
+def block_activations(config: ModelConfig, s: Sizes, layer: int = 0) -> int:
     """Bytes that autograd keeps for one block without recompute."""
-    return attention_activations(config, s) + feed_forward_activations(config, s)
+    return attention_activations(config, s) + feed_forward_activations(config, s, layer)
 
 
 def _head_activations(config: ModelConfig, s: Sizes, batch: int) -> int:
@@ -193,25 +197,28 @@ class Activations:
         """Those of a training step on (batch seq) tokens."""
         s = Sizes.of(config, batch, seq, precision)
         shared = _shared_activations(config, s, batch * seq, seq)
-        return cls(shared, _head_activations(config, s, batch), *keep_blocks(config, s, config.num_layers))
+        return cls(shared, _head_activations(config, s, batch), *keep_blocks(config, s, range(config.num_layers)))
 
 
-def keep_blocks(config: ModelConfig, s: Sizes, depth: int) -> tuple[int, tuple[int, ...], int]:
-    """`Activations.blocks`, `held` and `scores` of so many blocks in a row."""
-    block, every, layers = block_activations(config, s), config.recompute_every, range(depth)
-    match "none" if config.recompute == "nested" and depth == 1 else config.recompute:
+def keep_blocks(config: ModelConfig, s: Sizes, layers: range) -> tuple[int, tuple[int, ...], int]:
+    """`Activations.blocks`, `held` and `scores` of some blocks in a row."""
+    blocks, every = [block_activations(config, s, layer) for layer in layers], config.recompute_every
+    match "none" if config.recompute == "nested" and len(layers) == 1 else config.recompute:
         case "attention":
             scores = _scores(config, s)
-            return depth * (block - scores), tuple((i + 1) * (block - scores) for i in layers), scores
+            held = tuple(accumulate(block - scores for block in blocks))
+            return held[-1], held, scores
         case "segments":
             # A segment's first block keeps the segment's input, which is there already.
-            held = tuple(i // every * s.stream + (i % every + 1) * block for i in layers)
-            return ceil(depth / every) * s.stream, held, 0
+            held = tuple(i // every * s.stream + sum(blocks[i - i % every : i + 1]) for i in range(len(blocks)))
+            return ceil(len(blocks) / every) * s.stream, held, 0
         case "nested":
             # The input of every second half on the way; that of the first halves is their parent's.
-            return 2 * s.stream, tuple(_second_halves(i, depth) * s.stream + block for i in layers), 0
+            turns = (_second_halves(i, len(blocks)) for i in range(len(blocks)))
+            return 2 * s.stream, tuple(n * s.stream + block for n, block in zip(turns, blocks, strict=True)), 0
         case _:
-            return depth * block, tuple((i + 1) * block for i in layers), 0
+            held = tuple(accumulate(blocks))
+            return held[-1], held, 0
 
 
 def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> tuple[int, int]:
@@ -220,79 +227,11 @@ def saved_activations(config: ModelConfig, batch: int, seq: int, precision: Prec
     return found.kept, max(found.held) + found.scores - found.blocks
 
 
-def _forward_workspace(config: ModelConfig, s: Sizes) -> int:
-    """The most that is alive inside one block or the loss when nothing is kept for backward."""
-    gated = config.feed_forward == "swiglu"
-    # Python's frames hold the embedding's output, the block's input, the stream after attention and that branch.
-    feed_forward = 5 * s.stream + (3 if gated else 2) * s.hidden
-    # The embedding's output, the block's input, its norm, q, k, v, contiguous q and k, two stages of the scores.
-    attention = 3 * s.stream + 5 * s.compute + (2 * s.scores if config.attention == "naive" else 0)
-    loss = s.stream + _logits(config, s)
-    return max(feed_forward, attention, loss)
-
-
-def gradients_inside(config: ModelConfig, s: Sizes) -> tuple[int, int]:
+def gradients_inside(config: ModelConfig, s: Sizes, layer: int = 0) -> tuple[int, int]:
     """The most that backward adds inside an attention and inside a feed-forward branch to what the branch kept."""
     # What a product kept is freed before the next gradient is made, but a softmax needs its result to the end.
     scores = 2 * s.scores if config.attention == "naive" else 0
-    return 2 * s.stream + scores, 2 * s.stream + (2 if config.feed_forward == "swiglu" else 1) * s.hidden
-
-
-def _backward(
-    config: ModelConfig, s: Sizes, counts: dict[str, int], kept: Activations, keeps_gradients: bool
-) -> tuple[int, int]:
-    """(gradients, activations) in bytes at backward's fullest moment.
-
-    Backward trades activations for gradients: first the loss's and the head's, then block by block from the last.
-    """
-    inside_attention, inside_feed_forward = gradients_inside(config, s)
-    attention = 4 * counts["attention"] // config.num_layers  # gradients of one block
-    feed_forward = 4 * counts["feed-forward"] // config.num_layers
-    embedding, weights = 4 * config.d_model * config.vocab_size, 4 * sum(counts.values())
-    # The gradients that are made before the first block's backward and after it.
-    after_blocks = 4 * counts["positions"] + (0 if config.tied_head else embedding)
-    gradients = weights - after_blocks - config.num_layers * (attention + feed_forward)
-    moments = [(0, kept.kept + _logits(config, s))]
-    for held in reversed(kept.held):
-        moments.append((gradients, kept.shared + held + inside_feed_forward))
-        gradients += feed_forward
-        held -= feed_forward_activations(config, s)
-        moments.append((gradients, kept.shared + held + kept.scores + inside_attention))
-        gradients += attention
-    # A tied embedding's gradient is the sum of two, from the head and from the look-up.
-    moments.append((weights, 2 * embedding if config.tied_head else 0))
-    if keeps_gradients:
-        moments = [(weights, activations) for _, activations in moments]
-    return max(moments, key=sum)
-
-
-def memory(
-    config: ModelConfig,
-    batch: int,
-    seq: int,
-    mode: Mode,
-    precision: Precision = "fp32",
-    keeps_gradients: bool = False,
-) -> dict[str, int]:
-    """Bytes by part at the fullest moment of a pass over (batch seq) tokens; their sum is the peak.
-
-    forward keeps nothing for backward (`torch.no_grad`); step is forward, backward and AdamW. With `keeps_gradients`
-    those of the step before are there until the next are written over them, as in a wrapper's flat buffers. Raises
-    UserError for a model with experts.
-    """
-    if config.num_experts:
-        raise UserError(f"the memory of a model with {config.num_experts} experts is not counted yet")
-    s, counts = Sizes.of(config, batch, seq, precision), count_parameters(config)
-    weights = 4 * sum(counts.values())
-    products = counts["attention"] + counts["feed-forward"] + config.d_model * config.vocab_size
-    casts = 2 * products if s.mixed else 0  # autocast keeps its copies of the weights until the pass ends
-    parts = {"parameters": weights, "gradients": 0, "optimizer state": 2 * weights if mode == "step" else 0}
-    if mode == "forward":
-        return parts | {"activations": casts + _forward_workspace(config, s)}
-    kept = Activations.of(config, batch, seq, precision)
-    gradients, activations = _backward(config, s, counts, replace(kept, shared=kept.shared + casts), keeps_gradients)
-    # AdamW makes one temporary the size of the parameter that it updates.
-    update = 4 * config.d_model * max(config.vocab_size, config.d_ff) if mode == "step" else 0
-    if weights + update > gradients + activations:
-        gradients, activations = weights, update
-    return parts | {"gradients": gradients, "activations": activations}
+    hidden = (2 if config.feed_forward == "swiglu" else 1) * s.hidden
+    if s.experts is not None and config.has_experts(layer):
+        hidden = expert_gradients(config, s.experts)
+    return 2 * s.stream + scores, 2 * s.stream + hidden

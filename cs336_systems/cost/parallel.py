@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 # What leaves each rank, as a multiple of the tensor times (ranks - 1) / ranks (Patarasu and Yuan, J. Parallel Distrib.
 # Comput. 69, 2009: no algorithm sends less).
-TRAFFIC = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1}
+TRAFFIC = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "all-to-all": 1}
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,30 @@ def attention_parameters(config: ModelConfig) -> int:
     return 2 * d * d + 2 * d * kv + (2 * d + 2 * kv if config.bias else 0)
 
 
-def feed_forward_parameters(config: ModelConfig) -> int:
-    """One dense feed-forward layer, or one expert: two matrices, three if gated."""
-    d, f = config.d_model, config.d_ff
+def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
+    """One dense feed-forward layer, or one expert, of a hidden width: two matrices, three if gated."""
+    d, f = config.d_model, hidden
     ups = 2 if config.feed_forward == "swiglu" else 1
     return (ups + 1) * d * f + (ups * f + d if config.bias else 0)
+
+
+def expert_parameters(config: ModelConfig) -> int:
+    """One expert layer: its experts, its router (num_experts d_model) without a bias, and its shared expert."""
+    experts = config.num_experts * (feed_forward_parameters(config, config.expert_d_ff) + config.d_model)
+    return experts + (feed_forward_parameters(config, config.d_ff) if config.mixture.shared_expert else 0)
+
+
+def branch_parameters(config: ModelConfig, layer: int) -> int:
+    """What a layer has after its attention: a dense feed-forward or experts."""
+    return expert_parameters(config) if config.has_experts(layer) else feed_forward_parameters(config, config.d_ff)
+
+
+def largest_parameter(config: ModelConfig) -> int:
+    """Elements of the largest parameter; an expert layer stacks those of all its experts."""
+    wide = [config.vocab_size, config.d_ff]
+    if config.expert_layers:
+        wide.append(config.num_experts * config.expert_d_ff)
+    return config.d_model * max(wide)
 
 
 def head_parameters(config: ModelConfig) -> int:
@@ -26,18 +45,15 @@ def head_parameters(config: ModelConfig) -> int:
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds.
-
-    A layer with experts has num_experts feed-forwards and a router (num_experts d_model) without a bias.
-    """
+    """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds."""
     d, layers, sparse = config.d_model, config.num_layers, config.expert_layers
     norm = 2 * d if config.norm == "layernorm" and config.bias else d
     return {
         "embedding": d * (config.vocab_size + config.token_types),
         "positions": d * config.context_length if config.positions == "learned" else 0,
         "attention": layers * attention_parameters(config),
-        "feed-forward": (layers - sparse) * feed_forward_parameters(config),
-        "experts": sparse * config.num_experts * (feed_forward_parameters(config) + d),
+        "feed-forward": (layers - sparse) * feed_forward_parameters(config, config.d_ff),
+        "experts": sparse * expert_parameters(config) if sparse else 0,
         "norms": (2 * layers + 1) * norm,
         "head": head_parameters(config),
     }

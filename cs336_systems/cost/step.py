@@ -4,6 +4,7 @@ The two are added, not overlapped: eager torch runs one operator after another. 
 small products are left out, so small models take longer than predicted.
 """
 
+from cs336_systems.cost.expert_activations import ExpertSizes
 from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
 from cs336_systems.cost.hardware import Hardware
 from cs336_systems.cost.memory import Mode, Precision, Sizes
@@ -22,10 +23,24 @@ def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precis
     # Square, mean and two products; LayerNorm is fused, as is everything in Triton.
     norm = (8 if config.norm == "rmsnorm" and plain else 2) * s.stream
     residual = 2 * 3 * s.stream
-    hidden = ((6 if plain else 3) if config.feed_forward == "swiglu" else 2) * s.hidden
+    passes = (6 if plain else 3) if config.feed_forward == "swiglu" else 2  # over what is between two products
+    sparse = config.expert_layers
+    hidden = (config.num_layers - sparse) * passes * s.hidden
+    if s.experts is not None:
+        hidden += sparse * _expert_traffic(config, s.experts, passes)
+        hidden += sparse * passes * s.hidden if config.mixture.shared_expert else 0
     copies = 8 * s.compute  # q, k, v and the output become contiguous
     scores = 6 * s.scores if config.attention == "naive" else 0  # scale, bias, softmax
-    return config.num_layers * (2 * norm + residual + hidden + copies + scores) + norm + 3 * s.logits
+    return config.num_layers * (2 * norm + residual + copies + scores) + hidden + norm + 3 * s.logits
+
+
+def _expert_traffic(config: ModelConfig, e: ExpertSizes, passes: int) -> int:
+    """The same of one expert layer's rows: between their products, and on the way there and back. The router's few
+    numbers are left out; one-hot tensors are made, compared with zero and cast."""
+    hidden = passes * e.width * e.rows * (config.expert_d_ff // e.tp)
+    if config.mixture.dispatch == "einsum":
+        return hidden + (4 * config.mixture.top_k * e.gate + 2 * e.width) * e.tokens * e.rows
+    return hidden + (2 + 2 + 3) * e.width * e.rows * config.d_model  # gather, multiply, add to what is there
 
 
 def predict(
