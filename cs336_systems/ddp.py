@@ -31,11 +31,9 @@ from cs336_systems.flat import plan_buckets
 from cs336_systems.grad_norm import Kept, clip_kept
 from cs336_systems.structure import (
     Structure,
-    broadcast_module,
-    compare_structures,
-    describe,
     guard_step,
     let_go,
+    make_alike,
     require_finished,
     weak_hook,
 )
@@ -53,7 +51,8 @@ class DataParallel(nn.Module):
     step raises. Buffers follow rank 0 at each synchronisation, so evaluation on one rank alone is safe.
 
     `apart` are parameters that get a bucket of their own, so that ranks of another group, whose module has other
-    parameters, cut their gradients alike. Raises UserError, on every rank, if the modules differ or have changed since.
+    parameters, cut their gradients alike; `ignored` are left to another wrapper. Raises UserError, on every rank, if
+    the modules differ or have changed since.
     """
 
     bucket_size_mb: float | None = 25.0  # a group's size in 10^6 bytes; 0: one parameter a group; None: one group
@@ -61,13 +60,18 @@ class DataParallel(nn.Module):
     scatters: bool = False  # whether each rank keeps a slice of the mean only
     verb: Verb = staticmethod(all_reduce)
 
-    def __init__(self, module: nn.Module, group: Group | None = None, apart: Collection[nn.Parameter] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group | None = None,
+        apart: Collection[nn.Parameter] = (),
+        ignored: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__()
         self.module, self.group = module, default_group(group)
-        self.structure = Structure(module, self.group)
+        self.structure = Structure(module, self.group, ignored)
         kind = f"wrapper {type(self).__name__}, buckets of {self.bucket_size_mb} MB"
-        compare_structures([*describe(module), kind], self.group)
-        broadcast_module(module, self.group)
+        make_alike(module, kind, self.group, ignored)
         if self.bucket_size_mb is not None and self.bucket_size_mb < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * MB
@@ -264,6 +268,7 @@ class BucketedDDP(DataParallel):
         bucket_size_mb: float | None = 25.0,
         group: Group | None = None,
         apart: Collection[nn.Parameter] = (),
+        ignored: Collection[nn.Parameter] = (),
     ) -> None:
         self.bucket_size_mb = bucket_size_mb
-        super().__init__(module, group, apart)
+        super().__init__(module, group, apart, ignored)

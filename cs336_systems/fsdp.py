@@ -8,7 +8,7 @@ Its gradient is reduce-scattered as soon as it is complete. The traffic is 3/2 o
     backward    gather N N-1 N-2 | compute N, reduce-scatter N, free N, gather N-3 | ...
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,10 +26,8 @@ from cs336_systems.fsdp_state import Shard, gather_full, load_full, sharded_stat
 from cs336_systems.grad_norm import Kept, clip_kept
 from cs336_systems.structure import (
     Structure,
-    broadcast_module,
-    compare_structures,
-    describe,
     guard_step,
+    make_alike,
     require_finished,
     weak_hook,
 )
@@ -53,28 +51,30 @@ class FSDP(nn.Module):
     on every rank, if the ranks' modules differ, and CommError for ranks that part.
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        compute_dtype: torch.dtype | None = None,
+        group: Group | None = None,
+        ignored: Collection[nn.Parameter] = (),
+    ) -> None:
         super().__init__()
         self.module, self.group, self.compute_dtype = module, default_group(group), compute_dtype
         Structure(module, self.group)  # refuses what has no values before it is described and sent
-        compare_structures([*describe(module), f"wrapper FSDP, compute dtype {compute_dtype}"], self.group)
-        broadcast_module(module, self.group)
-        self.units, self.layers = shard_weights(module, compute_dtype, self.group)
+        make_alike(module, f"wrapper FSDP, compute dtype {compute_dtype}", self.group, ignored)
+        self.units, self.layers = shard_weights(module, compute_dtype, self.group, ignored)
         self.shards = {unit.shard for unit in self.units}
-        replicated = [p for p in module.parameters() if p not in self.shards]
-        self.structure = Structure(module, self.group)
+        replicated = [p for p in module.parameters() if p not in self.shards | set(ignored)]
+        self.structure = Structure(module, self.group, ignored)
         for unit in self.units:
             self.structure.stand_in(unit.full, unit.name)
         trainable = [p for p in replicated if p.requires_grad]
-        self.buckets = [
-            GradBucket(ps, self.group, all_reduce, f"replicated gradients {i}")
-            for i, ps in enumerate(plan_buckets(trainable, float("inf")))
-        ]
+        planned = enumerate(plan_buckets(trainable, float("inf")))
+        self.buckets = [GradBucket(ps, self.group, all_reduce, f"replicated gradients {i}") for i, ps in planned]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self._install_hooks(trainable)
         self.in_forward, self.reached = False, 0  # layers before `reached` have been gathered in this forward
-        self.remaining = 0  # layers from this one on have been gathered in this backward
-        self.walked = 0  # layers from this one on have begun their backward, or were left out of it
+        self.remaining = self.walked = 0  # layers from these on are gathered, and begun or left out, in this backward
         self.expected: set[Unit] = set()  # took part in a forward and have no gradient yet
         self.reducing: list[Unit] = []
         self.reduced: set[Unit] = set()  # in this backward
@@ -122,8 +122,7 @@ class FSDP(nn.Module):
             self.remaining = self.walked = len(self.layers)
         for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():
             tensor.register_hook(partial(self._borrow_again, self.borrowed))
-        master = self.units[0].shard.dtype if self.units else None
-        return output if self.compute_dtype is None or master is None else cast(output, master)
+        return cast(output, self.units[0].shard.dtype) if self.compute_dtype is not None and self.units else output
 
     def _lend(self, unit: Unit) -> nn.Parameter | None:
         """The whole weight for somebody outside its layer, until the end of the pass; None if nothing is computing."""

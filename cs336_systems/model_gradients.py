@@ -5,8 +5,10 @@ after the data-parallel synchronisation, and the norm of it all, in which every 
     partial under sequence parallelism   added over tp, then alike there: counts on tp rank 0
     whole on every tp rank               alike: counts on tp rank 0
     the tied embedding                   added over the first and last stage: counts on the first
+    experts of expert parallelism        other ones on each ep rank: count on every ep rank
 """
 
+from collections.abc import Collection
 from typing import Protocol
 
 import torch
@@ -36,8 +38,11 @@ def tied_copy(stage: Stage) -> list[nn.Parameter]:
 class ModelGradients:
     """Between a wrapper's synchronisation and the optimizer's step; every rank of the mesh must call each method."""
 
-    def __init__(self, wrapper: KeepsGradients, stage: Stage, plan: TensorParallel, mesh: Mesh) -> None:
+    def __init__(
+        self, wrapper: KeepsGradients, stage: Stage, plan: TensorParallel, experts: Collection[str], mesh: Mesh
+    ) -> None:
         self.wrapper, self.stage, self.plan, self.mesh = wrapper, stage, plan, mesh
+        self.experts = experts  # names of the parameters that ep ranks have different ones of
 
     def kept(self) -> dict[str, Kept]:
         """What this rank keeps of every parameter's gradient, by the name in the whole model."""
@@ -45,7 +50,7 @@ class ModelGradients:
         return {names[each.parameter]: each for each in self.wrapper.kept_gradients()}
 
     def add_partial(self) -> None:
-        """Add up, over tp, what sequence parallelism computed of some tokens only."""
+        """Add up, over tp, what was computed of some tokens only, or of a part of what experts make of them."""
         kept = self.kept()
         self._add([kept[name].gradient for name in sorted(self.plan.partial & kept.keys())], self.mesh.tp, "norms")
 
@@ -69,7 +74,8 @@ class ModelGradients:
         """Whether this rank adds the gradient to the norm; the others have the same, or another share."""
         duplicate = name not in self.plan.cut and self.mesh.tp.rank() > 0
         copy = name == TIED and not self.stage.has_first
-        return not duplicate and not copy and (kept.sharded or self.mesh.data.rank() == 0)
+        replicas = self.mesh.dp if name in self.experts else self.mesh.data
+        return not duplicate and not copy and (kept.sharded or replicas.rank() == 0)
 
     @torch.no_grad()
     def norm(self) -> Tensor:

@@ -14,6 +14,7 @@ from cs336_systems.cost.layout import Layout
 from cs336_systems.documents import DEFAULT_SPLIT
 from cs336_systems.errors import UserError
 from cs336_systems.loss_scaler import ConstantScale, DynamicLossScaler, LossScaler
+from cs336_systems.mixture_options import MixtureOptions
 from cs336_systems.optim import learning_rate
 from cs336_systems.presets import (
     COURSE_YEARS,
@@ -49,7 +50,7 @@ ENCODER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(MixtureOptions):
     """What a training run is made of; every field is an option of the command line."""
 
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
@@ -114,6 +115,12 @@ class Recipe:
     seed: int = setting(0, "Seed of weights, batches and sample.", type=click.IntRange(0, 2**32 - 1))
     tp: int = setting(1, "Tensor-parallel ranks: each matrix is split over so many.", type=COUNT)
     pp: int = setting(1, "Pipeline stages: the blocks are split over so many ranks.", type=COUNT)
+    ep: int = setting(
+        1,
+        "Expert-parallel ranks: the experts are split over so many, which see different tokens.",
+        type=COUNT,
+        also=("--expert-model-parallel-size",),
+    )
     dp: int | None = setting(None, "Data-parallel ranks.  [default: the rest]", type=COUNT)
     sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence, over the tp ranks.")
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = setting(
@@ -177,7 +184,7 @@ class Recipe:
             base = replace(base, vocab_size=tokens or base.vocab_size)
         if self.is_bert and self.attention == "flash":
             raise UserError("BERT's text is padded, and attention flash knows no padding mask; use --attention sdpa")
-        return base.override(
+        shape = base.override(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
             d_ff=self.d_ff or (4 * self.d_model if self.d_model else None),
@@ -191,6 +198,7 @@ class Recipe:
             recompute=self.recompute,
             recompute_every=self.recompute_every,
         )
+        return self.with_experts(shape)
 
     def seq(self, config: ModelConfig) -> int:
         """Tokens in a sequence. Raises UserError for more than the model has positions."""
@@ -217,7 +225,8 @@ class Recipe:
 
     def batches(self, ranks: int) -> tuple[int, int]:
         """(sequences in a step, in a microbatch) on so many ranks. Raises UserError where they do not divide."""
-        data = mesh_sizes(ranks, self.tp, self.pp, 1, self.dp)["dp"]
+        sizes = mesh_sizes(ranks, self.tp, self.pp, self.ep, self.dp)
+        data = sizes["dp"] * sizes["ep"]
         given = self.micro_batch_size
         batch = self.batch_size or (given * data if given else self.preset.batch_size)
         rows, rest = divmod(batch, data)
@@ -241,7 +250,7 @@ class Recipe:
         return Layout(
             self.tp,
             self.pp,
-            mesh_sizes(ranks, self.tp, self.pp, 1, self.dp)["dp"],
+            mesh_sizes(ranks, self.tp, self.pp, self.ep, self.dp)["dp"],
             self.chunks,
             self.schedule_name,
             self.sequence_parallel,
@@ -249,6 +258,7 @@ class Recipe:
             micro,
             batch,
             self.pad_vocabulary if self.tp > 1 else 1,
+            self.ep,
         )
 
     def check_layout(self, config: ModelConfig, ranks: int) -> None:

@@ -3,7 +3,7 @@ no optimizer step on gradients that were never synchronised."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 from weakref import WeakMethod, WeakSet, ref
 
@@ -18,18 +18,22 @@ from cs336_systems.errors import UserError
 
 
 class Structure:
-    """A module's parameters by name when it was wrapped. Raises UserError for one that has no values yet."""
+    """A module's parameters by name when it was wrapped, but for those that are another wrapper's business. Raises
+    UserError for one that has no values yet."""
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
-        self.module, self.group = module, group
+    def __init__(self, module: nn.Module, group: Group, ignored: Collection[nn.Parameter] = ()) -> None:
+        self.module, self.group, self.ignored = module, group, set(ignored)
         self.names: dict[nn.Parameter, str] = {}
-        for name, parameter in module.named_parameters():
+        for name, parameter in self._named():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
             self.names[parameter] = name
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = [parameter for parameter in self.names if parameter.requires_grad]
         self._trainable = set(self.trainable)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (named for named in self.module.named_parameters() if named[1] not in self.ignored)
 
     def stand_in(self, parameter: nn.Parameter, name: str) -> None:
         """Accept a parameter that takes the place of a wrapped one for a while."""
@@ -40,7 +44,7 @@ class Structure:
     def check_unchanged(self) -> None:
         """Raises UserError if a parameter was replaced, cast or unfrozen after wrapping: it would silently go its own
         way. (Freezing is fine: a frozen parameter gets no gradient.)"""
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self._named():
             change = None
             if parameter not in self.names:
                 change = "is not the parameter that was wrapped"
@@ -52,11 +56,14 @@ class Structure:
                 raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
 
 
-def describe(module: nn.Module) -> list[str]:
+def describe(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> list[str]:
     """One line a parameter (tied ones again under each name) and a buffer, in order."""
+    left_out = set(ignored)
     first: dict[Tensor, str] = {}
     lines = []
     for name, p in module.named_parameters(remove_duplicate=False):
+        if p in left_out:
+            continue
         tied = first.setdefault(p, name)
         kind = "trainable" if p.requires_grad else "frozen"
         lines.append(
@@ -88,10 +95,18 @@ def compare_structures(lines: list[str], group: Group) -> None:
 
 
 @torch.no_grad()
-def broadcast_module(module: nn.Module, group: Group) -> None:
+def broadcast_module(module: nn.Module, group: Group, ignored: Collection[nn.Parameter] = ()) -> None:
     """Give every rank the parameters and buffers of the group's rank 0."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    left_out = set(ignored)
+    for tensor in (*(p for p in module.parameters() if p not in left_out), *module.buffers()):
         broadcast(tensor.data, 0, group, "initial value").wait()
+
+
+def make_alike(module: nn.Module, kind: str, group: Group, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Every rank of the group gets rank 0's values. Raises UserError on every rank unless they have the same parameters
+    and the same `kind` of wrapper."""
+    compare_structures([*describe(module, ignored), kind], group)
+    broadcast_module(module, group, ignored)
 
 
 class Guarded(Protocol):

@@ -26,6 +26,7 @@ from cs336_systems.cost.layout import check_divides, padded_vocabulary
 from cs336_systems.errors import UserError
 from cs336_systems.heads import TokenLoss
 from cs336_systems.model import Block, TransformerLM, initial_weight
+from cs336_systems.moe import MoELayer
 from cs336_systems.presets import ModelConfig
 from cs336_systems.regather import SequenceGather
 from cs336_systems.vocabulary_parallel import VocabParallelEmbedding, VocabParallelLoss, VocabParallelTiedHead, my_part
@@ -67,6 +68,21 @@ class RowParallelLinear(pairs.SharesGroup, nn.Module):
         y = F.linear(x, self.weight)
         y = pairs.reduce_sequence(y, 1, self.group, "row") if self.sequence else pairs.reduce(y, self.group, "row")
         return y if self.bias is None else y + self.bias
+
+
+class RowPart(nn.Module):
+    """What this rank contributes to the sum that a row-parallel layer is, (... in/ranks) -> (... out), for somebody
+    else to add up; the bias is the first rank's."""
+
+    def __init__(self, linear: nn.Linear, group: Group) -> None:
+        super().__init__()
+        padded = divided(linear.in_features, group, "inputs of a linear layer")
+        self.weight = nn.Parameter(my_part(linear.weight, 1, padded, group), linear.weight.requires_grad)
+        self.bias, self.bias_share = linear.bias, float(group.rank() == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias * self.bias_share
 
 
 def divided(size: int, group: Group, what: str) -> int:
@@ -113,12 +129,13 @@ class TensorParallel:
         return whole.narrow(dim, 0, self.whole_shape(name, part.shape)[dim]).contiguous()
 
     @torch.no_grad()
-    def init_weights(self, seed: int, device: torch.device) -> None:
+    def init_weights(self, seed: int, device: torch.device, first_expert: int = 0) -> None:
         """Give a model that was built on the meta device the values that the whole one would have from this seed."""
         self.model.to_empty(device=device)
         for name, parameter in self.model.named_parameters():
             shape = self.whole_shape(name, parameter.shape)
-            parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device)))
+            whole = initial_weight(self.model.config, name, shape, seed, device, first_expert)
+            parameter.copy_(self.part(name, whole))
 
 
 def of_vocabulary(name: str) -> bool:
@@ -150,7 +167,11 @@ def tensor_parallel(
         model.embedding.register_forward_hook(lambda module, args, x: pairs.scatter(x, 1, group, "embedding"))
     _split_head(model, plan, sequence)
     for name, _ in model.named_parameters():
-        if name.endswith(("attention.out.weight", "down.weight")):
+        if ".feed_forward.experts." in name:
+            _note_experts(name, plan)
+        elif name.endswith(".router.weight") or name.endswith(".shared.down.bias"):
+            plan.partial.add(name)
+        elif name.endswith(("attention.out.weight", "down.weight")):
             plan.cut[name] = 1
         elif any(f".{layer}." in name for layer in ("query", "key", "value", "up", "gate")) or of_vocabulary(name):
             plan.cut[name] = 0
@@ -161,20 +182,71 @@ def tensor_parallel(
 
 def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool) -> None:
     attention, feed_forward = block.attention, block.feed_forward
-    for module, names in ((attention, ("query", "key", "value")), (feed_forward, ("up", "gate"))):
-        for name in names:
-            if hasattr(module, name):
-                setattr(module, name, ColumnParallelLinear(getattr(module, name), group))
+    _split_columns(attention, ("query", "key", "value"), group)
     block.set_submodule("attention.out", RowParallelLinear(attention.out, group, sequence))
-    block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
     attention.first_head = group.rank() * config.num_heads // group.size()
-    for module, label in ((attention, "attention"), (feed_forward, "feed-forward")):
+    block.part = group.rank() if sequence else 0
+    layers: list[tuple[nn.Module, str]] = [(attention, "attention")]
+    if isinstance(feed_forward, MoELayer):
+        split_experts(feed_forward, group, sequence)
+    else:
+        _split_columns(feed_forward, ("up", "gate"), group)
+        block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
+        layers.append((feed_forward, "feed-forward"))
+    for module, label in layers:
         if sequence:
-            block.part = group.rank()
             # What is recomputed anyway need not be gathered a second time by itself.
             SequenceGather(group, label, again=config.recompute in ("none", "attention")).install(module)
         else:
             module.register_forward_pre_hook(_enter(partial(pairs.copy, group=group, label=label)))
+
+
+def _cut(module: nn.Module, name: str, dim: int, group: Group) -> None:
+    """Leave a parameter's part along `dim`, if there is a parameter."""
+    parameter = getattr(module, name)
+    if parameter is not None:
+        divided(parameter.shape[dim], group, "of the experts' hidden width")
+        part = my_part(parameter, dim, parameter.shape[dim], group)
+        setattr(module, name, nn.Parameter(part, parameter.requires_grad))
+
+
+def _split_columns(module: nn.Module, names: tuple[str, ...], group: Group) -> None:
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, ColumnParallelLinear(getattr(module, name), group))
+
+
+def _note_experts(name: str, plan: TensorParallel) -> None:
+    """Of (experts out in) the hidden width is cut, of a bias (experts out) likewise; what is added to the result is
+    whole, and its gradient on one rank only."""
+    if name.endswith("down.bias"):
+        plan.partial.add(name)
+    else:
+        plan.cut[name] = 2 if name.endswith("down.weight") else 1
+
+
+def split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
+    """Split the hidden width of all experts of a layer over a group, in place.
+
+    All ranks route alike, and each computes a part of every output, so the layer's result is reduced, once: less than
+    every choice's. What follows the layer's input is different on each rank, so the router's gradient is a part of a
+    sum, too; the balancing loss, which all ranks compute alike, counts by parts.
+    """
+    for module in (each for each in (layer.experts, layer.shared) if each is not None):
+        if module is layer.shared:
+            _split_columns(module, ("up", "gate"), group)
+            module.set_submodule("down", RowPart(module.down, group))
+            continue
+        for name in (name for name in ("up", "gate") if hasattr(module, name)):
+            _cut(getattr(module, name), "weight", 1, group)
+            _cut(getattr(module, name), "bias", 1, group)
+        _cut(module.down, "weight", 2, group)
+        module.down.bias_share = float(group.rank() == 0)
+    enter = partial(pairs.gather_sequence, dim=1) if sequence else pairs.copy
+    leave = partial(pairs.reduce_sequence, dim=1) if sequence else pairs.reduce
+    layer.register_forward_pre_hook(_enter(partial(enter, group=group, label="experts")))
+    layer.register_forward_hook(lambda module, args, y: leave(y, group=group, label="experts"))
+    layer.copies = group.size()
 
 
 def _enter(move: Move) -> Callable[[nn.Module, Any], Any]:

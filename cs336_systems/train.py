@@ -75,6 +75,8 @@ class Loop:
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
         if self.recipe.is_bert:
             line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
+        if (balance := trainer.mean_balance()) is not None:
+            line["balance"] = balance
         if self.recipe.precision == "fp16":
             line |= {"loss_scale": trainer.scaler.scale, "skipped": steps - len(taken)}
         kind = trainer.timers_shown
@@ -89,6 +91,7 @@ class Loop:
             self.out.print(last, markup=False, soft_wrap=True)
         write_line(line, self.log)
         loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.is_bert else f"loss {lm:.3f}"
+        loss += "" if balance is None else f"  balance {balance:.2f}"
         self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
         self.since, self.start = [], time.perf_counter()
 
@@ -151,7 +154,8 @@ def sample(trainer: Trainer) -> str | None:
 def introduce(trainer: Trainer, hardware: Hardware) -> None:
     """Print what is about to be trained, and on what."""
     recipe, mesh = trainer.recipe, trainer.mesh
-    parameters = format_count(sum(count_parameters(trainer.config).values()), billion="B")
+    config, parameters = trainer.config, format_count(sum(count_parameters(trainer.config).values()), billion="B")
+    experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
     ranks = mesh.world.size()
     layout = f", {ranks} ranks ({mesh}), ZeRO stage {recipe.zero}" if ranks > 1 else ""
     stages = mesh.pp.size()
@@ -159,8 +163,8 @@ def introduce(trainer: Trainer, hardware: Hardware) -> None:
     micro = f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
     micro += f", schedule {recipe.schedule_name}" if stages > 1 else ""
     console.console(quiet=mesh.world.rank() > 0).print(
-        f"{recipe.name}{' (BERT)' if recipe.is_bert else ''}: {parameters} parameters, batch {trainer.batch} x "
-        f"{trainer.seq}{layout}{micro}\n{trainer.feed.name}: {format_count(trainer.feed.tokens)} tokens\n"
+        f"{recipe.name}{' (BERT)' if recipe.is_bert else ''}: {parameters} parameters{experts}, batch "
+        f"{trainer.batch} x {trainer.seq}{layout}{micro}\n{trainer.feed.name}: {format_count(trainer.feed.tokens)} tokens\n"
         f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}",
         markup=False,
     )

@@ -1,8 +1,8 @@
 """The recipe at work: a model that is laid out over the ranks, and its optimizer steps.
 
 In the order in which `Trainer` reads: the model's blocks are divided into pipeline stages, a stage's matrices are split
-over tensor-parallel ranks, and what is left is copied or sharded over data-parallel ranks as the ZeRO stage says. The
-global batch is the same for every layout, and so is what is learned.
+over tensor-parallel ranks, its experts over expert-parallel ones, and what is left is copied or sharded over
+data-parallel ranks as the ZeRO stage says. The global batch is the same for every layout, and so is what is learned.
 """
 
 import math
@@ -18,6 +18,8 @@ from cs336_systems.cost.fit import require_fit, require_layout_fits
 from cs336_systems.data import Batch, count_targets
 from cs336_systems.dropout import DropoutKey, dropout_key
 from cs336_systems.errors import UserError
+from cs336_systems.expert_parallel import expert_parallel
+from cs336_systems.expert_zero import expert_zero
 from cs336_systems.feed import make_feed
 from cs336_systems.grad_norm import clip_by_norm
 from cs336_systems.heads import Losses
@@ -32,7 +34,6 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.recipe import Recipe
 from cs336_systems.tensor_parallel import tensor_parallel
 from cs336_systems.timers import Timers
-from cs336_systems.zero import zero
 
 ORDER = (  # of a step's timers in a report, on every stage
     *("batch-generator", "forward-recv", "forward-compute", "forward-send", "forward-send-backward-recv"),
@@ -64,7 +65,7 @@ class Trainer:
         self.recipe, self.device = recipe, choose_device(recipe.device)
         if recipe.backend == "gloo" and self.device.type == "cuda" and recipe.pp > 1:
             raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
-        self.mesh = mesh = Mesh(recipe.tp, recipe.pp, dp=recipe.dp)
+        self.mesh = mesh = Mesh(recipe.tp, recipe.pp, recipe.ep, recipe.dp)
         ranks = mesh.world.size()
         recipe.learning_rate(0)  # a schedule that cannot be is refused
         self.batch, self.micro_batch = recipe.batches(ranks)
@@ -79,7 +80,7 @@ class Trainer:
 
         parts = recipe.tp if recipe.sequence_parallel else 1
         self._lay_out(config)
-        self.gradients = ModelGradients(self.model, self.stage, self.plan, mesh)
+        self.gradients = ModelGradients(self.model, self.stage, self.plan, self.experts.names, mesh)
         self._set_timers()
         self.pipeline = Pipeline(self.stage, self.model, mesh, recipe.schedule_name, parts, self.timer)
         self.evaluation = Pipeline(self.stage, self.model, mesh, recipe.schedule_name, parts)  # which no timer counts
@@ -87,21 +88,23 @@ class Trainer:
         self.skipped = self.stuck = 0  # steps; overflows in a row at the lowest loss scale
 
     def _lay_out(self, config: ModelConfig) -> None:
-        """Stages, then parts of matrices, then copies: what this rank has of the model, and its optimizer."""
+        """Stages, parts of matrices, experts, then copies: what this rank has of the model, and its optimizer."""
         recipe, mesh = self.recipe, self.mesh
         # On the meta device: a rank gives values to its part alone, one whole matrix at a time.
         model = TransformerLM(config, "meta")
         self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), recipe.chunks)
         multiple = recipe.pad_vocabulary if recipe.tp > 1 else 1
         self.plan = tensor_parallel(model, mesh.tp, recipe.sequence_parallel, multiple)
-        self.plan.init_weights(recipe.seed, self.device)
+        self.experts = expert_parallel(model, mesh.ep, mesh.data)
+        self.plan.init_weights(recipe.seed, self.device, self.experts.first)
         if recipe.half:
             model.to(torch.bfloat16 if recipe.precision == "bf16" else torch.float16)
-        self.model, self.optimizer = zero(
+        self.model, self.optimizer = expert_zero(
             stage,
+            self.experts,
             MasterAdamW if recipe.half else AdamW,
             recipe.zero,
-            mesh.data,
+            mesh,
             partial(decay_groups, weight_decay=recipe.weight_decay),
             tied_copy(stage),
             betas=(recipe.beta1, recipe.beta2),
@@ -117,9 +120,10 @@ class Trainer:
             self.timers(name)
         # Timers that nobody reads would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
-        inner = getattr(self.optimizer, "inner", self.optimizer)
-        if isinstance(inner, MasterAdamW):
-            inner.timer = self.timer
+        for each in getattr(self.optimizer, "optimizers", [self.optimizer]):
+            inner = getattr(each, "inner", each)
+            if isinstance(inner, MasterAdamW):
+                inner.timer = self.timer
 
     def _require_fit(self, config: ModelConfig) -> None:
         recipe, ranks = self.recipe, self.mesh.world.size()
@@ -135,7 +139,10 @@ class Trainer:
             batch = self.feed.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
             counted = self._count_targets(batch)
             microbatches = batch.split(self.micro_batch)
-            keys = [self._key(step, each) for each in microbatches] if self.config.dropout else None
+            drawn = self.config.dropout or (self.config.num_experts and self.config.mixture.is_random)
+            keys = [self._key(step, each) for each in microbatches] if drawn else None
+        for layer in self.experts.layers():
+            layer.balance_scale = self.scaler.scale / len(microbatches)
         # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
         weight = self.mesh.data.size() * self.scaler.scale
 
@@ -191,6 +198,19 @@ class Trainer:
     def _key(self, step: int, batch: Batch) -> DropoutKey:
         assert batch.rows is not None
         return dropout_key(self.recipe.seed, step, batch.rows)
+
+    def mean_balance(self) -> float | None:
+        """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks; None without
+        experts. Every rank must call it."""
+        if not self.config.num_experts:
+            return None
+        found = [layer.balance.double() for layer in self.experts.layers() if layer.balance is not None]
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for balance in found:
+            total += torch.stack((balance, torch.ones_like(balance)))
+        all_reduce(total, self.mesh.world, "balance", "sum").wait()
+        balance, count = total.tolist()
+        return balance / max(count, 1.0)
 
     def _count_targets(self, batch: Batch) -> Tensor:
         """Targets in the global batch, a scalar."""

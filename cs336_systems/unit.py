@@ -6,7 +6,7 @@
 The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -155,12 +155,14 @@ def refuse_hooks(weight: nn.Parameter, name: str, group: Group) -> None:
 
 
 def shard_weights(
-    module: nn.Module, compute_dtype: torch.dtype | None, group: Group
+    module: nn.Module, compute_dtype: torch.dtype | None, group: Group, ignored: Collection[nn.Parameter] = ()
 ) -> tuple[list[Unit], list[tuple[nn.Module, Unit]]]:
     """Replace the 2-D `weight` of every layer by this rank's rows: the units, and each layer's, in order."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
+        if weight in set(ignored):
+            continue
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.numel() and weight.is_floating_point():
             owners.setdefault(weight, []).append((f"{name}.weight".lstrip("."), layer))
             refuse_hooks(weight, owners[weight][0][0], group)

@@ -38,6 +38,7 @@ def zero(
     group: Group | None = None,
     param_groups: ParamGroups | None = None,
     apart: Collection[nn.Parameter] = (),
+    ignored: Collection[nn.Parameter] = (),
     **kwargs: Any,
 ) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
     """The module and its optimizer with a stage's placements; the loop that trains them is the same for all four:
@@ -45,17 +46,18 @@ def zero(
         loss.backward(); model.finish_gradient_synchronization(); optimizer.step(); optimizer.zero_grad()
 
     `param_groups` makes the optimizer's groups from the wrapped module (default: one group of all parameters); the
-    gradients of `apart` are cut by themselves (see `DataParallel`); `kwargs` go to the optimizer. Raises UserError for
-    a stage that does not exist or an optimizer that cannot be sharded.
+    gradients of `apart` are cut by themselves and `ignored` ones left alone (see `DataParallel`); `kwargs` go to the
+    optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
     if stage not in (0, 1, 2, 3):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage}")
     wrapped: DataParallel | FSDP
     if stage == 3:
-        wrapped = FSDP(module, group=group)
+        wrapped = FSDP(module, group=group, ignored=ignored)
     else:
-        wrapped = (ScatteredDDP if stage == 2 else BucketedDDP)(module, group=group, apart=apart)
+        wrapped = (ScatteredDDP if stage == 2 else BucketedDDP)(module, group=group, apart=apart, ignored=ignored)
     groups = param_groups(wrapped) if param_groups else [{"params": list(wrapped.parameters())}]
+    groups = [each | {"params": [p for p in each["params"] if p not in set(ignored)]} for each in groups]
     if stage in (0, 3):
         return wrapped, optimizer_cls(groups, **kwargs)
     wrapper = wrapped if isinstance(wrapped, ScatteredDDP) else None

@@ -1,6 +1,7 @@
 """The only door to torch.distributed: start-up, the verbs, and a record of everything that was sent."""
 
 from cs336_systems.comm.events import Event, record
+from cs336_systems.comm.exchange import Exchange
 from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, global_rank, subgroup
 from cs336_systems.comm.mesh import Mesh, mesh_sizes
 from cs336_systems.comm.startup import Place, current_place, distributed, find_place, is_joined
@@ -9,6 +10,7 @@ from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, b
 __all__ = [
     "CommError",
     "Event",
+    "Exchange",
     "Group",
     "Mesh",
     "Place",

@@ -246,10 +246,11 @@ def is_tied_copy(config: ModelConfig, layout: Layout, stage: int) -> bool:
 def wrapped(shapes: Shapes, layout: Layout) -> list[tuple[Shapes, str, int, int]]:
     """What the data-parallel wrappers synchronise: (parameters, axis of the mesh, its ranks, ZeRO stage) of each.
 
-    Experts that are split over ep have a wrapper of their own: their replicas are on dp ranks only, and stage 3 shards
-    them as stage 2 does. Others are like all parameters, but stage 3 shards matrices, and their weights are none.
+    Experts that are split over ep have a wrapper of their own, since their replicas are on dp ranks only, and so have
+    all experts in stage 3, which shards matrices: theirs are stacked, and sharded as in stage 2.
     """
-    experts = {name: shape for name, shape in shapes.items() if is_expert(name)} if layout.ep > 1 else {}
+    apart = layout.ep > 1 or layout.zero == 3
+    experts = {name: shape for name, shape in shapes.items() if is_expert(name)} if apart else {}
     dense = {name: shape for name, shape in shapes.items() if name not in experts}
     found = [(dense, layout.data_axis, layout.data, layout.zero)]
     return [*found, (experts, "dp", layout.dp, min(layout.zero, 2))] if experts else found
