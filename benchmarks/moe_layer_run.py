@@ -1,0 +1,203 @@
+"""One expert layer over several ranks, the ways to dispatch it, what each should cost, and the gate."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.collective import room
+from benchmarks.gate import UNIT_ROUNDOFF
+from benchmarks.harness import WrongResultError, require_close
+from benchmarks.rank_times import gather_times
+from cs336_systems.comm import Group, agree
+from cs336_systems.console import format_bytes
+from cs336_systems.cost import Hardware
+from cs336_systems.cost import experts as cost
+from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
+from cs336_systems.expert_parallel import AllToAll
+from cs336_systems.experts import Experts
+from cs336_systems.machine import device_name
+from cs336_systems.mixture import Mixture
+from cs336_systems.model import initial_weight
+from cs336_systems.moe import MoELayer
+from cs336_systems.presets import ModelConfig
+
+DEVICE = torch.device("cpu")  # whose time is asked for
+ITEM = torch.float32.itemsize
+# Tensors of tokens x experts x slots that a rank holds at once, at most: one and a quarter are `combine` and what it is
+# compared to, the others are made on the way to them; backward has gradients of some.
+ONE_HOT_TENSORS = {False: 4, True: 5}
+# How often such a tensor is written or read, going through `one_hot.py` line by line.
+ONE_HOT_PASSES = {False: 12, True: 30}
+GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
+# Roundings that follow one another in two answers: the weights of choices, two layers with GELU between, the sum.
+STAGES = {False: 16, True: 32}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tokens are sent to experts: by sort or one-hot, and how many an expert takes, in training or evaluation."""
+
+    name: str
+    config: ModelConfig
+    training: bool = False
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether this is the one-hot formulation."""
+        return self.config.mixture.dispatch == "einsum"
+
+    def slots(self, tokens: int) -> int:
+        """Of an expert; a token each where there is no capacity."""
+        return cost.slots(self.config, tokens, self.training)
+
+    def changed(self, name: str, **mixture: Any) -> "Way":
+        """The same but for some fields of the mixture."""
+        return replace(self, name=name, config=replace(self.config, mixture=replace(self.config.mixture, **mixture)))
+
+
+def shape(experts: int, tokens: int, d_model: int, d_ff: int, mixture: Mixture) -> ModelConfig:
+    """A model whose only layer has experts, with biases as fairseq's have. Raises UserError for what cannot be."""
+    return ModelConfig(
+        1, tokens, d_model, d_ff, 1, 1, bias=True, num_experts=experts, expert_every=1, mixture=mixture
+    )  # fmt: skip
+
+
+def check_ranks(experts: int, ranks: int) -> None:
+    """Raises UserError for experts that do not divide over the ranks."""
+    if experts % ranks:
+        raise UserError(f"{experts} experts do not divide over {ranks} ranks: choose ranks that divide {experts}")
+
+
+def one_hot_bytes(way: Way, tokens: int) -> int:
+    """Of a float32 tensor of tokens x experts x slots."""
+    return ITEM * tokens * cost.padded_rows(way.config, tokens, way.training)
+
+
+def predict(way: Way, tokens: int, ranks: int, hardware: Hardware, backward: bool) -> dict[str, Any]:
+    """Counted, for one rank: rows and bytes of an all-to-all, FLOPs of a layer, and the milliseconds that these and
+    reading what is large would take at the ceilings of a device.
+
+    Without a capacity that drops tokens, and with one-hot always, the bytes are exact; otherwise they are the most.
+    """
+    config = way.config
+    rows = cost.computed_rows(config, tokens, way.training)
+    forward = cost.router_flops(config, tokens) + cost.expert_flops(config, rows)
+    added = cost.one_hot_flops(config, tokens, way.training) if way.one_hot else (0, 0)
+    flops = forward + added[0] + ((2 * forward + added[1]) if backward else 0)
+    weights = 2 * ITEM * config.d_model * config.expert_d_ff * config.num_experts // ranks
+    moved = weights * (3 if backward else 1)
+    if way.one_hot:
+        moved += ONE_HOT_PASSES[backward] * one_hot_bytes(way, tokens)
+    sent = cost.row_bytes(config, rows, ITEM) if ranks > 1 else 0
+    milliseconds = 1e3 * (flops / hardware.matmul_flops + moved / hardware.bandwidth)
+    return {"rows": rows, "all_to_all_bytes": sent, "flops": flops, "mean_ms": milliseconds}
+
+
+def ceilings(group: Group, budget: float) -> Hardware:
+    """What every rank reaches at least, all at once, each with its threads; `budget` is the seconds of a probe."""
+    name = device_name(DEVICE)
+    here = probe(DEVICE, "fp32", name, budget)
+    slowest = gather_times([here.matmul_flops, here.bandwidth], group, DEVICE).amin(dim=0)
+    return Hardware(name, slowest[0].item(), slowest[1].item(), here.source)
+
+
+def too_large(way: Way, tokens: int, backward: bool, group: Group) -> str:
+    """Why the one-hot formulation's tensors do not fit, the same on every rank; empty if they do."""
+    need, have = ONE_HOT_TENSORS[backward] * one_hot_bytes(way, tokens), room(group, DEVICE)
+    if need <= have:
+        return ""
+    return (
+        f"one-hot tensors of {tokens} tokens x {way.config.num_experts} experts x {way.slots(tokens)} slots need "
+        f"{format_bytes(need)} on each of {group.size()} ranks, where {format_bytes(have)} are usable"
+    )
+
+
+def build_layer(config: ModelConfig, group: Group) -> MoELayer:
+    """An expert layer with this rank's experts; each has the same weights on however many ranks."""
+    local = config.num_experts // group.size()
+    with torch.device("meta"):
+        layer = MoELayer(config)
+        part = replace(config, num_experts=local, mixture=replace(config.mixture, top_k=1))  # 1 may be all of them
+        layer.experts = Experts(part)
+    layer.experts.first = group.rank() * local
+    layer.to_empty(device=DEVICE)
+    for name, parameter in layer.named_parameters():
+        # Biases are drawn like weights: one that was forgotten would be seen only if it is not zero.
+        full = f"blocks.0.feed_forward.{name}".replace("bias", "offset")
+        drawn = initial_weight(config, full, parameter.shape, 0, DEVICE, layer.experts.first)
+        parameter.data.copy_(drawn)
+    if group.size() > 1:
+        layer.mover = AllToAll(group, local)
+    return layer
+
+
+class Bench:
+    """A layer and a rank's tokens (1 tokens d_model), on which ways to dispatch are tried.
+
+    `skew` is how much tokens have in common, beside what is each one's own: the experts that this favours are the same
+    for all tokens of all ranks, as after training. 0 is a router that is nearly balanced, as an untrained one is for
+    random tokens; at 1 experts' mean scores differ as much as one expert's scores of different tokens.
+    """
+
+    def __init__(self, config: ModelConfig, skew: float, group: Group, backward: bool = False) -> None:
+        self.group, self.backward, self.skew, self.tokens = group, backward, skew, config.context_length
+        self.layer = build_layer(config, group)
+        common = torch.randn(config.d_model, generator=torch.Generator().manual_seed(0))
+        own = torch.Generator().manual_seed(1 + group.rank())
+        drawn = torch.randn(2, 1, self.tokens, config.d_model, generator=own)
+        self.x = (drawn[0] + skew * common) / (1 + skew**2) ** 0.5
+        self.upstream = drawn[1]  # the gradient of what the layer returns
+
+    def run(self, way: Way, tokens: int | None = None) -> tuple[Tensor, Tensor]:
+        """(input, output) of one pass of the first `tokens`; backward leaves gradients in input and parameters."""
+        self.layer.mixture = way.config.mixture
+        self.layer.train(way.training)
+        x = self.x[:, :tokens].detach().requires_grad_(self.backward)
+        with torch.set_grad_enabled(self.backward):
+            y = self.layer(x)
+        if self.backward:
+            self.layer.zero_grad()
+            y.backward(self.upstream[:, :tokens])
+        return x, y
+
+    def answers(self, way: Way, tokens: int) -> dict[str, Tensor]:
+        """What a pass computes; its gradients as one vector, of which a part may be nothing but rounding."""
+        x, y = self.run(way, tokens)
+        found = {"output": y.detach()}
+        if self.backward:
+            leaves = [leaf.grad for leaf in (x, *self.layer.parameters())]
+            found["gradients"] = torch.cat([gradient.flatten() for gradient in leaves if gradient is not None])
+        return found
+
+    def fewer(self, way: Way) -> int:
+        """So many tokens that the one-hot tensors for them are small."""
+        tokens = self.tokens
+        while tokens > 1 and one_hot_bytes(way, tokens) > GATE_BYTES:
+            tokens //= 2
+        return tokens
+
+    def check(self, way: Way, tokens: int | None = None) -> float:
+        """The gate: a way against the one-hot formulation with the same slots, over the first `tokens` (default: few
+        enough): the largest relative error. Raises WrongResultError on all ranks.
+
+        To first order each of STAGES roundings adds one unit roundoff, and a float32 sum of n terms about sqrt(n) of
+        its own (Higham, Accuracy and Stability of Numerical Algorithms, sections 2.6 and 3.1).
+        """
+        tokens, config = tokens or self.fewer(way), way.config
+        longest = max(config.d_model, config.expert_d_ff)
+        if self.backward:  # a weight's gradient is a sum over tokens, a token's one over experts
+            longest = max(longest, tokens * self.group.size(), config.num_experts)
+        tolerance = STAGES[self.backward] * (1 + longest**0.5) * UNIT_ROUNDOFF["fp32"]
+        want, got = (self.answers(each, tokens) for each in (way.changed("einsum", dispatch="einsum"), way))
+        error, wrong = 0.0, ""
+        try:
+            for name, reference in want.items():
+                error = max(error, require_close(f"{way.name}'s {name}", got[name], reference, tolerance))
+        except WrongResultError as refused:
+            wrong = str(refused)
+        if found := [each for each in agree("gate", wrong, self.group) if each]:
+            raise WrongResultError(found[0])
+        return error
