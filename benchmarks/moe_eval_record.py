@@ -1,0 +1,97 @@
+"""The record of an evaluation: score, speed, bytes and calls of each formulation, with what was predicted beside it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isfinite
+from typing import Any
+
+from benchmarks.harness import WrongResultError, noise, summarise
+from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED
+from benchmarks.moe_eval_model import TAGS
+from benchmarks.moe_eval_options import DTYPES, Settings
+from benchmarks.moe_eval_profile import Calls, calls, waiting
+from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer
+from benchmarks.records import Record
+from benchmarks.scaling_record import affinity
+from cs336_systems.cost import experts as cost
+from cs336_systems.mixture import Dispatch
+from cs336_systems.presets import ModelConfig
+
+ROWS = ("dispatch", "combine")  # the labels of the all-to-alls that carry tokens
+
+
+def bytes_each(outcome: Outcome) -> float | None:
+    """Measured bytes of an all-to-all that carries tokens, the mean over calls and ranks; None if there was none."""
+    names = [f"all-to-all{SEPARATOR}{label}" for label in ROWS]
+    found = [rank["collectives"][name] for rank in outcome.ranks for name in names if name in rank["collectives"]]
+    count = sum(times for times, _ in found)
+    return sum(nbytes for _, nbytes in found) / count if count else None
+
+
+def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width: int) -> float:
+    """What the analytic model says of the same, with a balanced router."""
+    config = replace(config, mixture=replace(config.mixture, dispatch=dispatch))
+    return cost.row_bytes(config, cost.computed_rows(config, tokens, training=False), width)
+
+
+def make_records(
+    settings: Settings,
+    scorer: Scorer,
+    outcomes: Sequence[Outcome],
+    found: dict[Dispatch, list[Calls]],
+    stamp: dict[str, Any],
+) -> list[Record]:
+    """One for each formulation; of two that took turns, the second has the ratios to the first. Raises
+    WrongResultError for a score that is not finite."""
+    records = [_record(settings, scorer, outcome, found[outcome.dispatch], stamp) for outcome in outcomes]
+    if len(records) > 1:
+        base, mine = outcomes
+        records[1].metrics["ratios"] = ratios(base, mine)
+    return records
+
+
+def ratios(base: Outcome, mine: Outcome) -> dict[str, float]:
+    """How many times less the second formulation spends than the first, from the same turns."""
+    found = {"cpu_per_layer": base.mean("layers_cpu") / max(mine.mean("layers_cpu"), 1e-9)}
+    found |= {"cpu_per_batch": base.mean("cpu") / mine.mean("cpu")}
+    found |= {"seconds": base.seconds(words=False) / mine.seconds(words=False)}
+    sent = bytes_each(base), bytes_each(mine)
+    if sent[0] and sent[1]:
+        found["bytes_per_all_to_all"] = sent[0] / sent[1]
+    return found
+
+
+def _record(settings: Settings, scorer: Scorer, outcome: Outcome, ranks: list[Calls], stamp: dict[str, Any]) -> Record:
+    config, mesh, sizes = scorer.config, scorer.mesh, scorer.mesh.sizes
+    if not isfinite(outcome.score):
+        raise WrongResultError(f"{outcome.dispatch}: the score is {outcome.score}; no speed reported")
+    tokens, dtype = scorer.rows * scorer.blocks.context, DTYPES[settings.precision]
+    mixture = config.mixture
+    what: dict[str, Any] = {
+        "size": settings.size, "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff,
+        "num_layers": config.num_layers, "num_experts": config.num_experts, "vocab_size": config.vocab_size,
+        "top_k": mixture.top_k, "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
+        "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(outcome.ranks[0]["scoring"]),
+        "precision": settings.precision, "words": settings.words, "data": scorer.blocks.name, "seed": settings.seed,
+        "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
+        "in_turn_with": [each for each in settings.variants() if each != outcome.dispatch],
+    }  # fmt: skip
+    samples = [1e3 * max(laps) for laps in zip(*(rank["scoring"] for rank in outcome.ranks), strict=True)]
+    metrics: dict[str, Any] = summarise(samples) | outcome.load | {
+        "loss": outcome.loss, "perplexity": outcome.perplexity, "score": outcome.score, "tokens": outcome.tokens,
+        "tokens_per_s": outcome.tokens / outcome.seconds(words=True),
+        "tokens_per_s_without_words": outcome.tokens / outcome.seconds(words=False),
+        "cpu_ms_per_batch": 1e3 * outcome.mean("cpu"),
+        "cpu_ms_per_layer": 1e3 * outcome.mean("layers_cpu") / max(1, config.expert_layers),
+        "bytes_per_all_to_all": bytes_each(outcome),
+        "collectives": [rank["collectives"] for rank in outcome.ranks],
+        "waiting": waiting(ranks),
+        "calls": {name: calls(ranks, name) for name in dict.fromkeys((*PUBLISHED, *OF_WORDS, *TAGS))},
+    }  # fmt: skip
+    predicted: dict[str, Any] = {}
+    if config.num_experts and sizes["ep"] > 1:
+        predicted["bytes_per_all_to_all"] = predicted_bytes(config, outcome.dispatch, tokens, dtype.itemsize)
+    flags = noise(metrics)
+    if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
+        flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")
+    return Record("moe_eval", what, stamp, samples, metrics, predicted, flags)
