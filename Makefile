@@ -51,6 +51,7 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what kernels --write docs/kernels.md
 	$(RUN) -m benchmarks.tables --what memory --write docs/profiling.md
 	$(RUN) -m benchmarks.tables --what scaling --write docs/model_parallelism.md
+	$(RUN) -m benchmarks.tables --what experts --write docs/experts.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

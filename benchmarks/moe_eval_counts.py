@@ -11,7 +11,7 @@ from benchmarks.moe_eval_model import ATTENTION, DECODER, MOE, WITH, WITHOUT
 from cs336_systems.presets import ModelConfig
 
 RANKS, BATCHES = 4, 5
-ALL_TO_ALL = "launch all-to-all"  # which the seed sees as NCCL's kernel
+ALL_TO_ALL = "launch all-to-all"  # which the published table has as NCCL's kernel
 # Equal by construction; then what it depends on how one reads words and which torch it is.
 PUBLISHED = {
     "aten::addmm": 7740,

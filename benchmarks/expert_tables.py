@@ -1,0 +1,143 @@
+"""Markdown of what is known of experts: the published profile's arithmetic, and this machine's records."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.moe_eval_counts import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected
+from benchmarks.moe_layer import LINES
+from benchmarks.moe_sweep_table import COLUMNS, OF_BOTH, cells, row
+from benchmarks.records import Record, read_records
+from cs336_systems.console import format_bytes, format_count
+from cs336_systems.cost import experts as cost
+from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.profiling.sheet import Sheet
+
+NOT_YET = (
+    "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
+    "-m benchmarks.moe_sweep`, then `make readme`."
+)
+HALF = 2  # bytes of a number in the published run
+
+
+def expert_tables(results: Path) -> list[str]:
+    """The arithmetic of the published profile, then every machine's layers, evaluations and sweeps."""
+    kinds: dict[str, Callable[[list[Record]], Sheet]] = {
+        "moe_layer": layers,
+        "moe_eval": evaluations,
+        "moe_sweep": sweep,
+    }
+    found = []
+    for name, make in kinds.items():
+        for path in sorted(results.glob(f"*/{name}.jsonl")):
+            records = read_records(path)
+            found.append("\n".join([make(records).markdown(3), *notes(records)]))
+            counted = [each for each in records if name == "moe_eval" and is_published(each)]
+            found += [calls(record).markdown(3) for record in counted]
+    return [arithmetic().markdown(3), *(found or [NOT_YET])]
+
+
+def arithmetic() -> Sheet:
+    """What follows from the published run's shape, computed: what its all-to-alls and products were made of."""
+    config, tokens = model_preset("fairseq-moe-15b"), model_preset("fairseq-moe-15b").context_length
+    einsum = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
+    padded, useful = cost.padded_rows(config, tokens, training=False), cost.kept_rows(config, tokens, training=False)
+    payload, moved = (
+        fun(config, tokens, training=False, width=HALF) for fun in (cost.payload_bytes, cost.useful_bytes)
+    )
+    one_hot = cost.dispatch_flops(einsum, tokens, training=False)
+    flops = [cost.expert_flops(config, rows) for rows in (padded, useful)]
+    rows = [
+        ["rows of an all-to-all", f"{padded:,}", f"{useful:,}", f"{padded / useful:.1f}"],
+        ["bytes of it, in half precision", *(f"{size / 1e6:.1f} MB" for size in (payload, moved)), f"{payload / moved:.1f}"],
+        ["FLOPs of a layer's experts", format_count(flops[0]), format_count(flops[1]), f"{flops[0] / flops[1]:.1f}"],
+        ["FLOPs of one-hot products", format_count(one_hot), "0", f"{one_hot / flops[1]:.1f} x the useful experts'"],
+    ]  # fmt: skip
+    note = (
+        f"Computed, not measured: {config.num_experts} experts, {tokens} tokens a rank, "
+        f"{cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
+    )
+    return Sheet("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
+
+
+def layers(records: list[Record]) -> Sheet:
+    """One expert layer, the candidates side by side."""
+    config = records[0].config
+    heads = ["", *(record.config["candidate"] + "\\*" * bool(record.flags) for record in records)]
+    rows = [[name, *(line(record.metrics, record.predicted) for record in records)] for name, line in LINES]
+    title = (
+        f"One layer: {config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens "
+        f"a rank, {config['ranks']} ranks"
+    )
+    return Sheet(title, heads, rows, "CPU time of a rank, median of turns; ratios pair by pair, median and quartiles.")
+
+
+def evaluations(records: list[Record]) -> Sheet:
+    """Each evaluation in a row."""
+    heads = ("ranks", "tp x ep", "formulation", "tokens/s", "CPU ms a batch", "CPU ms an expert layer", "all-to-all",
+             "predicted", "waiting", "loss (base 2)")  # fmt: skip
+    order = sorted(records, key=lambda each: (each.config["ranks"], each.config["tp"], each.config["moe"]))
+    note = (
+        "Tokens/s of all ranks. all-to-all: bytes of one that carries tokens, mean; predicted for a balanced router. "
+        "waiting: of the time under the profiler, what a rank stood in all-to-all, mean over ranks. The weights are "
+        "random, so the loss says only that all agree."
+    )
+    shape = order[0].config
+    title = f"Evaluation: {shape['size']}, {shape['num_experts']} experts, blocks of {shape['context']} tokens"
+    return Sheet(title, heads, [_evaluation(each) for each in order], note)
+
+
+def _evaluation(record: Record) -> list[str]:
+    config, metrics, waits = record.config, record.metrics, record.metrics["waiting"]
+    sent, due = metrics["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
+    return [
+        str(config["ranks"]), f"{config['tp']} x {config['ep']}", config["moe"] + "\\*" * bool(record.flags),
+        f"{metrics['tokens_per_s']:,.0f}", f"{metrics['cpu_ms_per_batch']:,.0f}", f"{metrics['cpu_ms_per_layer']:,.1f}",
+        "-" if sent is None else format_bytes(sent), "-" if due is None else format_bytes(due),
+        f"{sum(waits) / len(waits):.0%}", f"{metrics['loss']:.6f}",
+    ]  # fmt: skip
+
+
+def is_published(record: Record) -> bool:
+    """Whether an evaluation's calls are to be the published ones."""
+    config = record.config
+    shape = config["moe"], config["num_layers"], config["num_experts"], config["ranks"], config["tp"], config["batches"]
+    return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)
+
+
+def calls(record: Record) -> Sheet:
+    """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
+    config: ModelConfig = model_preset(record.config["size"])
+    due, found = expected(replace(config, attention="naive"), record.config["ep"], record.config["batches"]), []
+    for name, published in (PUBLISHED | OF_WORDS).items():
+        each: Sequence[int] = record.metrics["calls"][name]
+        mine = f"{each[0]:,}" if len(set(each)) == 1 else f"{min(each):,} to {max(each):,}"
+        found.append([name, mine, f"{published:,}", due[name].why if name in due else "reads of words, mostly"])
+    heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
+    note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
+    return Sheet("Operators of the one-hot formulation", heads, found, note, names=True)
+
+
+def sweep(records: list[Record]) -> Sheet:
+    """A line for each cell of the grid."""
+    config = records[0].config
+    heads = (*COLUMNS, *OF_BOTH)
+    rows = [[*line, *[""] * (len(heads) - len(line))] for line in map(row, cells(records))]
+    title = (
+        f"Sweep: layers of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, router skewed by "
+        f"{config['skew']:g}"
+    )
+    return Sheet(title, heads, rows, "CPU time of a layer and rank; slots: of an expert; bytes: of an all-to-all.")
+
+
+def notes(records: list[Record]) -> list[str]:
+    """Where and when, and the reservations."""
+    where: dict[str, Any] = records[-1].environment
+    commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
+    about = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+    about += f", {str(where['date'])[:10]}."
+    flags = sorted({flag for record in records for flag in record.flags if not flag.startswith("noisy")})
+    noisy = sum(any(flag.startswith("noisy") for flag in record.flags) for record in records)
+    flags += [f"{noisy} of {len(records)} noisy: a standard deviation of 5% of the mean or more"] if noisy else []
+    return ["", about + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags), ""]
