@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+from tests.machine import made_up
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need on a GPU
@@ -26,6 +28,13 @@ def where_triton_runs():
         torch.set_default_device("cuda")
     yield
     torch.set_default_device(None)
+
+
+@pytest.fixture
+def quick_probe(monkeypatch):
+    """Commands that this process runs do not measure the machine's speed."""
+    for name in ("cs336_systems.train.probe", "benchmarks.plan.measure_once", "benchmarks.profiling_run.probe"):
+        monkeypatch.setattr(name, made_up)
 
 
 @pytest.fixture

@@ -197,14 +197,14 @@ def reference_case(group, folder: str, layouts: list[dict]) -> None:
         torch.save(result, Path(folder, f"{layout.reference}.reference"))
 
 
-def amplification_case(group, folder: str, layouts: list[dict]) -> list[float]:
+def amplification_case(group, folder: str, layouts: list[dict], steps: int = STEPS) -> list[float]:
     """How much more what is learned changes than the weights it begins with, of the models that this rank takes."""
     wide()
     myself, found = subgroup([group.rank()]), []
     for layout in [Layout(**each) for each in layouts][group.rank() :: group.size()]:
         recipe = layout.recipe(folder)
         feed = make_feed(recipe, BATCH, myself)
-        one, other = (one_process(recipe, feed, layout.data, wiggle) for wiggle in (0.0, WIGGLE))
+        one, other = (one_process(recipe, feed, layout.data, wiggle, steps) for wiggle in (0.0, WIGGLE))
         moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
         moved.append(errors(other["parameters"], one["parameters"]))
         found.append(max(max(each.values()) for each in moved) / WIGGLE)
@@ -239,7 +239,7 @@ def run_steps(trainer: WatchedExperts, first: int, last: int) -> list[dict]:
 
 
 def layout_case(group, folder: str, layouts: list[dict]) -> None:
-    """Three steps of several layouts, one after another."""
+    """Two steps of several layouts, one after another."""
     wide()
     for layout in (Layout(**each) for each in layouts):
         try:

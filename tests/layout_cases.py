@@ -123,7 +123,7 @@ def wide() -> None:
 
 
 def layout_case(group, folder: str, layouts: list[dict], changes: dict) -> None:
-    """Three steps of several layouts, one after another."""
+    """Two steps of several layouts, one after another."""
     wide()
     for layout in (Layout(**each) for each in layouts):
         try:

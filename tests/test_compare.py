@@ -10,7 +10,7 @@ from cs336_systems.cost import memory
 from cs336_systems.presets import model_preset
 
 
-def test_compare_interleaves_and_records_ratios(in_tmp, capsys):
+def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, capsys):
     arguments = ["--device", "cpu", "--size", "tiny", "--batch-size", "1", "--steps", "3", "--results", "out"]
     variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
     assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0

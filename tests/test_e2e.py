@@ -55,7 +55,7 @@ def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
         assert record["config"]["mode"] in shown
 
 
-def test_fused_kernels_pass_the_gate_and_are_named(in_tmp):
+def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
     short = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--mode", "forward", "--steps", "1")
     assert run(*short, "--results", "out") == 0
     assert run(*short, "--kernels", "triton", "--attention", "flash", "--results", "out") == 0

@@ -39,8 +39,10 @@ BROKEN = {
 TRUE_ATTENTION = F.scaled_dot_product_attention
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("size", ["tiny", "wide"])
+# Of the wide one bf16 is enough: what passes a finer format's tolerance passes its, which is the widest.
+@pytest.mark.parametrize(
+    ("size", "precision"), [("tiny", "fp32"), ("tiny", "bf16"), ("tiny", "fp16"), ("wide", "bf16")]
+)
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_gate_stops_what_is_wrong(name, size, precision, monkeypatch):
     case = Case(replace(CONFIGS[size], attention="sdpa"), 2, precision, False, CPU)

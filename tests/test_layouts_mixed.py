@@ -83,18 +83,18 @@ def wide(folder):
     return step, weights(folder, Layout(), None)
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[1], *LAYOUTS[3:]], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[1], *LAYOUTS[3:5]], ids=str)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(folder, layout):
     found = run(
-        folder, layout, 8, (1, 2, 3), precision="fp16", initial_loss_scale=256.0, loss_scale_window=3, warmup_steps=8
+        folder, layout, 7, (1, 2, 3), precision="fp16", initial_loss_scale=256.0, loss_scale_window=3, warmup_steps=8
     )
-    assert [step["skipped"] for step in found] == [False, True, True, True, False, False, False, False]
+    assert [step["skipped"] for step in found] == [False, True, True, True, False, False, False]
     # The first overflow is tolerated, each further one halves; three clean steps double.
-    assert [step["scale"] for step in found] == [256, 256, 128, 64, 64, 64, 128, 128]
+    assert [step["scale"] for step in found] == [256, 256, 128, 64, 64, 64, 128]
     assert [step["moved"] for step in found] == [not step["skipped"] for step in found]
     assert [step["finite"] for step in found] == [not step["skipped"] for step in found]
     # A skipped step does not use up the warm-up.
-    assert [round(step["rate"] * 800) for step in found] == [1, 2, 2, 2, 2, 3, 4, 5]
+    assert [round(step["rate"] * 800) for step in found] == [1, 2, 2, 2, 2, 3, 4]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
@@ -105,13 +105,13 @@ def test_without_a_loss_scale_an_infinity_reaches_every_rank(folder, precision):
 
 
 def test_the_loss_scale_is_found_alike_by_every_layout(folder):
-    steps = 17
-    alone = run(folder, Layout(), steps, precision="fp16")
+    steps, changes = 9, {"precision": "fp16", "initial_loss_scale": 2.0**24}
+    alone = run(folder, Layout(), steps, **changes)
     falls = [step["skipped"] for step in alone].index(False)
-    assert falls > 10
-    assert [step["scale"] for step in alone[:falls]] == [2.0 ** (32 - number) for number in range(falls)]
+    assert falls > 2
+    assert [step["scale"] for step in alone[:falls]] == [2.0 ** (24 - number) for number in range(falls)]
     for layout in (LAYOUTS[2], LAYOUTS[5]):
-        found = run(folder, layout, steps, precision="fp16")
+        found = run(folder, layout, steps, **changes)
         # Gloo adds the gradients of dp ranks before it divides by dp: in half precision the sum may be too large at a
         # scale at which the mean is not.
         longer = [step["skipped"] for step in found].index(False) - falls

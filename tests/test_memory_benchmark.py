@@ -38,9 +38,14 @@ CONFIG = model_preset("tiny").override(context_length=32)
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """No probe of this machine's speed, which no test looks at; enough memory unless a test says otherwise."""
-    gc.collect()  # models that earlier tests have left would count as memory that was there before
     monkeypatch.setattr(memory, "make_bench", lambda plan, device, usable: Bench(plan, device, FAST, usable, WHERE))
     monkeypatch.setattr(memory, "usable_memory", lambda device: 2**30)
+
+
+@pytest.fixture
+def collected():
+    """Models that earlier tests have left would count as memory that was there before."""
+    gc.collect()
 
 
 def run(*arguments: str) -> int:
@@ -53,7 +58,7 @@ def one_of_each(config: ModelConfig, batch: int) -> int:
     return 4 * batch * seq * (config.d_model + config.d_ff + config.num_heads * seq)
 
 
-def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys):
+def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collected):
     foreign = sum(each.nbytes for each in live_storages([]))  # of other tests in this process
     assert run(*TINY) == 0
     records = read_records(Path("out/here/memory.jsonl"))
@@ -119,7 +124,7 @@ def test_all_sizes_end_with_the_largest_in_mixed_precision(year, largest, in_tmp
     assert len(Path("bf16/memory.jsonl").read_text().splitlines()) == 10
 
 
-def test_segments_are_measured_beside_the_prediction(in_tmp, monkeypatch):
+def test_segments_are_measured_beside_the_prediction(in_tmp, monkeypatch, collected):
     ways = neighbours(CONFIG, 2, 32)[2:]
     monkeypatch.setattr(memory, "neighbours", lambda *shape: ways)
     assert run(*TINY, "--segments") == 0

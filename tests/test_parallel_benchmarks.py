@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import ddp, zero
+from benchmarks import ddp, parallel_run, zero
 from benchmarks.parallel_run import ParallelSettings
 from benchmarks.peers import wrapped
 from benchmarks.records import read_records
@@ -17,12 +17,14 @@ from cs336_systems.cost import count_parameters
 from cs336_systems.cost.parallel import Link, exposed_seconds, zero_memory
 from cs336_systems.ddp import BucketedDDP, FlatDDP
 from tests import ranks
+from tests.machine import made_up
 
 SMALL = {"d_model": 64, "layers": 1, "batch_size": 1, "context": 8, "rounds": 2, "steps": 1, "device": "cpu"}
 
 
 def ddp_case(rank: int, world: int, folder: str, results: str) -> None:
     settings = ddp.Settings(**SMALL, bucket_sizes="0.01, 25", results=Path(results))
+    parallel_run.probe = made_up  # in the process of this case only
     ddp.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
 
@@ -46,6 +48,7 @@ def test_ddp_records_every_candidate_beside_torchs(tmp_path):
 
 def zero_case(rank: int, world: int, folder: str, results: str) -> None:
     settings = zero.Settings(**SMALL, results=Path(results))
+    parallel_run.probe = made_up
     zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
 

@@ -20,6 +20,7 @@ from cs336_systems.profiling.report import write_report
 from cs336_systems.profiling.trace import parse, read_json, read_trace, trace_files
 from cs336_systems.profiling.validate import validate
 from tests import ranks
+from tests.machine import made_up
 
 SMALL = {"size": "tiny", "batch_size": 1, "context": 16, "warmup": 1, "steps": 1, "device": "cpu"}
 FILES = [
@@ -39,6 +40,7 @@ FILES = [
 def run_case(rank: int, world: int, folder: str, out: str, wrapper: str) -> None:
     settings = Settings(**SMALL, wrapper=wrapper, out=Path(out), results=Path(out, "results"))
     Path(out, "results").mkdir(exist_ok=True, parents=True)
+    profiling_run.probe = made_up  # in the process of this case only
     profiling_run.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
 
@@ -93,7 +95,7 @@ def test_the_report_can_be_made_again(folder):
     assert {name: (folder / name).read_bytes() for name in FILES} == before
 
 
-def test_one_rank_needs_no_wrapper(tmp_path, capsys):
+def test_one_rank_needs_no_wrapper(tmp_path, capsys, quick_probe):
     options = ["--batch-size", "1", "--context", "16", "--warmup", "0", "--steps", "1", "--device", "cpu"]
     options += ["--attention", "naive", "--recompute", "segments", "--out", str(tmp_path)]
     assert run_command(profiling_run.main, [*options, "--results", str(tmp_path / "results")]) == 0

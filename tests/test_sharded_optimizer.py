@@ -51,31 +51,32 @@ def train(model, optimizer, steps: range, scheduler=None) -> None:
             scheduler.step()
 
 
-def assert_equal(model, reference, tolerance: float = 0.0) -> None:
+def assert_equal(model, reference, tolerance: float = 0.0, what: str = "") -> None:
     for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
-        assert (p - q).abs().max() <= tolerance, f"{name} is off by {(p - q).abs().max()}"
+        assert (p - q).abs().max() <= tolerance, f"{what} {name} is off by {(p - q).abs().max()}"
 
 
-def classes_case(group, name: str, layout: str) -> None:
-    cls, options = CLASSES[name]
-    model, reference = make(), make()
-    train(model, ShardedOptimizer(groups_of(model), cls, layout=layout, **options), range(4))
-    train(reference, cls(groups_of(reference), **options), range(4))
-    # A fused kernel rounds the elements that fill no vector otherwise, and cuts move them: twelve roundings in each of
-    # four steps, of numbers up to 4.
-    assert_equal(model, reference, bound(torch.float64, stages=4 * 12) * 4 if name == "adamw-fused" else 0.0)
+def classes_case(group, names: list[str], layout: str) -> None:
+    for name in names:
+        cls, options = CLASSES[name]
+        model, reference = make(), make()
+        train(model, ShardedOptimizer(groups_of(model), cls, layout=layout, **options), range(4))
+        train(reference, cls(groups_of(reference), **options), range(4))
+        # A fused kernel rounds the elements that fill no vector otherwise, and cuts move them: twelve roundings in each
+        # of four steps, of numbers up to 4.
+        tolerance = bound(torch.float64, stages=4 * 12) * 4 if name == "adamw-fused" else 0.0
+        assert_equal(model, reference, tolerance, name)
 
 
 @both_layouts
-@pytest.mark.parametrize("name", ELEMENTWISE)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_elementwise_class_is_bitwise_the_plain_one(name, layout, world_size):
-    ranks.run(classes_case, world_size, name=name, layout=layout)
+def test_every_elementwise_class_is_bitwise_the_plain_one(layout, world_size):
+    ranks.run(classes_case, world_size, names=list(ELEMENTWISE), layout=layout)
 
 
 @pytest.mark.parametrize("name", WHOLE_ONLY)
 def test_any_class_is_bitwise_the_plain_one_on_whole_parameters(name):
-    ranks.run(classes_case, 3, name=name, layout="whole")
+    ranks.run(classes_case, 3, names=[name], layout="whole")
 
 
 def later_group_case(group, layout: str) -> None:

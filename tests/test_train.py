@@ -19,6 +19,7 @@ from cs336_systems.train import train
 from cs336_systems.trainer import Trainer
 from tests import ranks
 from tests.layout_cases import write_text
+from tests.machine import made_up
 from tests.tolerances import bound
 
 SHORT = ("--device", "cpu", "--batch-size", "8", "--context", "32", "--warmup-steps", "5")
@@ -46,7 +47,7 @@ def test_text_is_learned(in_tmp, capsys):
     assert "(guessing: 5.545)" in shown
 
 
-def test_random_bytes_are_not(in_tmp):
+def test_random_bytes_are_not(in_tmp, quick_probe):
     with distributed():
         final = train(Recipe(data=("random",), steps=60, batch_size=8, context=32, device="cpu"))
     # Fresh random bytes cost ln 256 under the uniform guess and more under any other. The mean over 8 x 8 x 32 tokens
@@ -68,7 +69,7 @@ def test_training_is_a_function_of_the_seed():
     assert not torch.equal(weights(0), weights(1))
 
 
-def test_the_horizon_belongs_to_the_schedule(in_tmp):
+def test_the_horizon_belongs_to_the_schedule(in_tmp, quick_probe):
     rates = {}
     for steps in (12, 24):
         run("--data", "random", "--steps", str(steps), "--decay-steps", "20", "--log-every", "1", "--log-file", "log")
@@ -78,7 +79,7 @@ def test_the_horizon_belongs_to_the_schedule(in_tmp):
     assert rates[24][20:] == [2e-4] * 4
 
 
-def test_own_text(in_tmp, capsys):
+def test_own_text(in_tmp, capsys, quick_probe):
     (in_tmp / "a.txt").write_text("to be or not to be, " * 50)
     (in_tmp / "b.txt").write_text("that is the question; " * 50)
     assert run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "\udcff", "--log-file", "log") == 0
@@ -129,7 +130,7 @@ def test_a_sample_is_safe_to_print():
         (("--data", "."), "error: cannot read .: Is a directory"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(in_tmp, arguments, line, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(in_tmp, arguments, line, capsys, quick_probe):
     (in_tmp / "short.txt").write_text("abc")
     (in_tmp / "just.txt").write_text("x" * 34)
     assert run(*arguments) == 2
@@ -156,6 +157,7 @@ def ranks_case(group, folder: str, stage: int) -> dict:
         log_file=Path(folder, "log"),
         log_every=2,
     )
+    training.probe = made_up  # in the process of this case only
     final = train(recipe)
     return {"loss": final["validation_loss"], "rank": group.rank()}
 
@@ -193,7 +195,7 @@ def bert(folder: Path, *arguments: str) -> list[dict]:
     return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
 
 
-def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys):
+def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys, quick_probe):
     _, *lines, final = bert(in_tmp, "--steps", "6", "--log-every", "2", "--eval-interval", "3", "--eval-iters", "2")
     steps, evaluations = ([line for line in lines if key in line] for key in ("lm_loss", "validation_loss"))
     assert [line["step"] for line in steps] == [2, 4, 6]
@@ -218,7 +220,7 @@ def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys):
     assert "step 3: validation loss " in shown
 
 
-def test_an_evaluation_changes_nothing_that_is_learned(in_tmp):
+def test_an_evaluation_changes_nothing_that_is_learned(in_tmp, quick_probe):
     losses = []
     for interval in ("1", "9"):
         lines = bert(in_tmp, "--steps", "4", "--log-every", "1", "--eval-interval", interval, "--dropout", "0.2")
@@ -226,7 +228,7 @@ def test_an_evaluation_changes_nothing_that_is_learned(in_tmp):
     assert losses[0] == losses[1]
 
 
-def test_megatrons_names_train(in_tmp, capsys):
+def test_megatrons_names_train(in_tmp, capsys, quick_probe):
     write_text(in_tmp)
     megatron = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
     megatron += " --split 8,1,1 --data-path text --train-iters 2 --global-batch-size 4 --fp16 --checkpoint-activations"
@@ -246,7 +248,7 @@ def test_megatrons_names_train(in_tmp, capsys):
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("none", False), ("max", True), ("minmax", True), ("waits", True)])
-def test_timers_are_shown_as_asked(in_tmp, capsys, kind, shown):
+def test_timers_are_shown_as_asked(in_tmp, capsys, quick_probe, kind, shown):
     assert run("--data", "random", "--steps", "1", "--timers", kind, "--log-file", "log", "--eval-iters", "1") == 0
     line = json.loads((in_tmp / "log").read_text().splitlines()[1])
     text = capsys.readouterr().out
@@ -259,6 +261,7 @@ def test_timers_are_shown_as_asked(in_tmp, capsys, kind, shown):
 def layout_case(group, folder: str, layout: dict) -> None:
     recipe = Recipe(data=(f"{folder}/text",), split="8,1,1", context=16, batch_size=8, steps=3, device="cpu", **layout)
     recipe = replace(recipe, num_layers=4, d_model=32, num_heads=4, dropout=0.0, log_file=Path(folder, "log"))
+    training.probe = made_up
     train(replace(recipe, log_every=1, eval_iters=2, eval_interval=2, sample_bytes=8))
 
 

@@ -95,7 +95,7 @@ def test_what_is_missing_is_one_line(log, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_real_run_is_imported_by_the_command(capsys, tmp_path: Path):
+def test_a_real_run_is_imported_by_the_command(capsys, quick_probe, tmp_path: Path):
     path = tmp_path / "train.jsonl"
     arguments = [
         "--data", "random", "--context", "16", "--batch-size", "4", "--micro-batch-size", "2", "--num-layers", "1",
