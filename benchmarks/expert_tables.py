@@ -43,20 +43,18 @@ def arithmetic() -> Sheet:
     config, tokens = model_preset("fairseq-moe-15b"), model_preset("fairseq-moe-15b").context_length
     einsum = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
     padded, useful = cost.padded_rows(config, tokens, training=False), cost.kept_rows(config, tokens, training=False)
-    payload, moved = (
-        fun(config, tokens, training=False, width=HALF) for fun in (cost.payload_bytes, cost.useful_bytes)
-    )
+    sizes = [cost.row_bytes(config, count, HALF) for count in (padded, useful)]
     one_hot = cost.dispatch_flops(einsum, tokens, training=False)
     flops = [cost.expert_flops(config, rows) for rows in (padded, useful)]
     rows = [
         ["rows of an all-to-all", f"{padded:,}", f"{useful:,}", f"{padded / useful:.1f}"],
-        ["bytes of it, in half precision", *(f"{size / 1e6:.1f} MB" for size in (payload, moved)), f"{payload / moved:.1f}"],
+        ["bytes of it, in half precision", *(f"{size / 1e6:.1f} MB" for size in sizes), f"{sizes[0] / sizes[1]:.1f}"],
         ["FLOPs of a layer's experts", format_count(flops[0]), format_count(flops[1]), f"{flops[0] / flops[1]:.1f}"],
         ["FLOPs of one-hot products", format_count(one_hot), "0", f"{one_hot / flops[1]:.1f} x the useful experts'"],
     ]  # fmt: skip
     note = (
-        f"Computed, not measured: {config.num_experts} experts, {tokens} tokens a rank, "
-        f"{cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
+        f"Computed, not measured: {config.num_experts} experts of {config.d_model} x {config.expert_d_ff}, {tokens} "
+        f"tokens a rank, {cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
     )
     return Sheet("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
 

@@ -97,7 +97,7 @@ def build(
             f"{format_bytes(free)} are free; lower --context or --batch-size"
             + (", or use --moe sort or a lower --eval-fraction" if config.mixture.dispatch == "einsum" else "")
         )
-    plan.init_weights(seed, device, experts.first)
+    plan.init_weights(seed, device)
     for block in model.blocks:
         for name in ("query", "key", "value", "out"):
             if isinstance(linear := getattr(block.attention, name), nn.Linear):

@@ -48,7 +48,8 @@ def show(
     for outcome in outcomes:
         out.print(collectives(outcome).table())
     for outcome in outcomes:
-        for line in diagnosis(scorer, outcome, found[outcome.dispatch], DTYPES[settings.precision].itemsize):
+        width = DTYPES[settings.precision].itemsize
+        for line in diagnosis(scorer, outcome, found[outcome.dispatch], width, settings.words):
             print(line)
     for record in records:
         for flag in record.flags:
@@ -158,7 +159,7 @@ def collectives(outcome: Outcome) -> Sheet:
     return Sheet(f"{outcome.dispatch}: collectives of each rank", heads, rows)
 
 
-def diagnosis(scorer: Scorer, outcome: Outcome, ranks: list[Calls], width: int) -> list[str]:
+def diagnosis(scorer: Scorer, outcome: Outcome, ranks: list[Calls], width: int, words: str) -> list[str]:
     """Where the time went, one cause a line."""
     config, tokens, name = scorer.config, scorer.rows * scorer.blocks.context, outcome.dispatch
     lines = []
@@ -180,8 +181,12 @@ def diagnosis(scorer: Scorer, outcome: Outcome, ranks: list[Calls], width: int) 
     run, decoder, layers = (_mean(seconds(ranks, tag)) for tag in (RUN, DECODER, MOE))
     if run and decoder:
         outside, reads = 1 - decoder / run, _mean(calls(ranks, "aten::item"))
+        batches = calls(ranks, DECODER)[0]
+        of_words = words_reads(batches, scorer.blocks.context)["aten::item"].count if words == "slow" else 0
+        lines.append(f"words: {outside:.1%} of the time is outside the decoder")
         lines.append(
-            f"words: {outside:.1%} of the time is outside the decoder; {reads:,.0f} reads of single numbers a rank"
+            f"reads of single numbers, a rank: {of_words:,} of words, {max(0, reads - of_words):,.0f} others (on a CPU "
+            "a grouped product reads where each expert's rows end, and torch's one_hot its least and largest)"
         )
         lines.append(f"experts: {layers / decoder:.1%} of the decoder is expert layers, {_mean(waiting(ranks)):.1%} of "
                      "everything is standing in all-to-all")  # fmt: skip

@@ -86,7 +86,7 @@ def _times(axes: Any, records: Sequence[Record]) -> None:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("experts")
     axes.set_ylabel("CPU time of a layer, a rank")
-    axes.yaxis.set_major_formatter(_named(format_seconds))
+    _name_steps(axes, format_seconds)
     share = "" if capacity == "dropless" or capacity.endswith("x") else " of the tokens"
     axes.set_title(f"Time, capacity {capacity}{share}", loc="left", fontsize="medium")
 
@@ -108,7 +108,7 @@ def _sent(axes: Any, records: Sequence[Record]) -> None:
     for record in [record for record in sort if record.config["slots"] is None][:1]:
         axes.axhline(record.metrics["all_to_all_bytes"], color="black", linestyle=":", label="sort, dropless")
     axes.set_ylabel("sent by a rank in one all-to-all")
-    axes.yaxis.set_major_formatter(_named(size_name))
+    _name_steps(axes, size_name)
     _factors(axes)
 
 
@@ -133,6 +133,14 @@ def _factors(axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xlabel("capacity: slots of all experts / tokens")
     axes.xaxis.set_major_formatter(_named(lambda value: f"{value:g}"))
+
+
+def _name_steps(axes: Any, name: Any) -> None:
+    """Names 1, 2 and 5 times the powers of ten of a logarithmic axis, and nothing between."""
+    ticker = import_module("matplotlib.ticker")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(_named(name))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
 
 
 def _named(name: Any) -> Any:

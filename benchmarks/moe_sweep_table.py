@@ -31,7 +31,15 @@ def cells(records: Sequence[Record]) -> list[Cell]:
         found.setdefault((config["ranks"], config["experts"], slots, config["capacity"]), {})[config["candidate"]] = (
             record
         )
+    for cell in found.values():
+        if "einsum" in cell and "sort" in cell and _run(cell["einsum"]) != _run(cell["sort"]):
+            del cell["einsum"]  # of another run: the two did not take turns
     return [found[key] for key in sorted(found)]
+
+
+def _run(record: Record) -> list[Any]:
+    """What records of candidates that took turns have in common."""
+    return [record.environment.get(name) for name in ("commit", "dirty", "threads", "cores")] + [len(record.samples_ms)]
 
 
 def row(cell: Cell) -> list[str]:

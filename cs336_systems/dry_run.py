@@ -73,10 +73,10 @@ def traffic_sheet(recipe: Recipe, config: ModelConfig, layout: Layout, seq: int)
 
 def closing(config: ModelConfig, layout: Layout, seq: int, precision: Precision) -> list[str]:
     """The schedule, drawn if there are stages, and the work of a step."""
-    model, hardware = sample_flops(config, seq)
-    again = f", {format_count(hardware * layout.global_batch)}FLOP with what is recomputed" if hardware > model else ""
+    model, hardware = sample_flops(config, seq, layout.micro_batch)
+    spent = f", {format_count(hardware * layout.global_batch)}FLOP computed" if hardware > model else ""
     lines = [
-        f"a step of {layout.global_batch} x {seq} tokens: {format_count(model * layout.global_batch)}FLOP{again}; "
+        f"a step of {layout.global_batch} x {seq} tokens: {format_count(model * layout.global_batch)}FLOP{spent}; "
         f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch} a replica"
     ]
     if layout.pp > 1:

@@ -56,7 +56,7 @@ class JointModel(nn.Module):
 
 
 class JointOptimizer:
-    """The optimizers of the dense parameters and of the experts as one; `inner` are the two."""
+    """The `optimizers` of the dense parameters and of the experts as one."""
 
     def __init__(self, dense: torch.optim.Optimizer, experts: torch.optim.Optimizer) -> None:
         self.optimizers = (dense, experts)

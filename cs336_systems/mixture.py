@@ -59,15 +59,17 @@ class Mixture:
             raise UserError(f"eval_fraction must lie in [0, 1], not {self.eval_fraction}")
 
     def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
-        """Slots of an expert for a group of tokens, rounded up in evaluation and down in training; None: as many as are
-        needed. The group is what one rank routes at once, but the experts are all that there are, as in fairseq.
+        """Slots of an expert for a group of tokens, rounded up in evaluation and down in training, one at least and no
+        more than tokens; None: as many as are needed. The group is what one rank routes at once, but the experts are
+        all that there are, as in fairseq.
         """
         # Rounded to what was meant first: in floats 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
         if not training and self.eval_fraction:
-            return ceil(round(self.eval_fraction * tokens, 6))
+            return min(tokens, max(1, ceil(round(self.eval_fraction * tokens, 6))))
         if not self.capacity_factor:
             return None
-        return floor(round(self.capacity_factor * ceil(tokens / experts), 6))
+        asked = min(tokens, self.capacity_factor * ceil(tokens / experts))
+        return min(tokens, max(1, floor(round(asked, 6))))
 
     @property
     def is_random(self) -> bool:

@@ -87,4 +87,14 @@ class MixtureOptions:
                     option = name.replace("_", "-")
                     raise UserError(f"--{option} is about experts, and the model has none: set --num-experts")
         mixture = replace(config.mixture, **{NAMES.get(name, name): value for name, value in given.items()})
-        return replace(config, **shape, mixture=mixture)
+        for name in ("second_expert", "normalize_gates"):
+            if mixture.top_k == 1 and name in given:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} is about a token's second expert, and --top-k 1 has none")
+        config = replace(config, **shape, mixture=mixture)
+        if config.num_experts and not config.expert_layers:
+            raise UserError(
+                f"every {config.expert_every}th layer would have experts, and there are {config.num_layers}: lower "
+                "--expert-every"
+            )
+        return config

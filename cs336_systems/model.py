@@ -134,6 +134,12 @@ def initial_weight(
     return value
 
 
+def first_expert(model: nn.Module, name: str) -> int:
+    """The global number of the first expert in a parameter that is here; 0 for one that has none."""
+    layer, found, _ = name.partition(".experts.")
+    return model.get_submodule(f"{layer}.experts").first if found else 0  # type: ignore[return-value]
+
+
 class TransformerLM(nn.Module):
     """The language model: embedding, blocks, head; `forward` is the three in turn."""
 
@@ -160,7 +166,8 @@ class TransformerLM(nn.Module):
         """Draw every parameter anew (see `initial_weight`); the default seed comes from torch's global generator."""
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device))
+            first = first_expert(self, name)
+            parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device, first))
 
     def forward(
         self,

@@ -2,7 +2,7 @@
 after the data-parallel synchronisation, and the norm of it all, in which every gradient counts once.
 
     weights that are split               this rank's part: nothing to add, counts on every rank
-    partial under sequence parallelism   added over tp, then alike there: counts on tp rank 0
+    partial (routers, sequence parallel) added over tp, then alike there: counts on tp rank 0
     whole on every tp rank               alike: counts on tp rank 0
     the tied embedding                   added over the first and last stage: counts on the first
     experts of expert parallelism        other ones on each ep rank: count on every ep rank

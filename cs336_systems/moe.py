@@ -92,6 +92,14 @@ class _Attach(torch.autograd.Function):
         return gradient, torch.full_like(loss, ctx.weight), None
 
 
+def set_balance_scale(model: nn.Module, scale: float) -> None:
+    """What the balancing losses of a model's expert layers are multiplied by: whatever the loss that is given to
+    backward is, such as one over the microbatches whose gradients add up, or a loss scale. It is 1 before."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.balance_scale = scale
+
+
 class MoELayer(nn.Module):
     """A mixture of experts in the place of a feed-forward: (batch seq d_model) -> the same.
 

@@ -72,7 +72,8 @@ class ModelConfig:
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise UserError(f"sinusoidal positions come in pairs: d_model {self.d_model} must be even")
         if self.num_experts < 0 or (self.num_experts and self.num_experts < self.mixture.top_k):
-            raise UserError(f"{self.num_experts} experts are too few for a token that is sent to {self.mixture.top_k}")
+            top, number = self.mixture.top_k, self.num_experts
+            raise UserError(f"a token is sent to {top} experts, and the layer has {number}: use more, or top_k 1")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), not {self.dropout}")
         if self.attention == "flash" and (self.dropout or self.head_dim > 128):

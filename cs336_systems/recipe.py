@@ -198,6 +198,8 @@ class Recipe(MixtureOptions):
             recompute=self.recompute,
             recompute_every=self.recompute_every,
         )
+        if self.mask_padding and not self.is_bert:
+            raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
         return self.with_experts(shape)
 
     def seq(self, config: ModelConfig) -> int:

@@ -25,7 +25,7 @@ from cs336_systems.comm import Group, pairs
 from cs336_systems.cost.layout import check_divides, padded_vocabulary
 from cs336_systems.errors import UserError
 from cs336_systems.heads import TokenLoss
-from cs336_systems.model import Block, TransformerLM, initial_weight
+from cs336_systems.model import Block, TransformerLM, first_expert, initial_weight
 from cs336_systems.moe import MoELayer
 from cs336_systems.presets import ModelConfig
 from cs336_systems.regather import SequenceGather
@@ -97,8 +97,8 @@ class TensorParallel:
     """What `tensor_parallel` did to a model: how its parameters were cut, and how to put them together again.
 
     A parameter's name is the same as in the whole model. `cut` has the dimension along which it is split, `partial`
-    those that are whole on every rank but whose gradient is a part of a sum over the group: under sequence
-    parallelism, what was computed of this rank's tokens only.
+    those that are whole on every rank but whose gradient is a part of a sum over the group: routers and what
+    experts add to their result, and under sequence parallelism what was computed of this rank's tokens only.
     """
 
     model: TransformerLM
@@ -129,12 +129,13 @@ class TensorParallel:
         return whole.narrow(dim, 0, self.whole_shape(name, part.shape)[dim]).contiguous()
 
     @torch.no_grad()
-    def init_weights(self, seed: int, device: torch.device, first_expert: int = 0) -> None:
+    def init_weights(self, seed: int, device: torch.device) -> None:
         """Give a model that was built on the meta device the values that the whole one would have from this seed."""
         self.model.to_empty(device=device)
         for name, parameter in self.model.named_parameters():
             shape = self.whole_shape(name, parameter.shape)
-            whole = initial_weight(self.model.config, name, shape, seed, device, first_expert)
+            first = first_expert(self.model, name)
+            whole = initial_weight(self.model.config, name, shape, seed, device, first)
             parameter.copy_(self.part(name, whole))
 
 

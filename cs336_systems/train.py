@@ -19,7 +19,8 @@ from cs336_systems import console
 from cs336_systems.comm import Place, agree, all_gather, current_place, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
 from cs336_systems.console import format_bytes, format_count, format_seconds
-from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
+from cs336_systems.cost import Hardware, count_parameters
+from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.probe import probe
 from cs336_systems.data import Batch
 from cs336_systems.dry_run import dry_run
@@ -40,8 +41,8 @@ class Loop:
         self.peak = hardware.matmul_flops * devices(trainer)
         config, seq = trainer.config, trainer.seq
         self.out = console.console(quiet=trainer.mesh.world.rank() > 0)
-        self.flops = sum(forward_flops(config, trainer.batch, seq).values())
-        self.flops += backward_flops(config, trainer.batch, seq)
+        # Of microbatches, since a capacity is a group's.
+        self.flops = model_flops(config, trainer.micro_batch, seq) * (trainer.batch // trainer.micro_batch)
         self.since: list[Step] = []  # the last log line
         self.start = time.perf_counter()
         self.note = ""
@@ -75,8 +76,7 @@ class Loop:
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
         if self.recipe.is_bert:
             line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
-        if (balance := trainer.mean_balance()) is not None:
-            line["balance"] = balance
+        line |= (routing := trainer.routing())
         if self.recipe.precision == "fp16":
             line |= {"loss_scale": trainer.scaler.scale, "skipped": steps - len(taken)}
         kind = trainer.timers_shown
@@ -91,7 +91,8 @@ class Loop:
             self.out.print(last, markup=False, soft_wrap=True)
         write_line(line, self.log)
         loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.is_bert else f"loss {lm:.3f}"
-        loss += "" if balance is None else f"  balance {balance:.2f}"
+        loss += f"  balance {routing['balance']:.2f}" if routing else ""
+        loss += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
         self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
         self.since, self.start = [], time.perf_counter()
 
@@ -142,7 +143,8 @@ def sample(trainer: Trainer) -> str | None:
         return None
 
     def logits(tokens: Tensor) -> Tensor:
-        # The sequence is split evenly; what comes after a token does not change its logits.
+        # The sequence is split evenly. What comes after a token does not change its logits, or hardly: padding may
+        # take an expert's slots.
         short = -tokens.shape[1] % trainer.pipeline.sequence
         padded = torch.nn.functional.pad(tokens, (0, short))
         return trainer.model(Batch(padded, None))[:, : tokens.shape[1]]
@@ -164,7 +166,8 @@ def introduce(trainer: Trainer, hardware: Hardware) -> None:
     micro += f", schedule {recipe.schedule_name}" if stages > 1 else ""
     console.console(quiet=mesh.world.rank() > 0).print(
         f"{recipe.name}{' (BERT)' if recipe.is_bert else ''}: {parameters} parameters{experts}, batch "
-        f"{trainer.batch} x {trainer.seq}{layout}{micro}\n{trainer.feed.name}: {format_count(trainer.feed.tokens)} tokens\n"
+        f"{trainer.batch} x {trainer.seq}{layout}{micro}\n"
+        f"{trainer.feed.name}: {format_count(trainer.feed.tokens)} tokens\n"
         f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.precision}",
         markup=False,
     )

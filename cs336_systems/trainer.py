@@ -27,6 +27,7 @@ from cs336_systems.machine import choose_device, usable_memory
 from cs336_systems.master_weights import MasterAdamW
 from cs336_systems.model import TransformerLM
 from cs336_systems.model_gradients import ModelGradients, tied_copy
+from cs336_systems.moe import set_balance_scale
 from cs336_systems.optim import AdamW, decay_groups
 from cs336_systems.pipeline import Pipeline, Stage, Timer
 from cs336_systems.precision import set_matmul_precision
@@ -96,7 +97,7 @@ class Trainer:
         multiple = recipe.pad_vocabulary if recipe.tp > 1 else 1
         self.plan = tensor_parallel(model, mesh.tp, recipe.sequence_parallel, multiple)
         self.experts = expert_parallel(model, mesh.ep, mesh.data)
-        self.plan.init_weights(recipe.seed, self.device, self.experts.first)
+        self.plan.init_weights(recipe.seed, self.device)
         if recipe.half:
             model.to(torch.bfloat16 if recipe.precision == "bf16" else torch.float16)
         self.model, self.optimizer = expert_zero(
@@ -141,8 +142,7 @@ class Trainer:
             microbatches = batch.split(self.micro_batch)
             drawn = self.config.dropout or (self.config.num_experts and self.config.mixture.is_random)
             keys = [self._key(step, each) for each in microbatches] if drawn else None
-        for layer in self.experts.layers():
-            layer.balance_scale = self.scaler.scale / len(microbatches)
+        set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
         # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
         weight = self.mesh.data.size() * self.scaler.scale
 
@@ -199,18 +199,21 @@ class Trainer:
         assert batch.rows is not None
         return dropout_key(self.recipe.seed, step, batch.rows)
 
-    def mean_balance(self) -> float | None:
-        """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks; None without
-        experts. Every rank must call it."""
+    def routing(self) -> dict[str, float]:
+        """The balancing loss of the last microbatch, 1 if balanced and nothing is padding, the mean over expert layers
+        and ranks, and the share of choices that were dropped (not known by einsum); nothing without experts. Every rank
+        must call it."""
         if not self.config.num_experts:
-            return None
-        found = [layer.balance.double() for layer in self.experts.layers() if layer.balance is not None]
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for balance in found:
-            total += torch.stack((balance, torch.ones_like(balance)))
+            return {}
+        total = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for layer in self.experts.layers():
+            if layer.balance is not None:
+                total[:2] += torch.stack((layer.balance.double(), total.new_ones(())))
+            if layer.load is not None:
+                total[2:] += torch.stack((layer.load.kept.sum(), layer.load.wanted.sum()))
         all_reduce(total, self.mesh.world, "balance", "sum").wait()
-        balance, count = total.tolist()
-        return balance / max(count, 1.0)
+        balance, count, kept, wanted = total.tolist()
+        return ({"balance": balance / count} if count else {}) | ({"dropped": 1 - kept / wanted} if wanted else {})
 
     def _count_targets(self, batch: Batch) -> Tensor:
         """Targets in the global batch, a scalar."""

@@ -159,9 +159,10 @@ def shard_weights(
 ) -> tuple[list[Unit], list[tuple[nn.Module, Unit]]]:
     """Replace the 2-D `weight` of every layer by this rank's rows: the units, and each layer's, in order."""
     owners: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    left_out = set(ignored)
     for name, layer in module.named_modules():
         weight = layer._parameters.get("weight")
-        if weight in set(ignored):
+        if weight in left_out:
             continue
         if isinstance(weight, nn.Parameter) and weight.dim() == 2 and weight.numel() and weight.is_floating_point():
             owners.setdefault(weight, []).append((f"{name}.weight".lstrip("."), layer))

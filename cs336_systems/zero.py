@@ -57,7 +57,8 @@ def zero(
     else:
         wrapped = (ScatteredDDP if stage == 2 else BucketedDDP)(module, group=group, apart=apart, ignored=ignored)
     groups = param_groups(wrapped) if param_groups else [{"params": list(wrapped.parameters())}]
-    groups = [each | {"params": [p for p in each["params"] if p not in set(ignored)]} for each in groups]
+    left_out = set(ignored)
+    groups = [each | {"params": [p for p in each["params"] if p not in left_out]} for each in groups]
     if stage in (0, 3):
         return wrapped, optimizer_cls(groups, **kwargs)
     wrapper = wrapped if isinstance(wrapped, ScatteredDDP) else None

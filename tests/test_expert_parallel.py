@@ -242,11 +242,15 @@ def weights_case(group) -> None:
         model = TransformerLM(config, "meta")
         plan = tensor_parallel(model, mesh.tp)
         parts = expert_parallel(model, mesh.ep, mesh.data)
-        plan.init_weights(7, torch.device("cpu"), parts.first)
+        plan.init_weights(7, torch.device("cpu"))
         assert (parts.first, parts.local) == (mesh.ep.rank() * EXPERTS // ep, EXPERTS // ep)
         for name, parameter in model.named_parameters():
             assert torch.equal(parts.whole(name, plan.whole(name, parameter)), values[name]), (name, tp, ep)
             assert torch.equal(parts.part(name, plan.part(name, values[name])), parameter), (name, tp, ep)
+        if tp == 1:
+            model.init_weights(7)
+            for name, parameter in model.named_parameters():
+                assert torch.equal(parts.part(name, values[name]), parameter), (name, ep)
 
 
 def test_first_weights_depend_on_no_layout():

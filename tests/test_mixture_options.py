@@ -95,7 +95,7 @@ def test_experts_are_put_into_a_dense_model_and_taken_out_of_a_sparse_one():
         assert config == replace(TINY, num_experts=8, expert_every=1, mixture=Mixture(top_k=1))
     assert parse("--num-experts", "0").with_experts(FAIRSEQ) == replace(FAIRSEQ, num_experts=0)
     assert parse("--num-experts", "1", "--top-k", "1").with_experts(TINY).num_experts == 1
-    with pytest.raises(UserError, match="1 experts are too few for a token that is sent to 2"):
+    with pytest.raises(UserError, match="a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"):
         parse("--num-experts", "1").with_experts(TINY)
     for line in (["--expert-every", "2"], ["--num-experts", "0", "--expert-every", "2"]):
         with pytest.raises(
@@ -160,7 +160,8 @@ def test_the_capacities_of_fairseqs_run():
         ({"capacity_factor": 1.15}, 800, True, 115),  # 114.99999999999999
         ({"capacity_factor": 1.29}, 800, True, 129),
         ({"capacity_factor": 1.99}, 8, True, 1),
-        ({"capacity_factor": 0.5}, 8, True, 0),
+        ({"capacity_factor": 0.5}, 8, True, 1),  # a layer that is off would not show
+        ({"capacity_factor": 1e308}, 800, True, 800),
         ({"capacity_factor": 2.0}, 0, True, 0),
         ({"capacity_factor": 2.0, "eval_fraction": 0.25}, 100, False, 25),
     ],

@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
         (("--nproc", "3"), "error: 512 experts do not divide over 3 ranks: choose ranks that divide 512"),
         (("--eval-fraction", "1.5"), "error: Invalid value for '--eval-fraction': 1.5 is not in the range 0<x<=1."),
         (("--eval-fraction", "0"), "error: Invalid value for '--eval-fraction': 0.0 is not in the range 0<x<=1."),
-        (("--experts", "1"), "error: 1 experts are too few for a token that is sent to 2"),
+        (("--experts", "1"), "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"),
         (("--results", "file"), "error: cannot write file/moe_layer.jsonl: "),
     ],
 )

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from cs336_systems.cost.flops import forward_flops, model_flops
 from cs336_systems.dropout import DropoutKey, dropout_key
 from cs336_systems.mixture import Mixture
-from cs336_systems.model import TransformerLM, initial_weight
-from cs336_systems.moe import MoELayer
+from cs336_systems.model import TransformerLM, initial_weight, lm_loss
+from cs336_systems.moe import MoELayer, set_balance_scale
 from cs336_systems.presets import ModelConfig
+from tests.tolerances import bound, relative_error
 
 TOY = ModelConfig(
     vocab_size=19, context_length=7, d_model=8, d_ff=24, num_layers=4, num_heads=2, num_experts=4, bias=True
@@ -71,3 +73,30 @@ def test_an_experts_first_weights_depend_on_its_global_number_alone():
     part = initial_weight(TOY, name, torch.Size((2, 8, 24)), 5, device, first_expert=2)
     assert torch.equal(part, whole[2:])
     assert not any(torch.equal(whole[i], whole[j]) for i in range(4) for j in range(i))
+
+
+def test_the_balancing_loss_follows_the_loss_if_told():
+    model = build(Mixture(aux_weight=1.0)).double()
+    router = next(module.router.weight for module in model.modules() if isinstance(module, MoELayer))
+    gradients = []
+    for parts in (1, 4):
+        model.zero_grad()
+        set_balance_scale(model, 1 / parts)
+        for _ in range(parts):
+            (lm_loss(model, TOKENS, TOKENS) / parts).backward()
+        gradients.append(router.grad.clone())
+    assert torch.allclose(*gradients, rtol=0, atol=1e-12 * gradients[0].norm())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
+def test_experts_survive_compilation():
+    model = build(Mixture())
+    want = model(TOKENS)
+    got = torch.compile(model, backend="eager")(TOKENS)
+    assert relative_error(got, want) < bound(torch.float32, stages=40, longest_sum=24)
+
+
+def test_whatever_computes_a_model_it_asks_for_the_same_work():
+    sort, einsum = (replace(TOY, mixture=Mixture(dispatch=way, capacity_factor=1.0)) for way in ("sort", "einsum"))
+    assert model_flops(sort, 2, 7) == model_flops(einsum, 2, 7) == sum(forward_flops(sort, 2, 7).values()) * 3
+    assert sum(forward_flops(einsum, 2, 7).values()) > sum(forward_flops(sort, 2, 7).values())

@@ -120,7 +120,10 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
         (("--capacity", "0"), "error: --capacity '0' is none"),
         (("--capacity", "1.5"), "error: --capacity '1.5' is none"),
         (("--capacity", "-1x"), "error: --capacity '-1x' is none"),
-        (("--experts", "1", "--nproc", "1"), "error: 1 experts are too few for a token that is sent to 2"),
+        (
+            ("--experts", "1", "--nproc", "1"),
+            "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
+        ),
         (("--plot", "a.gif"), "error: --plot a.gif should end in .png, .svg, .pdf"),
         (("--results", "file"), "error: cannot write file/moe_sweep.jsonl: "),
         (("--from-records", "--results", "file"), "error: no records in file/moe_sweep.jsonl: measure first, or name"),

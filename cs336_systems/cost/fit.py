@@ -59,6 +59,7 @@ def require_fit(
         return
     instead = alternatives(config, batch, seq, mode, precision, usable, modes)
     advice = f"what fits here: {' or '.join(instead)}" if instead else "use a smaller --size"
+    advice += one_hot_advice(config)
     raise UserError(
         f"{name} with batch {batch} x {seq} needs {format_bytes(sum(parts.values()))} for a {mode} "
         f"({describe_parts(parts)}), but {format_bytes(usable)} are usable; {advice}"
@@ -78,5 +79,11 @@ def require_layout_fits(
     raise UserError(
         f"{name} with microbatches of {layout.micro_batch} x {seq} at {degrees} needs "
         f"{format_bytes(sum(parts.values()))} on a rank ({describe_parts(parts)}), but {format_bytes(usable)} are "
-        f"usable; raise {raised}, use --recompute segments, or lower --micro-batch-size"
+        f"usable; raise {raised}, use --recompute segments, or lower --micro-batch-size{one_hot_advice(config)}"
     )
+
+
+def one_hot_advice(config: ModelConfig) -> str:
+    """What else helps a model whose experts are reached through tensors of tokens x experts x slots."""
+    one_hot = config.num_experts and config.mixture.dispatch == "einsum"
+    return "; --moe sort needs no one-hot tensors" if one_hot else ""

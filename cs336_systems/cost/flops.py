@@ -7,6 +7,7 @@ that a balanced router sends to them.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 from cs336_systems.cost.experts import computed_rows, expert_flops, one_hot_flops, router_flops
 from cs336_systems.presets import ModelConfig
@@ -18,6 +19,13 @@ def forward_flops(config: ModelConfig, batch: int, seq: int, training: bool = Tr
     for layer in range(config.num_layers):
         parts.update(block_flops(config, batch, seq, layer, training))
     return {**parts, "head": head_flops(config, batch, seq)}
+
+
+def model_flops(config: ModelConfig, micro_batch: int, seq: int) -> int:
+    """FLOPs of a microbatch (micro_batch seq), forward and backward, that the model asks for, whatever computes it: no
+    recompute, and of experts the rows in use, neither empty slots nor one-hot products."""
+    config = replace(config, mixture=replace(config.mixture, dispatch="sort"))
+    return sum(forward_flops(config, micro_batch, seq).values()) + backward_flops(config, micro_batch, seq)
 
 
 def head_flops(config: ModelConfig, batch: int, seq: int) -> int:

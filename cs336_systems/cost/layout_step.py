@@ -14,6 +14,7 @@ from cs336_systems.cost.flops import (
     block_flops,
     forward_flops,
     head_flops,
+    model_flops,
     recompute_flops,
     repeated_blocks,
 )
@@ -35,15 +36,17 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import schedule, simulate
 
 
-def sample_flops(config: ModelConfig, seq: int) -> tuple[int, int]:
-    """(model, hardware) FLOPs of one sequence in a step: without what backward repeats, and with it.
+def sample_flops(config: ModelConfig, seq: int, micro_batch: int = 1) -> tuple[int, int]:
+    """(model, hardware) FLOPs of one sequence of a microbatch in a step: what the model asks for, and what is computed,
+    with what backward repeats, with experts' empty slots and one-hot products.
 
     For s tokens, l layers, h wide, and V words, the second is 96 s l h^2 (1 + s / 6h + V / 16lh) where all blocks are
     recomputed (Narayanan et al., arXiv:2104.04473, section 5.1 and appendix). Without the repeated forward, the first
     is 72 s l h^2 (1 + s / 6h + V / 12lh). BERT's transform, pooler and pair count as well, 0.2% of BERT-345M.
     """
-    model = sum(forward_flops(config, 1, seq).values()) + backward_flops(config, 1, seq)
-    return model, model + recompute_flops(config, 1, seq)
+    model = model_flops(config, micro_batch, seq)
+    spent = sum(forward_flops(config, micro_batch, seq).values()) + backward_flops(config, micro_batch, seq)
+    return model // micro_batch, (spent + recompute_flops(config, micro_batch, seq)) // micro_batch
 
 
 def pass_flops(config: ModelConfig, layout: Layout, seq: int, stage: int) -> tuple[int, int]:
@@ -97,7 +100,12 @@ def predict_step(
     """
     layout.check(config, seq)
     width, m, stages = parameter_bytes(precision)[0], layout.microbatches, range(layout.pp)
-    moved = forward_traffic(config, layout.micro_batch, seq, precision) / hardware.bandwidth / layout.pp / layout.tp
+    moved = (
+        forward_traffic(config, layout.micro_batch, seq, precision, layout.ep)
+        / hardware.bandwidth
+        / layout.pp
+        / layout.tp
+    )
     computed = [
         (ahead / hardware.matmul_flops + moved, back / hardware.matmul_flops + 2 * moved)
         for ahead, back in (pass_flops(config, layout, seq, stage) for stage in stages)

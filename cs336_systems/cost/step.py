@@ -16,8 +16,9 @@ from cs336_systems.presets import ModelConfig
 ADAMW_PASSES = 20
 
 
-def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precision) -> int:
-    """Bytes that the element-wise operators of one forward pass read and write, one operator at a time."""
+def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precision, ep: int = 1) -> int:
+    """Bytes that the element-wise operators of one forward pass read and write, one operator at a time, and the weights
+    of experts, whose few rows each do not hide it; of `ep` ranks each has some of the experts."""
     s = Sizes.of(config, batch, seq, precision)
     plain = config.kernels == "torch"
     # Square, mean and two products; LayerNorm is fused, as is everything in Triton.
@@ -28,6 +29,9 @@ def forward_traffic(config: ModelConfig, batch: int, seq: int, precision: Precis
     hidden = (config.num_layers - sparse) * passes * s.hidden
     if s.experts is not None:
         hidden += sparse * _expert_traffic(config, s.experts, passes)
+        touched = min(config.num_experts // ep, s.experts.rows)
+        matrices = 3 if config.feed_forward == "swiglu" else 2
+        hidden += sparse * s.experts.width * touched * matrices * config.d_model * config.expert_d_ff
         hidden += sparse * passes * s.hidden if config.mixture.shared_expert else 0
     copies = 8 * s.compute  # q, k, v and the output become contiguous
     scores = 6 * s.scores if config.attention == "naive" else 0  # scale, bias, softmax
