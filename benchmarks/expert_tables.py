@@ -18,6 +18,10 @@ NOT_YET = (
     "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
     "-m benchmarks.moe_sweep`, then `make readme`."
 )
+LAYER_NOTE = (
+    "CPU time of a rank, median of turns; ratios pair by pair, median and quartiles. Predicted: FLOPs and bytes at "
+    "this machine's ceilings, without launches and without new pages for large tensors, so too short."
+)
 HALF = 2  # bytes of a number in the published run
 
 
@@ -68,18 +72,18 @@ def layers(records: list[Record]) -> Sheet:
         f"One layer: {config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens "
         f"a rank, {config['ranks']} ranks"
     )
-    return Sheet(title, heads, rows, "CPU time of a rank, median of turns; ratios pair by pair, median and quartiles.")
+    return Sheet(title, heads, rows, LAYER_NOTE)
 
 
 def evaluations(records: list[Record]) -> Sheet:
     """Each evaluation in a row."""
-    heads = ("ranks", "tp x ep", "formulation", "tokens/s", "CPU ms a batch", "CPU ms an expert layer", "all-to-all",
-             "predicted", "waiting", "loss (base 2)")  # fmt: skip
+    heads = ["ranks", "tp x ep", "blocks", "formulation", "tokens/s", "CPU ms a batch", "CPU ms an expert layer"]
+    heads += ["all-to-all", "predicted", "waiting", "loss (base 2)"]
     order = sorted(records, key=lambda each: (each.config["ranks"], each.config["tp"], each.config["moe"]))
     note = (
         "Tokens/s of all ranks. all-to-all: bytes of one that carries tokens, mean; predicted for a balanced router. "
         "waiting: of the time under the profiler, what a rank stood in all-to-all, mean over ranks. The weights are "
-        "random, so the loss says only that all agree."
+        "random, so the loss says only that those of the same blocks agree."
     )
     shape = order[0].config
     title = f"Evaluation: {shape['size']}, {shape['num_experts']} experts, blocks of {shape['context']} tokens"
@@ -90,7 +94,8 @@ def _evaluation(record: Record) -> list[str]:
     config, metrics, waits = record.config, record.metrics, record.metrics["waiting"]
     sent, due = metrics["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
     return [
-        str(config["ranks"]), f"{config['tp']} x {config['ep']}", config["moe"] + "\\*" * bool(record.flags),
+        str(config["ranks"]), f"{config['tp']} x {config['ep']}", str(metrics["tokens"] // config["context"]),
+        config["moe"] + "\\*" * bool(record.flags),
         f"{metrics['tokens_per_s']:,.0f}", f"{metrics['cpu_ms_per_batch']:,.0f}", f"{metrics['cpu_ms_per_layer']:,.1f}",
         "-" if sent is None else format_bytes(sent), "-" if due is None else format_bytes(due),
         f"{sum(waits) / len(waits):.0%}", f"{metrics['loss']:.6f}",
