@@ -94,7 +94,7 @@ class MixtureOptions:
         config = replace(config, **shape, mixture=mixture)
         if config.num_experts and not config.expert_layers:
             raise UserError(
-                f"every {config.expert_every}th layer would have experts, and there are {config.num_layers}: lower "
+                f"one layer in {config.expert_every} would have experts, and there are {config.num_layers}: lower "
                 "--expert-every"
             )
         return config

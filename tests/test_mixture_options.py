@@ -175,3 +175,17 @@ def test_what_routes_at_random():
     policies = {policy: Mixture(second_policy=policy).is_random for policy in ("all", "sampling", "random")}
     assert policies == {"all": False, "sampling": True, "random": True}
     assert not Mixture(top_k=1, second_policy="random").is_random
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (["--expert-every", "9"], "one layer in 9 would have experts, and there are 4: lower --expert-every"),
+        (["--top-k", "1", "--second-expert", "random"], "--second-expert is about a token's second expert"),
+        (["--top-k", "1", "--normalize-gates", "before"], "--normalize-gates is about a token's second expert"),
+    ],
+    ids=str,
+)
+def test_settings_without_effect_are_refused(line, message):
+    with pytest.raises(UserError, match=message):
+        parse("--num-experts", "8", *line).with_experts(TINY)
