@@ -9,7 +9,6 @@ how many ranks share a core, which is no property of the formulation.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,19 +16,18 @@ import torch
 from rich.table import Table
 
 from benchmarks.collective import size_name
+from benchmarks.moe_layer_options import COUNT, LayerSettings
 from benchmarks.moe_layer_run import DEVICE, Bench, Way, ceilings, check_ranks, predict, shape, too_large
 from benchmarks.moe_layer_turns import Contender, play
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import Record, append_record, open_records
 from cs336_systems import console
 from cs336_systems.comm import Place, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
-from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.console import format_bytes, format_count, format_seconds, setting
 from cs336_systems.errors import UserError
 from cs336_systems.machine import environment
 from cs336_systems.mixture import Mixture
 
-COUNT = click.IntRange(1)
 SMOKE: dict[str, Any] = {"experts": 8, "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 2, "steps": 1}
 CAPTION = (
     "one layer on one rank. CPU time: of all threads, median; in the kernel, most of it goes to new pages for large "
@@ -59,13 +57,10 @@ LINES: tuple[tuple[str, Line], ...] = (
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LayerSettings):
     """What is measured; every field is an option of the command line."""
 
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
-    tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
-    d_model: int = setting(64, "Width of a token.", type=COUNT)
-    d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     top_k: int = setting(2, "Experts of a token.", type=click.IntRange(1, 2))
     eval_fraction: float = setting(
         0.05, "An expert takes this share of a rank's tokens.", type=click.FloatRange(0, 1, min_open=True)
@@ -73,16 +68,9 @@ class Settings:
     skew: float = setting(0.0, "How much all tokens favour the same experts; 0: hardly.", type=click.FloatRange(0, 100))
     backward: bool = setting(False, "Forward and backward, rather than forward alone.")
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=COUNT)
-    threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
     rounds: int = setting(7, "Turns of every candidate.", type=COUNT)
     steps: int = setting(3, "Passes that count in a turn.", type=COUNT)
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
     link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: small, two rounds, no record.")
 
     def ways(self) -> list[Way]:
@@ -95,10 +83,6 @@ class Settings:
             einsum.changed("sort", dispatch="sort"),
             einsum.changed("sort, dropless", dispatch="sort", eval_fraction=0.0),
         ]
-
-    def folder(self) -> Path:
-        """Where the records go."""
-        return self.results or RESULTS / machine_name(DEVICE, self.machine)
 
 
 def check(bench: Bench, ways: list[Way]) -> float:

@@ -16,6 +16,7 @@ import click
 import torch
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
+from benchmarks.moe_layer_options import COUNT, LayerSettings
 from benchmarks.moe_layer_run import (
     DEVICE,
     Bench,
@@ -30,24 +31,22 @@ from benchmarks.moe_layer_run import (
 from benchmarks.moe_layer_turns import Contender, play
 from benchmarks.moe_sweep_plot import save
 from benchmarks.moe_sweep_table import show
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records, read_records
+from benchmarks.records import Record, append_record, open_records, read_records
 from benchmarks.scaling_plot import SUFFIXES
 from cs336_systems import console
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, run_ranks
-from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.console import setting
 from cs336_systems.errors import UserError
 from cs336_systems.machine import environment
 from cs336_systems.mixture import Mixture
 
-COUNT = click.IntRange(1)
 RANKS = (1, 2, 4)
 SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 1, "steps": 1}
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(LayerSettings):
     """What is measured; every field is an option of the command line."""
 
     experts: tuple[int, ...] = setting((8, 32, 128, 512), "Experts of the layer; may be repeated.", type=COUNT)
@@ -59,29 +58,15 @@ class Settings:
     nproc: tuple[int, ...] = setting(
         (), "Ranks to start, without torchrun; may be repeated.  [default: 1, then 2, then 4]", type=COUNT
     )
-    tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
-    d_model: int = setting(64, "Width of a token.", type=COUNT)
-    d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     skew: float = setting(0.5, "How much all tokens favour the same experts; 0: hardly.", type=click.FloatRange(0, 100))
     one_hot_limit: float = setting(
         1.0, "10^9 bytes of a one-hot tensor, above which a cell is only sorted.", type=click.FloatRange(0)
     )
-    threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
     rounds: int = setting(5, "Turns of every cell.", type=COUNT)
     steps: int = setting(1, "Passes that count in a turn.", type=COUNT)
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
     plot: Path | None = setting(None, "File for the picture.  [default: beside the records]")
-    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
-    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     from_records: bool = setting(False, "Measure nothing; table and picture of the newest records.")
     smoke: bool = setting(False, "Only show that it works: small, two ranks at most, one round, no record.")
-
-    def folder(self) -> Path:
-        """Where the records go."""
-        return self.results or RESULTS / machine_name(DEVICE, self.machine)
 
     def way(self, experts: int, capacity: str) -> Way:
         """The sorted layer of a cell. Raises UserError for one that cannot be."""

@@ -148,7 +148,7 @@ class Mean(pairs.SharesGroup):
 
 
 def _split(experts: Experts, plan: ExpertParallel, gradient_scale: float) -> None:
-    experts.first, experts.count = plan.first, plan.local
+    experts.first = plan.first
     for layer in experts.modules():
         if not isinstance(layer, GroupedLinear):
             continue

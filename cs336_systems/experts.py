@@ -92,11 +92,11 @@ class Experts(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.kind, self.fused = config.feed_forward, config.kernels == "triton"
-        self.first, self.count, hidden = 0, config.num_experts, config.expert_d_ff
+        self.first, count, hidden = 0, config.num_experts, config.expert_d_ff
         if self.kind == "swiglu":
-            self.gate = GroupedLinear(self.count, config.d_model, hidden, config.bias)
-        self.up = GroupedLinear(self.count, config.d_model, hidden, config.bias)
-        self.down = GroupedLinear(self.count, hidden, config.d_model, config.bias)
+            self.gate = GroupedLinear(count, config.d_model, hidden, config.bias)
+        self.up = GroupedLinear(count, config.d_model, hidden, config.bias)
+        self.down = GroupedLinear(count, hidden, config.d_model, config.bias)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Rows x (rows d_model) in the order of experts, `counts` (experts,) of each -> the same shape."""

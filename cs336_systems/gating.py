@@ -40,7 +40,6 @@ class Load(NamedTuple):
 
     wanted: Tensor  # (top_k experts): first and second choices of each expert, before any was dropped
     kept: Tensor  # (top_k,): choices that found a slot
-    balance: Tensor  # as in the plan
 
 
 class Noise(NamedTuple):
@@ -118,7 +117,7 @@ def gate(
         weights = weights / _total(weights)
     counts = wanted.sum(0) if capacity is None else wanted.sum(0).clamp(max=capacity)
     balance = balancing_loss(gates, wanted[0], average)
-    load = Load(wanted, kept.sum(dim=1), balance.detach())
+    load = Load(wanted, kept.sum(dim=1))
     return Plan(order % tokens, weights.flatten().index_select(0, order), counts, slots, balance, load)
 
 

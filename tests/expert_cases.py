@@ -12,11 +12,10 @@ from cs336_systems.comm import subgroup
 from cs336_systems.data import IGNORED, Batch
 from cs336_systems.dropout import dropout_key
 from cs336_systems.feed import make_feed
-from cs336_systems.fsdp import FSDP
 from cs336_systems.model import TransformerLM
 from cs336_systems.moe import MoELayer
 from cs336_systems.recipe import Recipe
-from tests.layout_cases import WIGGLE, Watched, _over_tp, alike, errors, wide
+from tests.layout_cases import WIGGLE, Watched, alike, errors, learn, over_tp, shake, wide
 from tests.layout_table import COMMON, MODELS, STEPS
 from tests.tolerances import bound
 
@@ -138,39 +137,23 @@ def one_process(recipe: Recipe, feed: object, ranks: int, wiggle: float = 0.0, s
     model = TransformerLM(replace(config, mixture=mixture, recompute="none"), "cpu")
     model.init_weights(recipe.seed)
     layers = [Gated(module) for module in model.modules() if isinstance(module, MoELayer)]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + wiggle * torch.randint_like(parameter, 2).mul(2).sub(1))
-    named = dict(model.named_parameters())
-    matrices = [p for name, p in named.items() if name.endswith("weight") and "norm." not in name]
-    vectors = [p for name, p in named.items() if not name.endswith("weight") or "norm." in name]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), eps=recipe.adam_eps, foreach=False)
-    found = []
-    for step in range(steps):
+    shake(model, wiggle)
+
+    def losses(step: int) -> tuple[Tensor, Tensor]:
         batch = feed.batch(step, 0, 1)
         drawn = recipe.dropout or mixture.is_random
         rows = torch.arange(len(batch.tokens)).split(GROUP)
-        losses = global_losses(model, batch, [dropout_key(recipe.seed, step, each) for each in rows] if drawn else None)
+        found = global_losses(model, batch, [dropout_key(recipe.seed, step, each) for each in rows] if drawn else None)
         balance = sum(layer.loss(ranks, mixture.aux_scope) for layer in layers)
-        (losses.sum() + mixture.aux_weight * balance).backward()
-        for name, parameter in named.items():
+        return found, found.sum() + mixture.aux_weight * balance
+
+    def adjust() -> None:
+        for name, parameter in model.named_parameters():
             if ".experts." in name and mixture.expert_gradient == "sqrt":
                 parameter.grad.mul_(math.sqrt(ranks))
-        gradients = {name: parameter.grad.clone() for name, parameter in named.items()}
-        norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
-        found.append({"losses": losses.detach(), "norm": norm, "gradients": gradients})
-        for parameter in named.values():
-            parameter.grad.mul_(min(1.0, recipe.clip / norm.item()))
-        for each in optimizer.param_groups:
-            # Two steps of warm-up, then half a cosine down to a tenth.
-            done = (step - recipe.warmup_steps) / (recipe.decay_steps - recipe.warmup_steps)
-            fall = recipe.lr * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
-            each["lr"] = recipe.lr * (step + 1) / recipe.warmup_steps if step < recipe.warmup_steps else fall
-        optimizer.step()
-        optimizer.zero_grad()
-    parameters = {name: p.detach() for name, p in named.items()}
-    return {"steps": found, "parameters": parameters, "validation": validated(model, feed)}
+
+    found = learn(model, recipe, losses, steps, adjust)
+    return found | {"validation": validated(model, feed)}
 
 
 @torch.no_grad()
@@ -219,17 +202,7 @@ def gradients_case(group, folder: str, layout: dict, aux_weight: float) -> list[
     return found["steps"][0]["gradients"]["blocks.0.feed_forward.router.weight"].flatten().tolist()
 
 
-class WatchedExperts(Watched):
-    """Notes what the ranks have of gradients and weights."""
-
-    def weights(self) -> dict[str, tuple[Tensor, bool, torch.Size]]:
-        wrappers = getattr(self.model, "wrappers", (self.model,))
-        shards = {shard for each in wrappers if isinstance(each, FSDP) for shard in each.shards}
-        named = self.stage.model.named_parameters()
-        return {name: (p.detach().clone(), p in shards, p.shape) for name, p in named}
-
-
-def run_steps(trainer: WatchedExperts, first: int, last: int) -> list[dict]:
+def run_steps(trainer: Watched, first: int, last: int) -> list[dict]:
     steps = []
     for number in range(first, last):
         step = trainer.step(number)
@@ -243,7 +216,7 @@ def layout_case(group, folder: str, layouts: list[dict]) -> None:
     wide()
     for layout in (Layout(**each) for each in layouts):
         try:
-            trainer = WatchedExperts(layout.recipe(folder))
+            trainer = Watched(layout.recipe(folder))
             steps = run_steps(trainer, 0, STEPS)
         except BaseException as error:
             error.add_note(f"in layout {layout}")
@@ -277,7 +250,7 @@ def _whole(name: str, owners: dict[tuple, dict[tuple, tuple]], shape: torch.Size
             part = alike(tensors, f"{name} over its replicas")
         stages.setdefault(stage, {}).setdefault(tp, []).append(part)
     by_stage = [[torch.cat(experts) for _, experts in sorted(each.items())] for each in stages.values()]
-    return alike([_over_tp(name, each, shape) for each in by_stage], f"{name} over pp")
+    return alike([over_tp(name, each, shape) for each in by_stage], f"{name} over pp")
 
 
 def dicts(layouts: list[Layout]) -> list[dict]:

@@ -45,27 +45,49 @@ def global_loss(model: TransformerLM, batch: Batch, key: object) -> Tensor:
 
 
 def one_process(recipe: Recipe, feed: object, wiggle: float = 0.0) -> dict:
-    """A plain loop: one model, the whole batch at once, torch's AdamW. `wiggle` changes all weights by this share, up
-    or down."""
+    """A plain loop: one model, the whole batch at once. `wiggle` changes all weights by this share, up or down."""
     model = TransformerLM(recipe.model_config(feed.vocab_size), "cpu")
     model.init_weights(recipe.seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(1 + wiggle * torch.randint_like(parameter, 2).mul(2).sub(1))
-    named = dict(model.named_parameters())
-    matrices = [p for p in named.values() if p.dim() > 1]
-    vectors = [p for p in named.values() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), eps=recipe.adam_eps, foreach=False)
-    steps = []
-    for step in range(recipe.steps):
+    shake(model, wiggle)
+
+    def losses(step: int) -> tuple[Tensor, Tensor]:
         batch = feed.batch(step, 0, 1)
         key = dropout_key(recipe.seed, step, torch.arange(len(batch.tokens)))
-        losses = global_loss(model, batch, key if recipe.dropout else None)
-        losses.sum().backward()
+        found = global_loss(model, batch, key if recipe.dropout else None)
+        return found, found.sum()
+
+    return learn(model, recipe, losses, recipe.steps)
+
+
+@torch.no_grad()
+def shake(model: TransformerLM, share: float) -> None:
+    """Change all weights by this share, up or down."""
+    for parameter in model.parameters():
+        parameter.mul_(1 + share * torch.randint_like(parameter, 2).mul(2).sub(1))
+
+
+def learn(
+    model: TransformerLM,
+    recipe: Recipe,
+    losses: Callable[[int], tuple[Tensor, Tensor]],
+    steps: int,
+    adjust: Callable[[], object] = lambda: None,
+) -> dict:
+    """Steps of torch's AdamW, clipped, with the recipe's rates written down once more. `losses` gives those of a step
+    to be noted, and what is differentiated; `adjust` may change the gradients."""
+    named = dict(model.named_parameters())
+    matrices = [p for name, p in named.items() if name.endswith("weight") and "norm." not in name]
+    vectors = [p for name, p in named.items() if not name.endswith("weight") or "norm." in name]
+    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), eps=recipe.adam_eps, foreach=False)
+    found = []
+    for step in range(steps):
+        noted, total = losses(step)
+        total.backward()
+        adjust()
         gradients = {name: parameter.grad.clone() for name, parameter in named.items()}
         norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm()
-        steps.append({"losses": losses.detach(), "norm": norm, "gradients": gradients})
+        found.append({"losses": noted.detach(), "norm": norm, "gradients": gradients})
         for parameter in named.values():
             parameter.grad.mul_(min(1.0, recipe.clip / norm.item()))
         for each in optimizer.param_groups:
@@ -75,7 +97,7 @@ def one_process(recipe: Recipe, feed: object, wiggle: float = 0.0) -> dict:
             each["lr"] = recipe.lr * (step + 1) / recipe.warmup_steps if step < recipe.warmup_steps else fall
         optimizer.step()
         optimizer.zero_grad()
-    return {"steps": steps, "parameters": {name: p.detach() for name, p in named.items()}}
+    return {"steps": found, "parameters": {name: p.detach() for name, p in named.items()}}
 
 
 def relative(got: Tensor, want: Tensor, scale: Tensor) -> float:
@@ -112,7 +134,8 @@ class Watched(Trainer):
         return super()._update(rate)
 
     def weights(self) -> dict[str, tuple[Tensor, bool, torch.Size]]:
-        shards = self.model.shards if isinstance(self.model, FSDP) else ()
+        wrappers = getattr(self.model, "wrappers", (self.model,))
+        shards = {shard for each in wrappers if isinstance(each, FSDP) for shard in each.shards}
         named = self.stage.model.named_parameters()
         return {name: (p.detach().clone(), p in shards, p.shape) for name, p in named}
 
@@ -180,10 +203,10 @@ def _whole(name: str, owners: dict[tuple, dict[int, tuple]], shape: torch.Size) 
         else:
             part = alike(tensors, f"{name} over dp")
         stages.setdefault(stage, []).append(part)
-    return alike([_over_tp(name, each, shape) for each in stages.values()], f"{name} over pp")
+    return alike([over_tp(name, each, shape) for each in stages.values()], f"{name} over pp")
 
 
-def _over_tp(name: str, tensors: list[Tensor], shape: torch.Size) -> Tensor:
+def over_tp(name: str, tensors: list[Tensor], shape: torch.Size) -> Tensor:
     cut = [dim for dim, (size, whole) in enumerate(zip(tensors[0].shape, shape, strict=True)) if size != whole]
     if not cut:
         return alike(tensors, f"{name} over tp")

@@ -162,15 +162,19 @@ def test_the_numbers_of_fairseqs_evaluation():
     assert closed.slots(config, 2048, training=False) == 103
     assert closed.padded_rows(config, 2048, training=False) == 512 * 103 == 52_736
     assert closed.kept_rows(config, 2048, training=False) == 4096
-    assert closed.padding_ratio(config, 2048, training=False) == 12.875
-    assert round(closed.payload_bytes(config, 2048, training=False) / 1e6, 1) == 81.0
-    assert round(closed.useful_bytes(config, 2048, training=False) / 1e6, 1) == 6.3
+    assert (
+        closed.payload_bytes(config, 2048, training=False) / closed.useful_bytes(config, 2048, training=False) == 12.875
+    )
+    sent, useful = (count(config, 2048, training=False) for count in (closed.payload_bytes, closed.useful_bytes))
+    assert sent / useful == 12.875
+    assert round(sent / 1e6, 1) == 81.0
+    assert round(useful / 1e6, 1) == 6.3
     padded, kept = (count(config, 2048, False) for count in (closed.padded_rows, closed.kept_rows))
     assert [round(closed.expert_flops(config, rows) / 1e9, 1) for rows in (padded, kept)] == [497.7, 38.7]
     assert round(closed.dispatch_flops(config, 2048, training=False) / 1e9) == 332
     # In training a factor of 2 on 4 tokens an expert.
     assert closed.slots(config, 2048) == 8
-    assert closed.padding_ratio(config, 2048) == 1.0
+    assert closed.padded_rows(config, 2048) == closed.kept_rows(config, 2048)
     one_hot = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
     parts, ours = (forward_flops(each, 1, 2048, training=False) for each in (one_hot, config))
     assert parts["experts"] == 6 * closed.expert_flops(config, 52_736) == 12.875 * ours["experts"]

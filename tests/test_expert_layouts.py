@@ -14,7 +14,7 @@ from cs336_systems.loss_scaler import ConstantScale
 from tests import ranks
 from tests.expert_cases import (
     Layout,
-    WatchedExperts,
+    Watched,
     amplification_case,
     assemble,
     dicts,
@@ -124,7 +124,7 @@ def precision_case(group, folder: str) -> None:
     layout = Layout("shared", model="llama", ep=group.size())
     torch.set_default_dtype(torch.float32)
     for precision, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        trainer = WatchedExperts(layout.recipe(folder, precision=precision, initial_loss_scale=256.0))
+        trainer = Watched(layout.recipe(folder, precision=precision, initial_loss_scale=256.0))
         step = trainer.step(0)
         assert not step.skipped
         assert torch.isfinite(step.norm)
@@ -132,7 +132,7 @@ def precision_case(group, folder: str) -> None:
     wide()
     found = []
     for scale in (1.0, 1024.0):
-        trainer = WatchedExperts(layout.recipe(folder))
+        trainer = Watched(layout.recipe(folder))
         trainer.scaler = ConstantScale(scale)
         norm = trainer.step(0).norm
         found.append((norm, {name: each[0] / scale for name, each in trainer.seen.items()}))
@@ -151,7 +151,7 @@ def forgotten_case(group, folder: str) -> None:
     wide()
     found = []
     for spoiled in (False, True):
-        trainer = WatchedExperts(Layout("shared", model="llama", ep=2, dp=2, zero=2).recipe(folder))
+        trainer = Watched(Layout("shared", model="llama", ep=2, dp=2, zero=2).recipe(folder))
         if spoiled:
             batch = trainer.feed.batch(7, group.rank(), group.size())
             trainer.model(batch).tokens.backward()
@@ -169,7 +169,7 @@ def test_zero_grad_forgets_what_both_wrappers_hold(proof):
 
 def once_case(group, folder: str) -> None:
     """Two microbatches: gradients are reduced once, the experts' over dp and the others over dp x ep."""
-    trainer = WatchedExperts(Layout("shared", model="llama", ep=2, dp=2).recipe(folder, micro_batch_size=1))
+    trainer = Watched(Layout("shared", model="llama", ep=2, dp=2).recipe(folder, micro_batch_size=1))
     with record() as events:
         trainer.step(0)
     dense, experts = (len(wrapper.buckets) for wrapper in trainer.model.wrappers)

@@ -10,7 +10,7 @@ import torch
 from cs336_systems.errors import UserError
 from cs336_systems.expert_state import load_state, whole_state
 from tests import ranks
-from tests.expert_cases import Layout, WatchedExperts, amplification_case, dicts, rounding, run_steps
+from tests.expert_cases import Layout, Watched, amplification_case, dicts, rounding, run_steps
 from tests.layout_cases import errors, load, relative, wide, write_text
 
 WRITER = Layout("shared", ep=4, model="llama", zero=2)
@@ -27,7 +27,7 @@ SETTINGS = {"num_experts": 8, "micro_batch_size": 1}  # a row at a time is route
 FIRST, LAST = 2, 3  # steps before and after the move
 
 
-def continue_(trainer: WatchedExperts, path: Path) -> None:
+def continue_(trainer: Watched, path: Path) -> None:
     steps = run_steps(trainer, FIRST, LAST)
     torch.save({"steps": steps, "state": whole_state(trainer)}, path)
 
@@ -35,7 +35,7 @@ def continue_(trainer: WatchedExperts, path: Path) -> None:
 def writer_case(group, folder: str, layout: dict) -> None:
     """Two steps, a state in a file, and one step more."""
     wide()
-    trainer = WatchedExperts(Layout(**layout).recipe(folder, **SETTINGS))
+    trainer = Watched(Layout(**layout).recipe(folder, **SETTINGS))
     assert all(state.keys() == {"value"} for state in whole_state(trainer).values())
     run_steps(trainer, 0, FIRST)
     state = whole_state(trainer)
@@ -47,7 +47,7 @@ def writer_case(group, folder: str, layout: dict) -> None:
 def reader_case(group, folder: str, layouts: list[dict]) -> None:
     wide()
     for layout in (Layout(**each) for each in layouts):
-        trainer = WatchedExperts(layout.recipe(folder, **SETTINGS))
+        trainer = Watched(layout.recipe(folder, **SETTINGS))
         trainer.step(0)  # of which nothing may be left
         state = load(Path(folder, "state.0"))
         load_state(trainer, state)
@@ -113,7 +113,7 @@ def masters_case(group, folder: str) -> None:
         Layout("shared", model="llama", **place).recipe(folder, precision="bf16")
         for place in ({"ep": 2}, {"dp": 2, "zero": 2}, {"ep": 2, "zero": 1})
     ]
-    writer = WatchedExperts(recipes[0])
+    writer = Watched(recipes[0])
     writer.step(0)
     state = whole_state(writer)
     assert {state[name]["master"].dtype for name in state} == {torch.float32}
@@ -121,7 +121,7 @@ def masters_case(group, folder: str) -> None:
     writer.step(1)
     require_same(state, before)
     for recipe in recipes[1:]:
-        reader = WatchedExperts(recipe)
+        reader = Watched(recipe)
         load_state(reader, state)
         require_same(whole_state(reader), state)
         reader.step(1)
@@ -132,11 +132,11 @@ def refusals_case(group, folder: str) -> list[str]:
     """What each refusal says."""
     wide()
     layout = Layout("shared", ep=2, model="llama")
-    trainer = WatchedExperts(layout.recipe(folder))
+    trainer = Watched(layout.recipe(folder))
     state = whole_state(trainer)
     said = []
-    more = WatchedExperts(layout.recipe(folder, num_experts=8))
-    sharded = WatchedExperts(layout.recipe(folder, zero=3))
+    more = Watched(layout.recipe(folder, num_experts=8))
+    sharded = Watched(layout.recipe(folder, zero=3))
     missing = {name: each for name, each in state.items() if name != "final_norm.weight"}
     before = more.weights()
     for act in (

@@ -32,11 +32,6 @@ def computed_rows(config: ModelConfig, tokens: int, training: bool = True) -> in
     return count(config, tokens, training)
 
 
-def padding_ratio(config: ModelConfig, tokens: int, training: bool = True) -> float:
-    """How many slots there are for each row that is of use. Raises ZeroDivisionError where no row finds a slot."""
-    return padded_rows(config, tokens, training) / kept_rows(config, tokens, training)
-
-
 def row_bytes(config: ModelConfig, rows: int, width: int = 2) -> int:
     """Bytes of one all-to-all, all that a rank gives: rows of d_model numbers of `width` bytes."""
     return rows * config.d_model * width
