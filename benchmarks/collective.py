@@ -16,12 +16,12 @@ from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record
 from cs336_systems import console
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
-from cs336_systems.comm.events import SENT
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.console import format_bytes, format_count, setting
 from cs336_systems.cost.parallel import Link
 from cs336_systems.errors import UserError
 from cs336_systems.machine import environment, out_of_memory, usable_memory
+from cs336_systems.volume import sent
 
 COURSE_SIZES = "512KB 1MB 10MB 50MB 100MB 500MB 1GB"
 SMOKE_SIZES = "4KB 256KB"
@@ -180,7 +180,7 @@ def room(group: Group, device: torch.device) -> int:
 def bandwidths(nbytes: int, ranks: int, milliseconds: float) -> dict[str, float]:
     """Bytes/s: of the tensor (algorithm), and out of each rank (bus), which is what a link's speed is compared with."""
     algorithm = nbytes / milliseconds * 1e3
-    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * SENT["all-reduce"](ranks)}
+    return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * sent("all-reduce", ranks)}
 
 
 def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Record:

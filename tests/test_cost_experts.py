@@ -22,7 +22,7 @@ from cs336_systems.cost import (
     saved_activations,
 )
 from cs336_systems.cost import experts as closed
-from cs336_systems.cost.fit import require_layout_fits
+from cs336_systems.cost.capacity import require_layout_fits
 from cs336_systems.cost.layout import Layout, partial_names, rank_parameters, rank_shapes
 from cs336_systems.cost.layout_memory import rank_memory
 from cs336_systems.cost.layout_step import pass_flops, sample_flops
@@ -37,7 +37,7 @@ from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.recipe import Recipe
 from cs336_systems.tensor_parallel import tensor_parallel
 from tests.test_cost import live_peaks, loss_of, saved_bytes
-from tests.test_layout_traffic import in_turn
+from tests.traffic_cases import in_turn
 
 BATCH, SEQ = 5, 8
 SMALL = ModelConfig(

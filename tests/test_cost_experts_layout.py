@@ -20,7 +20,7 @@ from tests.ranks import run
 from tests.test_cost_experts import GPT, LLAMA, SEQ, sparse
 from tests.test_cost_layout import BATCH as ROWS
 from tests.test_cost_layout import batch_of, saved_bytes
-from tests.test_layout_traffic import in_turn, mesh_of
+from tests.traffic_cases import in_turn, mesh_of
 
 
 def layout_case(group, cases, states):

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -96,26 +95,6 @@ def test_the_order_of_gradients_and_reductions_is_the_lesson(wrapper):
     assert ranks.run(trace_case, 2, wrapper=wrapper) == [TRACES[wrapper]] * 2
 
 
-def volume_case(group, wrapper: str) -> list[list]:
-    model = WRAPPERS[wrapper](make())
-    with record() as events:
-        loss_of(model, 1, group.rank(), group.size()).backward()
-        model.finish_gradient_synchronization()
-    return [[each.verb, each.nbytes, each.bytes_sent] for each in events if each.label != "ballot"]
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("wrapper", "collectives"), [("naive", 10), ("flat", 1), ("overlapped", 10), ("bucketed", 1)])
-def test_every_gradient_is_sent_once(wrapper, collectives, world_size):
-    trainable = [p for p in make().parameters() if p.requires_grad]
-    assert len(trainable) == 10
-    for events in ranks.run(volume_case, world_size, wrapper=wrapper):
-        assert [verb for verb, _, _ in events] == ["all-reduce"] * collectives
-        total = 8 * sum(p.numel() for p in trainable)
-        assert sum(nbytes for _, nbytes, _ in events) == total
-        assert sum(sent for _, _, sent in events) == pytest.approx(2 * (world_size - 1) / world_size * total)
-
-
 def views_case(group) -> None:
     """Gradients are views of the bucket, so nothing is copied back; naive ones are reduced where they are."""
     model = FlatDDP(make())
@@ -169,19 +148,3 @@ def test_gradients_of_one_rank_are_not_clipped(stage):
     for error in ranks.run_failing(early_clip_case, 2, stage=stage):
         assert error[0] == "UserError"
         assert "clip_grad_norm() before" in error[1]
-
-
-def no_sync_volume_case(group, wrapper: str) -> int:
-    model = WRAPPERS[wrapper](make())
-    with record() as events:
-        for micro in range(3):
-            with model.no_sync() if micro < 2 else nullcontext():
-                loss_of(model, micro).backward()
-        model.finish_gradient_synchronization()
-    return sum(event.nbytes for event in events if event.label != "ballot")
-
-
-@every_wrapper
-def test_accumulated_gradients_are_sent_once(wrapper):
-    total = 8 * sum(p.numel() for p in make().parameters() if p.requires_grad)
-    assert ranks.run(no_sync_volume_case, 2, wrapper=wrapper) == [total] * 2

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.comm import record
+from cs336_systems.cost.layout_traffic import gradient_traffic
 from cs336_systems.loss_scaler import ConstantScale
 from tests import ranks
 from tests.expert_cases import (
@@ -172,9 +173,10 @@ def once_case(group, folder: str) -> None:
     trainer = Watched(Layout("shared", model="llama", ep=2, dp=2).recipe(folder, micro_batch_size=1))
     with record() as events:
         trainer.step(0)
-    dense, experts = (len(wrapper.buckets) for wrapper in trainer.model.wrappers)
+    want = gradient_traffic(trainer.config, trainer.recipe.layout(group.size()), 0)
+    buckets = {each.axis: times for each, times in want.items() if each.what == "bucket"}
     found = Counter(event.ranks for event in events if event.label.startswith("bucket"))
-    assert found == {4: dense, 2: experts}
+    assert found == {4: buckets["data"], 2: buckets["dp"]}
 
 
 def test_gradients_of_several_microbatches_are_reduced_once(proof):

@@ -189,28 +189,6 @@ def test_a_state_of_another_module_is_refused(change):
         assert "last.weight" in error[1]
 
 
-def volume_case(group) -> list[list]:
-    model = FSDP(make())
-    with record() as events:
-        loss_of(model, 0, group.rank(), group.size()).backward()
-        model.finish_gradient_synchronization()
-    return [[event.verb, event.nbytes] for event in events if event.label != "ballot"]
-
-
-def test_traffic_is_two_gathers_and_one_reduction():
-    reference = make()
-    weights = {p: None for p in reference.parameters() if p.dim() == 2}
-    padded = sum(8 * 2 * -(-p.shape[0] // 2) * p.shape[1] for p in weights)
-    tied = 8 * 2 * -(-11 // 2) * 7  # the tied weight is gathered for the embedding and again for the head
-    shared = 8 * 2 * 3 * 5  # and one that is called twice again for its second call
-    replicated = 8 * sum(p.numel() for p in reference.parameters() if p.dim() != 2 and p.requires_grad)
-    for events in ranks.run(volume_case, 2):
-        total = {verb: sum(nbytes for v, nbytes in events if v == verb) for verb in ("all-gather", "reduce-scatter")}
-        assert total["reduce-scatter"] == padded
-        assert 2 * padded + tied <= total["all-gather"] <= 2 * (padded + tied) + shared
-        assert sum(nbytes for v, nbytes in events if v == "all-reduce") == replicated
-
-
 def uneven_case(group) -> list[int]:
     """Fewer rows than ranks: the last ranks hold nothing of the weight and train all the same."""
     torch.manual_seed(0)

@@ -15,6 +15,9 @@ from torch import Tensor
 from cs336_systems import pipeline
 from cs336_systems.comm import Mesh, all_reduce, record
 from cs336_systems.comm import group as comm_group
+from cs336_systems.cost.layout import Layout
+from cs336_systems.cost.layout_traffic import message_traffic
+from cs336_systems.cost.transfer import Transfer
 from cs336_systems.errors import UserError
 from cs336_systems.heads import Losses
 from cs336_systems.model import TransformerLM
@@ -24,6 +27,7 @@ from cs336_systems.tensor_parallel import tensor_parallel
 from tests import ranks
 from tests.parallel_models import (
     CONFIGS,
+    SEQ,
     combine,
     compare_gradients,
     gradients,
@@ -107,14 +111,28 @@ def check_losses(stage: Stage, got: list[Losses], want: list[Losses]) -> None:
         assert (one.pair is None and other.pair is None) or torch.equal(one.pair, other.pair)
 
 
-def check_messages(stage: Stage, seen: Seen, count: int, nbytes: int) -> None:
-    """The closed form: every pass but the model's first and last hands one tensor on, each way."""
-    ends = count * (stage.chunks - stage.has_first), count * (stage.chunks - stage.has_last)
-    verbs = Counter(event.verb for event in seen.events)
-    assert verbs == Counter({"send": sum(ends), "receive": sum(ends)})
-    assert all(event.nbytes == nbytes for event in seen.events)
-    received = Counter(event.label.split()[0] for event in seen.events if event.verb == "receive")
-    assert received == Counter({"forward": ends[0], "backward": ends[1]})
+def check_messages(stage: Stage, seen: Seen, count: int, width: int) -> None:
+    """The closed form, whatever the schedule; `test_messages_by_hand` counts it."""
+    found = Counter((event.verb, event.label.split()[0], event.numel, event.dtype.itemsize) for event in seen.events)
+    want = message_traffic(stage.model.config, layout_of(stage.stages, stage.chunks, count), SEQ, stage.stage, width)
+    assert found == Counter({(each.verb, each.what, each.elements, each.width): n for each, n in want.items()})
+
+
+def layout_of(stages: int, chunks: int, count: int) -> Layout:
+    name = "interleaved" if chunks > 1 else "1f1b"
+    return Layout(pp=stages, chunks=chunks, schedule=name, micro_batch=ROWS, global_batch=ROWS * count)
+
+
+def test_messages_by_hand():
+    """Of four microbatches every pass but the model's first and last hands one tensor on, each way."""
+    config = replace(CONFIGS["gpt"], num_layers=4)
+    for stage, by_hand in ((0, (4, 8, 4, 8)), (1, (8, 4, 8, 4))):  # two chunks: 0 and 2 of four, 1 and 3
+        found = message_traffic(config, layout_of(2, 2, 4), SEQ, stage)
+        kinds = ("receive", "forward"), ("send", "forward"), ("send", "backward"), ("receive", "backward")
+        elements = ROWS * SEQ * config.d_model
+        assert found == {
+            Transfer(verb, "pp", kind, elements, 4): n for (verb, kind), n in zip(kinds, by_hand, strict=True)
+        }
 
 
 def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunks: int, count: int) -> None:
@@ -126,7 +144,7 @@ def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunk
     check_losses(stage, seen.losses, oracle.losses[:count])
     assert seen.peak == peak_live(name, stage.stage, stage.stages, count, chunks), where
     assert seen.accumulated == (count - 1 if chunks == 1 else count * chunks), where
-    check_messages(stage, seen, count, dense.head_weight().itemsize * ROWS * 8 * config.d_model)
+    check_messages(stage, seen, count, dense.head_weight().itemsize)
     mine = {each: parameter.grad for each, parameter in stage.model.named_parameters()}
     if config.tied_head and mesh.ends is not None:
         all_reduce(mine[TIED].view(-1), mesh.ends, "tied", "sum").wait()

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from cs336_systems.comm import record
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.optim import AdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
@@ -156,31 +155,24 @@ def test_state_loads_at_another_world_size_and_into_the_plain_optimizer(tmp_path
         ranks.run(resume_case, world_size, folder=str(tmp_path), layout=other, plain=plain)
 
 
-def traffic_case(group, layout: str) -> list:
+def held_case(group, layout: str) -> int:
+    """Numbers of optimizer state that a rank keeps."""
     model = make()
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, layout=layout)
     loss_of(model, 0).backward()
-    with record() as events:
-        optimizer.step()
-    held = sum(
+    optimizer.step()
+    return sum(
         value.numel() for state in optimizer.inner.state.values() for key, value in state.items() if key != "step"
     )
-    return [[event.verb for event in events], sum(event.nbytes for event in events), held]
 
 
-def test_flat_is_one_all_gather_and_whole_a_broadcast_a_rank():
-    numbers = sum(p.numel() for p in make().parameters() if p.requires_grad)
-    flat = ranks.run(traffic_case, 2, layout="flat")
-    whole = ranks.run(traffic_case, 2, layout="whole")
-    assert [verbs for verbs, _, _ in flat] == [["all-gather"]] * 2
-    assert [verbs for verbs, _, _ in whole] == [["broadcast"] * 2] * 2
-    padded = 8 * 2 * -(-numbers // 2)
-    assert [nbytes for _, nbytes, _ in flat] == [padded] * 2
-    assert [nbytes for _, nbytes, _ in whole] == [8 * numbers] * 2
-    used = numbers - sum(p.numel() for p in make().unused.parameters())
-    # Two moments of what has a gradient; flat halves differ by the padding and where the unused layer lies.
-    assert sum(held for _, _, held in flat) == 2 * used
-    assert sum(held for _, _, held in whole) == 2 * used
+@both_layouts
+def test_the_state_is_divided(layout):
+    model = make()
+    used = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    used -= sum(p.numel() for p in model.unused.parameters())
+    # Two moments of what has a gradient, each on one rank.
+    assert sum(ranks.run(held_case, 2, layout=layout)) == 2 * used
 
 
 def refusal_case(group, name: str, layout: str) -> None:

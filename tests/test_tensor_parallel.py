@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from cs336_systems.comm import Mesh, record
+from cs336_systems.cost.layout import Layout
+from cs336_systems.cost.layout_traffic import pass_traffic
 from cs336_systems.errors import UserError
 from cs336_systems.model import TransformerLM, lm_loss
 from cs336_systems.tensor_parallel import ColumnParallelLinear, RowParallelLinear, check_divides, tensor_parallel
 from tests import ranks
 from tests.parallel_models import (
     CONFIGS,
+    SEQ,
     combine,
     compare_gradients,
     gradients,
@@ -32,27 +35,35 @@ ROWS, MULTIPLE = 3, 8  # a vocabulary of 37 is padded to 40: with tp 4 the last 
 RECOMPUTE = ("none", "segments", "attention", "nested")
 
 
-def collectives(config, sequence: bool, tokens: int) -> Counter:
-    """The closed form of a forward and a backward with two layers and dropout, by verb, label and elements."""
-    layers, bert = config.num_layers, config.bert_heads
-    stream = tokens * config.d_model
-    again = layers if config.recompute in ("segments", "nested") else 0  # every layer is run once more
-    said = Counter({("all-reduce", "embedding"): 1})
-    if sequence:
-        for label in ("attention", "feed-forward"):
-            said["all-gather", label] = layers + again
-            said["reduce-scatter", f"{label}, gradient"] = layers
-            said["all-gather", f"{label} again"] = 0 if again else layers
-        said["reduce-scatter", "row"], said["all-gather", "row, gradient"] = 2 * (layers + again), 2 * layers
-        said["all-gather", "embedding, gradient"] = 1
-        said["all-gather", "heads" if bert else "head"] = 1
-        said["all-reduce" if bert else "reduce-scatter", "head, gradient"] = 1
-    else:
-        said["all-reduce", "row"] = 2 * (layers + again)
-        said["all-reduce", "attention, gradient"] = said["all-reduce", "feed-forward, gradient"] = layers
-        said["all-reduce", "head, gradient"] = 1
-    sizes = Counter({(*key, stream): count for key, count in said.items() if count})
-    return sizes + Counter({("all-reduce", "largest logit", tokens): 1, ("all-reduce", "softmax", 2 * tokens): 1})
+def collectives(config, sequence: bool, ranks: int) -> Counter:
+    """The closed form of a forward and a backward, by verb, label and elements."""
+    layout = Layout(tp=ranks, sequence=sequence, micro_batch=ROWS, global_batch=ROWS, vocabulary_multiple=MULTIPLE)
+    found = Counter()
+    for each in pass_traffic(config, layout, SEQ, 0):
+        for transfer, times in each.items():
+            found[transfer.verb, transfer.what, transfer.elements] += times
+    return found
+
+
+def test_two_layers_by_hand():
+    """A forward and a backward of a decoder with dropout, every layer of which is run again."""
+    config = replace(CONFIGS["gpt"], recompute="segments", dropout=0.1)
+    stream, tokens = ROWS * SEQ * config.d_model, ROWS * SEQ
+    ends = {("all-reduce", "embedding"): 1, ("all-reduce", "largest logit"): 1, ("all-reduce", "softmax"): 1}
+    branches = ("attention, gradient", "feed-forward, gradient")
+    whole = ends | {("all-reduce", "row"): 8, ("all-reduce", "head, gradient"): 1}
+    whole |= {("all-reduce", label): 2 for label in branches}
+    parts = ends | {("all-gather", "attention"): 4, ("all-gather", "feed-forward"): 4, ("reduce-scatter", "row"): 8}
+    parts |= {("reduce-scatter", label): 2 for label in branches} | {("all-gather", "row, gradient"): 4}
+    parts |= {
+        ("all-gather", "embedding, gradient"): 1,
+        ("all-gather", "head"): 1,
+        ("reduce-scatter", "head, gradient"): 1,
+    }
+    sizes = {"largest logit": tokens, "softmax": 2 * tokens}
+    for sequence, by_hand in ((False, whole), (True, parts)):
+        want = {(*key, sizes.get(key[1], stream)): times for key, times in by_hand.items()}
+        assert collectives(config, sequence, 2) == want
 
 
 def check_model(dense: TransformerLM, config, batch, sequence: bool, mesh: Mesh, wanted) -> float:
@@ -76,7 +87,7 @@ def check_model(dense: TransformerLM, config, batch, sequence: bool, mesh: Mesh,
         assert (got is None) == (want is None)
         assert got is None or relative_error(got.detach(), want.detach()) <= tolerance
     counted = Counter((event.verb, event.label, event.numel) for event in events)
-    assert counted == collectives(config, sequence, batch.tokens.numel()), (config.recompute, sequence)
+    assert counted == collectives(config, sequence, mesh.tp.size()), (config.recompute, sequence)
     return compare_gradients(gradients(model, plan), plan, dense, tolerance)
 
 

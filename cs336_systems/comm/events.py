@@ -1,6 +1,6 @@
 """A record of every collective: what the tests count, and what the analytic model is compared with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +8,7 @@ from typing import Any
 import torch
 
 from cs336_systems.marks import is_profiling
-
-# What each rank sends, as a multiple of the tensor, by algorithm; a broadcast's is the root's share spread over all.
-SENT: dict[str, Callable[[int], float]] = {
-    "all-reduce": lambda ranks: 2 * (ranks - 1) / ranks,
-    "reduce-scatter": lambda ranks: (ranks - 1) / ranks,
-    "all-gather": lambda ranks: (ranks - 1) / ranks,
-    "broadcast": lambda ranks: (ranks - 1) / ranks,
-    "all-to-all": lambda ranks: (ranks - 1) / ranks,
-    "send": lambda ranks: 1.0,
-    "receive": lambda ranks: 0.0,
-}
+from cs336_systems.volume import sent
 
 
 @dataclass(frozen=True)
@@ -40,7 +30,7 @@ class Event:
     @property
     def bytes_sent(self) -> float:
         """What one rank sends, in bytes."""
-        return self.nbytes * SENT[self.algorithm](self.ranks)
+        return self.nbytes * sent(self.algorithm, self.ranks)
 
     def annotate(self, what: str, number: int, group: str) -> AbstractContextManager[Any]:
         """A span in a profiler's trace, `wait all-reduce 0#3 bucket 1`: this collective is the group's third. Its name

@@ -10,9 +10,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import prod
 
+from cs336_systems.cost.spread import check_spread
+from cs336_systems.cost.transfer import Parameter, plan_buckets
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import blocks_of, bubble_fraction
+from cs336_systems.schedule import blocks_of
 
 TIED = "embedding.tokens.weight"
 BUCKET_BYTES = 25e6
@@ -40,22 +42,7 @@ class Layout:
     ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.zero not in (0, 1, 2, 3):
-            raise UserError(f"ZeRO has stages 0 to 3, not {self.zero}")
-        together = self.micro_batch * self.data
-        if self.global_batch % together:
-            below = self.global_batch // together * together
-            near = f"{below} or {below + together}" if below else str(together)
-            raise UserError(
-                f"a global batch of {self.global_batch} sequences is not a multiple of micro-batch {self.micro_batch} "
-                f"x dp {self.dp}{f' x ep {self.ep}' if self.ep > 1 else ''} = {together}: use {near}"
-            )
-        if self.chunks > 1 and self.pp == 1:
-            raise UserError(f"{self.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
-        bubble_fraction(self.schedule, self.pp, self.microbatches, self.chunks)  # which checks that they fit
+        check_spread(self, ("tp", "pp", "dp", "ep", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"))
 
     @property
     def ranks(self) -> int:
@@ -230,7 +217,7 @@ def partial_names(shapes: Shapes, layout: Layout) -> list[str]:
 
 def is_sharded(name: str, shape: tuple[int, ...]) -> bool:
     """Whether ZeRO stage 3 shards a parameter's rows: those of a matrix, but not of stacked experts."""
-    return len(shape) == 2 and is_matrix(name, shape)
+    return Parameter(name, shape).is_sharded
 
 
 def alone_names(config: ModelConfig, layout: Layout, stage: int) -> list[str]:
@@ -259,13 +246,8 @@ def wrapped(shapes: Shapes, layout: Layout) -> list[tuple[Shapes, str, int, int]
 def buckets(shapes: Shapes, alone: Collection[str], width: int) -> list[list[str]]:
     """How `BucketedDDP` groups gradients of `width` bytes an element: from the last parameter to the first, up to
     25 MB, those of `alone` by themselves."""
-    groups: list[list[str]] = []
-    for name in (name for name in reversed(shapes) if name not in alone):
-        held = sum(prod(shapes[each]) for each in groups[-1]) if groups else 0
-        if not groups or width * (held + prod(shapes[name])) > BUCKET_BYTES:
-            groups.append([])
-        groups[-1].append(name)
-    return [*groups, *([name] for name in alone if name in shapes)]
+    parameters = [Parameter(name, shape, width) for name, shape in shapes.items()]
+    return [[each.name for each in group] for group in plan_buckets(parameters, BUCKET_BYTES, alone)]
 
 
 def rank_parameters(config: ModelConfig, layout: Layout, stage: int) -> dict[str, int]:

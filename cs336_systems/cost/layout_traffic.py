@@ -13,43 +13,27 @@ on the way to the experts that is exact without a capacity, on the way back only
 
 from collections import Counter
 from math import ceil, prod
-from typing import NamedTuple
 
 from cs336_systems.cost.experts import computed_rows
+from cs336_systems.cost.fsdp_traffic import closing_traffic, count_walks, whole_rows
 from cs336_systems.cost.layout import (
     TIED,
     Layout,
     Shapes,
     alone_names,
     buckets,
+    is_matrix,
     is_sharded,
     partial_names,
     rank_shapes,
     wrapped,
 )
-from cs336_systems.cost.layout_memory import decay_sizes, parameter_bytes
+from cs336_systems.cost.layout_memory import parameter_bytes
 from cs336_systems.cost.memory import Precision
+from cs336_systems.cost.transfer import Parameter, Traffic, Transfer
+from cs336_systems.cost.wrapper_traffic import construction_traffic, zero_traffic
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import Action, receives_from, sends_to
-
-
-class Transfer(NamedTuple):
-    """One collective or message: along which axis of the mesh ("tp", "pp", "ep", "dp", "data", which joins these two,
-    "ends" or "world"), what it is for, how many elements of how many bytes."""
-
-    verb: str
-    axis: str
-    what: str
-    elements: int
-    width: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.elements * self.width
-
-
-Traffic = Counter[Transfer]
+from cs336_systems.schedule import Action, receives_from, schedule, sends_to
 
 
 def pass_traffic(
@@ -194,7 +178,8 @@ def gradient_traffic(
     kept: dict[str, int] = {}
     for each, axis, ranks, zero in wrapped(shapes, layout):
         groups = buckets(each, alone, width)
-        found += _wrapper_traffic(each, groups, axis, ranks, zero, width)
+        parameters = [Parameter(name, shape, width) for name, shape in each.items()]
+        found += _wrapper_traffic(parameters, alone, axis, ranks, zero)
         kept |= _kept(each, groups, ranks, zero, data_rank if axis == layout.data_axis else data_rank // layout.ep)
     if partial := sum(kept[name] for name in partial_names(shapes, layout)):
         found[Transfer("all-reduce", "tp", "norms", partial, width)] += 1
@@ -205,33 +190,12 @@ def gradient_traffic(
     return found
 
 
-def _wrapper_traffic(shapes: Shapes, groups: list[list[str]], axis: str, ranks: int, zero: int, width: int) -> Traffic:
-    """What one data-parallel wrapper and its optimizer send after the last backward."""
-    found = Traffic()
-    if ranks == 1:
-        return found
-
-    def add(verb: str, what: str, elements: int, size: int = width) -> None:
-        found[Transfer(verb, axis, what, elements, size)] += 1
-
-    add("all-reduce", "ballot", len(shapes) + 1, 4)
+def _wrapper_traffic(parameters: list[Parameter], alone: list[str], axis: str, ranks: int, zero: int) -> Traffic:
+    """What one data-parallel wrapper and its AdamW, of which one group decays, send after the last backward."""
     if zero == 3:
-        add(
-            "all-reduce",
-            "replicated",
-            sum(prod(shape) for name, shape in shapes.items() if not is_sharded(name, shape)),
-        )
-        return found
-    sizes = [sum(prod(shapes[name]) for name in names) for names in groups]
-    for size in sizes:
-        if zero == 2:
-            add("reduce-scatter", "bucket", ceil(size / ranks) * ranks)
-        else:
-            add("all-reduce", "bucket", size)
-    stores = {0: [], 1: [size for size in decay_sizes(shapes) if size], 2: sizes}[zero]
-    for size in stores:
-        add("all-gather", "updated parameters", ceil(size / ranks) * ranks)
-    return found
+        return closing_traffic(parameters, ranks, axis=axis)
+    groups = [[each for each in parameters if is_matrix(each.name, each.shape) is decays] for decays in (True, False)]
+    return zero_traffic(parameters, ranks, zero, groups, alone=alone, axis=axis)
 
 
 def _kept(shapes: Shapes, groups: list[list[str]], ranks: int, zero: int, rank: int) -> dict[str, int]:
@@ -259,22 +223,49 @@ def _rows(name: str, shape: tuple[int, ...], ranks: int, rank: int) -> int:
 
 
 def shard_traffic(config: ModelConfig, layout: Layout, stage: int, width: int = 4) -> Traffic:
-    """What ZeRO stage 3 sends over the data-parallel ranks for each microbatch: every matrix is gathered for forward
-    and for backward, and its gradient reduce-scattered (Rajbhandari et al., arXiv:1910.02054, section 7.2.2).
+    """What ZeRO stage 3 sends over the data-parallel ranks in all passes of a step: for each microbatch every matrix
+    is gathered for forward and for backward, and its gradient reduce-scattered (Rajbhandari et al., arXiv:1910.02054,
+    section 7.2.2); what is read outside its layer, such as a tied embedding, is gathered more often (`Walk`).
 
-    A tied embedding that is the head as well is gathered once more. A bound from below where a last stage has a copy
-    of the embedding: that is gathered up to twice more.
+    Interleaved chunks are not for stage 3: `Recipe` refuses them.
     """
     found, axis, ranks = Traffic(), layout.data_axis, layout.data
     if layout.zero < 3 or ranks == 1:
         return found
-    both = config.tied_head and layout.pp == 1
-    for name, shape in wrapped(rank_shapes(config, layout, stage), layout)[0][0].items():
-        if is_sharded(name, shape):
-            elements = ceil(shape[0] / ranks) * ranks * prod(shape[1:])
-            times = 3 if both and name == TIED else 2
-            found[Transfer("all-gather", axis, "weight", elements, width)] += times
-            found[Transfer("reduce-scatter", axis, "weight, gradient", elements, width)] += 1
+    shapes = wrapped(rank_shapes(config, layout, stage), layout)[0][0]
+    layers = [name for name, shape in shapes.items() if is_sharded(name, shape)]
+    # The table of positions and the weights of routers are read by what has them.
+    calls = [name if name.endswith(("positions.weight", "router.weight")) else n for n, name in enumerate(layers)]
+    first, last = layout.ends(stage)
+    if config.tied_head and last:
+        calls = [*(calls if first else calls[1:]), TIED]
+    actions = schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks)[stage]
+    gathers, reductions = count_walks(layers, calls, [action.kind for action in actions])
+    for name in layers:
+        elements = whole_rows(Parameter(name, shapes[name]), ranks)
+        found[Transfer("all-gather", axis, "weight", elements, width)] += gathers[name]
+        found[Transfer("reduce-scatter", axis, "weight, gradient", elements, width)] += reductions[name]
+    return found
+
+
+def start_traffic(config: ModelConfig, layout: Layout, stage: int = 0, precision: Precision = "fp32") -> Traffic:
+    """What a rank of a stage sends when its model is wrapped: each replica gets the first one's values."""
+    width, found = parameter_bytes(precision)[0], Traffic()
+    for each, axis, ranks, _ in wrapped(rank_shapes(config, layout, stage), layout):
+        found += construction_traffic([Parameter(name, shape, width) for name, shape in each.items()], ranks, axis=axis)
+    return found
+
+
+def trainer_traffic(config: ModelConfig, layout: Layout, logged: bool = True) -> Traffic:
+    """What `Trainer` sums besides in a step: targets, where masks decide how many there are, and, if the step is
+    `logged`, the losses and how balanced experts are. Timers that are gathered over ranks are not in it."""
+    found = Traffic()
+    if config.bert_heads and layout.data > 1:
+        found[Transfer("all-reduce", layout.data_axis, "targets", 1, 4)] += 1
+    if logged and layout.ranks > 1:
+        found[Transfer("all-reduce", "world", "losses", 2, 8)] += 1
+        if config.num_experts:
+            found[Transfer("all-reduce", "world", "balance", 4, 8)] += 1
     return found
 
 
@@ -284,8 +275,8 @@ def step_traffic(
     """Every collective and message of one step on a rank of a stage, counted: equal to what `comm.record()` lists.
 
     That is forward and backward of all microbatches, and what `gradient_traffic` names; a group of one rank sends
-    nothing. What a trainer sums besides, the number of targets and its losses, is not in it. Raises UserError for a
-    layout that does not divide.
+    nothing. What a trainer sums besides is `trainer_traffic`, what comes before the first step `start_traffic`. Raises
+    UserError for a layout that does not divide.
     """
     layout.check(config, seq)
     width, total = parameter_bytes(precision)[0], Traffic()
@@ -293,7 +284,6 @@ def step_traffic(
         for each in pass_traffic(config, layout, seq, stage, chunk, width):
             for transfer, times in each.items():
                 total[transfer] += times * layout.microbatches
-    for transfer, times in shard_traffic(config, layout, stage, width).items():
-        total[transfer] += times * layout.microbatches
+    total += shard_traffic(config, layout, stage, width)
     total += message_traffic(config, layout, seq, stage, width)
     return total + gradient_traffic(config, layout, stage, precision, data_rank)

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What leaves each rank, as a multiple of the tensor times (ranks - 1) / ranks (Patarasu and Yuan, J. Parallel Distrib.
-# Comput. 69, 2009: no algorithm sends less).
-TRAFFIC = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1, "broadcast": 1, "all-to-all": 1}
+from cs336_systems.volume import TRAFFIC as TRAFFIC
+from cs336_systems.volume import sent
 
 
 @dataclass(frozen=True)
@@ -17,7 +16,7 @@ class Link:
 
     def seconds(self, nbytes: float, ranks: int, verb: str = "all-reduce") -> float:
         """A bandwidth-optimal collective on a tensor of `nbytes` in all."""
-        return self.latency + TRAFFIC[verb] * (ranks - 1) / ranks * nbytes / self.bandwidth
+        return self.latency + sent(verb, ranks) * nbytes / self.bandwidth
 
 
 def exposed_seconds(buckets: Sequence[float], seconds: Sequence[float], backward: float, overlap: bool) -> float:
