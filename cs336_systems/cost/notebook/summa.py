@@ -1,0 +1,159 @@
+"""Tensor parallelism on grids of ranks: what one product `(m k) x (k n)` sends and holds if both its operands are cut,
+in 2D, 2.5D and 3D, beside Megatron's 1D. More dimensions mean that a rank receives less, of large enough matrices.
+
+- `1d` (Shoeybi et al., arXiv:1909.08053): p ranks cut the weight only; with sequence parallelism (Korthikanti et al.,
+  arXiv:2205.05198) the stream is gathered before, or reduced and scattered after.
+- `2d` (SUMMA, van de Geijn and Watts 1997; Optimus, arXiv:2104.05343): q x q ranks. In step t of q, rank (i, t) sends
+  its block of A to its row and rank (t, j) its block of B to its column; all add one product of blocks to their C.
+- `2.5d` (Solomonik and Demmel 2011): q x q x c ranks. Every layer gets a copy of A and B and takes q / c of the steps;
+  the layers' sums are added up.
+- `tesseract` (Wang et al., arXiv:2105.14500): q x q x c ranks. A layer has 1 / c of the rows of A and all of B, so
+  forward adds nothing up between layers: data parallelism of SUMMAs.
+- `3d` (Agarwal et al. 1995; Bian et al., arXiv:2105.14450): q x q x q ranks. Rank (i, j, l) multiplies block (i, l) of
+  A by block (l, j) of B; either is gathered from the q ranks that share it, and C is reduced and scattered over l.
+
+All counts are in elements. What a rank receives is counted once, as a broadcast in a pipeline or a ring costs; a tree
+takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide those of the matrices.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import isqrt
+from typing import Literal, get_args
+
+from cs336_systems.errors import UserError
+
+Kind = Literal["1d", "2d", "2.5d", "tesseract", "3d"]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks in a line of `side` (1d), a square (2d), `depth` squares (2.5d, tesseract) or a cube (3d).
+
+    Raises UserError for an unknown kind, a size below 1, and a depth that the kind does not have.
+    """
+
+    kind: Kind
+    side: int
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise UserError(f"no grid {self.kind!r}; choose from {', '.join(get_args(Kind))}")
+        if self.side < 1 or self.depth < 1:
+            raise UserError(f"a grid's side and depth must be at least 1, not {self.side} and {self.depth}")
+        if self.depth > 1 and self.kind not in ("2.5d", "tesseract"):
+            raise UserError(f"a {self.kind} grid has no depth: use 2.5d or tesseract for {self.depth} layers")
+        if self.kind == "2.5d" and self.side % self.depth:
+            raise UserError(f"2.5d layers share {self.side} steps: depth {self.depth} must divide them")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks it has."""
+        power = {"1d": 1, "3d": 3}.get(self.kind, 2)
+        return self.side**power * self.depth
+
+    @property
+    def cuts(self) -> tuple[int, int, int]:
+        """Into how many pieces, at the finest, it cuts m, k and n."""
+        q, depth = self.side, self.depth
+        return {"1d": (q, q, q), "3d": (q * q, q * q, q), "tesseract": (q * depth, q, q)}.get(self.kind, (q, q, q))
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One product or several, in elements and FLOPs."""
+
+    ranks: int
+    flops: int  # of a rank
+    received: int  # from other ranks, by all ranks together
+    held: int  # by a rank: its parts of both operands and the result
+    buffers: int  # more of them while it computes, the largest of the products
+
+    @property
+    def received_by_each(self) -> float:
+        """By a rank, on average: not all layers of a 2.5d grid receive the same."""
+        return self.received / self.ranks
+
+
+def product_cost(grid: Grid, m: int, k: int, n: int, gathers: bool = True) -> Cost:
+    """What `(m k) x (k n)` costs on a grid.
+
+    `gathers` is of 1d only: whether A is gathered and B cut by columns, or B cut by rows and C reduced and scattered.
+    Raises UserError if the grid does not divide the sizes.
+    """
+    for name, size, cut in zip("mkn", (m, k, n), grid.cuts, strict=True):
+        if size < 1 or size % cut:
+            raise UserError(
+                f"{name} = {size} must be a positive multiple of {cut} on a {grid.kind} grid of {grid.side}"
+            )
+    a, b, c, q, depth = m * k, k * n, m * n, grid.side, grid.depth
+    if grid.kind == "1d":
+        whole = a if gathers else c
+        received, held, buffers = (q - 1) * whole, (a + b + c) // q, whole - whole // q
+    elif grid.kind == "3d":
+        received, held = (q - 1) * (a + b + c), (a + b + c) // q**3
+        buffers = (a + b + c) // q**2 - held
+    elif grid.kind == "tesseract":
+        received, held = (q - 1) * (a + depth * b), (a // depth + b + c // depth) // q**2
+        buffers = (a // depth + b) // q**2
+    else:
+        copies = (depth - 1) * (a + b + c)  # A and B to the other layers, and their sums back
+        received, held, buffers = (q - 1) * (a + b) + copies, (a + b + c) // q**2, (a + b) // q**2
+    return Cost(grid.ranks, 2 * m * k * n // grid.ranks, received, held, buffers)
+
+
+def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
+    """The four products of a transformer block's forward, over `rows` tokens: queries, keys and values, the projection
+    behind attention, and a feed-forward of two matrices.
+
+    Attention itself sends nothing if a line divides its heads, or a square's rows divide the batch and its columns the
+    heads. Left out: the sums of norms over rows that are cut, two numbers a row.
+    """
+    shapes = ((d_model, 3 * d_model), (d_model, d_model), (d_model, d_ff), (d_ff, d_model))
+    return total(product_cost(grid, rows, k, n, gathers=not index % 2) for index, (k, n) in enumerate(shapes))
+
+
+def total(costs: Iterable[Cost]) -> Cost:
+    """Of products that follow each other on the same ranks: sums, and the largest buffers."""
+    each = list(costs)
+    return Cost(
+        each[0].ranks,
+        sum(cost.flops for cost in each),
+        sum(cost.received for cost in each),
+        sum(cost.held for cost in each),
+        max(cost.buffers for cost in each),
+    )
+
+
+def grids(ranks: int) -> tuple[Grid, ...]:
+    """Every grid of so many ranks: a line always, layers of squares of at least 2 x 2, a cube if there is one."""
+    found = [Grid("1d", ranks)]
+    for side in range(isqrt(ranks), 1, -1):
+        depth, rest = divmod(ranks, side * side)
+        if rest:
+            continue
+        if depth == 1:
+            found.append(Grid("2d", side))
+            continue
+        if side % depth == 0:
+            found.append(Grid("2.5d", side, depth))
+        found.append(Grid("tesseract", side, depth))
+        if depth == side:
+            found.append(Grid("3d", side))
+    return tuple(found)
+
+
+def rows_for_summa(d_model: int, d_ff: int, side: int) -> float:
+    """From how many tokens on a block's forward receives less on `side x side` ranks than on as many in a line.
+
+    For r tokens, e = d_model, f = d_ff and p = q^2, a rank receives 4 (p - 1) / p r e in 1d, and (q - 1) / p (r (3 e +
+    f) + w) in 2d, where w = 4 e^2 + 2 e f weights travel too, however few the tokens. Infinite where 1d always receives
+    less. Raises UserError for a side below 2.
+    """
+    if side < 2:
+        raise UserError(f"a grid of {side} x {side} sends nothing: use a side of at least 2")
+    weights = 4 * d_model**2 + 2 * d_model * d_ff
+    streams = 3 * d_model + d_ff  # of A, a row of each product
+    saved = 4 * (side + 1) * d_model - streams
+    return weights / saved if saved > 0 else float("inf")

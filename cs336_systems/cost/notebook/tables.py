@@ -1,0 +1,181 @@
+"""The notebook's two tables, digit for digit: a roofline time for each operator, totals over the layers, and the share
+of the forward time that is communication.
+
+An operator takes the longer of its arithmetic and its memory traffic, and then its collective, which nothing hides.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Any
+
+from cs336_systems.cost.notebook.physics import Collective, Notebook, Operator, attention_operators, mlp_operators
+
+Cell = float | str | None
+
+# The notebook's columns in its order, by section: (name, unit).
+SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("layer", ""),),
+    (
+        ("flops_fwd", "TFLOP"),
+        ("activation_in_mem", "GB"),
+        ("activation_in_other_mem", "GB"),
+        ("activation_out_mem", "GB"),
+        ("activation_buffer", "GB"),
+        ("weights_mem", "GB"),
+        ("total_mem_fwd", "GB"),
+    ),
+    (("flops_bwd", "TFLOP"), ("activation_grad_mem", "GB"), ("weights_grad_mem", "GB"), ("total_mem_bwd", "GB")),
+    (
+        ("comm_bwd", "GB"),
+        ("comm_bwd_type", ""),
+        ("comm_size", "GPUs"),
+        ("comm_fwd", "GB"),
+        ("comm_fwd_type", ""),
+    ),
+    (
+        ("t_comp_fwd", "ms"),
+        ("t_mem_fwd", "ms"),
+        ("t_comp_bwd", "ms"),
+        ("t_mem_bwd", "ms"),
+        ("intensity", "ratio"),
+        ("t_fwd", "ms"),
+        ("t_bwd", "ms"),
+    ),
+    (
+        ("comm_topology", ""),
+        ("t_comm_fwd", "ms"),
+        ("t_comm_bwd", "ms"),
+        ("t_total_fwd", "ms"),
+        ("t_total_bwd", "ms"),
+        ("frac_t_comm_fwd", "ratio"),
+        ("frac_t_comm_bwd", "ratio"),
+    ),
+)
+COLUMNS = tuple(name for section in SECTIONS for name, _ in section)
+UNITS = {name: unit for section in SECTIONS for name, unit in section}
+SUMMED = (
+    "activation_buffer",
+    "weights_mem",
+    "weights_grad_mem",
+    "flops_fwd",
+    "flops_bwd",
+    "t_total_fwd",
+    "t_total_bwd",
+    "t_comm_fwd",
+    "t_comm_bwd",
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """One of the two tables: a row an operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
+
+    title: str
+    rows: tuple[dict[str, Cell], ...]
+    depth: int
+
+    def total(self, column: str) -> float:
+        """A column's sum over this table, one layer."""
+        return fsum(number(row[column]) for row in self.rows)  # `sum` rounds otherwise from Python 3.12 on
+
+    def totals(self) -> dict[str, float]:
+        """The columns that the notebook adds up, over all layers."""
+        return {column: self.total(column) * self.depth for column in SUMMED}
+
+    @property
+    def communication(self) -> float:
+        """The share of the forward time that is communication."""
+        return self.total("t_comm_fwd") / self.total("t_total_fwd")
+
+
+def number(cell: Cell) -> float:
+    """A cell that is to be added up. Raises TypeError for text and for an empty one."""
+    if cell is None or isinstance(cell, str):
+        raise TypeError(f"not a number: {cell!r}")
+    return cell
+
+
+def show(cell: Cell) -> str:
+    """A cell as the notebook prints it: six decimals, without the zeros behind them; nothing for an empty cell."""
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else str(round(cell, 6))
+
+
+def show_total(value: float) -> str:
+    """A total as the notebook prints it: six decimals."""
+    return f"{value:.6f}"
+
+
+def notebook_tables(config: Notebook | None = None) -> dict[str, Table]:
+    """`mlp` and `attention` of one configuration, by default the notebook's own: cells in TFLOP, GB and ms."""
+    config = config or Notebook()
+    return {
+        "mlp": table("MLP", config, mlp_operators(config)),
+        "attention": table("self-attention", config, attention_operators(config)),
+    }
+
+
+def table(title: str, config: Notebook, operators: Sequence[Operator]) -> Table:
+    """A table of these operators, which may be other ones than the notebook's."""
+    return Table(title, tuple(operator_row(config, each) for each in operators), config.num_layers)
+
+
+def operator_row(config: Notebook, operator: Operator) -> dict[str, Cell]:
+    """One operator's cells by column name."""
+    row: dict[str, Cell] = {
+        "layer": operator.name,
+        "flops_fwd": operator.flops_forward * 1e-12,
+        "activation_in_mem": operator.read * 1e-9,
+        "activation_in_other_mem": operator.read_other * 1e-9,
+        "activation_out_mem": operator.written * 1e-9,
+        "activation_buffer": operator.kept * 1e-9,
+        "weights_mem": operator.weights * 1e-9,
+        "total_mem_fwd": operator.forward_bytes * 1e-9,
+        "flops_bwd": operator.flops_backward * 1e-12,
+        "activation_grad_mem": operator.gradients * 1e-9,
+        "weights_grad_mem": operator.weights * 1e-9,
+        "total_mem_bwd": operator.backward_bytes * 1e-9,
+    }
+    sends = operator.forward_collective or operator.backward_collective
+    row["comm_size"] = float(config.tp) if sends else None
+    row["comm_topology"] = _topology(config) if sends else None
+    _add_pass(row, "fwd", config, operator.tensor_cores, operator.forward_collective)
+    _add_pass(row, "bwd", config, operator.tensor_cores, operator.backward_collective)
+    row["intensity"] = number(row["t_comp_fwd"]) / number(row["t_mem_fwd"])
+    return {column: row[column] for column in COLUMNS}
+
+
+def _add_pass(
+    row: dict[str, Cell], which: str, config: Notebook, tensor_cores: bool, collective: Collective | None
+) -> None:
+    """Volume and times of forward (`fwd`) or backward (`bwd`). The volume is the whole stream's, for either verb."""
+    volume = config.stream_bytes * 1e-9
+    rate = config.nvlink_rate if _topology(config) == "nvlink" else config.network_rate
+    compute = number(row[f"flops_{which}"]) / (config.matrix_rate if tensor_cores else config.vector_rate) * 1e3
+    memory = number(row[f"total_mem_{which}"]) / config.memory_rate * 1e3
+    send = volume / rate * 1e3 if collective else 0.0
+    row |= {
+        f"comm_{which}": volume if collective else None,
+        f"comm_{which}_type": collective,
+        f"t_comp_{which}": compute,
+        f"t_mem_{which}": memory,
+        f"t_{which}": max(compute, memory),
+        f"t_comm_{which}": send,
+        f"t_total_{which}": max(compute, memory) + send,
+        f"frac_t_comm_{which}": send / (max(compute, memory) + send),
+    }
+
+
+def _topology(config: Notebook) -> str:
+    return "nvlink" if config.tp <= config.nvlink_size else "ib"
+
+
+def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:
+    """The same for a program, unrounded: a record an operator, then one of totals and share a table."""
+    records: list[dict[str, Any]] = []
+    for key, each in notebook_tables(config).items():
+        records += [{"table": key, "kind": "operator", **row} for row in each.rows]
+        records.append({"table": key, "kind": "total", **each.totals(), "communication": each.communication})
+    return records
