@@ -226,6 +226,12 @@ _PRESETS = {
     "bert-345m": Preset(_BERT, 4, "Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128"),
     "gpt3-175b": Preset(_GPT, 1, "arXiv:2005.14165, table 2.1"),
     "llama-8b": Preset(_LLAMA, 1, "arXiv:2407.21783, table 3"),
+    "llama-70b": Preset(
+        replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64), 1, "arXiv:2407.21783, table 3"
+    ),
+    "llama-405b": Preset(
+        replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128), 1, "arXiv:2407.21783, table 3"
+    ),
     "fairseq-moe-15b": Preset(_FAIRSEQ_MOE, 1, "fairseq (branch moe) en_moe_lm_15b; the vocabulary size is assumed"),
     "fairseq-moe-twin": Preset(
         replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4),
