@@ -1,0 +1,241 @@
+"""From the arguments in a log of Megatron-LM to a model, a plan and what was measured.
+
+What the arguments of some version do not say is what that version did: no sequence parallelism before 3.0, gradients
+summed after backward unless `overlap_grad_reduce` is there. How attention ran is told by several arguments or none, so
+what is made of them is a note of the run. What a user says counts for more than a log.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cs336_systems.cost.fitting.observations import Observation, observe_step, observe_timers
+from cs336_systems.cost.fitting.timer_lines import LoggedRun
+from cs336_systems.cost.large.plan import Overlap, Plan
+from cs336_systems.cost.large.runs import Run, read_run
+from cs336_systems.cost.large.systems import System
+from cs336_systems.errors import UserError
+from cs336_systems.presets import ModelConfig
+
+# What Megatron-LM calls this command's options.
+_ARGUMENTS = {
+    "num_layers": "num_layers",
+    "d_model": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_query_groups",
+    "d_ff": "ffn_hidden_size",
+    "vocab_size": "padded_vocab_size",
+    "context": "seq_length",
+    "num_experts": "num_experts",
+    "expert_every": "moe_layer_freq",
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "dp": "data_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "chunks": "virtual_pipeline_model_parallel_size",
+    "micro_batch_size": "micro_batch_size",
+    "batch_size": "global_batch_size",
+    "sequence_parallel": "sequence_parallel",
+}
+_SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "seq_length")
+_OLDER = {"seq_length": "encoder_seq_length"}  # what versions or kinds of model say instead
+_LONG = 4096  # tokens; scores of longer sequences do not fit into memory
+_DEGREES = ("tp", "pp", "dp", "micro_batch_size")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a user says of runs: on what they ran, words, model and plan of a bare log, and each option that the command
+    line has, by its name in `ModelSettings` and `PlanSettings`."""
+
+    system: System | None = None
+    vocab_size: int | None = None
+    model: ModelConfig | None = None
+    plan: Plan | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def observe_log(logged: LoggedRun, given: Given) -> Iterator[Observation]:
+    """The step of a logged run, and the parts of it that timers measured. Raises UserError as `logged_run` does."""
+    run = logged_run(logged, given)
+    yield from observe_step(run)
+    half = not logged.says("accumulate_allreduce_grads_in_fp32") and run.plan.width == 2
+    yield from observe_timers(run, logged.timers, logged.over_ranks, 2 if half else 4)
+
+
+def logged_run(logged: LoggedRun, given: Given) -> Run:
+    """The run that a log describes, on the given machine, which no log names.
+
+    Raises UserError, naming the run, for what neither the log nor the user says, and for what cannot be.
+    """
+    if not any(name in logged.arguments for name in _SHAPE):
+        return _bare(logged, given)
+    logged = replace(logged, arguments=logged.arguments | _as_arguments(given.options))
+    lacking = [name for name in _SHAPE if logged.number(name, *_OLDER.get(name, "").split()) is None]
+    if lacking:
+        flags = {argument: f"--{name.replace('_', '-')}" for name, argument in _ARGUMENTS.items()}
+        raise UserError(
+            f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: "
+            f"give {', '.join(flags[name] for name in lacking)}"
+        )
+    if given.system is None:
+        raise UserError(f"{logged.name}: a log does not say on what machine it was written: give --system")
+    fused, why = _fused(logged, given)
+    run = read_run(_row(logged, given) | {"gpu": given.system.name, "attention": fused}, logged.name)
+    config, plan = run.config, run.plan
+    bert = "bert" in logged.arguments.get("tokenizer_type", "").lower()
+    if bert:
+        config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
+    if logged.says("untie_embeddings_and_output_weights") and not bert:
+        config = config.override(tied_head=False)
+    precision = given.options.get("precision")
+    narrow = precision != "fp32" if precision else logged.says("fp16") or logged.says("bf16")
+    plan = plan.override(overlap=given.options.get("overlap") or _overlap(logged), width=2 if narrow else 4)
+    if experts := logged.number("num_experts", "num_moe_experts"):
+        mixture = replace(config.mixture, top_k=logged.number("moe_router_topk") or config.mixture.top_k)
+        every = logged.number("moe_layer_freq") or 1
+        config = config.override(num_experts=experts, expert_every=every, mixture=mixture)
+        spread = logged.number("expert_model_parallel_size") or 1
+        plan = plan.override(ep=spread, dp=plan.dp // spread)
+    config = config.override(**{name: given.options.get(name) for name in ("feed_forward", "dropout", "kernels")})
+    notes = (
+        _taken(config, plan, why),
+        *(["--size is not used, since the log has arguments"] * ("size" in given.options)),
+    )
+    return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=notes)
+
+
+def _as_arguments(options: Mapping[str, Any]) -> dict[str, str]:
+    """What a user says, as a log would have said it."""
+    found = {_ARGUMENTS[name]: str(value) for name, value in options.items() if name in _ARGUMENTS}
+    return found | ({"group_query_attention": "True"} if "num_kv_heads" in options else {})
+
+
+def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
+    """What a log was taken to say, where the arguments leave room for doubt."""
+    again = {"none": "nothing", "attention": "attention's core", "segments": "blocks"}[config.recompute]
+    sums = {"none": "after backward", "data": "behind backward", "all": "behind backward, tensor-parallel parts too"}
+    return (
+        f"attention {'unfused' if config.attention == 'naive' else 'fused'} ({why}), {again} recomputed, gradients "
+        f"summed {sums[plan.overlap]}, ZeRO {plan.zero}, {8 * plan.width}-bit numbers"
+    )
+
+
+def _bare(logged: LoggedRun, given: Given) -> Run:
+    """A run whose log has times, and perhaps the line of its degrees, but not its arguments."""
+    system, said = given.system, _said_degrees(logged)
+    options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
+    said = {name: value for name, value in said.items() if value and name not in options}
+    unsaid = [name for name in _DEGREES if name not in said and name not in given.options]
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in unsaid)
+    if given.model is None or given.plan is None or system is None:
+        missing = [
+            *(["--size (what ran)"] if given.model is None else []),
+            *(["--system (on what machine)"] if system is None else []),
+        ]
+        raise UserError(
+            f"{logged.name} has times, but not the arguments of Megatron-LM: give {' and '.join(missing)}"
+            f"{f'; not given either, and then 1: {flags}' if flags else ''}"
+        )
+    plan = given.plan.override(**said)
+    plan.check(given.model, given.model.context_length)
+    seconds = logged.seconds
+    if seconds is None and logged.sample_ms:
+        seconds = logged.sample_ms * plan.global_batch / 1e3
+    notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
+    return Run(logged.name, given.model, plan, given.model.context_length, system, seconds, notes)
+
+
+def _said_degrees(logged: LoggedRun) -> dict[str, int | None]:
+    return {
+        "tp": logged.number("tensor_model_parallel_size", "model_parallel_size"),
+        "pp": logged.number("pipeline_model_parallel_size"),
+        "cp": logged.number("context_parallel_size"),
+        "dp": logged.number("data_parallel_size"),
+        "global_batch": logged.batch,
+    }
+
+
+def _fused(logged: LoggedRun, given: Given) -> tuple[str, str]:
+    """("flash" or "unfused", why): by what the user says, what the log says, and what there was no other way to do."""
+    if asked := given.options.get("attention"):
+        return "unfused" if asked == "naive" else "flash", f"--attention {asked}"
+    implementation = logged.arguments.get("transformer_impl", "None").lower()
+    backend = logged.arguments.get("attention_backend", "None").rsplit(".", 1)[-1].lower()
+    seq = logged.number("seq_length", "encoder_seq_length") or 0
+    if logged.says("use_flash_attn"):
+        return "flash", "use_flash_attn"
+    if backend in ("unfused", "local"):
+        return "unfused", f"attention_backend {backend}"
+    if implementation == "transformer_engine":
+        return "flash", f"transformer_impl {implementation}"
+    if backend in ("flash", "fused") or (backend == "auto" and implementation == "none"):
+        return "flash", f"attention_backend {backend}"
+    if "use_flash_attn" in logged.arguments or implementation != "none":
+        name = "use_flash_attn" if "use_flash_attn" in logged.arguments else "transformer_impl"
+        return "unfused", f"{name} {logged.arguments[name]}"
+    if seq > _LONG:
+        return "flash", f"assumed, since no argument says, of {seq} tokens"
+    return "unfused", "assumed, since no argument says; else give --attention flash"
+
+
+def _row(logged: LoggedRun, given: Given) -> dict[str, Any]:
+    """The keys of a list of runs."""
+    tp = logged.number("tensor_model_parallel_size", "model_parallel_size") or 1
+    pp, cp = logged.number("pipeline_model_parallel_size") or 1, logged.number("context_parallel_size") or 1
+    world = logged.number("world_size") or tp * pp * cp
+    dp = logged.number("data_parallel_size") or world // (tp * pp * cp)
+    if tp * pp * cp * dp != world:
+        raise UserError(f"{logged.name}: world_size {world} is not tp {tp} x pp {pp} x cp {cp} x dp {dp}")
+    words = given.vocab_size or logged.vocabulary()
+    if words is None:
+        raise UserError(f"{logged.name} does not say how many words its vocabulary has: give --vocab-size")
+    micro = logged.number("micro_batch_size", "batch_size")
+    layers = logged.number("num_layers")
+    within = logged.number("num_layers_per_virtual_pipeline_stage")
+    chunks = logged.number("virtual_pipeline_model_parallel_size") or (
+        layers // pp // within if layers and within else 1
+    )
+    # Version 1 has no microbatches: its batch_size is a replica's.
+    older = micro * dp if micro and logged.number("micro_batch_size") is None else None
+    batch = given.options.get("batch_size") or logged.batch or older
+    if micro is None or batch is None:
+        name = "micro_batch_size: give --micro-batch-size" if micro is None else "global_batch_size: give --batch-size"
+        raise UserError(f"{logged.name}: the arguments in this log lack {name}")
+    grouped = logged.number("num_query_groups") if logged.says("group_query_attention") else None
+    return {
+        "h": logged.number("hidden_size"),
+        "a": logged.number("num_attention_heads"),
+        "L": layers,
+        "s": logged.number("seq_length", "encoder_seq_length"),
+        "V": words,
+        "tp": tp,
+        "pp": pp,
+        "dp": dp,
+        "cp": cp,
+        "gbs": batch,
+        "mbs": micro,
+        "vpp": chunks,
+        "kv": grouped,
+        "ffn": logged.number("ffn_hidden_size"),
+        "gated": logged.says("swiglu"),
+        "recompute": given.options.get("recompute") or _recompute(logged),
+        "sp": logged.says("sequence_parallel"),
+        "zero": given.options.get("zero", int(logged.says("use_distributed_optimizer"))),
+    }
+
+
+def _recompute(logged: LoggedRun) -> str:
+    """By version: `checkpoint_activations`, `activations_checkpoint_method`, then `recompute_granularity`."""
+    asked = logged.arguments.get("recompute_granularity", "None")
+    if asked in ("full", "selective"):
+        return asked
+    older = logged.says("checkpoint_activations") or logged.says("activations_checkpoint_method")
+    return "full" if older else "none"
+
+
+def _overlap(logged: LoggedRun) -> Overlap:
+    if logged.says("tp_comm_overlap"):
+        return "all"
+    return "data" if logged.says("overlap_grad_reduce") else "none"
