@@ -74,7 +74,10 @@ def format_seconds(seconds: float) -> str:
     whole = round(seconds)
     if whole < 3600:
         return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    days = seconds / 86400
+    return f"{days:.1f} days" if days < 730 else f"{days / 365.25:,.1f} years"
 
 
 class _Countdown:

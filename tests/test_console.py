@@ -19,6 +19,9 @@ def test_numbers_are_readable():
     assert [format_count(n) for n in (7, 92_700_000, 1.49e9, 2e15)] == ["7", "92.7 M", "1.49 G", "2 P"]
     assert [format_count(n, billion="B") for n in (1.49e9, 999_600)] == ["1.49 B", "1 M"]
     assert [format_seconds(s) for s in (0.0012, 59.94, 75, 7260)] == ["1.2 ms", "59.9 s", "1 min 15 s", "2 h 1 min"]
+    hour = 3600
+    long = (47 * hour, 49 * hour, 600 * 24 * hour, 800 * 24 * hour, 18_371_493 * hour)
+    assert [format_seconds(s) for s in long] == ["47 h 0 min", "2.0 days", "600.0 days", "2.2 years", "2,095.8 years"]
     assert [format_seconds(s) for s in (0.9996, 59.96, 119.6, 3599.7)] == [
         "1.0 s",
         "1 min 0 s",

@@ -1,0 +1,34 @@
+"""The command line of the analytic model: `python -m cs336_systems.cost COMMAND`, listed by `--help`."""
+
+import sys
+from importlib import import_module
+
+import click
+
+from cs336_systems.console import run_command
+from cs336_systems.cost.large.domain import DOMAIN
+
+# Each in a file of its own name in `commands`, as `command`. Only the one that is run is imported.
+COMMANDS = ("table", "step", "memory", "search", "fit", "validate", "explain", "plot", "probe")
+
+
+class Commands(click.Group):
+    """A group whose commands are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        found: click.Command = import_module(f"cs336_systems.cost.commands.{cmd_name}").command
+        return found
+
+
+@click.command(cls=Commands, no_args_is_help=False, epilog=DOMAIN)
+def main() -> None:
+    """Predict before you measure: what a model needs in FLOPs, bytes and seconds, on which machines, and why."""
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,68 @@
+"""`probe`: this machine, measured in seconds, as the machine that the other commands predict for."""
+
+from math import sqrt
+from pathlib import Path
+from typing import Literal
+
+import click
+from rich.table import Table
+
+from cs336_systems import console
+from cs336_systems.console import format_bytes, format_count, format_seconds
+from cs336_systems.cost.large.efficiency import TILE
+from cs336_systems.cost.large.machine_file import SECONDS, check_out, probe_here, write_machine
+from cs336_systems.cost.large.systems import System
+
+
+@click.command("probe")
+@click.option("--out", type=click.Path(path_type=Path), help="Keep it in a file, for --machine-file of the others.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
+@click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0), help="Seconds, about.")
+def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
+    """Measure this machine: products, memory, what starting an operator costs, sending between two processes."""
+    check_out(out)
+    system = probe_here(budget, device)
+    if out:
+        write_machine(out, system)
+    screen = console.console()
+    screen.print(figures(system))
+    used = f"--machine-file {out}" if out else "--system here (or keep it: probe --out FILE)"
+    screen.print(f"predict for it: python -m cs336_systems.cost step {used}")
+
+
+def figures(system: System) -> Table:
+    """Each figure of a measured machine, and where it is from."""
+    rows = {
+        "matmul_flops": ("16-bit products", f"{format_count(system.matmul_flops)}FLOP/s"),
+        "wide_flops": ("32-bit products", f"{format_count(system.wide_flops)}FLOP/s"),
+        "ramp": ("short sums lower their rate", _ramp(system)),
+        "wave": ("small results lower their rate", _wave(system)),
+        "fused": ("fused attention's rate, as a share of theirs", f"{system.measured['fused']:.0%}"),
+        "bandwidth": ("memory, read and written", f"{format_bytes(system.bandwidth)}/s"),
+        "touch": ("first write of new memory takes, in addition", f"{format_seconds(2**30 * system.touch)} a GiB"),
+        "memory": ("memory", format_bytes(system.memory)),
+        "processors": ("processors that one product is split over", str(system.processors)),
+        "inside": ("a message takes at least", f"{1e6 * system.inside.latency:.0f} us"),
+        "between": ("large messages are sent at", f"{format_bytes(system.between.bandwidth)}/s"),
+    }
+    for name in ("start", "host"):
+        if seconds := system.measured.get(name):
+            rows[name] = ("to start an operator", f"{1e6 * seconds:.2f} us")
+    table = Table(title=system.name, title_justify="left")
+    for head in ("what", "figure", "source"):
+        table.add_column(head, justify="right" if head == "figure" else "left")
+    for name, (what, figure) in rows.items():
+        table.add_row(what, figure, system.sources.get(name, ""))
+    return table
+
+
+def _ramp(system: System) -> str:
+    """Where the law of products says half: the inner dimension is the ramp."""
+    ramp = system.measured["ramp"]
+    return f"to half at {ramp:.0f} terms" if ramp else "not seen"
+
+
+def _wave(system: System) -> str:
+    """The same of the result's size, as the side of a square: a wave's share of all processors' tiles."""
+    numbers = system.measured["wave"] * TILE * system.processors
+    return f"to half at {sqrt(numbers):.0f} x {sqrt(numbers):.0f} numbers" if numbers else "not seen"
