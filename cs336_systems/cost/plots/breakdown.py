@@ -1,0 +1,114 @@
+"""What a step of several plans is made of, side by side; where a run was measured, the measured time as a mark.
+
+Plans of different models, batches and numbers of ranks are comparable since lengths are multiples of the ideal: of the
+time that the model's FLOPs would take at the peak of all ranks. A bar as long as 2 is an MFU of 50%.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from cs336_systems.console import format_seconds
+from cs336_systems.cost.large.efficiency import Constants
+from cs336_systems.cost.large.runs import PUBLISHED, read_runs
+from cs336_systems.cost.large.step_time import CONSTANTS, StepTime, step_time
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, footnote, new_figure, tidy
+from cs336_systems.errors import UserError
+
+# Okabe and Ito 2008, computing in blues; the bubble is hatched, since it is the absence of work.
+COLOURS = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+    "recompute": "#003A5C",
+    "host": "#BBBBBB",
+    "tensor-parallel": "#D55E00",
+    "context-parallel": "#F0E442",
+    "expert-parallel": "#7B4B94",
+    "pipeline": "#009E73",
+    "bubble": "#FFFFFF",
+    "data-parallel": "#E69F00",
+    "optimizer": "#CC79A7",
+}
+DARK = ("backward", "recompute", "tensor-parallel", "expert-parallel", "pipeline")  # where text is white
+SHOWN, NAMED = 0.05, 0.005  # shares of a step: what is less has no number on it; is not in the legend
+
+KORTHIKANTI = "kort22-"  # how the names of the runs of arXiv:2205.05198, table 5, begin
+
+
+class Bar(NamedTuple):
+    """A predicted step with a name, and the seconds that it took where that is known."""
+
+    name: str
+    step: StepTime
+    measured: float | None = None
+
+
+def published(begin: str = KORTHIKANTI, constants: Constants = CONSTANTS) -> list[Bar]:
+    """The runs of `data/published_runs.json` whose names begin so. Raises UserError if none does."""
+    runs = read_runs(PUBLISHED)
+    if chosen := [run for run in runs if run.id.startswith(begin)]:
+        return [
+            Bar(run.id.removeprefix(begin) or run.id, step_time(run.config, run.plan, run.seq, run.system, constants),
+                run.seconds)
+            for run in chosen
+        ]  # fmt: skip
+    kinds = ", ".join(dict.fromkeys(run.id.partition("-")[0] for run in runs))
+    raise UserError(f"no published run begins with {begin!r}: they begin with {kinds}")
+
+
+def multiples(step: StepTime) -> dict[str, float]:
+    """The parts of a step as multiples of the time that its model FLOPs would take at the peak; those that are none
+    are left out."""
+    ideal = step.total * step.mfu
+    return {name: seconds / ideal for name, seconds in step.parts.items() if seconds}
+
+
+def draw(bars: Sequence[Bar]) -> Any:
+    """A matplotlib Figure: a bar for each plan, from the top down."""
+    figure = new_figure(10.5, 1.7 + 0.42 * len(bars))
+    axes = figure.add_subplot()
+    used = {name for bar in bars for name, time in bar.step.parts.items() if time >= NAMED * bar.step.total}
+    for height, bar in enumerate(bars):
+        _draw_bar(axes, height, bar)
+    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_ylim(len(bars) - 0.4, -0.6)
+    longest = max(1 / bar.step.mfu for bar in bars)
+    axes.set_xlim(0, longest * 1.25)
+    axes.set_xlabel("time of a step, as a multiple of what its model FLOPs take at the peak (2: an MFU of 50%)")
+    handles = [axes.barh(0, 0, label=name, **_look(name)) for name in COLOURS if name in used]
+    if any(bar.measured for bar in bars):
+        handles.append(axes.plot([], [], color="black", linewidth=2.5, label="measured")[0])
+    figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False)
+    axes.axvline(1, color="black", linewidth=1, linestyle=":", zorder=0)
+    compared = "; by how much it misses what was measured" if any(bar.measured for bar in bars) else ""
+    axes.set_title(f"A step, its parts and its MFU as predicted{compared}", loc="left", fontsize="medium")
+    tidy(axes, "x")
+    axes.tick_params(axis="y", length=0)
+    footnote(figure, list({bar.step.system.name: bar.step.system for bar in bars}.values()))
+    return figure
+
+
+def _draw_bar(axes: Any, height: int, bar: Bar) -> None:
+    start, step = 0.0, bar.step
+    for name, length in multiples(step).items():
+        axes.barh(height, length, left=start, height=0.66, **_look(name))
+        share = step.parts[name] / step.total
+        if share >= SHOWN:
+            colour = "white" if name in DARK else "black"
+            where = start + length / 2
+            back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if name == "bubble" else None
+            number = f"{share:.0%}"
+            axes.text(where, height, number, ha="center", va="center", color=colour, fontsize="small", bbox=back)
+        start += length
+    note, end = f"{format_seconds(step.total)}, MFU {step.mfu:.0%}", start
+    if bar.measured:
+        place = bar.measured / (step.total * step.mfu)
+        for side in (-1, 1):
+            ends = [height + side * 0.34, height + side * 0.48]
+            axes.plot([place, place], ends, color="black", linewidth=2.5, solid_capstyle="butt")
+        note, end = f"{note} ({step.total / bar.measured - 1:+.1%})", max(start, place)
+    axes.annotate(note, (end, height), (8, 0), textcoords="offset points", va="center", fontsize="small")
+
+
+def _look(name: str) -> dict[str, Any]:
+    idle = {"hatch": "////", "edgecolor": "#888888"} if name == "bubble" else {"edgecolor": "white"}
+    return {"color": COLOURS[name], "linewidth": 0.5, **idle}

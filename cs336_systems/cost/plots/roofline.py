@@ -1,0 +1,157 @@
+"""The roofline: how fast each operator of a block and of the head runs, over the FLOPs that it makes of each byte.
+
+Left of the ridge an operator waits for memory, right of it for the processors (Williams et al., CACM 52(4), 2009).
+"""
+
+from typing import Any, Literal, NamedTuple
+
+from cs336_systems.console import format_seconds
+from cs336_systems.cost.large.block_operators import block_operators
+from cs336_systems.cost.large.efficiency import Constants, work_seconds
+from cs336_systems.cost.large.end_operators import head_operators
+from cs336_systems.cost.large.operators import Rank
+from cs336_systems.cost.large.plan import Plan
+from cs336_systems.cost.large.step_time import CONSTANTS
+from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, footnote, new_figure, spread, tidy
+from cs336_systems.presets import ModelConfig
+
+SHOWN = 0.01  # of the time: what takes less goes without a label
+WAYS = {"forward": (FORWARD, ">"), "backward": (BACKWARD, "<")}
+
+
+class Point(NamedTuple):
+    """One operator in one direction, on one rank for one microbatch."""
+
+    operator: str
+    way: Literal["forward", "backward"]
+    intensity: float  # FLOPs a byte read or written
+    rate: float  # FLOP/s
+    seconds: float
+    counted: bool  # False: element-wise work, of which the model counts bytes only; one FLOP a number stands for it
+
+
+class Roof(NamedTuple):
+    """Two ceilings: bytes/s of memory, and FLOP/s."""
+
+    bandwidth: float
+    flops: float
+
+    @property
+    def ridge(self) -> float:
+        """FLOPs a byte from which on memory is no longer what one waits for."""
+        return self.flops / self.bandwidth
+
+    def at(self, intensity: float) -> float:
+        """FLOP/s that can be had."""
+        return min(self.flops, self.bandwidth * intensity)
+
+
+def roofs(plan: Plan, system: System, constants: Constants = CONSTANTS) -> tuple[Roof, Roof]:
+    """(of the data sheet, attainable)."""
+    peak = system.matmul_flops if plan.width == 2 else system.wide_flops
+    attainable = Roof(system.bandwidth * constants.memory, system.rate(plan.width) * constants.product)
+    return Roof(system.bandwidth, peak), attainable
+
+
+def points(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> list[Point]:
+    """The operators of one block, with experts if the model has any, and of the head, forward and backward.
+
+    Raises UserError for a plan that does not divide the model.
+    """
+    plan.check(config, seq)
+    rank, found = Rank(config, plan.alone(), seq), []
+    for each in (*block_operators(rank, config.num_experts > 0), *head_operators(rank)):
+        ways: tuple[tuple[Literal["forward", "backward"], Any], ...]
+        ways = (("forward", each.forward), ("backward", each.backward))
+        for way, works in ways:
+            seconds = sum(work_seconds(work, system, constants) for work in works)
+            flops = sum(work.flops or work.nbytes / work.width for work in works)
+            nbytes = sum(work.nbytes for work in works)
+            found.append(Point(each.name, way, flops / nbytes, flops / seconds, seconds, any(w.flops for w in works)))
+    return found
+
+
+def labels(found: list[Point]) -> dict[str, str]:
+    """By operator, in the order of the model: its name and its share of the time, if that is worth a label."""
+    total, names = sum(point.seconds for point in found), list(dict.fromkeys(point.operator for point in found))
+    shares = {name: sum(point.seconds for point in found if point.operator == name) / total for name in names}
+    return {name: f"{name}, {share:.0%}" for name, share in shares.items() if share >= SHOWN}
+
+
+def draw(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> Any:
+    """A matplotlib Figure: all operators under the machine's two roofs, and the products in a linear scale."""
+    found, both = points(config, plan, seq, system, constants), roofs(plan, system, constants)
+    figure = new_figure(11.5, 5.4)
+    whole, near = figure.subplots(1, 2, width_ratios=(1, 1.25))
+    total, products = sum(point.seconds for point in found), [point for point in found if point.counted]
+    left, right = (pick(point.intensity for point in found) for pick in (min, max))
+    whole.set(xscale="log", yscale="log", xlim=(left / 4, max(right, both[0].ridge) * 3))
+    whole.set_ylim(min(point.rate for point in found) / 3, both[0].flops * 2)
+    left, right = (pick(point.intensity for point in products) for pick in (min, max))
+    near.set(xscale="log", xlim=(min(left, both[0].ridge) / 2, max(right, both[0].ridge) * 14))
+    near.set_ylim(0, both[0].flops * 1.12)
+    _draw_points(whole, both, found, total)
+    _draw_points(near, both, products, total)
+    _name(whole, [point for point in found if not point.counted], labels(found), 0.36, 0.0)
+    _name(near, products, labels(found), 0.62, -0.04)
+    _name_roofs(near, both)
+    near.yaxis.set_major_formatter(lambda value, _: f"{value / 1e12:.0f} T")
+    whole.set_ylabel("FLOP/s on one rank")
+    for axes, title in ((whole, "All operators (hollow: element-wise, one FLOP a number)"), (near, "Products")):
+        axes.set_xlabel("arithmetic intensity: FLOPs for each byte of memory")
+        axes.set_title(title, loc="left", fontsize="medium")
+        tidy(axes)
+    for number, (way, (colour, _)) in enumerate(WAYS.items()):
+        where = (0.03 + 0.24 * number, 0.93)
+        whole.text(*where, f"{'▶◀'[number]} {way}", color=colour, transform=whole.transAxes, weight="bold")
+    split = f", tp {plan.tp}{' with sequence parallelism' if plan.sequence else ''}" if plan.tp > 1 else ""
+    figure.suptitle(
+        f"One block and the head of {config.num_layers} layers x {config.d_model}{split}, on {system.name}: "
+        f"{plan.micro_batch} x {seq} tokens take {format_seconds(total)} (area: time)",
+        fontsize="medium",
+    )
+    footnote(figure, [system])
+    return figure
+
+
+def _draw_points(axes: Any, both: tuple[Roof, Roof], found: list[Point], total: float) -> None:
+    start, end = axes.get_xlim()
+    for roof, colour, dashes in zip(both, (GREY, "black"), ("--", "-"), strict=True):
+        # A straight line in a logarithmic scale is a curve in a linear one.
+        places = [start * (end / start) ** (step / 200) for step in range(201)] + [roof.ridge]
+        places.sort()
+        axes.plot(places, [roof.at(x) for x in places], dashes, color=colour, linewidth=1.2, zorder=0)
+    for point in found:
+        colour, marker = WAYS[point.way]
+        face = colour if point.counted else "none"
+        size = 14 + 1500 * point.seconds / total
+        look = {"facecolors": face, "edgecolors": colour, "alpha": 0.7, "linewidths": 1.2}
+        axes.scatter(point.intensity, point.rate, size, marker=marker, **look)
+
+
+def _name_roofs(axes: Any, both: tuple[Roof, Roof]) -> None:
+    for roof, name, colour in zip(both, ("data sheet", "attainable"), (GREY, "black"), strict=True):
+        text, where = f"{name}: {roof.flops / 1e12:.0f} TFLOP/s", (axes.get_xlim()[1], roof.flops)
+        axes.annotate(text, where, (0, 3), textcoords="offset points", ha="right", color=colour, fontsize="small")
+
+
+def _name(axes: Any, found: list[Point], named: dict[str, str], column: float, down: float) -> None:
+    """Names in a column (its place, and by how much it is lower, as shares of the axes), each joined by a thin line to
+    the slower direction of its operator."""
+    slower: dict[str, Point] = {}
+    for point in found:
+        if point.operator in named:
+            slower[point.operator] = min(point, slower.get(point.operator, point), key=lambda each: each.rate)
+    place = axes.transData + axes.transAxes.inverted()
+    heights = spread([place.transform((p.intensity, p.rate))[1] + down for p in slower.values()], 0.045)
+    for point, height in zip(slower.values(), heights, strict=True):
+        axes.annotate(
+            named[point.operator],
+            (point.intensity, point.rate),
+            (column, height),
+            textcoords="axes fraction",
+            va="center",
+            fontsize="small",
+            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2},
+        )

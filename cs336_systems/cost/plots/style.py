@@ -1,0 +1,112 @@
+"""What the pictures have in common: colours, axes, labels that keep their distance, and files that do not change."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cost.large.domain import fitted
+from cs336_systems.cost.large.systems import System
+from cs336_systems.errors import UserError
+
+HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
+SUFFIXES = (".svg", ".png", ".pdf")
+# Told apart by every common colour vision (Okabe and Ito 2008), and by their markers where printed in grey.
+STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"), ("#E69F00", "v"), ("#56B4E9", "P"))
+FORWARD, BACKWARD = "#56B4E9", "#0072B2"
+GREY, PALE = "#555555", "#dddddd"
+
+
+def can_plot() -> bool:
+    """Whether matplotlib is there."""
+    return find_spec("matplotlib") is not None
+
+
+def check_path(path: Path) -> None:
+    """Raises UserError if no picture can be written there: without matplotlib, a folder, or a picture's suffix."""
+    if not can_plot():
+        raise UserError(HOW_TO_PLOT)
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"--out {path} should end in {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise UserError(f"--out {path}: there is no folder {path.parent}")
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib Figure, in inches."""
+    return import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+
+
+def tidy(axes: Any, grid: str = "both") -> None:
+    """Thin grid lines behind what is drawn, and no box around it."""
+    axes.grid(which="major", axis=grid, color=PALE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="minor", bottom=False, left=False)
+
+
+def ticks_at(axes: Any, values: Sequence[int], names: Sequence[str] | None = None) -> None:
+    """A logarithmic axis of counts, with a tick at each of them and nothing between."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, names or [str(value) for value in values])
+    axes.xaxis.set_minor_locator(import_module("matplotlib.ticker").NullLocator())
+
+
+def in_percent(axis: Any) -> None:
+    """Names the ticks of an axis of shares."""
+    axis.set_major_formatter(import_module("matplotlib.ticker").PercentFormatter(1.0, decimals=0))
+
+
+def name_end(
+    axes: Any, name: str, end: tuple[float, float], place: tuple[float, float], colour: str, **text: Any
+) -> None:
+    """A line's name beside its end, joined to it by a thin line."""
+    joined = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "relpos": (0, 0.5)}
+    axes.annotate(name, end, place, va="center", color=colour, fontsize="small", arrowprops=joined, **text)
+
+
+def unfitted(systems: Sequence[System]) -> str:
+    """What to know of machines that none of the fitted runs was on; empty if there is none."""
+    names = [system.name for system in systems if system.name not in fitted().machines]
+    return f"{', '.join(names)}: figures of data sheets, no run was fitted" if names else ""
+
+
+def footnote(figure: Any, systems: Sequence[System]) -> None:
+    """Says so below the picture."""
+    if note := unfitted(systems):
+        figure.supxlabel(f"predicted; {note}", x=0.01, ha="left", color=GREY, fontsize="small")
+
+
+def spread(places: Sequence[float], gap: float) -> list[float]:
+    """Where labels go so that each is at least `gap` from the next: as near to their places as keeps their order.
+
+    Neighbours that are too close share one block, centred on where they belong.
+    """
+    order = sorted(range(len(places)), key=places.__getitem__)
+    blocks: list[tuple[float, list[int]]] = []  # (centre, who)
+    for who in order:
+        centre, members = places[who], [who]
+        while blocks and centre - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
+            before, those = blocks.pop()
+            centre = (before * len(those) + centre * len(members)) / (len(those) + len(members))
+            members = those + members
+        blocks.append((centre, members))
+    found = [0.0] * len(places)
+    for centre, members in blocks:
+        for number, who in enumerate(members):
+            found[who] = centre + gap * (number - (len(members) - 1) / 2)
+    return found
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a picture, of the kind that its suffix says; returns its path. Raises UserError if that cannot be."""
+    check_path(path)
+    date = None if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
+    # The same numbers give the same file: no date, and identifiers from a fixed salt. Text that stays text is smaller.
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none"}):
+        try:
+            figure.savefig(path, dpi=130, metadata=date)
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    return path
