@@ -19,7 +19,7 @@ from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_seconds
 from cs336_systems.cost import Mode
-from cs336_systems.cost.fit import require_fit
+from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, usable_memory
 

@@ -16,7 +16,7 @@ from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
-from cs336_systems.cost.fit import describe_parts, require_fit
+from cs336_systems.cost.capacity import describe_parts, require_fit
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import course_sizes

@@ -16,7 +16,8 @@ class Step:
     seconds: float
     takes_budget: bool = False  # stops by itself, given --budget
     gpus: int = 1
-    leaves: str = ""  # a folder beside the records, for pictures and traces
+    leaves: str = ""  # a folder beside the records, for pictures and traces, or a file
+    records: bool = True  # it leaves records; else only what `leaves` names
 
 
 def choices(option: str, *values: str) -> tuple[str, ...]:
@@ -28,7 +29,7 @@ def choices(option: str, *values: str) -> tuple[str, ...]:
 # into more shapes. What matters most comes first, since what comes last may find no time left.
 STEPS = (
     Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/test_{name}.py" for name in TESTS)), 90),
-    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 45, takes_budget=True),
+    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 40, takes_budget=True),
     Step(
         "norms bf16",
         ("benchmarks.norms", "--dtype", "bf16", *choices("candidate", "ours", "torch", "layernorm", "liger", "quack")),
@@ -36,7 +37,7 @@ STEPS = (
         takes_budget=True,
     ),
     Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 30, takes_budget=True),
-    Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 35),
+    Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 30),
     Step(
         "fused",
         (
@@ -46,14 +47,15 @@ STEPS = (
         35,
         takes_budget=True,
     ),
-    Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 40),
+    Step("machine", ("cs336_systems.probe_system", "--budget", "10"), 20, leaves="machine.json", records=False),
+    Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 35),
     Step(
         "model",
         (
             "benchmarks.compare", "--size", "xl", "--precision", "bf16", "norm=rmsnorm", "norm=layernorm",
             "attention=sdpa", "kernels=triton", "kernels=triton,attention=flash",
         ),
-        35,
+        30,
     ),
     Step(
         "flash grid",

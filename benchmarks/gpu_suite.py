@@ -66,6 +66,8 @@ def arguments(step: Step, settings: Settings, results: Path, seconds: float) -> 
         # Hundreds of kernels have to be compiled, on a CPU core each, where pytest-xdist is there to use them.
         side_by_side = ["-n", "8"] if importlib.util.find_spec("xdist") else []
         return [sys.executable, "-m", module, "-p", "no:cacheprovider", *side_by_side, *options]
+    if not step.records:
+        return [sys.executable, "-m", module, *options, "--out", str(results / step.leaves)]
     if settings.smoke:
         return [sys.executable, "-m", module, *options, "--smoke"]
     options += ["--results", str(results)]

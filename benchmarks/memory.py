@@ -26,7 +26,7 @@ from benchmarks.workload import Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_seconds, setting
 from cs336_systems.cost import Mode, Precision, saved_activations
-from cs336_systems.cost.fit import describe_parts
+from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import Recompute, course_sizes

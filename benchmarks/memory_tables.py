@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.records import Record, read_records
 from cs336_systems.console import format_bytes
-from cs336_systems.cost.fit import describe_parts
+from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.presets import preset
 from cs336_systems.profiling.sheet import Sheet
 

@@ -31,8 +31,8 @@ from cs336_systems.mixture import Mixture
 SMOKE: dict[str, Any] = {"experts": 8, "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 2, "steps": 1}
 CAPTION = (
     "one layer on one rank. CPU time: of all threads, median; in the kernel, most of it goes to new pages for large "
-    "tensors. wall time: of the slowest rank. predicted: FLOPs and what is read and written, at the measured ceilings "
-    "of a rank, without new pages; rows and bytes exactly, unless tokens are dropped. "
+    "tensors. wall time: of the slowest rank. predicted: FLOPs, what is read and written, starts of operators "
+    "and new pages, at what a rank was measured to need; rows and bytes exactly, unless tokens are dropped. "
     "*: noisy (standard deviation above 5% of the mean): trust the ratios, which are of pairs in one round"
 )
 Line = Callable[[dict[str, Any], dict[str, Any]], str]  # of a record's metrics and predictions

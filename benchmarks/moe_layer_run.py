@@ -14,6 +14,8 @@ from cs336_systems.comm import Group, agree
 from cs336_systems.console import format_bytes
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
+from cs336_systems.cost.hardware import MAPPED
+from cs336_systems.cost.launches import EXPERT_LAUNCHES
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import AllToAll
@@ -31,6 +33,8 @@ ITEM = torch.float32.itemsize
 ONE_HOT_TENSORS = {False: 4, True: 5}
 # How often such a tensor is written or read, going through `one_hot.py` line by line.
 ONE_HOT_PASSES = {False: 12, True: 30}
+# How many such tensors are made, one after another, which a CPU gives new memory each time; booleans are a quarter.
+ONE_HOT_MADE = {False: 5.25, True: 6.25}
 GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
 # Roundings that follow one another in two answers: the weights of choices, two layers with GELU between, the sum.
 STAGES = {False: 16, True: 32}
@@ -77,8 +81,8 @@ def one_hot_bytes(way: Way, tokens: int) -> int:
 
 
 def predict(way: Way, tokens: int, ranks: int, hardware: Hardware, backward: bool) -> dict[str, Any]:
-    """Counted, for one rank: rows and bytes of an all-to-all, FLOPs of a layer, and the milliseconds that these and
-    reading what is large would take at the ceilings of a device.
+    """Counted, for one rank: rows and bytes of an all-to-all, FLOPs of a layer, and the milliseconds that these,
+    reading what is large, starting operators and the first touch of large tensors would take on a device.
 
     Without a capacity that drops tokens, and with one-hot always, the bytes are exact; otherwise they are the most.
     """
@@ -92,16 +96,22 @@ def predict(way: Way, tokens: int, ranks: int, hardware: Hardware, backward: boo
     if way.one_hot:
         moved += ONE_HOT_PASSES[backward] * one_hot_bytes(way, tokens)
     sent = cost.row_bytes(config, rows, ITEM) if ranks > 1 else 0
-    milliseconds = 1e3 * (flops / hardware.matmul_flops + moved / hardware.bandwidth)
-    return {"rows": rows, "all_to_all_bytes": sent, "flops": flops, "mean_ms": milliseconds}
+    seconds = flops / hardware.matmul_flops + moved / hardware.bandwidth
+    # A CPU starts a product of each expert.
+    started = sum(EXPERT_LAUNCHES[: 1 + backward]) + 2 * (3 if backward else 1) * config.num_experts // ranks
+    seconds += hardware.waiting(started, seconds)
+    if way.one_hot and one_hot_bytes(way, tokens) >= MAPPED:
+        seconds += hardware.first_touch * ONE_HOT_MADE[backward] * one_hot_bytes(way, tokens)
+    return {"rows": rows, "all_to_all_bytes": sent, "flops": flops, "mean_ms": 1e3 * seconds}
 
 
 def ceilings(group: Group, budget: float) -> Hardware:
     """What every rank reaches at least, all at once, each with its threads; `budget` is the seconds of a probe."""
     name = device_name(DEVICE)
     here = probe(DEVICE, "fp32", name, budget)
-    slowest = gather_times([here.matmul_flops, here.bandwidth], group, DEVICE).amin(dim=0)
-    return Hardware(name, slowest[0].item(), slowest[1].item(), here.source)
+    found = gather_times([here.matmul_flops, here.bandwidth, here.launch, here.first_touch], group, DEVICE)
+    least, most = found.amin(dim=0).tolist(), found.amax(dim=0).tolist()
+    return Hardware(name, least[0], least[1], here.source, launch=most[2], first_touch=most[3])
 
 
 def too_large(way: Way, tokens: int, backward: bool, group: Group) -> str:

@@ -11,11 +11,11 @@ from cs336_systems import console
 from cs336_systems.console import format_seconds
 
 COLUMNS = ("ranks", "experts", "capacity", "slots", "dropped")
-OF_BOTH = ("sort", "einsum", "einsum / sort", "bytes, sort", "bytes, einsum", "einsum / sort")
+OF_BOTH = ("sort", "predicted", "einsum", "predicted", "einsum / sort", "bytes, sort", "bytes, einsum", "einsum / sort")
 CAPTION = (
-    "CPU time of a layer, all threads of a rank, median; the ratio is of pairs in one round. bytes: of one all-to-all, "
-    "as counted by what was sent; none on one rank. slots: of an expert; - is all that are needed. einsum is left out "
-    "where its tensors are too large"
+    "CPU time of a layer, all threads of a rank, median, and predicted; the ratio is of pairs in one round. bytes: of "
+    "one all-to-all, as counted by what was sent; none on one rank. slots: of an expert; - is all that are needed. "
+    "einsum is left out where its tensors are too large"
 )
 
 
@@ -48,8 +48,8 @@ def row(cell: Cell) -> list[str]:
     config, metrics = sort.config, sort.metrics
     slots = "-" if config["slots"] is None else str(config["slots"])
     line = [str(config["ranks"]), str(config["experts"]), config["capacity"], slots, f"{metrics['dropped_share']:.1%}"]
-    line.append(format_seconds(metrics["median_ms"] / 1e3))
-    line += ["", ""] if einsum is None else [_time(einsum), f"{einsum.metrics['ratio_median']:.3g}"]
+    line += _times(sort)
+    line += ["", "", ""] if einsum is None else [*_times(einsum), f"{einsum.metrics['ratio_median']:.3g}"]
     if config["ranks"] == 1:
         return line
     line.append(size_name(metrics["all_to_all_bytes"]))
@@ -58,8 +58,9 @@ def row(cell: Cell) -> list[str]:
     return line
 
 
-def _time(record: Record) -> str:
-    return format_seconds(record.metrics["median_ms"] / 1e3)
+def _times(record: Record) -> list[str]:
+    """Measured and predicted."""
+    return [format_seconds(each / 1e3) for each in (record.metrics["median_ms"], record.predicted["mean_ms"])]
 
 
 def show(records: Sequence[Record]) -> None:

@@ -3,11 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.table import Table
+
 from benchmarks.harness import noise, summarise
 from benchmarks.model_options import model_config
 from benchmarks.records import Record
 from benchmarks.workload import Case
 from cs336_systems.comm import Event
+from cs336_systems.console import format_bytes, format_seconds
 from cs336_systems.cost import Hardware, Mode, memory, predict
 from cs336_systems.cost.parallel import Link, exposed_seconds, zero_memory
 from cs336_systems.model import TransformerLM
@@ -126,3 +129,23 @@ def make_record(
     config |= model_config(case)
     metrics = measured(traces)
     return Record("profiling", config, stamp, step_times(traces[0]), metrics, beside, noise(metrics))
+
+
+def beside_measured(record: Record) -> Table:
+    """Each figure that was predicted, beside the measured one; of ranks that differ, the slowest one's."""
+    table = Table(title="predicted before the profile, which itself takes time", title_justify="left")
+    for head in ("", "measured", "predicted"):
+        table.add_column(head, justify="right" if head else "left")
+    for name, value in record.predicted.items():
+        found = record.metrics.get(name)
+        found = max(found) if isinstance(found, list) else found
+        table.add_row(name.removesuffix("_ms").replace("_", " "), *(_shown(name, each) for each in (found, value)))
+    return table
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_ms"):
+        return format_seconds(value / 1e3)
+    return format_bytes(value) if name.endswith("_bytes") else f"{value:.1%}"

@@ -18,7 +18,7 @@ from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.model_options import ModelOptions
 from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.profiling_record import make_record, predicted
+from benchmarks.profiling_record import beside_measured, make_record, predicted
 from benchmarks.records import RESULTS, append_record, machine_name, open_records
 from benchmarks.turns import ADAMW, check
 from benchmarks.workload import Case, compile_model
@@ -27,7 +27,7 @@ from cs336_systems.comm import Event, Group, Place, agree, distributed, find_pla
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
 from cs336_systems.console import setting
-from cs336_systems.cost.fit import require_fit
+from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
@@ -179,7 +179,9 @@ def work(place: Place, settings: Settings) -> None:
                 stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
                 path = (settings.results or RESULTS / machine_name(device, settings.machine)) / "profiling.jsonl"
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
-                append_record(make_record(vars(settings), wrapper, case, traces, beside, stamp), path)
+                record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
+                console.console().print(beside_measured(record))
+                append_record(record, path)
                 print(f"1 record appended to {path}")
 
 

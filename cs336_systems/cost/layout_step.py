@@ -1,5 +1,6 @@
-"""How long a step of a layout takes: FLOPs at the device's peak, element-wise work at its bandwidth, every transfer
-over one link, and the schedule played through by `schedule.simulate`.
+"""How long a step of a layout takes: FLOPs at the device's peak, element-wise work at its bandwidth, a start of each
+operator, first touch of large tensors, every transfer over one link, and the schedule played through by
+`schedule.simulate`.
 
 Transfers of tensor and expert parallelism wait, those between stages travel while stages compute, and the reductions
 of gradients hide behind the last microbatch's backward.
@@ -19,19 +20,22 @@ from cs336_systems.cost.flops import (
     repeated_blocks,
 )
 from cs336_systems.cost.hardware import Hardware
+from cs336_systems.cost.launches import (
+    Casts,
+    count_tensors,
+    embedding_launches,
+    head_launches,
+    span_launches,
+    update_launches,
+)
 from cs336_systems.cost.layout import Layout
 from cs336_systems.cost.layout_memory import parameter_bytes, state_elements
-from cs336_systems.cost.layout_traffic import (
-    Traffic,
-    Transfer,
-    gradient_traffic,
-    message_traffic,
-    pass_traffic,
-    shard_traffic,
-)
+from cs336_systems.cost.layout_traffic import gradient_traffic, message_traffic, pass_traffic, shard_traffic
 from cs336_systems.cost.memory import Precision
+from cs336_systems.cost.new_memory import new_bytes
 from cs336_systems.cost.parallel import Link, exposed_seconds
 from cs336_systems.cost.step import ADAMW_PASSES, forward_traffic
+from cs336_systems.cost.transfer import Traffic, Transfer
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import schedule, simulate
 
@@ -72,6 +76,16 @@ def pass_flops(config: ModelConfig, layout: Layout, seq: int, stage: int) -> tup
     return ahead + head, back + 2 * head
 
 
+def pass_launches(config: ModelConfig, layout: Layout, stage: int, casts: Casts = "none") -> tuple[int, int]:
+    """Operators that one rank of a stage starts, forward and backward, for one microbatch through all its blocks; what
+    tensor and expert parallelism add is left out."""
+    found = [span_launches(config, layout.blocks(config, stage, chunk), casts) for chunk in range(layout.chunks)]
+    first, last = layout.ends(stage)
+    found += [embedding_launches(config)] if first else []
+    found += [head_launches(config, casts)] if last else []
+    return sum(each[0] for each in found), sum(each[1] for each in found)
+
+
 def _of_a_rank(parts: dict[str, int], layout: Layout) -> int:
     """A block's FLOPs on one rank of tp."""
     return sum(count if name in ("router", "one-hot products") else count // layout.tp for name, count in parts.items())
@@ -100,16 +114,7 @@ def predict_step(
     """
     layout.check(config, seq)
     width, m, stages = parameter_bytes(precision)[0], layout.microbatches, range(layout.pp)
-    moved = (
-        forward_traffic(config, layout.micro_batch, seq, precision, layout.ep)
-        / hardware.bandwidth
-        / layout.pp
-        / layout.tp
-    )
-    computed = [
-        (ahead / hardware.matmul_flops + moved, back / hardware.matmul_flops + 2 * moved)
-        for ahead, back in (pass_flops(config, layout, seq, stage) for stage in stages)
-    ]
+    computed = [_computing(config, layout, seq, stage, hardware, precision) for stage in stages]
     spoken = [_spoken(config, layout, seq, stage, link, width, ("tp",)) for stage in stages]
     routed = [_spoken(config, layout, seq, stage, link, width, ("ep", layout.data_axis)) for stage in stages]
     times = [[sum(each) for each in zip(*ways, strict=True)] for ways in zip(computed, spoken, routed, strict=True)]
@@ -128,13 +133,55 @@ def predict_step(
         "expert-parallel": m * sum(routed[busiest]),
         "pipeline": simulate(lists, forward, backward, transfer).makespan - alone,
         "data-parallel": _data_parallel(gradients, layout, link, times[busiest][1] / layout.chunks),
-        "optimizer": ADAMW_PASSES * 4 * state_elements(config, layout, busiest, precision)[2] / hardware.bandwidth,
+        "optimizer": _updating(config, layout, seq, busiest, hardware, precision),
     }
     # An estimate from above: shards travel while layers compute.
     shards = shard_traffic(config, layout, busiest, width)
-    parts["data-parallel"] += m * traffic_seconds(link, shards, layout, ("dp", "data"))
+    parts["data-parallel"] += traffic_seconds(link, shards, layout, ("dp", "data"))
     parts["pipeline"] += traffic_seconds(link, gradients, layout, ("ends",))
     return parts | {"total": sum(parts.values())}
+
+
+def _casts(precision: Precision) -> Casts:
+    """Under a layout the weights are in half precision as well."""
+    return "weights" if precision in ("bf16", "fp16") else "none"
+
+
+def _touching(
+    config: ModelConfig, layout: Layout, seq: int, hardware: Hardware, precision: Precision
+) -> dict[str, float]:
+    """Seconds of the first touch of new memory by phase, of a microbatch and of the update. A rank's even share of the
+    model's is an estimate: tensors that tp does not split are more, and those that it splits may no longer be large."""
+    if not hardware.first_touch:
+        return {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
+    found = new_bytes(config, layout.micro_batch, seq, "step", precision, ep=layout.ep)
+    return {phase: hardware.first_touch * nbytes / layout.tp / layout.pp for phase, nbytes in found.items()}
+
+
+def _computing(
+    config: ModelConfig, layout: Layout, seq: int, stage: int, hardware: Hardware, precision: Precision
+) -> tuple[float, float]:
+    """Seconds, forward and backward, that one microbatch computes on a rank of a stage. Of element-wise work it has
+    its even share, too."""
+    flops, started = pass_flops(config, layout, seq, stage), pass_launches(config, layout, stage, _casts(precision))
+    traffic = forward_traffic(config, layout.micro_batch, seq, precision, layout.ep)
+    moved = traffic / hardware.bandwidth / layout.pp / layout.tp
+    touched = _touching(config, layout, seq, hardware, precision)
+    ahead, back = flops[0] / hardware.matmul_flops + moved, flops[1] / hardware.matmul_flops + 2 * moved
+    ahead, back = ahead + hardware.waiting(started[0], ahead), back + hardware.waiting(started[1], back)
+    return ahead + touched["forward"], back + touched["backward"]
+
+
+def _updating(
+    config: ModelConfig, layout: Layout, seq: int, stage: int, hardware: Hardware, precision: Precision
+) -> float:
+    """Seconds of the optimizer's update on a rank of a stage."""
+    moved = ADAMW_PASSES * 4 * state_elements(config, layout, stage, precision)[2] / hardware.bandwidth
+    touched = _touching(config, layout, seq, hardware, precision)["optimizer"]
+    if layout.zero > 0:  # shards are few and flat
+        return moved + touched / layout.data
+    started = update_launches(_casts(precision)) * count_tensors(config) // layout.pp
+    return moved + hardware.waiting(started, moved) + touched
 
 
 def _spoken(

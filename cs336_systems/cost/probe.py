@@ -1,4 +1,7 @@
-"""Measure this machine's two ceilings in a second or two. The only file of the model of cost that runs torch."""
+"""Measure this machine's ceilings, and what starting an operator and touching new memory cost, in a second or two.
+
+The only file of the model of cost that runs torch.
+"""
 
 import time
 from collections.abc import Callable
@@ -9,6 +12,8 @@ import torch
 from cs336_systems.cost.hardware import Hardware
 from cs336_systems.cost.memory import Precision
 
+LAUNCHES = 200  # operators between two looks at the clock
+FRESH_BYTES = 2**26  # of a tensor that no allocator keeps for the next one
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -30,6 +35,29 @@ def _best_seconds(run: Callable[[], object], device: torch.device, budget: float
 
 
 @torch.no_grad()
+def launch_seconds(device: torch.device, budget: float) -> float:
+    """Seconds in which eager torch starts an operator: a sum of four numbers, over and over."""
+    few = torch.zeros(4, device=device)
+
+    def run() -> None:
+        for _ in range(LAUNCHES):
+            few + 1.0
+
+    return _best_seconds(run, device, budget) / LAUNCHES
+
+
+@torch.no_grad()
+def first_touch_seconds(device: torch.device, budget: float) -> float:
+    """Seconds a byte that a CPU's new memory costs more than memory that has been written before; 0 on a GPU, whose
+    allocator keeps its memory."""
+    if device.type == "cuda":
+        return 0.0
+    used = torch.ones(FRESH_BYTES, dtype=torch.uint8)
+    fresh = _best_seconds(lambda: torch.empty(FRESH_BYTES, dtype=torch.uint8).fill_(1), device, budget)
+    return max(0.0, fresh - _best_seconds(lambda: used.fill_(1), device, budget)) / FRESH_BYTES
+
+
+@torch.no_grad()
 def probe(device: torch.device, precision: Precision, name: str, budget: float = 0.5) -> Hardware:
     """The fastest matrix product and copy seen on the device, in about a budget (seconds) for each of a few sizes.
 
@@ -47,4 +75,6 @@ def probe(device: torch.device, precision: Precision, name: str, budget: float =
     source = torch.empty(2**30 if device.type == "cuda" else 2**27, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
     copy = 2 * source.numel() / _best_seconds(partial(target.copy_, source), device, budget)
-    return Hardware(name, best, copy, source=f"measured: largest {precision} matrix product and copy of this machine")
+    launch, touch = launch_seconds(device, budget / 5), first_touch_seconds(device, budget / 5)
+    origin = f"measured: largest {precision} matrix product and copy of this machine"
+    return Hardware(name, best, copy, origin, launch, touch, asynchronous=device.type == "cuda")

@@ -1,13 +1,16 @@
-"""How long a pass takes: matrix products at the device's peak, everything else at its memory bandwidth.
+"""How long a pass takes: matrix products at the device's peak, everything else at its memory bandwidth, a start of each
+operator, and the first touch of large tensors on a CPU.
 
-The two are added, not overlapped: eager torch runs one operator after another. Launch costs and the lower efficiency of
-small products are left out, so small models take longer than predicted.
+All are added, not overlapped: eager torch runs one operator after another. The lower efficiency of small products is
+left out, so tiny models take longer than predicted.
 """
 
 from cs336_systems.cost.expert_activations import ExpertSizes
 from cs336_systems.cost.flops import backward_flops, forward_flops, recompute_flops
 from cs336_systems.cost.hardware import Hardware
+from cs336_systems.cost.launches import launches
 from cs336_systems.cost.memory import Mode, Precision, Sizes
+from cs336_systems.cost.new_memory import new_bytes
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig
 
@@ -62,8 +65,12 @@ def predict(
         "step": (forward + backward, 3 * traffic),
     }[mode]
     update = ADAMW_PASSES * 4 * sum(count_parameters(config).values()) if mode == "step" else 0
-    return {
+    seconds = {
         "matrix products": flops / hardware.matmul_flops,
         "element-wise": moved / hardware.bandwidth,
         "optimizer": update / hardware.bandwidth,
     }
+    started = sum(launches(config, mode, "products" if precision in ("bf16", "fp16") else "none").values())
+    seconds["launches"] = hardware.waiting(started, sum(seconds.values()))
+    touched = sum(new_bytes(config, batch, seq, mode, precision).values()) if hardware.first_touch else 0
+    return seconds | {"first touch": hardware.first_touch * touched}
