@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.comm import Mesh, all_reduce
-from cs336_systems.cost.fit import require_fit, require_layout_fits
+from cs336_systems.cost.capacity import require_fit, require_layout_fits
 from cs336_systems.data import Batch, count_targets
 from cs336_systems.dropout import DropoutKey, dropout_key
 from cs336_systems.errors import UserError

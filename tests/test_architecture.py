@@ -114,7 +114,7 @@ def test_everything_imports_without_triton():
 
 
 def test_a_prediction_does_not_load_torch():
-    run_python("import sys, cs336_systems.cost, cs336_systems.cost.fit; assert 'torch' not in sys.modules")
+    run_python("import sys, cs336_systems.cost, cs336_systems.cost.capacity; assert 'torch' not in sys.modules")
 
 
 def test_one_door_to_torch_distributed():
@@ -131,7 +131,7 @@ def test_what_must_not_load_torch_does_not():
     for path in FILES:
         if ids(path).startswith(TORCH_FREE) and path.name != "probe.py":
             assert not {name.split(".")[0] for name in imports(path)} & {"torch", "einops", "triton"}, ids(path)
-    for name in ("parameters", "flops", "memory", "step", "fit"):
+    for name in ("parameters", "flops", "memory", "step", "capacity"):
         assert "cs336_systems.cost.probe" not in imports(ROOT / f"cs336_systems/cost/{name}.py")
 
 
