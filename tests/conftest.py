@@ -1,5 +1,6 @@
 """Shared fixtures: one seed for every test, and fresh memory poisoned with NaN so that an unwritten element is seen."""
 
+import gc
 import os
 
 import pytest
@@ -10,6 +11,14 @@ from tests.machine import made_up
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need on a GPU
+
+
+def pytest_collection_finish():
+    """What is imported stays, and need not be searched by every collection of garbage, of which benchmarks have one for
+    each candidate: torch alone is a million objects."""
+    torch.use_deterministic_algorithms(False)  # imports the compiler
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ With two versions of Triton: the one installed, and 3.6.0, which `make test` put
 machines have it. Compilation needs a process whose Triton does not interpret.
 """
 
+import fcntl
 import json
 
 import pytest
@@ -14,24 +15,40 @@ pytest.importorskip("triton", reason="Triton is not installed")
 REGISTERS, SHARED_BYTES = 65_536, 232_448  # of a multiprocessor, and the most of it that one program may have
 
 
-@pytest.fixture(scope="module")
-def running():
-    """The compilation of every case with each Triton, side by side."""
+@pytest.fixture(scope="session")
+def compiled(request, tmp_path_factory):
+    """What the compilation of every case says with each Triton, side by side: once for all workers of pytest-xdist, by
+    whichever comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if hasattr(request.config, "workerinput") else folder
+    with (folder / "codegen.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = folder / "codegen.json"
+        if not file.exists():
+            file.write_text(json.dumps(compile_all()))
+    return json.loads(file.read_text())
+
+
+def compile_all() -> dict[str, tuple[int, str, str]]:
+    """(exit code, output, errors) by version."""
     started = {version: run_without_interpreter("tests.codegen", version) for version in VERSIONS}
-    found = {version: process for version, process in started.items() if process}
-    yield found
-    for process in found.values():
-        process.kill()
-        process.communicate()
+    running = {version: process for version, process in started.items() if process}
+    try:
+        said = {version: process.communicate(timeout=300) for version, process in running.items()}
+        return {version: (running[version].returncode, *texts) for version, texts in said.items()}
+    finally:
+        for process in running.values():
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
-def reports(request, running):
+def reports(request, compiled):
     """(case, kernel, report) of every kernel compiled with one Triton."""
-    if request.param not in running:
+    if request.param not in compiled:
         pytest.skip(f"there is no {OTHER_TRITON}: make test installs it")
-    out, errors = running[request.param].communicate(timeout=300)
-    assert running[request.param].returncode == 0, errors
+    code, out, errors = compiled[request.param]
+    assert code == 0, errors
     found = json.loads(out)
     assert found["triton"].startswith("3.6.0") == (request.param == "3.6.0")
     return [(case, kernel, report) for case, kernels in found["reports"].items() for kernel, report in kernels]
