@@ -29,7 +29,7 @@ def measured(candidate: str = "sort", experts: int = 8, slots: int | None = 4, r
     rows = experts * (32 if slots is None else slots) if candidate == "einsum" else 64
     metrics = {"median_ms": 1.5, "ratio_median": 3.0, "bytes_ratio": 2.0, "dropped_share": 0.25}
     stamp = {"device": "abacus", "cores": 2, "threads": 1}
-    return Record("moe_sweep", what, stamp, [1.5], metrics | {"all_to_all_bytes": 32 * rows})
+    return Record("moe_sweep", what, stamp, [1.5], metrics | {"all_to_all_bytes": 32 * rows}, {"mean_ms": 2.0})
 
 
 def grid() -> list[Record]:
@@ -155,9 +155,20 @@ def test_a_line_of_the_table_is_a_cell():
     found = cells([*grid(), measured(experts=64, ranks=2, slots=1)])
     places = [(c["sort"].config["ranks"], c["sort"].config["experts"], c["sort"].config["slots"]) for c in found]
     assert places[:4] == [(1, 8, 2), (1, 8, 4), (1, 8, 8), (1, 8, None)]
-    assert row(found[3]) == ["1", "8", "dropless", "-", "25.0%", "1.5 ms", "1.5 ms", "3"]  # one rank sends nothing
-    assert row(found[8])[6:] == ["1.5 ms", "3", "2.05 kB", "512 B", "2"]
-    assert row(found[-1])[5:] == ["1.5 ms", "", "", "2.05 kB"]  # too large for einsum
+    assert row(found[3]) == [
+        "1",
+        "8",
+        "dropless",
+        "-",
+        "25.0%",
+        "1.5 ms",
+        "2 ms",
+        "1.5 ms",
+        "2 ms",
+        "3",
+    ]  # nothing is sent
+    assert row(found[8])[7:] == ["1.5 ms", "2 ms", "3", "2.05 kB", "512 B", "2"]
+    assert row(found[-1])[5:] == ["1.5 ms", "2 ms", "", "", "", "2.05 kB"]  # too large for einsum
 
 
 def test_lines_of_the_plot():

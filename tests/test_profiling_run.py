@@ -7,9 +7,9 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import profiling_run
-from benchmarks.profiling_record import USUAL, make_record, predicted, predicted_peak
+from benchmarks.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
 from benchmarks.profiling_run import Settings
-from benchmarks.records import read_records
+from benchmarks.records import Record, read_records
 from cs336_systems.comm import Event, Place
 from cs336_systems.console import run_command
 from cs336_systems.cost import Hardware, count_parameters, memory
@@ -181,6 +181,15 @@ def test_predictions_follow_the_wrapper():
     assert not {"mean_ms", "exposed_ms"} & predicted(case, hardware, "zero3", link, events, 2).keys()
     left_out = {"mean_ms", "exposed_ms", "communication_ms", "peak_memory_bytes"}
     assert not left_out & predicted(case, hardware, "torch-ddp", link, [], 2).keys()
+
+
+def test_what_was_predicted_stands_beside_what_was_measured():
+    said = {"mean_ms": 2.0, "peak_memory_bytes": 2048, "share_matrix_products": 0.5, "exposed_ms": 3.0, "other_ms": 1.0}
+    found = {"mean_ms": 4.0, "peak_memory_bytes": 4096, "share_matrix_products": 0.25, "exposed_ms": [1.0, 5.0]}
+    table = beside_measured(Record("profiling", {}, {}, metrics=found, predicted=said))
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1] == ["4 ms", "4.0 KiB", "25.0%", "5 ms", "-"]  # of ranks, the slowest
+    assert cells[2] == ["2 ms", "2.0 KiB", "50.0%", "3 ms", "1 ms"]
 
 
 def test_the_predicted_peak_follows_the_wrapper():
