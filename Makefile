@@ -52,6 +52,7 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what memory --write docs/profiling.md
 	$(RUN) -m benchmarks.tables --what scaling --write docs/model_parallelism.md
 	$(RUN) -m benchmarks.tables --what experts --write docs/experts.md
+	$(RUN) -m benchmarks.tables --what cost --write docs/cost.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

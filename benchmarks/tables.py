@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.memory_tables import memory_tables
@@ -73,8 +74,8 @@ def row(record: Record) -> list[str]:
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables of passes, several ranks, kernels, memory, layouts or experts; with passes, the kernels'
-    goals.
+    """Every machine's tables of passes, several ranks, kernels, memory, layouts or experts, or those of the model of
+    cost; with passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
@@ -83,7 +84,7 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     else:
         tables = {
             "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
-            "experts": expert_tables,
+            "experts": expert_tables, "cost": cost_tables,
         }[what](results)  # fmt: skip
     if not tables and what in FIRST:
         return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
@@ -108,9 +109,9 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts"]),
+    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, memory, layouts, or experts.",
+    help="Whole passes, several ranks, kernels, memory, layouts, experts, or the model of cost.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

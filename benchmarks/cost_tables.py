@@ -1,0 +1,174 @@
+"""The tables of docs/cost.md: machines, constants, published runs, and how far this project's own predictions were off.
+
+All but the last are computed; nothing is measured here.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from statistics import mean, median, quantiles
+from typing import Any
+
+from benchmarks.records import Record, read_records
+from cs336_systems.cost.large.efficiency import Constants
+from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
+from cs336_systems.cost.large.step_time import CONSTANTS, step_time
+from cs336_systems.cost.large.systems import SYSTEMS, System
+from cs336_systems.cost.notebook.differences import DIFFERENCES
+
+Row = dict[str, Any]  # of the published runs
+OWN = ("kort22", "mlm2020")
+MEANING = {
+    "product": "of the attainable rate that large products reach in a run",
+    "ramp": "steps of the inner dimension that beginning and ending a tile take",
+    "wave": "of a wave of tiles that is empty",
+    "fused": "of the rate of products that fused attention reaches",
+    "memory": "of memory's bandwidth",
+    "start": "s a kernel",
+    "host": "s in which the host gives out a kernel",
+    "call": "s a collective, whatever it sends",
+    "inside": "of a link's bandwidth in a node",
+    "between": "of a link's bandwidth between nodes",
+    "hidden": "of a transfer behind computing that computing loses",
+}
+
+
+def cost_tables(results: Path) -> list[str]:
+    """Every table, as Markdown."""
+    rows = json.loads(PUBLISHED.read_text())
+    runs = {row["id"]: read_run(row) for row in rows}
+    parts = [
+        ("Machines", machines_table()),
+        ("Constants", constants_table()),
+        ("Published runs, by family", families_table(rows, runs)),
+        (
+            "Those of 2020 and of Korthikanti, one by one",
+            runs_table([row for row in rows if row["id"].startswith(OWN)], runs),
+        ),
+        ("Predicted and measured by this project's own benchmarks", own_table(results)),
+        ("What the notebook has otherwise", notebook_table()),
+    ]
+    return [f"### {title}\n\n{table}" for title, table in parts]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
+    """A table whose last columns, so many, are numbers."""
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * (len(columns) - numbers)}{' --: |' * numbers}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def machines_table() -> str:
+    """The presets, and where their figures are from."""
+
+    def row(system: System) -> tuple[str, ...]:
+        return (
+            system.name,
+            f"{system.matmul_flops / 1e12:.0f}",
+            f"{system.attainable:.0%}",
+            f"{system.bandwidth / 1e9:.0f}",
+            f"{system.memory / 2**30:.0f}",
+            str(system.processors),
+            str(system.node),
+            f"{system.inside.bandwidth / 1e9:.0f}",
+            f"{system.between.bandwidth / 1e9:.4g}",
+        )
+
+    columns = (
+        "machine", "16-bit TFLOP/s", "attainable", "memory GB/s", "GiB", "processors", "in a node", "link GB/s",
+        "network GB/s",
+    )  # fmt: skip
+    table = markdown(columns, [row(each) for each in SYSTEMS.values()], len(columns) - 1)
+    names: dict[str, list[str]] = {}
+    for system in SYSTEMS.values():
+        for field, source in system.sources.items():
+            names.setdefault(f"{field}: {source}", []).append(system.name)
+    lines = [f"- {source} ({', '.join(machines)})" for source, machines in names.items()]
+    return "\n".join([table, "", "Each for one accelerator, links in one direction. Sources:", "", *lines])
+
+
+def constants_table() -> str:
+    """What data sheets do not say."""
+    rows = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
+    return markdown(("constant", "meaning", "value"), rows, 1)
+
+
+def off(run: Run) -> float:
+    """Predicted over measured, less one."""
+    assert run.seconds is not None, f"{run.id} was not measured"
+    return step_time(run.config, run.plan, run.seq, run.system).total / run.seconds - 1
+
+
+def families_table(rows: list[Row], runs: dict[str, Run]) -> str:
+    """The error of each family; those that constants were fitted to first."""
+    found: dict[tuple[bool, str, str, str], list[float]] = {}
+    for row in rows:
+        run = runs[row["id"]]
+        key = (not row["fitted"], row["family"], row["source"], run.system.name)
+        found.setdefault(key, []).append(off(run))
+    lines = [
+        (family, source, machine, "no" if new else "yes", str(len(errors)), f"{mean(map(abs, errors)):.1%}",
+         f"{mean(errors):+.1%}", f"{max(errors, key=abs):+.1%}")
+        for (new, family, source, machine), errors in sorted(found.items(), key=lambda each: each[0][0])
+    ]  # fmt: skip
+    columns = ("family", "source", "machine", "fitted", "runs", "mean size of error", "mean error", "worst")
+    return "\n\n".join([markdown(columns, lines, 4), _together(rows, runs)])
+
+
+def _together(rows: list[Row], runs: dict[str, Run]) -> str:
+    """One sentence on those that were fitted, and one on those that were not."""
+    said = []
+    for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
+        errors = [off(runs[row["id"]]) for row in rows if row["fitted"] == fitted]
+        said.append(
+            f"{len(errors)} runs {words}: an error of {mean(map(abs, errors)):.1%} on average, {mean(errors):+.1%} "
+            f"with its sign, {max(errors, key=abs):+.1%} at worst."
+        )
+    unchecked = sum(not row["checked"] for row in rows)
+    return " ".join([*said, f"{unchecked} of all figures are quoted from memory of the table that is named."])
+
+
+def runs_table(rows: list[Row], runs: dict[str, Run]) -> str:
+    """Predicted and measured seconds of some runs."""
+    lines = []
+    for row in rows:
+        run = runs[row["id"]]
+        step = step_time(run.config, run.plan, run.seq, run.system)
+        cells = f"{run.seconds:.4g}", f"{step.total:.4g}", f"{off(run):+.1%}", f"{step.mfu:.1%}"
+        lines.append((run.id, f"{run.plan.ranks} {run.system.name}", *cells))
+    return markdown(("run", "machines", "measured s", "predicted s", "error", "MFU"), lines, 4)
+
+
+def own_table(results: Path) -> str:
+    """Of each benchmark's records with a predicted time: the ratio of predicted to measured."""
+    lines = []
+    for path in sorted(results.glob("*/*.jsonl")):
+        ratios = sorted(ratio for record in read_records(path) if (ratio := predicted_ratio(record)) is not None)
+        if len(ratios) < 2:
+            continue
+        low, _, high = quantiles(ratios, n=4)
+        near = sum(0.8 <= ratio <= 1.25 for ratio in ratios) / len(ratios)
+        cells = (
+            f"{median(ratios):.2f}",
+            f"{low:.2f} to {high:.2f}",
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+            f"{near:.0%}",
+        )
+        lines.append((path.parent.name, path.stem, str(len(ratios)), *cells))
+    columns = ("machine", "benchmark", "records", "predicted / measured", "quartiles", "range", "within a quarter")
+    return markdown(columns, lines, 5)
+
+
+def predicted_ratio(record: Record) -> float | None:
+    """Predicted over measured time; None where there is not both."""
+    for name in ("median_ms", "mean_ms"):
+        said, seen = record.predicted.get(name), record.metrics.get(name)
+        if said and seen:
+            return float(said / seen)
+    return None
+
+
+def notebook_table() -> str:
+    """What the roofline notebook prints, what is right, and what that changes."""
+    rows = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
+    return markdown(("", "the notebook", "right", "effect"), rows, 0)
