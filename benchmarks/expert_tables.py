@@ -20,7 +20,7 @@ NOT_YET = (
 )
 LAYER_NOTE = (
     "CPU time of a rank, median of turns; ratios pair by pair, median and quartiles. Predicted: FLOPs and bytes at "
-    "this machine's ceilings, without launches and without new pages for large tensors, so too short."
+    "this machine's ceilings, starting operators, and new pages of large tensors."
 )
 HALF = 2  # bytes of a number in the published run
 
