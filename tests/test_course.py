@@ -19,7 +19,6 @@ from cs336_systems.cost.course.mesh import grid_times
 from cs336_systems.cost.course.precision import accumulate, half, single
 from cs336_systems.cost.course.rings import alternate_ring_seconds, ring_seconds, tree_seconds
 from cs336_systems.cost.course.sharding import tensors_of
-from cs336_systems.cost.course.xxl import batch_times
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.memory import Activations, Sizes, block_activations
 from cs336_systems.cost.parallel import exposed_seconds
@@ -172,6 +171,17 @@ def test_bucket_equation_under_its_assumption():
     assert abs(numbers["best_real"] - brute) < 1
     assert numbers["best_bucket"] * numbers["best_real"] == pytest.approx(8e9)
     assert numbers["least"] == pytest.approx(overhead(8e9, 3e11, 3e-5, numbers["best_real"]))
+
+
+def batch_times(b: float, D: int, F: int, X: float, Y: float, W: float, C: float, Mx: int, My: int) -> dict:
+    """Seconds of one block's forward pass with b tokens a device on an X by Y mesh: compute, FSDP's gathers, TP's, all
+    of numbers of two bytes."""
+    tokens = b * X * Y
+    return {
+        "compute": 4 * tokens * D * F / (X * Y * C),
+        "fsdp": 2 * 2 * D * F / (Y * W * Mx),
+        "tp": 2 * 2 * tokens * D / (X * W * My),
+    }
 
 
 def test_xxl_readings_by_search():

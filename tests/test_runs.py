@@ -76,6 +76,19 @@ def test_an_unknown_accelerator_is_noted():
     assert read_run(RUN | {"gpu": "MI300X"}).notes == ("gpu 'MI300X' is not known: A100-80GB is taken",)
 
 
+def test_a_microbatch_that_is_not_said_leaves_interleaved_stages_their_rounds():
+    deep = RUN | {"L": 24, "pp": 8, "dp": 1, "tp": 2, "gbs": 64}
+    chosen = read_run(deep | {"vpp": 3})  # microbatches of 16 would be 4, too few for 8 stages
+    assert chosen.plan.microbatches % 8 == 0
+    with pytest.raises(UserError, match="microbatches 63 is not a multiple of stages 8"):
+        read_run(deep | {"vpp": 3, "gbs": 63})
+
+
+def test_ranks_of_experts_mean_nothing_without_experts():
+    assert read_run(RUN | {"ep": 2}).plan == read_run(RUN).plan
+    assert read_run(RUN | {"ep": 2, "experts": 4}).plan.ep == 2
+
+
 def test_replicas_follow_from_accelerators():
     without = {key: value for key, value in RUN.items() if key != "dp"}
     assert read_run(without | {"gpus": 16}).plan == read_run(RUN).plan
@@ -127,8 +140,7 @@ BAD = [
     ({"mbs": 3}, "micro-batch 3 x dp 4 = 12: use 60 or 72"),
     ({"cp": 3}, "does not divide over cp 3"),
     ({"pp": 27, "mbs": 1}, "24 layers are too few for pp 27"),
-    ({"ep": 3}, "dp 4 is not a multiple of ep 3"),
-    ({"ep": 2}, "the model has none"),
+    ({"ep": 3, "experts": 6}, "dp 4 is not a multiple of ep 3"),
     ({"experts": 6, "ep": 4}, "6 experts do not divide over ep 4"),
     ({"experts": 4, "top_k": 3}, "1 or 2 experts, not 3"),
 ]

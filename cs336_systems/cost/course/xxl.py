@@ -136,16 +136,6 @@ def _least(bound: float) -> int:
     return int(bound) + 1
 
 
-def batch_times(b: float, D: int, F: int, X: float, Y: float, W: float, C: float, Mx: int, My: int) -> dict[str, float]:
-    """Seconds of one block's forward pass with b tokens a device on an X by Y mesh: compute, FSDP's gathers, TP's."""
-    tokens = b * X * Y
-    return {
-        "compute": 4 * tokens * D * F / (X * Y * C),
-        "fsdp": 2 * _BF16 * D * F / (Y * W * Mx),
-        "tp": 2 * _BF16 * tokens * D / (X * W * My),
-    }
-
-
 _XXL_BATCH = Question(
     "xxl-batch",
     "XXL: which batch hides communication?",

@@ -125,13 +125,9 @@ class Plan:
                 f"{config.num_layers} layers are too few for pp {self.pp} x chunks {self.chunks}: lower one of the two"
             )
 
-    def stage_layers(self, num_layers: int) -> list[int]:
-        """How many layers each stage has. Where they do not divide, the ends, which have embedding and head as well,
-        are the first to go without."""
-        return [sum(map(len, chunks)) for chunks in self.stage_chunks(num_layers)]
-
     def stage_chunks(self, num_layers: int) -> list[list[range]]:
-        """Which layers each chunk of each stage has: chunk 0 of all stages comes first, then chunk 1 of all stages."""
+        """Which layers each chunk of each stage has: chunk 0 of all stages comes first, then chunk 1 of all stages.
+        Where they do not divide, the ends, which have embedding and head as well, are the first to go without."""
         return [list(found) for found in _chunks(num_layers, self.pp, self.chunks)]
 
 

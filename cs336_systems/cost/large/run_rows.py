@@ -45,7 +45,7 @@ DEFAULTS = {
     "attention": "flash or unfused; unfused where V100 or A100 recompute, without gates, kv, ZeRO 3 or s over 4096",
     "experts": "of every layer; none. The ranks of ep are among those of dp",
     "top_k": "experts that a token is sent to; 2",
-    "ep": "expert-parallel ranks; 1",
+    "ep": "expert-parallel ranks; 1, also without experts",
     "t_iter_s": "measured seconds of a step; the run is only predicted",
 }
 WORDS = {"recompute": ("none", "selective", "full"), "attention": ("flash", "unfused")}

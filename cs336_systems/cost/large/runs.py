@@ -119,7 +119,8 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
 
 
 def _plan(row: dict[str, Any], config: ModelConfig, system: System) -> Plan:
-    tp, pp, dp, cp, ep, batch = (row.get(key, 1) for key in ("tp", "pp", "dp", "cp", "ep", "gbs"))
+    tp, pp, dp, cp, batch = (row.get(key, 1) for key in ("tp", "pp", "dp", "cp", "gbs"))
+    ep = row.get("ep", 1) if config.num_experts else 1
     if dp % ep:
         raise UserError(f"dp {dp} is not a multiple of ep {ep}, whose ranks are among them")
     splits = config.recompute != "segments" and config.context_length % (tp * cp) == 0
@@ -144,12 +145,14 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System) -> Plan:
 
     if "mbs" in row:
         return plan(row["mbs"])
-    return _fastest([plan(size) for size in _dividing(batch, dp)], config, system)
+    rounds = pp if row.get("vpp", 1) > 1 else 1  # interleaved stages take their microbatches in rounds
+    return _fastest([plan(size) for size in _dividing(batch, dp, rounds)], config, system)
 
 
-def _dividing(batch: int, replicas: int) -> list[int]:
-    """Sizes of a microbatch that divide the batch; 1 if none does, which the plan then refuses in words."""
-    return [size for size in MICRO_BATCHES if batch % (replicas * size) == 0] or [1]
+def _dividing(batch: int, replicas: int, rounds: int) -> list[int]:
+    """Sizes of a microbatch of which a batch gives each replica so many, or a multiple; 1 if none does, which the plan
+    then refuses in words."""
+    return [size for size in MICRO_BATCHES if batch % (replicas * size * rounds) == 0] or [1]
 
 
 def _fastest(plans: list[Plan], config: ModelConfig, system: System) -> Plan:
