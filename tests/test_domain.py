@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from cs336_systems.console import run_command
+from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.large.domain import DOMAIN, QUICK_KERNEL, fitted, warnings
 from cs336_systems.cost.large.plan import Plan
 from cs336_systems.cost.large.runs import PUBLISHED, read_run
@@ -102,3 +104,12 @@ def test_a_feature_is_new_only_where_no_fitted_run_has_it():
 def test_a_plan_that_does_not_divide_is_an_error():
     with pytest.raises(UserError, match="do not divide"):
         warnings(GPT, Plan(tp=7), 2048, A100)
+
+
+@pytest.mark.parametrize("command", ["step", "table", "search"])
+def test_commands_that_print_times_warn(command, capsys):
+    model = ["--size", "llama-8b", "--num-layers", "2"]
+    where = ["--gpus", "1", "--batch-size", "1"] if command == "search" else []
+    for system, count in (("B200", 1), ("H100", 0)):
+        assert run_command(main, [command, *model, *where, "--system", system]) == 0
+        assert capsys.readouterr().out.count(f"no run on {system} was fitted") == count

@@ -15,8 +15,8 @@ from cs336_systems.cost.commands.memory_words import explain_memory
 from cs336_systems.cost.commands.request import request_options, take_request
 from cs336_systems.cost.commands.step_words import explain_step
 from cs336_systems.cost.commands.told import Section
+from cs336_systems.cost.commands.warned import print_warnings
 from cs336_systems.cost.course import ANSWERS, defaults, parse_numbers, question
-from cs336_systems.cost.large.domain import warnings
 from cs336_systems.errors import UserError
 
 
@@ -56,8 +56,7 @@ def step_command(**given: Any) -> None:
     """The time of a step: from the model's FLOPs to each of its seconds."""
     request = take_request(given)
     _print(console.console(), [*request.lines()], explain_step(request))
-    for line in warnings(request.config, request.plan, request.seq, request.system, request.constants):
-        console.console().print(f"[yellow]warning:[/] {escape(line)}")
+    print_warnings(console.console(), request.config, request.plan, request.seq, request.system, request.constants)
 
 
 @command.command("memory")

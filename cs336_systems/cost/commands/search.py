@@ -10,6 +10,7 @@ from cs336_systems import console
 from cs336_systems.console import options, setting
 from cs336_systems.cost.commands.request import ConstantSettings, constants_for, tokens_option
 from cs336_systems.cost.commands.search_page import Asked, print_search, recompute_word, word
+from cs336_systems.cost.commands.warned import print_warnings
 from cs336_systems.cost.large.candidate import Candidate
 from cs336_systems.cost.large.plan import Overlap
 from cs336_systems.cost.large.search import LIMIT, Search, search
@@ -84,7 +85,9 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     if as_json:
         click.echo(json.dumps(_record(found, words), indent=1))
     else:
-        print_search(console.console(), found, words)
+        screen, first = console.console(), found.best[0].step
+        print_search(screen, found, words)
+        print_warnings(screen, first.config, first.plan, seq, system, constants)
 
 
 def _record(found: Search, asked: Asked) -> dict[str, Any]:

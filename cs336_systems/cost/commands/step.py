@@ -7,7 +7,6 @@ import click
 from rich import box
 from rich.bar import Bar
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from cs336_systems import console
@@ -20,6 +19,7 @@ from cs336_systems.cost.commands.request import (
     training,
     training_words,
 )
+from cs336_systems.cost.commands.warned import print_warnings
 from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.large.domain import DOMAIN, warnings
 from cs336_systems.cost.large.plan_memory import peak_bytes, room
@@ -106,8 +106,7 @@ def _print(screen: Console, request: Request, step: StepTime, whole: dict[str, f
     screen.print(_losses(step))
     screen.print()
     screen.print(_results(request, step, whole))
-    for line in warnings(request.config, request.plan, request.seq, request.system, request.constants):
-        screen.print(f"[yellow]warning:[/] {escape(line)}")
+    print_warnings(screen, request.config, request.plan, request.seq, request.system, request.constants)
 
 
 def _losses(step: StepTime) -> str:

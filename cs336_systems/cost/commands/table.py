@@ -17,6 +17,7 @@ from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count
 from cs336_systems.cost.commands.notebook_page import notebook_records, print_page
 from cs336_systems.cost.commands.request import Request, request_options, take_request
+from cs336_systems.cost.commands.warned import print_warnings
 from cs336_systems.cost.flops import least_forward_flops
 from cs336_systems.cost.large.operator_time import GROUPS, Passed, Timed, model_groups, run_again, timed_group
 from cs336_systems.cost.large.operators import Collective
@@ -157,6 +158,7 @@ def _print(screen: Console, request: Request, groups: Groups) -> None:
     screen.print(_shown(_totals_table(request, groups), narrow))
     for line in _meaning(request):
         screen.print(line)
+    print_warnings(screen, request.config, request.plan, request.seq, request.system, request.constants)
 
 
 def _shown(table: Table, narrow: bool) -> Table:
