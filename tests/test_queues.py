@@ -33,6 +33,21 @@ def test_what_could_only_have_run_before_is_given_to_an_earlier_span():
     assert places(calls, [ran(20, 80), ran(200, 280, 3)]) == [1, 0]
 
 
+def test_waits_in_another_order_leave_every_span_a_call():
+    first, second, third = call(0, 300), call(10, 200), call(20, 150)
+    # The last to end can only be the first call, which therefore makes the others move, one after another.
+    assert places([first, second, third], [ran(15, 50), ran(60, 100), ran(70, 250, 3)]) == [1, 2, 0]
+    assert places([first, second, call(65, 150)], [ran(25, 100), ran(30, 250, 3), ran(105, 140)]) == [1, 0, 2]
+
+
+def test_what_fits_no_call_moves_nothing():
+    assert places([call(0, 50), call(10, 100), call(20, 100)], [ran(15, 40), ran(30, 90), ran(35, 200, 3)]) == [
+        0,
+        1,
+        None,
+    ]
+
+
 def test_a_call_that_ran_unseen_takes_no_span_that_began_before_it():
     calls = [call(0, 400), call(100, 200), call(250, 400)]
     assert places(calls, [ran(50, 80), ran(300, 350)]) == [0, 2]

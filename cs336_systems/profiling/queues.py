@@ -7,13 +7,15 @@ even of one, may begin in another order than their calls. A span belongs to the 
 - was made before the span began, and whose wait, if there was one, ended after it;
 - is of the same group as what else ran on that thread.
 
-What is alike in all this, and in flight at once, is taken to run in the order of the calls.
+What is alike in all this, and in flight at once, is taken to run in the order of the calls. Where that leaves a span
+without a call, earlier ones are assigned anew if it makes room: as many as possible have one (augmenting paths, Berge).
 """
 
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from cs336_systems.profiling.trace import Lane, Span
@@ -50,7 +52,8 @@ class _Matching:
         self.calls = calls
         self.waiting: dict[tuple[str, str], deque[int]] = {}
         self.runs: dict[int, Span] = {}
-        self.begun: dict[tuple[str, str], list[int]] = {}  # places in the order in which their spans began
+        self.taken: dict[tuple[str, str], dict[int, None]] = {}  # the calls that have a span, a set with an order
+        self.missed: dict[tuple[str, str], list[int]] = {}  # calls without one whose wait is over
         for place, call in enumerate(calls):
             for key in _keys(call.span):
                 self.waiting.setdefault(key, deque()).append(place)
@@ -61,31 +64,44 @@ class _Matching:
         queue = self.waiting.get(_key(span), deque())
         while queue and (queue[0] in self.runs or _is_over(self.calls[queue[0]], span.start)):
             place = queue.popleft()
-            if place not in self.runs and (freed := self._repair(place, span)) is not None:
-                queue.appendleft(freed)
-        for place in queue:
-            if self.calls[place].span.start > span.start:
-                return
-            if place not in self.runs and self._fits(place, span):
-                self.runs[place] = span
-                self.begun.setdefault(_key(span), []).append(place)
-                return
+            if place not in self.runs:
+                self.missed.setdefault(_key(span), []).append(place)
+        free = [place for place in takewhile(lambda place: self._asked(place, span), queue) if place not in self.runs]
+        found = next((place for place in free if self._fits(place, span)), None)
+        if found is None:
+            missed = [place for place in self.missed.get(_key(span), []) if place not in self.runs]
+            found = self._make_room(span, missed + free)
+        if found is not None:
+            self.runs[found] = span
+            self.taken.setdefault(_key(span), {})[found] = None
+
+    def _asked(self, place: int, span: Span) -> bool:
+        return self.calls[place].span.start <= span.start
 
     def _fits(self, place: int, span: Span) -> bool:
         call, group = self.calls[place], self.groups.get(span.lane)
         of_group = group is None or call.group in (None, group)
-        return of_group and not _is_over(call, span.end) and _has_type(call, span)
+        return self._asked(place, span) and of_group and not _is_over(call, span.end) and _has_type(call, span)
 
-    def _repair(self, missed: int, span: Span) -> int | None:
-        """A call whose wait is over was run: if by a span that went to one still in waiting, that one is free again."""
-        begun = self.begun.get(_key(span), [])
-        for i in reversed(range(len(begun))):
-            place, earlier = begun[i], self.runs[begun[i]]
-            if earlier.start < self.calls[missed].span.start:
-                return None
-            if self._fits(missed, earlier) and not _is_over(self.calls[place], span.start):
-                begun[i] = missed
-                self.runs[missed] = self.runs.pop(place)
+    def _make_room(self, span: Span, free: Sequence[int]) -> int | None:
+        """A call for the span that another had, which has moved to a call that fits it as well, after a third has moved
+        and so on; the last of them takes a free one. None if there is no such chain."""
+        taken = self.taken.get(_key(span), {}) if free else {}
+        movers: deque[tuple[Span, int | None]] = deque([(span, None)])  # each with the call that it would leave
+        wanted: dict[int, tuple[Span, int | None]] = {}  # by call, the mover that would take it
+        while movers:
+            mover, leaves = movers.popleft()
+            for place in [each for each in reversed(taken) if each not in wanted and self._fits(each, mover)]:
+                wanted[place] = mover, leaves
+                holder = self.runs[place]
+                if (other := next((each for each in free if self._fits(each, holder)), None)) is None:
+                    movers.append((holder, place))
+                    continue
+                self.runs[other], taken[other] = holder, None
+                mover, leaves = wanted[place]
+                while leaves is not None:
+                    self.runs[place], place = mover, leaves
+                    mover, leaves = wanted[place]
                 return place
         return None
 
