@@ -20,6 +20,7 @@ from cs336_systems.comm.startup import Backend
 from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, environment
+from cs336_systems.text import printable
 
 COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
 RANKS = (2, 4, 6)
@@ -160,8 +161,8 @@ def run(settings: Settings) -> None:
             if here.rank == 0 and (records := read_records(scratch)):
                 show(records)
     for path in written:
-        print(f"records appended to {path}")
-        print(f"plot of its records in {plot(path)}" if can_plot() else HOW_TO_PLOT)
+        print(printable(f"records appended to {path}"))
+        print(printable(f"plot of its records in {plot(path)}") if can_plot() else HOW_TO_PLOT)
 
 
 @click.command()

@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.collective import size_name
 from benchmarks.records import Record, read_records
 from cs336_systems.console import format_seconds
+from cs336_systems.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
 # Told apart by every common colour vision (Okabe and Ito 2008), and by their markers where printed in grey.
@@ -45,10 +46,10 @@ def draw(records: Iterable[Record]) -> Any:
     for (name, line), (colour, marker) in zip(lines(records).items(), cycle(STYLES), strict=False):
         sizes = [record.config["bytes"] for record in line]
         times, low, high = ([r.metrics[f"{key}_ms"] / 1e3 for r in line] for key in ("mean", "min", "max"))
-        axes.plot(sizes, times, color=colour, marker=marker, markersize=5, label=name)
+        axes.plot(sizes, times, color=colour, marker=marker, markersize=5, label=plot_text(name))
         axes.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(sizes, [r.predicted["mean_ms"] / 1e3 for r in line], color=colour, linestyle="--", linewidth=1)
-        device = line[0].environment["device"]
+        device = plot_text(line[0].environment["device"])
         axes.set_title(f"All-reduce of float32 on {device}", loc="left", fontsize="medium")
     axes.plot([], [], color="black", linestyle="--", linewidth=1, label="predicted from the links")
     axes.set_xlabel("size of the tensor")

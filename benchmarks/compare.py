@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
 from benchmarks.plan import Bench, Settings, make_bench
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_seconds
@@ -112,7 +112,7 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     if path:
         for record in records:
             append_record(record, path)
-        print(f"{len(records)} records appended to {path}")
+        print(appended(len(records), path))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
 from cs336_systems.cost.large.step_time import CONSTANTS, step_time
 from cs336_systems.cost.large.systems import SYSTEMS, System
 from cs336_systems.cost.notebook.differences import DIFFERENCES
+from cs336_systems.text import markdown_row
 
 Row = dict[str, Any]  # of the published runs
 OWN = ("kort22", "mlm2020")
@@ -55,7 +56,7 @@ def cost_tables(results: Path) -> list[str]:
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: int) -> str:
     """A table whose last columns, so many, are numbers."""
     lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * (len(columns) - numbers)}{' --: |' * numbers}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([*lines, *(markdown_row(row) for row in rows)])
 
 
 def machines_table() -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.plan import Bench, Settings, make_bench, peak_of
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
@@ -152,7 +152,7 @@ def run(settings: Settings) -> list[Record]:
                 append_record(record, path)
     show_records(records, bench.hardware)
     if path:
-        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+        print(appended(len(records), path))
     return records
 
 

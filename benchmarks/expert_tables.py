@@ -13,6 +13,7 @@ from cs336_systems.console import format_bytes, format_count
 from cs336_systems.cost import experts as cost
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.text import markdown_text
 
 NOT_YET = (
     "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
@@ -66,7 +67,7 @@ def arithmetic() -> Sheet:
 def layers(records: list[Record]) -> Sheet:
     """One expert layer, the candidates side by side."""
     config = records[0].config
-    heads = ["", *(record.config["candidate"] + "\\*" * bool(record.flags) for record in records)]
+    heads = ["", *(record.config["candidate"] + "*" * bool(record.flags) for record in records)]
     rows = [[name, *(line(record.metrics, record.predicted) for record in records)] for name, line in LINES]
     title = (
         f"One layer: {config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens "
@@ -95,7 +96,7 @@ def _evaluation(record: Record) -> list[str]:
     sent, due = metrics["bytes_per_all_to_all"], record.predicted.get("bytes_per_all_to_all")
     return [
         str(config["ranks"]), f"{config['tp']} x {config['ep']}", str(metrics["tokens"] // config["context"]),
-        config["moe"] + "\\*" * bool(record.flags),
+        config["moe"] + "*" * bool(record.flags),
         f"{metrics['tokens_per_s']:,.0f}", f"{metrics['cpu_ms_per_batch']:,.0f}", f"{metrics['cpu_ms_per_layer']:,.1f}",
         "-" if sent is None else format_bytes(sent), "-" if due is None else format_bytes(due),
         f"{sum(waits) / len(waits):.0%}", f"{metrics['loss']:.6f}",
@@ -138,9 +139,9 @@ def notes(records: list[Record]) -> list[str]:
     """Where and when, and the reservations."""
     where: dict[str, Any] = records[-1].environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    about = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+    about = f"{markdown_text(where['device'])}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
     about += f", {str(where['date'])[:10]}."
     flags = sorted({flag for record in records for flag in record.flags if not flag.startswith("noisy")})
     noisy = sum(any(flag.startswith("noisy") for flag in record.flags) for record in records)
     flags += [f"{noisy} of {len(records)} noisy: a standard deviation of 5% of the mean or more"] if noisy else []
-    return ["", about + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags), ""]
+    return ["", about + "".join(markdown_text(f" {flag[0].upper()}{flag[1:]}.") for flag in flags), ""]

@@ -26,6 +26,7 @@ from benchmarks.records import RESULTS, machine_name
 from cs336_systems import console
 from cs336_systems.console import format_seconds, setting
 from cs336_systems.errors import UserError
+from cs336_systems.text import printable
 
 ROOT = Path(__file__).resolve().parents[1]
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.
@@ -110,7 +111,7 @@ def run_step(step: Step, settings: Settings, results: Path, seconds: float) -> O
         finally:
             stop(process)
     if status != "ok":
-        print("\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:]))
+        print("\n".join(map(printable, log.read_text(errors="replace").splitlines()[-LAST_LINES:])))
     return Outcome(step, status, time.monotonic() - start, remark)
 
 
@@ -182,7 +183,7 @@ def pack(target: Path, results: Path, logs: Iterable[Path]) -> None:
             archive.add(results, arcname=f"results/{results.name}")
         for log in filter(Path.exists, logs):
             archive.add(log, arcname=f"logs/{log.name}")
-    print(f"packed into {target}")
+    print(printable(f"packed into {target}"))
 
 
 @contextmanager

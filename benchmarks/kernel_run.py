@@ -13,13 +13,14 @@ from rich.table import Table
 from benchmarks.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.harness import WrongResultError
 from benchmarks.plan import measure_once
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from cs336_systems import console
 from cs336_systems.console import format_seconds, setting
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, environment, usable_memory
 from cs336_systems.precision import set_matmul_precision
+from cs336_systems.text import printable
 from kernels.backend import INTERPRETED
 
 DtypeName = Literal["fp32", "bf16"]
@@ -146,7 +147,7 @@ def check_interpreted(session: Session, candidates: Iterable[str], check: Callab
     try:
         print(f"{start}; gate: equals float64 {check()}")
     except UnavailableError as reason:
-        print(f"{start}; nor checked: {reason}")
+        print(printable(f"{start}; nor checked: {reason}"))
     except WrongResultError as wrong:
         session.faults.append(str(wrong))
 
@@ -186,7 +187,7 @@ def hold_contests(
         for reason, where in session.notes.items():
             console.console().print(f"{reason}: {'; '.join(where)}", markup=False)
     if session.path:
-        print(f"{len(session.records)} records appended to {session.path}")
+        print(appended(len(session.records), session.path))
     raise_faults(session)
 
 

@@ -13,6 +13,7 @@ from benchmarks.contest import OURS, format_ms
 from benchmarks.norm_candidates import BOTH, FORWARD
 from benchmarks.records import Record, read_records
 from cs336_systems.console import format_count
+from cs336_systems.text import markdown_row, markdown_text
 
 GPU_MACHINE = "nvidia-h200"
 GOAL_COLUMNS = range(1024, 32_769)
@@ -188,7 +189,8 @@ def kernel_tables(results: Path) -> list[str]:
             if not records:
                 continue
             where = records[-1].environment
-            title = f"**{where['device']}**, {where['threads']} threads, torch {where['torch']}, {benchmark}:"
+            device = markdown_text(where["device"])
+            title = f"**{device}**, {where['threads']} threads, torch {where['torch']}, {benchmark}:"
             head = [f"| {' | '.join(sheet.head)} |", f"|{' --- |' * 3}{' --: |' * (len(sheet.head) - 3)}"]
-            tables.append("\n".join([title, "", *head, *(f"| {' | '.join(sheet.row(r))} |" for r in records)]))
+            tables.append("\n".join([title, "", *head, *(markdown_row(sheet.row(r)) for r in records)]))
     return tables

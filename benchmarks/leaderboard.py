@@ -20,13 +20,14 @@ from benchmarks.contest import OURS, UnavailableError, compiled, format_ms, ran_
 from benchmarks.harness import summarise, suspicions
 from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
 from benchmarks.plan import measure_once
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, setting
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, environment, usable_memory
 from cs336_systems.precision import set_matmul_precision
+from cs336_systems.text import printable
 from kernels.backend import INTERPRETED
 
 TASK = LEADERBOARD[0]
@@ -145,7 +146,7 @@ def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) ->
             f"{format_count(metrics['flops_per_s'])}FLOP/s, MFU {metrics['mfu']:.0%}{best}"
         )
         for flag in flags:
-            print(f"{config['task']}: {flag}")
+            print(printable(f"{config['task']}: {flag}"))
     return Record("leaderboard", environment=stamp, **fields)
 
 
@@ -170,7 +171,7 @@ def run(settings: Settings) -> list[Record]:
         if path:
             append_record(records[-1], path)
     if path and records:
-        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+        print(appended(len(records), path))
     if faults:
         raise UserError("; ".join(faults))
     return records

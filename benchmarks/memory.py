@@ -21,7 +21,7 @@ from benchmarks.memory_tables import sheets
 from benchmarks.model_options import ModelOptions, model_config
 from benchmarks.plan import Bench, make_bench
 from benchmarks.plan import Settings as PlanSettings
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import Case, Workload
 from cs336_systems import console
 from cs336_systems.console import format_bytes, format_seconds, setting
@@ -283,7 +283,7 @@ def run(settings: Settings) -> list[Record]:
     for sheet in sheets(records):
         console.console().print(sheet.table())
     if path:
-        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+        print(appended(len(records), path))
     return records
 
 

@@ -25,7 +25,7 @@ from benchmarks.mixed_precision_parts import (
     Parts,
     documented_for_cuda,
 )
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from cs336_systems import console
 from cs336_systems.console import setting
 from cs336_systems.errors import UserError
@@ -216,7 +216,7 @@ def main(lesson: str, **options: Any) -> None:
     if path:
         for record in records:
             append_record(record, path)
-        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+        print(appended(len(records), path))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from benchmarks.moe_eval_rank import Outcome, Scorer, Tally
 from benchmarks.moe_eval_record import make_records
 from benchmarks.moe_eval_report import write_profile, write_words
 from benchmarks.moe_eval_tables import show
-from benchmarks.records import append_record, open_records
+from benchmarks.records import append_record, appended, open_records
 from cs336_systems import console
 from cs336_systems.comm import Mesh, Place, agree, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
@@ -31,6 +31,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.machine import choose_device, environment, usable_memory
 from cs336_systems.mixture import Dispatch
 from cs336_systems.profiling.collect import collect_files
+from cs336_systems.text import printable
 
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
@@ -113,7 +114,7 @@ def finish(
     show(settings, scorer, outcomes, calls, records, tally)
     if settings.words_file:
         write_words(settings.words_file, blocks, log_probs)
-        print(f"{format_count(outcomes[-1].tokens)} words written to {settings.words_file}")
+        print(printable(f"{format_count(outcomes[-1].tokens)} words written to {settings.words_file}"))
     if settings.profiled:
         for dispatch in settings.variants():
             write_profile(settings.folder() / dispatch, dispatch, console.console())
@@ -121,7 +122,7 @@ def finish(
         path = settings.results_folder(device) / "moe_eval.jsonl"
         for record in records:
             append_record(record, path)
-        print(f"{len(records)} record{'s' * (len(records) > 1)} appended to {path}")
+        print(appended(len(records), path))
 
 
 def prepare(settings: Settings) -> None:

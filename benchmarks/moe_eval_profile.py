@@ -43,7 +43,9 @@ def count_calls(
             for number in range(batches):
                 with record_function(f"step {number}"), record_function("forward"):
                     scorer.take(number, tally)
-    return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run[0])), scorer.mesh.world)]
+    return [
+        json.loads(said) for said in agree("calls", json.dumps(calls_of(run[0]), allow_nan=False), scorer.mesh.world)
+    ]
 
 
 @contextmanager

@@ -150,7 +150,7 @@ class Scorer:
         tally.count(events)
         load = self._load(tally)
         mine = {name: getattr(tally, name) for name in ("scoring", "reading", "cpu", "layers_cpu", "collectives")}
-        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine), self.mesh.world)]
+        ranks = [json.loads(said) for said in agree("evaluation", json.dumps(mine, allow_nan=False), self.mesh.world)]
         blocks = {number: float(score) for number, score in sorted(scores.items())}
         tokens = sum(self.blocks.targets(number) for number in blocks)
         return Outcome(tally.dispatch, math.fsum(blocks.values()), tokens, blocks, ranks, load)

@@ -14,6 +14,7 @@ from cs336_systems.console import console, format_bytes, format_count, format_se
 from cs336_systems.cost import experts as cost
 from cs336_systems.mixture import Dispatch
 from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.text import printable
 
 COSTLY = 5  # words that are named
 PUBLISHED_NOTE = (
@@ -53,7 +54,7 @@ def show(
             print(line)
     for record in records:
         for flag in record.flags:
-            print(f"note: {record.config['moe']}: {flag}")
+            print(printable(f"note: {record.config['moe']}: {flag}"))
 
 
 def score_lines(outcome: Outcome, words: str) -> list[str]:

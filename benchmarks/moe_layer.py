@@ -19,7 +19,7 @@ from benchmarks.collective import size_name
 from benchmarks.moe_layer_options import COUNT, LayerSettings
 from benchmarks.moe_layer_run import DEVICE, Bench, Way, ceilings, check_ranks, predict, shape, too_large
 from benchmarks.moe_layer_turns import Contender, play
-from benchmarks.records import Record, append_record, open_records
+from benchmarks.records import Record, append_record, appended, open_records
 from cs336_systems import console
 from cs336_systems.comm import Place, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
@@ -165,7 +165,7 @@ def work(place: Place, settings: Settings) -> None:
             path = open_records(settings.folder(), "moe_layer")
             for record in records:
                 append_record(record, path)
-            print(f"{len(records)} records appended to {path}")
+            print(appended(len(records), path))
 
 
 @click.command()

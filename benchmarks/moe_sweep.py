@@ -31,7 +31,7 @@ from benchmarks.moe_layer_run import (
 from benchmarks.moe_layer_turns import Contender, play
 from benchmarks.moe_sweep_plot import save
 from benchmarks.moe_sweep_table import show
-from benchmarks.records import Record, append_record, open_records, read_records
+from benchmarks.records import Record, append_record, appended, open_records, read_records
 from benchmarks.scaling_plot import SUFFIXES
 from cs336_systems import console
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
@@ -40,6 +40,7 @@ from cs336_systems.console import setting
 from cs336_systems.errors import UserError
 from cs336_systems.machine import environment
 from cs336_systems.mixture import Mixture
+from cs336_systems.text import printable
 
 RANKS = (1, 2, 4)
 SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 1, "steps": 1}
@@ -227,9 +228,9 @@ def run(settings: Settings) -> None:
             return
     show(records)
     if not settings.smoke and not settings.from_records:
-        print(f"{len(records)} records appended to {path}")
+        print(appended(len(records), path))
     if picture:
-        print(f"plot in {save(records, picture)}" if can_plot() else HOW_TO_PLOT)
+        print(printable(f"plot in {save(records, picture)}") if can_plot() else HOW_TO_PLOT)
 
 
 @click.command()

@@ -10,6 +10,7 @@ from benchmarks.collective import size_name
 from benchmarks.records import Record
 from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
+from cs336_systems.text import plot_text
 
 CANDIDATES = {"einsum": "black", "sort": "#E69F00"}  # which no number of experts has
 DASHES = ("-", "--", ":")
@@ -52,7 +53,7 @@ def draw(records: Sequence[Record]) -> Any:
     config, where = records[0].config, records[0].environment
     figure.suptitle(
         f"Expert layers, {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
-        f"top {config['top_k']}, skew {config['skew']:g}, on {where['device']}",
+        f"top {config['top_k']}, skew {config['skew']:g}, on {plot_text(where['device'])}",
         fontsize="medium",
     )
     for axes in (times, sent, dropped):

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
 from benchmarks.peers import Build
-from benchmarks.records import RESULTS, Record, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.turns import UNTIMED, Arena, Turns, check
 from cs336_systems import console
 from cs336_systems.comm import Group, Place, distributed, find_place
@@ -208,4 +208,4 @@ def worker_run(
                 path = settings.folder(device) / f"{benchmark}.jsonl"
                 for record in records:
                     append_record(record, path)
-                print(f"{len(records)} records appended to {path}")
+                print(appended(len(records), path))

@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.collective import size_name
 from benchmarks.records import Record, read_records
 from cs336_systems.console import format_bytes, format_count, format_seconds
+from cs336_systems.text import markdown_row, markdown_text
 
 Row = Callable[[Record], list[str]]
 KINDS = ("parameters", "gradients", "optimizer")
@@ -19,7 +20,7 @@ def milliseconds(value: float) -> str:
 def measured(record: Record) -> str:
     """The median and the relative standard deviation, with a mark if that is large."""
     metrics = record.metrics
-    spread = f"{metrics['std_ms'] / metrics['mean_ms']:.0%}" + ("\\*" if record.flags else "")
+    spread = f"{metrics['std_ms'] / metrics['mean_ms']:.0%}" + ("*" if record.flags else "")
     return f"{milliseconds(metrics['median_ms'])} ± {spread}"
 
 
@@ -86,7 +87,8 @@ def heading(name: str, record: Record) -> str:
     """What a table's records have in common."""
     config, where = record.config, record.environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    parts = [f"**{TABLES[name][0]}**", f"{where['device']}, {where['cores']} cores, torch {where['torch']}"]
+    machine = f"{markdown_text(where['device'])}, {where['cores']} cores, torch {where['torch']}"
+    parts = [f"**{TABLES[name][0]}**", machine]
     if "d_model" in config:
         shape = (
             f"width {config['d_model']}, {config['layers']} blocks, batch {config['batch_size']} x {config['context']}"
@@ -97,14 +99,14 @@ def heading(name: str, record: Record) -> str:
         link = f"{record.metrics['latency_ms']:.2g} ms + size / {format_count(record.metrics['link_bytes_per_s'])}B/s"
         parts.append(f"link {link}")
     if config["link"]:
-        parts.append(config["link"])
+        parts.append(markdown_text(config["link"]))
     return "; ".join([*parts, f"commit {commit}"])
 
 
 def markdown(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:
     """A Markdown table under its heading, first column to the left."""
     lines = [f"{title}:", "", f"| {' | '.join(columns)} |", f"| --- |{' --: |' * (len(columns) - 1)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return "\n".join([*lines, *(markdown_row(row) for row in rows)])
 
 
 def parallel_tables(results: Path) -> list[str]:

@@ -19,7 +19,7 @@ from benchmarks.gate import check as check_model
 from benchmarks.model_options import ModelOptions
 from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.profiling_record import beside_measured, make_record, predicted
-from benchmarks.records import RESULTS, append_record, machine_name, open_records
+from benchmarks.records import RESULTS, append_record, appended, machine_name, open_records
 from benchmarks.turns import ADAMW, check
 from benchmarks.workload import Case, compile_model
 from cs336_systems import console
@@ -182,7 +182,7 @@ def work(place: Place, settings: Settings) -> None:
                 record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
                 console.console().print(beside_measured(record))
                 append_record(record, path)
-                print(f"1 record appended to {path}")
+                print(appended(1, path))
 
 
 @click.command()

@@ -10,6 +10,7 @@ import torch
 
 from cs336_systems.errors import UserError
 from cs336_systems.machine import device_name
+from cs336_systems.text import printable
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -62,6 +63,11 @@ def append_record(record: Record, path: Path) -> None:
         print(line, file=file)
 
 
+def appended(count: int, path: Path) -> str:
+    """What to print of so many new records."""
+    return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
+
+
 def read_records(path: Path) -> list[Record]:
     """The newest record of each configuration in one file, oldest configuration first.
 
@@ -76,5 +82,5 @@ def read_records(path: Path) -> list[Record]:
             record = Record(**fields)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(f"{path}:{number} is no record: {error}") from None
-        newest[json.dumps(record.config, sort_keys=True)] = record
+        newest[json.dumps(record.config, sort_keys=True, allow_nan=False)] = record
     return list(newest.values())

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
 from benchmarks.harness import WrongResultError
-from benchmarks.records import Record, append_record, open_records
+from benchmarks.records import Record, append_record, appended, open_records
 from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_measure import Answer, Launcher, Task, measure_peak, take_turn
 from benchmarks.scaling_options import Settings, parse_grid
@@ -29,6 +29,7 @@ from cs336_systems.comm.launch import run_in_one_voice
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.errors import UserError
 from cs336_systems.recipe import Recipe
+from cs336_systems.text import printable
 
 GATE_STEPS = 2
 PROBE_SECONDS = 0.3
@@ -169,7 +170,7 @@ def draw(records: list[Record], settings: Settings) -> None:
             study_run(record) for record in records if record.samples_ms and record.config["precision"] == precision
         ]
         name = f"{settings.plot.stem}-{precision}" if len(precisions) > 1 else settings.plot.stem
-        print(save(runs, settings.plot.with_stem(name), runs[0]))
+        print(printable(str(save(runs, settings.plot.with_stem(name), runs[0]))))
 
 
 def measure(settings: Settings, given: Collection[str] = ()) -> None:
@@ -204,7 +205,7 @@ def measure(settings: Settings, given: Collection[str] = ()) -> None:
     if path:
         for record in records:
             append_record(record, path)
-        print(f"{len(records)} records appended to {path}")
+        print(appended(len(records), path))
     if settings.plot:
         draw(records, settings)
     if wrong := [f"{layout.label}: {layout.wrong}" for layout in layouts if layout.wrong and layout.status == "ok"]:

@@ -26,6 +26,7 @@ from cs336_systems import console
 from cs336_systems.console import format_count
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.text import printable
 
 PUBLISHED = Path(__file__).parent / "published" / "megatron_bert_345m.json"
 NONE = "-"
@@ -207,4 +208,4 @@ def import_log(
     else:
         show(runs, chosen)
     if plot is not None:
-        print(save(runs, plot, chosen))
+        print(printable(str(save(runs, plot, chosen))))

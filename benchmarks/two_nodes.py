@@ -25,6 +25,7 @@ import click
 from cs336_systems import console
 from cs336_systems.console import setting
 from cs336_systems.errors import UserError
+from cs336_systems.text import printable
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # by package
 DEVICE, ADDRESS, PORT = "wire", "10.0.0.{}", 29500  # seen by nobody outside of the namespaces
@@ -180,7 +181,8 @@ def run(settings: Settings, command: tuple[str, ...]) -> int:
             finally:
                 stop(processes)
         if failed == 1:  # what node 0 has to say of it is only that node 1 is gone
-            print(f"node 1 failed first:\n{log.read_text(errors='replace')}", file=sys.stderr)
+            said = printable(log.read_text(errors="replace"), keep="\n\t")
+            print(f"node 1 failed first:\n{said}", file=sys.stderr)
     return 0 if failed is None else processes[failed].returncode
 
 

@@ -3,33 +3,54 @@
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from cs336_systems.errors import UserError
+from cs336_systems.text import printable
 
 PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
 PLAIN_SECONDS = 5.0  # between two lines of progress there
+NEW_LINE = "\n"
+
+
+class LiteralConsole(Console):
+    """A console of rich on which text is text: square brackets are no markup, and control characters are shown.
+
+    Whoever wants colours says so with a style, or with Text.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See rich; whatever is printed passes here."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, keep="\n"), style, control)
 
 
 def console(stderr: bool = False, quiet: bool = False) -> Console:
     """Where to print: tables and results on stdout, progress and notes on stderr; `quiet` prints nothing."""
     terminal = (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, highlight=False, quiet=quiet)
+    return LiteralConsole(stderr=stderr, width=None if terminal else PLAIN_WIDTH, quiet=quiet)
 
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
-    that it is about. Returns the exit status: 0, 2, or 130 for ^C."""
+    that it is about. Returns the exit status: 0, 2, or 130 for ^C.
+
+    Both quote what others wrote, so control characters are shown; the lines that an error is divided into stay.
+    """
     format_of_python = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"note: {message}\n"
+    warnings.formatwarning = lambda message, *_, **__: f"note: {printable(str(message), keep=NEW_LINE)}\n"
     try:
         command.main(args=arguments, standalone_mode=False)
     except click.ClickException as error:
@@ -43,7 +64,7 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
         return 0
     finally:
         warnings.formatwarning = format_of_python
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message, keep=NEW_LINE)}", file=sys.stderr)
     return 2
 
 
@@ -83,13 +104,13 @@ def format_seconds(seconds: float) -> str:
 class _Countdown:
     """Time left of `total` equal steps: the expected duration until the first steps tell the real one."""
 
-    def __init__(self, total: int, expected_seconds: float) -> None:
-        self.total, self.done, self.estimate = total, 0, expected_seconds
+    def __init__(self, total: int, expected_seconds: float, done: int = 0) -> None:
+        self.total, self.first, self.done, self.estimate = total, done, done, expected_seconds
         self.start = time.monotonic()
 
     def advance(self) -> None:
         self.done += 1
-        self.estimate = (time.monotonic() - self.start) / self.done * self.total
+        self.estimate = (time.monotonic() - self.start) / (self.done - self.first) * (self.total - self.first)
 
     def left(self) -> str:
         return f"{format_seconds(max(0.0, self.start + self.estimate - time.monotonic()))} left"
@@ -102,9 +123,10 @@ class _TimeLeft(ProgressColumn):
 
 @contextmanager
 def progress(
-    label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False
+    label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False, done: int = 0
 ) -> Iterator[Callable[[str], None]]:
-    """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps.
+    """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps of which some may be
+    `done`; the seconds are those of the rest.
 
     In a file or a pipe it prints a line every few seconds instead.
     """
@@ -115,15 +137,16 @@ def progress(
 
         yield ignore
         return
-    countdown, out = _Countdown(total, expected_seconds), console(stderr=True)
+    countdown, out = _Countdown(total, expected_seconds, done), console(stderr=True)
     if out.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), _TimeLeft())
-        with Progress(*columns, TextColumn("{task.fields[note]}"), console=out, transient=True) as bar:
-            task = bar.add_task(label, total=total, note="", countdown=countdown)
+        bars = (BarColumn(bar_width=24), MofNCompleteColumn(), _TimeLeft())
+        words, note = (TextColumn(f"{{task.{each}}}", markup=False) for each in ("description", "fields[note]"))
+        with Progress(words, *bars, note, console=out, transient=True) as bar:
+            task = bar.add_task(label, total=total, completed=done, note="", countdown=countdown)
 
-            def advance(note: str = "") -> None:
+            def advance(said: str = "") -> None:
                 countdown.advance()
-                bar.update(task, advance=1, note=note)
+                bar.update(task, advance=1, note=said)
 
             yield advance
         return
@@ -136,7 +159,8 @@ def progress(
         if time.monotonic() >= next_line or countdown.done == total:
             next_line = time.monotonic() + PLAIN_SECONDS
             left = f", {countdown.left()}" if countdown.done < total else ""
-            print(f"{label} {countdown.done}/{total}{left}  {note}".rstrip(), file=sys.stderr, flush=True)
+            line = printable(f"{label} {countdown.done}/{total}{left}  {note}".rstrip())
+            print(line, file=sys.stderr, flush=True)
 
     yield advance_plainly
 

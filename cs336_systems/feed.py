@@ -102,9 +102,9 @@ def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
     made = ""
     if group.rank() == 0:
         try:
-            made = json.dumps({"made": _make_tokenizer(recipe).to_json()})
+            made = json.dumps({"made": _make_tokenizer(recipe).to_json()}, allow_nan=False)
         except UserError as error:
-            made = json.dumps({"error": str(error)})
+            made = json.dumps({"error": str(error)}, allow_nan=False)
     answer = json.loads(agree("tokenizer", made, group)[0])
     if "error" in answer:
         raise UserError(answer["error"])

@@ -41,7 +41,9 @@ def gather_state(
             for part in store.parts
             if inner.state.get(part.tensor)
         }
-        described = [json.loads(text) for text in agree("optimizer state", json.dumps(mine), store.group)]
+        described = [
+            json.loads(text) for text in agree("optimizer state", json.dumps(mine, allow_nan=False), store.group)
+        ]
         parts = {numbers[part.owner]: part for part in store.parts}
         for number in sorted({int(name) for one in described for name in one}):
             source = next(rank for rank, one in enumerate(described) if str(number) in one)

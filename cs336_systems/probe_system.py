@@ -193,7 +193,9 @@ def _time_link(place: Place, kind: str, out: str) -> None:
         bandwidth = rounds * LARGE_BYTES / max(best[LARGE_BYTES] - latency, 1e-9)
         if group.rank() == 0:
             # An all-reduce over two ranks is two steps of a ring.
-            Path(out).write_text(json.dumps({"latency": latency / 2, "bandwidth": bandwidth, "backend": backend}))
+            Path(out).write_text(
+                json.dumps({"latency": latency / 2, "bandwidth": bandwidth, "backend": backend}, allow_nan=False)
+            )
 
 
 @click.command()

@@ -81,7 +81,7 @@ def compare_structures(lines: list[str], group: Group) -> None:
     digests = agree("structure", hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(text) for text in agree("structure in full", json.dumps(lines), group)]
+    everyone = [json.loads(text) for text in agree("structure in full", json.dumps(lines, allow_nan=False), group)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     mine, theirs = everyone[0], everyone[other]
     longest = max(len(mine), len(theirs))

@@ -159,7 +159,7 @@ class Timers:
         own = self.milliseconds()
         if self.group is None:
             return {name: [value] for name, value in own.items()}
-        said = json.dumps([list(self.timers), list(own)])
+        said = json.dumps([list(self.timers), list(own)], allow_nan=False)
         every = [json.loads(each) for each in agree("names of timers", said, self.group)]
         # In the order in which rank 0 named them, used or not, and then the next ranks.
         used = {name for _, some in every for name in some}

@@ -86,7 +86,7 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """See Tokenizer."""
-        return json.dumps({"kind": "bytes"})
+        return json.dumps({"kind": "bytes"}, allow_nan=False)
 
 
 class IdTokenizer(Tokenizer):
@@ -112,7 +112,7 @@ class IdTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """See Tokenizer."""
-        return json.dumps({"kind": "ids", "vocab_size": self.vocab_size})
+        return json.dumps({"kind": "ids", "vocab_size": self.vocab_size}, allow_nan=False)
 
 
 class WordPieceTokenizer(Tokenizer):
@@ -199,7 +199,7 @@ class WordPieceTokenizer(Tokenizer):
 
     def to_json(self) -> str:
         """See Tokenizer."""
-        return json.dumps({"kind": "wordpiece", "lower_case": self.lower_case, "pieces": self.pieces})
+        return json.dumps({"kind": "wordpiece", "lower_case": self.lower_case, "pieces": self.pieces}, allow_nan=False)
 
 
 def split_words(sentence: str, lower_case: bool) -> list[str]:

@@ -260,7 +260,7 @@ def test_sources_say_where_alike_allocations_come_from():
     assert by_total[4].operator == "launch all-reduce bucket 1"
     assert [each.nbytes for each in largest(found, 2)] == [64, 48]
     text = memory_markdown(made([*spans, *events]), found)
-    row = "| 2 x 64 | 128 B | 26.7% | activations | forward | blocks.*.attention | aten::softmax | repo/model.py(12)"
+    row = "| 2 x 64 | 128 B | 26.7% | activations | forward | blocks.\\*.attention | aten::softmax | repo/model.py(12)"
     assert row in text
     assert "Peak 480 B (480 bytes)" in text
     assert "in backward of step 0" in text

@@ -6,6 +6,7 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from cs336_systems.console import LiteralConsole
 from cs336_systems.profiling.op_table import TimeRow
 from cs336_systems.profiling.over_ranks import Spread, pivot, times_of
 from cs336_systems.profiling.sheet import Sheet, cut
@@ -106,7 +107,7 @@ def test_long_names_keep_both_ends():
 
 
 def test_markup_in_names_is_shown():
-    console = Console(width=80, file=StringIO())
+    console = LiteralConsole(width=80, file=StringIO())
     console.print(Sheet("a [b]", ["name"], [["[red]x"]]).table())
     assert "[red]x" in console.file.getvalue()
     assert "a [b]" in console.file.getvalue()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
-from rich.markup import escape
 from rich.table import Table
 
 from cs336_systems import console
@@ -51,12 +50,12 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         )
     if checked.problems:
         for problem in checked.problems[:SHOWN]:
-            screen.print(escape(problem))
+            screen.print(problem)
         raise UserError(
             f"{len(checked.problems)} things in {out} would not be shown as they are; it was written anyway"
         )
     screen.print(f"checked: {checked.summary()}")
-    screen.print(f"{escape(str(out))}: open it at https://ui.perfetto.dev", soft_wrap=True)
+    screen.print(f"{out}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
 
 @main.command("report")
@@ -103,9 +102,7 @@ def _clocks(merged: dict[str, object]) -> Table:
     for rank, about in ranks.items():
         bound = about["clock_bound_ns"]
         width = "?" if bound is None else f"{bound / 1e6:.3f} ms"
-        table.add_row(
-            rank, escape(about["host"]), f"{about['clock_offset_ns'] / 1e6:.3f} ms", width, about["clock_source"]
-        )
+        table.add_row(rank, about["host"], f"{about['clock_offset_ns'] / 1e6:.3f} ms", width, about["clock_source"])
     return table
 
 

@@ -14,6 +14,7 @@ from cs336_systems.profiling.attribution import attribute
 from cs336_systems.profiling.frames import Frame, FrameBuilder, Python, Weigh, add_kernel
 from cs336_systems.profiling.threads import IN_FLIGHT, MAIN, role_of, roles
 from cs336_systems.profiling.trace import DEVICE, Lane, Trace, uncollected
+from cs336_systems.text import printable
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def collapsed(threads: list[Flame]) -> str:
         for stack, own in flame.root.stacks():
             if own:
                 names = [flame.name, *(frame.name for frame in stack[1:])]
-                lines.append(";".join(name.replace(";", ",") for name in names) + f" {own}")
+                lines.append(";".join(printable(name).replace(";", ",") for name in names) + f" {own}")
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -77,7 +77,7 @@ def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
         draw(picture, title).save(svg)
         whole = flames(trace, weigh)
         text.write_text(collapsed(whole), encoding="utf-8")
-        scope.write_text(json.dumps(speedscope(whole, title), separators=(",", ":")), encoding="utf-8")
+        scope.write_text(json.dumps(speedscope(whole, title), separators=(",", ":"), allow_nan=False), encoding="utf-8")
         paths += [svg, text, scope]
     return paths
 

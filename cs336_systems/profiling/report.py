@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cs336_systems.console import LiteralConsole
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.flame_svg import write_flame
 from cs336_systems.profiling.memory_svg import write_memory
@@ -15,10 +16,13 @@ from cs336_systems.profiling.overlap import overlap_sheet
 from cs336_systems.profiling.tables import render_markdown, show
 from cs336_systems.profiling.timeline_svg import write_timeline
 from cs336_systems.profiling.trace import Trace, write_json
+from cs336_systems.text import printable
 
 MERGED, TABLES, OVERLAP, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "index.html"
 PAGE_WIDTH = 150  # characters of a table
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
+# A browser obeys: no scripts, nothing from elsewhere, styles of the page itself and pictures beside it.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
 
 
 def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
@@ -36,7 +40,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         (folder / OVERLAP).write_text(hidden.markdown())
         written = [*write_flame(traces[0], folder, "flame"), *write_memory(traces[0], folder, "memory")]
         written += write_timeline(traces, folder, "timeline")
-        shown = Console(record=True, file=StringIO(), width=PAGE_WIDTH)
+        shown = LiteralConsole(record=True, file=StringIO(), width=PAGE_WIDTH)
         for out in (shown, console):
             show(traces, out)
             if len(traces) > 1:
@@ -51,9 +55,10 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
 
 def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
     """One HTML page with the pictures, and the tables as a terminal shows them; it needs nothing but its folder."""
-    title = escape(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {describe(traces[0])}")
-    parts = [f"<!DOCTYPE html><html lang=en><meta charset=utf-8><title>{title}</title><style>{STYLE}</style>"]
-    parts.append(f"<h1>{title}</h1>")
+    title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {describe(traces[0])}"))
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    head = f"<meta charset=utf-8>{policy}<title>{title}</title><style>{STYLE}</style>"
+    parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>"]
     for picture in sorted(path.name for path in written if path.suffix == ".svg"):
         parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
     texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]

@@ -1,11 +1,12 @@
 """A table of text that can be shown on a terminal and written as Markdown: the same cells in both."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.markup import escape
 from rich.table import Table
+
+from cs336_systems.text import markdown_code, markdown_row, markdown_text
 
 LONGEST = 100  # characters of a name in Markdown; kernels' names are templates of hundreds
 NUMBER = re.compile(r"[-+(<]*\d|-?$")  # how a cell of numbers begins; an empty one is one, too
@@ -31,22 +32,27 @@ class Sheet:
         return [False, *found[1:]] if self.names else found
 
     def markdown(self, level: int = 2) -> str:
-        """The sheet as a section of Markdown, its title a heading of a level, or of 0: a line of text."""
-        heading = f"{'#' * level} {self.title}" if level else f"{self.title}:"
-        lines = [_line(self.heads), _line(["--:" if right else "---" for right in self.numeric()])]
+        """The sheet as a section of Markdown, its title a heading of a level, or of 0: a line of text.
+
+        The note is Markdown already.
+        """
+        title = markdown_text(self.title)
+        heading = f"{'#' * level} {title}" if level else f"{title}:"
+        lines = [markdown_row(self.heads), _line(["--:" if right else "---" for right in self.numeric()])]
         for first, *rest in self.rows:
-            lines.append(_line([f"`{cut(first, LONGEST)}`" if self.names else first, *rest]))
+            named = markdown_code(cut(first, LONGEST)) if self.names else markdown_text(first)
+            lines.append(_line([named, *map(markdown_text, rest)]))
         return "\n\n".join(part for part in (heading, "\n".join(lines), self.note) if part) + "\n"
 
     def table(self, width: int = 44) -> Table:
         """The sheet for a terminal, names cut to a width."""
-        table = Table(title=escape(self.title), caption=escape(self.note) or None, title_justify="left")
+        table = Table(title=self.title, caption=self.note or None, title_justify="left")
         table.title_style, table.caption_justify = "bold", "left"
         for head, right in zip(self.heads, self.numeric(), strict=True):
             named = self.names and not table.columns
-            table.add_column(escape(head), justify="right" if right else "left", no_wrap=named, overflow="fold")
+            table.add_column(head, justify="right" if right else "left", no_wrap=named, overflow="fold")
         for first, *rest in self.rows:
-            table.add_row(escape(cut(first, width) if self.names else first), *map(escape, rest))
+            table.add_row(cut(first, width) if self.names else first, *rest)
         return table
 
 
@@ -58,8 +64,8 @@ def cut(name: str, width: int) -> str:
     return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def milliseconds(nanoseconds: float) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
+from cs336_systems.text import printable
+
 # What happens in a phase, in colours that every common colour vision tells apart (after Okabe and Ito 2008): the strong
 # one of what is on top, the pale one of what lies within or behind it.
 PAINTS = {
@@ -15,6 +17,7 @@ PAINTS = {
     "other": ("#B8B8B8", "#DEDEDE"),
 }
 INK, FAINT, PAPER = "#222222", "#dddddd", "#ffffff"
+NEW_LINE = "\n"
 CHARACTER = 0.6  # width of a character of the monospaced font, over its size
 
 
@@ -29,17 +32,16 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, fill: str, hover: str = "", stroke: str = "none"
     ) -> None:
         """A filled rectangle; `hover` shows while the pointer rests on it."""
-        title = f"<title>{escape(hover)}</title>" if hover else ""
         self.shapes.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" stroke="{stroke}">'
-            f"{title}</rect>"
+            f"{_title(hover)}</rect>"
         )
 
     def text(self, x: float, y: float, words: str, size: float = 12, anchor: str = "start", fill: str = INK) -> None:
         """One line of text whose baseline is at y; `anchor` is start, middle or end."""
         self.shapes.append(
             f'<text x="{x:.2f}" y="{y:.2f}" font-size="{size:g}" text-anchor="{anchor}" fill="{fill}" '
-            f'pointer-events="none">{escape(words)}</text>'
+            f'pointer-events="none">{escape(printable(words))}</text>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, stroke: str = INK, dash: str = "") -> None:
@@ -50,8 +52,7 @@ class Drawing:
     def area(self, points: Sequence[tuple[float, float]], fill: str, hover: str = "") -> None:
         """A filled polygon."""
         path = " ".join(f"{x:.2f},{y:.2f}" for x, y in points)
-        title = f"<title>{escape(hover)}</title>" if hover else ""
-        self.shapes.append(f'<polygon points="{path}" fill="{fill}">{title}</polygon>')
+        self.shapes.append(f'<polygon points="{path}" fill="{fill}">{_title(hover)}</polygon>')
 
     def render(self) -> str:
         """The SVG document."""
@@ -59,7 +60,7 @@ class Drawing:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:g}" height="{self.height:g}" '
                 f'viewBox="0 0 {self.width:g} {self.height:g}" font-family="DejaVu Sans Mono, Menlo, monospace">',
-                f"<title>{escape(self.title)}</title>",
+                _title(self.title),
                 f'<rect width="100%" height="100%" fill="{PAPER}"/>',
                 *self.shapes,
                 "</svg>\n",
@@ -69,6 +70,11 @@ class Drawing:
     def save(self, path: Path) -> None:
         """Write the document."""
         path.write_text(self.render(), encoding="utf-8")
+
+
+def _title(words: str) -> str:
+    """What shows while the pointer rests on a shape, in lines; XML has no control characters at all."""
+    return f"<title>{escape(printable(words, keep=NEW_LINE))}</title>" if words else ""
 
 
 def fitting(words: str, width: float, size: float = 12) -> str:

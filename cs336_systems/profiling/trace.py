@@ -127,6 +127,14 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+class _NoNumberError(Exception):
+    """JSON has no NaN and no infinity, though Python reads and writes them."""
+
+
+def _no_number(name: str) -> float:
+    raise _NoNumberError(name)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
     try:
@@ -135,7 +143,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
     try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
-        found = json.loads(text, strict=False)
+        found = json.loads(text, strict=False, parse_constant=_no_number)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise UserError(
             f"{path} is cut short or damaged: {len(data)} bytes that are no whole gzip; profile again"
@@ -151,6 +159,8 @@ def read_json(path: Path) -> dict[str, Any]:
             else "it is empty"
         )
         raise UserError(f"{path} is no whole trace, for it is no JSON: {where}; profile again") from None
+    except _NoNumberError as error:
+        raise UserError(f"{path} is no trace of torch.profiler: a number in it is {error}; profile again") from None
     except RecursionError:
         raise UserError(f"{path} is no trace of torch.profiler: its JSON is nested too deeply") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
@@ -160,7 +170,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(chrome: dict[str, Any], path: Path) -> None:
     """Write a trace, gzipped if the name ends in .gz."""
-    data = json.dumps(chrome, separators=(",", ":")).encode()
+    data = json.dumps(chrome, separators=(",", ":"), allow_nan=False).encode()
     path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
 
 

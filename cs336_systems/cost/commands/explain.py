@@ -5,7 +5,6 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
@@ -98,8 +97,8 @@ def _list(screen: Console) -> None:
 
 def _print(screen: Console, about: list[str], sections: list[Section]) -> None:
     for line in about:
-        screen.print(escape(line))
+        screen.print(line)
     for number, section in enumerate(sections, 1):
-        screen.print(f"\n[bold]{number}. {escape(section.title)}[/]")
+        screen.print(f"\n{number}. {section.title}", style="bold")
         for line in section.lines:
-            screen.print(Padding(escape(line), (0, 0, 0, 3), expand=False))
+            screen.print(Padding(line, (0, 0, 0, 3), expand=False))

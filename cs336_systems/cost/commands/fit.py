@@ -9,7 +9,6 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
-from rich.markup import escape
 from rich.table import Table
 
 from cs336_systems import console
@@ -86,7 +85,7 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
         screen.print(line, soft_wrap=True)
     if settings.out:
         save_constants(settings.out, result.constants, _about(result, fitted))
-        screen.print(f"{escape(str(settings.out))}: give it to the other commands with --constants", soft_wrap=True)
+        screen.print(f"{settings.out}: give it to the other commands with --constants", soft_wrap=True)
 
 
 def _given(context: click.Context, kwargs: dict[str, Any]) -> Given:
@@ -113,13 +112,13 @@ def described(found: Sequence[Observation]) -> list[str]:
     for each in found:
         for note in each.notes:
             notes.setdefault(note, {})[each.id] = None
-    lines = [f"machine: {escape(', '.join(machines))}"]
-    return [*lines, *(f"taken of {_names(list(ids))}: {escape(note)}" for note, ids in notes.items())]
+    lines = [f"machine: {', '.join(machines)}"]
+    return [*lines, *(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())]
 
 
 def _names(names: Sequence[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return escape(", ".join(names[:SHOWN])) + more
+    return ", ".join(names[:SHOWN]) + more
 
 
 def constants_table(result: Calibration) -> Table:
@@ -148,10 +147,10 @@ def observations_table(result: Calibration, fitted: Sequence[Observation], apart
         table.add_column(name, justify="left" if name in ("run", "what") else "right")
     rows = zip(fitted, result.before, result.after, result.left_out, strict=True)
     for each, *logs in rows:
-        table.add_row(escape(each.id), each.what, format_seconds(each.seconds), *map(_error, logs))
+        table.add_row(each.id, each.what, format_seconds(each.seconds), *map(_error, logs))
     for each in apart:
         before, after = (log_ratio(each, constants) for constants in (result.prior, result.constants))
-        table.add_row(escape(each.id), each.what, format_seconds(each.seconds), _error(before), "", _error(after))
+        table.add_row(each.id, each.what, format_seconds(each.seconds), _error(before), "", _error(after))
     return table
 
 

@@ -8,6 +8,7 @@ import click
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cs336_systems import console
 from cs336_systems.console import format_bytes
@@ -25,7 +26,7 @@ def command(as_json: bool, **given: Any) -> None:
     """What a rank of each kind of stage needs at the fullest moment of a step, by part, and what would fit."""
     request = take_request(given)
     if as_json:
-        click.echo(json.dumps(_record(request), indent=1))
+        click.echo(json.dumps(_record(request), indent=1, allow_nan=False))
     else:
         _print(console.console(), request)
 
@@ -72,16 +73,14 @@ def _print(screen: Console, request: Request) -> None:
     screen.print(_parts(request, found))
     peak = max(found, key=lambda stage: sum(found[stage].values()))
     need = sum(found[peak].values())
-    verdict = (
-        f"[green]fits[/]: {format_bytes(most - need)} left"
-        if need <= most
-        else (f"[red]does not fit[/]: {format_bytes(need - most)} too much")
-    )
+    fits, by = need <= most, format_bytes(abs(most - need))
     where = f"on stage {peak}, the fullest, " if request.plan.pp > 1 else ""
-    screen.print(
+    counted = (
         f"\n{format_bytes(need)} {where}of {format_bytes(most)} ({system.name}'s {format_bytes(system.memory)} less "
-        f"{RESERVE:.0%} for context, communication and fragmentation) {verdict}\n"
+        f"{RESERVE:.0%} for context, communication and fragmentation) "
     )
+    verdict = ("fits", "green") if fits else ("does not fit", "red")
+    screen.print(Text.assemble(counted, verdict, f": {by} {'left' if fits else 'too much'}\n"))
     screen.print("The peak by choice, in brackets what does not fit:")
     screen.print(_what_fits(request, most))
 

@@ -26,6 +26,7 @@ from cs336_systems.cost.large.systems import DEFAULT_SYSTEM, SYSTEMS, System, sy
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.errors import UserError
+from cs336_systems.text import printable
 
 # By name: what `plot all` draws, in the words of the command line.
 EXAMPLES = {
@@ -177,19 +178,19 @@ def all_command(out: Path) -> None:
     for name, text in EXAMPLES.items():
         path = out / f"cost-{name}.svg"
         check_path(path)
-        click.echo(f"plot {name} {text}".rstrip())
+        click.echo(printable(f"plot {name} {text}".rstrip()))
         command.commands[name].main([*shlex.split(text), "--out", str(path)], standalone_mode=False)
 
 
 def _write(figure: Any, out: Path) -> None:
-    click.echo(f"plot in {save(figure, out)}")
+    click.echo(printable(f"plot in {save(figure, out)}"))
 
 
 def _warn(requests: Iterable[Request]) -> None:
     """Says on stderr where predictions are not to be trusted, each way once."""
     lines = [line for r in requests for line in warnings(r.config, r.plan, r.seq, r.system, r.constants)]
     for line in dict.fromkeys(lines):
-        click.echo(f"note: {line}", err=True)
+        click.echo(printable(f"note: {line}"), err=True)
 
 
 def _variant(given: dict[str, Any], text: str) -> Request:

@@ -83,7 +83,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
         )  # fmt: skip
     words = Asked(model, asked.precision, machines, file, tokens)
     if as_json:
-        click.echo(json.dumps(_record(found, words), indent=1))
+        click.echo(json.dumps(_record(found, words), indent=1, allow_nan=False))
     else:
         screen, first = console.console(), found.best[0].step
         print_search(screen, found, words)

@@ -5,7 +5,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from cs336_systems.console import format_bytes, format_count, format_seconds
@@ -78,7 +77,7 @@ def print_search(screen: Console, found: Search, asked: Asked) -> None:
     space, model = found.space, asked.model
     title = f"{model.size}, changed" if is_changed(model) else model.size
     screen.print(
-        f"{escape(title)}: {format_count(sum(count_parameters(space.config).values()), 'B')} parameters, on "
+        f"{title}: {format_count(sum(count_parameters(space.config).values()), 'B')} parameters, on "
         f"{space.gpus} x {found.system.name}: {sequences(space.global_batch)} of {space.seq} tokens a step, overlap "
         f"{space.overlap}, at most {format_bytes(room(found.system))} a rank\n"
     )
@@ -90,10 +89,10 @@ def print_search(screen: Console, found: Search, asked: Asked) -> None:
     if whole := asked.training(found.best[0]):
         screen.print("The first takes {} {}.".format(*training_words(whole)))
     screen.print("\nThe first in detail:")
-    screen.print(escape(asked.command(found.best[0])), soft_wrap=True)
+    screen.print(asked.command(found.best[0]), soft_wrap=True)
     screen.print()
     for line in _counts(found):
-        screen.print(escape(line), soft_wrap=True)
+        screen.print(line, soft_wrap=True)
     screen.print()
     screen.print(_losses(found, wide))
     screen.print(

@@ -57,7 +57,9 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     step = request.step()
     whole = training(tokens, request.tokens / step.total, request.plan.ranks) if tokens else None
     if as_json:
-        click.echo(json.dumps(_record(request, step) | ({"training": whole} if whole else {}), indent=1))
+        click.echo(
+            json.dumps(_record(request, step) | ({"training": whole} if whole else {}), indent=1, allow_nan=False)
+        )
     else:
         _print(console.console(), request, step, whole)
 

@@ -53,7 +53,7 @@ def command(as_json: bool, **given: Any) -> None:
     if given["size"].lower() == SEED:
         notebook = _notebook(click.get_current_context())
         if as_json:
-            click.echo(json.dumps(notebook_records(notebook), indent=1))
+            click.echo(json.dumps(notebook_records(notebook), indent=1, allow_nan=False))
         else:
             print_page(console.console(), notebook)
         return
@@ -63,7 +63,7 @@ def command(as_json: bool, **given: Any) -> None:
         for group, times in model_groups(request.config)
     ]
     if as_json:
-        click.echo(json.dumps(_record(request, groups), indent=1))
+        click.echo(json.dumps(_record(request, groups), indent=1, allow_nan=False))
     else:
         _print(console.console(), request, groups)
 

@@ -8,7 +8,6 @@ from typing import Any
 import click
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from cs336_systems import console
@@ -45,13 +44,13 @@ def command(file: Path | None, as_json: bool, **given: Any) -> None:
     remarks = console.console(stderr=True)
     for run in runs:
         for note in notes(run):
-            remarks.print(f"note: {escape(f'{run.id}: {note}')}")
+            remarks.print(f"note: {run.id}: {note}")
     if as_json:
         rows = [
             {"id": run.key, "t_iter_s": run.seconds, "predicted_s": step.total}
             for run, step in zip(runs, steps, strict=True)
         ]
-        click.echo(json.dumps(rows, indent=1))
+        click.echo(json.dumps(rows, indent=1, allow_nan=False))
         return
     screen = console.console()
     if file:
@@ -87,7 +86,7 @@ def _table(runs: list[Run], steps: list[StepTime]) -> Table:
     for run, step in zip(runs, steps, strict=True):
         off = error(run, step)
         table.add_row(
-            escape(run.id),
+            run.id,
             f"{run.plan.ranks} {run.system.name}",
             run.plan.short(),
             "-" if run.seconds is None else f"{run.seconds:.4g}",

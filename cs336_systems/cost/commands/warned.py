@@ -1,7 +1,7 @@
 """What commands say of a prediction that lies outside of what was fitted."""
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cs336_systems.cost.large.domain import warnings
 from cs336_systems.cost.large.efficiency import Constants
@@ -15,4 +15,4 @@ def print_warnings(
 ) -> None:
     """A line for each way in which it does; nothing inside."""
     for line in warnings(config, plan, seq, system, constants):
-        screen.print(f"[yellow]warning:[/] {escape(line)}")
+        screen.print(Text.assemble(("warning:", "yellow"), f" {line}"))

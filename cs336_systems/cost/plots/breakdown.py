@@ -13,6 +13,7 @@ from cs336_systems.cost.large.runs import PUBLISHED, read_runs
 from cs336_systems.cost.large.step_time import CONSTANTS, StepTime, step_time
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, footnote, new_figure, tidy
 from cs336_systems.errors import UserError
+from cs336_systems.text import plot_text
 
 # Okabe and Ito 2008, computing in blues; the bubble is hatched, since it is the absence of work.
 COLOURS = {
@@ -69,7 +70,7 @@ def draw(bars: Sequence[Bar]) -> Any:
     used = {name for bar in bars for name, time in bar.step.parts.items() if time >= NAMED * bar.step.total}
     for height, bar in enumerate(bars):
         _draw_bar(axes, height, bar)
-    axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+    axes.set_yticks(range(len(bars)), [plot_text(bar.name) for bar in bars])
     axes.set_ylim(len(bars) - 0.4, -0.6)
     longest = max(1 / bar.step.mfu for bar in bars)
     axes.set_xlim(0, longest * 1.25)

@@ -15,6 +15,7 @@ from cs336_systems.cost.large.step_time import CONSTANTS
 from cs336_systems.cost.large.systems import System
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, footnote, new_figure, spread, tidy
 from cs336_systems.presets import ModelConfig
+from cs336_systems.text import plot_text
 
 SHOWN = 0.01  # of the time: what takes less goes without a label
 WAYS = {"forward": (FORWARD, ">"), "backward": (BACKWARD, "<")}
@@ -107,7 +108,7 @@ def draw(config: ModelConfig, plan: Plan, seq: int, system: System, constants: C
         whole.text(*where, f"{'▶◀'[number]} {way}", color=colour, transform=whole.transAxes, weight="bold")
     split = f", tp {plan.tp}{' with sequence parallelism' if plan.sequence else ''}" if plan.tp > 1 else ""
     figure.suptitle(
-        f"One block and the head of {config.num_layers} layers x {config.d_model}{split}, on {system.name}: "
+        f"One block and the head of {config.num_layers} layers x {config.d_model}{split}, on {plot_text(system.name)}: "
         f"{plan.micro_batch} x {seq} tokens take {format_seconds(total)} (area: time)",
         fontsize="medium",
     )

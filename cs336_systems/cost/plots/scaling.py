@@ -25,6 +25,7 @@ from cs336_systems.cost.plots.style import (
 )
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, Recompute
+from cs336_systems.text import plot_text
 
 _MICRO = (1, 2, 4, 8)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "attention", "segments")
@@ -118,8 +119,9 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
     panels[0].set(ylim=(0, top * 1.1), ylabel="MFU")
     in_percent(panels[0].yaxis)
     _rates(panels[1], study)
+    machine = plot_text(study.system.name)
     figure.suptitle(
-        f"{study.config.num_layers} layers x {study.config.d_model} on {study.system.name}, ZeRO {study.base.zero}",
+        f"{study.config.num_layers} layers x {study.config.d_model} on {machine}, ZeRO {study.base.zero}",
         fontsize="medium",
     )
     footnote(figure, [study.system])

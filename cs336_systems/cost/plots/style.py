@@ -9,6 +9,7 @@ from typing import Any
 from cs336_systems.cost.large.domain import fitted
 from cs336_systems.cost.large.systems import System
 from cs336_systems.errors import UserError
+from cs336_systems.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -75,7 +76,7 @@ def unfitted(systems: Sequence[System]) -> str:
 def footnote(figure: Any, systems: Sequence[System]) -> None:
     """Says so below the picture."""
     if note := unfitted(systems):
-        figure.supxlabel(f"predicted; {note}", x=0.01, ha="left", color=GREY, fontsize="small")
+        figure.supxlabel(f"predicted; {plot_text(note)}", x=0.01, ha="left", color=GREY, fontsize="small")
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
