@@ -1,11 +1,20 @@
 """The verbs against what they say, the record of what was sent, and agreement through the store."""
 
+import os
+import signal
+import threading
+import time
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from cs336_systems.comm import agree, all_gather, all_reduce, all_to_all, broadcast, record, reduce_scatter
+from cs336_systems.comm import store as stores
+from cs336_systems.comm.group import wait_for
+from cs336_systems.errors import UserError
 from tests import ranks
 
 DTYPES = ["float64", "float32", "bfloat16", "float16", "complex64"]
@@ -129,6 +138,103 @@ def test_a_rank_that_does_not_answer_is_named():
     for rank in (0, 2):
         assert errors[rank][1].startswith("topic: rank 1 of 3 did not answer within 1 s")
     assert "waited in all-reduce no. 1 (elsewhere, 4 bytes)" in errors[1][1]
+
+
+def ends_case(group, fails: bool) -> None:
+    if group.rank() != 1:
+        agree("topic", "", group)
+    elif fails:
+        raise UserError("no file bad\udcff\n")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nobody_waits_for_the_answer_of_a_rank_that_has_ended(fails):
+    """With a timeout of a minute, and killed after ten seconds."""
+    with pytest.raises(ranks.RanksFailedError) as error:
+        ranks.ask(ends_case, 3, True, 10.0, 60.0, {"fails": fails})
+    for rank in (0, 2):
+        kind, text = error.value.errors[rank]
+        assert kind == "CommError"
+        said = (
+            r"failed: UserError: no file bad\udcff"
+            if fails
+            else "ended after 0 collectives; did it have fewer batches?"
+        )
+        assert text.startswith("topic: rank 1 of 3 did not answer; ")
+        assert f"rank 1 {said}" in text.splitlines()[0]
+
+
+def test_who_answers_and_then_ends_has_answered():
+    """The answer and the end come between two questions to the store."""
+    store, keys = HashStore(), ["a", "b", "c"]
+    store.set("a", "")
+
+    def answers_at_last(index: int) -> bool:
+        store.set(keys[index], "")
+        return True
+
+    assert wait_for(store, keys, timedelta(seconds=10), in_vain=answers_at_last) == []
+    assert wait_for(store, ["a", "d"], timedelta(seconds=10), in_vain=lambda index: index == 1) == [1]
+
+
+def patience_case(group) -> list[str]:
+    time.sleep(0.1 * group.rank())
+    agree("no less than the timeout", "", group, patience=timedelta())
+    time.sleep(1.3 * group.rank())
+    return agree("more than the timeout", f"{group.rank()}", group, patience=timedelta(seconds=30))
+
+
+def test_an_agreement_may_take_longer_than_the_timeout():
+    assert ranks.ask(patience_case, 2, True, 30.0, 1.0, {}) == [["0", "1"]] * 2
+
+
+ODD = ["", "caf\u00e9 \U0001f600", "bad\udcff\ud800", "a\0b\n\x1b[2J", "\udcc3\udca9"]
+
+
+def text_case(group) -> None:
+    for text in ODD:
+        assert agree("text", text if group.rank() else text[::-1], group) == [text[::-1], text]
+
+
+def test_any_text_can_be_agreed_on():
+    ranks.run(text_case, 2)
+
+
+class Stopped:
+    """A store that answers no more until it goes on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(30)
+
+
+def test_a_store_that_does_not_answer_is_given_up_until_it_does():
+    stopped = Stopped()
+    hasty, patient = (stores.TimedStore(stopped, timedelta(seconds=seconds)) for seconds in (0.05, 20))
+    with pytest.raises(stores.StoreLostError, match=r"^the store of the ranks did not answer within 0\.05 s$"):
+        hasty.check(["a"])
+    with pytest.raises(stores.StoreLostError, match=r"^the store of the ranks does not answer$"):
+        patient.check(["a"])
+    stopped.goes_on.set()
+    stores._asker.late.result(20)
+    assert patient.check(["a"])
+
+
+def fork_case(rank: int, world: int, folder: str) -> int:
+    """A process that was forked from one that has asked asks, too."""
+    store = stores.TimedStore(HashStore(), timedelta(seconds=20))
+    store.set("a", "b")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(0 if store.get("a") == "b" else 1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_fork_asks_by_itself():
+    assert ranks.run_alone(fork_case, 1) == [0]
 
 
 def sizes_case(group) -> None:

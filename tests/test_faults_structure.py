@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cs336_systems import comm
-from cs336_systems.comm import all_reduce, subgroup
+from cs336_systems.comm import agree, all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
@@ -141,6 +141,7 @@ def group_failure_case(group, fails: bool) -> None:
     """Rank 1 waits for rank 2, which fails, or looks on while rank 1 gives up after the timeout of all ranks, 1 s."""
     comm.group.EXPLAIN_SECONDS = 0.3
     members = subgroup([1, 2])
+    agree("connected", "", group, counted=False)
     if group.rank() == 1:
         all_reduce(torch.zeros(3), members, "alone").wait()
     elif fails and group.rank() == 2:
@@ -155,6 +156,22 @@ def test_a_group_of_some_ranks_has_the_timeout_of_all_and_names_the_cause(fails)
     assert "rank 1 waited in all-reduce no. 1 (alone, 12 bytes); rank 2 " in errors[1][1]
     assert ("failed: KeyError: 'no such column'" if fails else "ended after 0 collectives") in errors[1][1]
     assert fails or errors[2][0] == "CommError"
+
+
+def absent_case(group) -> None:
+    """Rank 1 fails where the others make a group with it."""
+    comm.group.EXPLAIN_SECONDS = 0.3
+    if group.rank() == 1:
+        raise KeyError("no such column")
+    subgroup([0, 1])
+
+
+def test_a_group_that_cannot_be_made_names_the_cause():
+    errors = ranks.run_failing(absent_case, 2)
+    assert errors[0][0] == "CommError"
+    assert errors[0][1].startswith(
+        "rank 0 was joining a group of ranks 0, 1; rank 1 failed: KeyError: 'no such column'"
+    )
 
 
 def group_structure_case(group) -> None:

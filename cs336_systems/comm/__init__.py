@@ -2,9 +2,21 @@
 
 from cs336_systems.comm.events import Event, record
 from cs336_systems.comm.exchange import Exchange
-from cs336_systems.comm.group import CommError, Group, agree, default_group, fault, global_rank, subgroup
+from cs336_systems.comm.flight import at_step
+from cs336_systems.comm.group import (
+    CommError,
+    Group,
+    agree,
+    default_group,
+    fault,
+    global_rank,
+    request_stop,
+    stop_step,
+    subgroup,
+)
+from cs336_systems.comm.meeting import Place
 from cs336_systems.comm.mesh import Mesh, mesh_sizes
-from cs336_systems.comm.startup import Place, current_place, distributed, find_place, is_joined
+from cs336_systems.comm.startup import current_place, distributed, find_place, is_joined
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, receive, reduce_scatter, send
 
 __all__ = [
@@ -19,6 +31,7 @@ __all__ = [
     "all_gather",
     "all_reduce",
     "all_to_all",
+    "at_step",
     "broadcast",
     "current_place",
     "default_group",
@@ -31,6 +44,8 @@ __all__ = [
     "receive",
     "record",
     "reduce_scatter",
+    "request_stop",
     "send",
+    "stop_step",
     "subgroup",
 ]

@@ -4,7 +4,7 @@ CPU ranks are forked, which takes a tenth of a second; that needs a parent that 
 and CUDA do not survive a fork. CUDA ranks are spawned.
 """
 
-import ctypes
+import math
 import os
 import signal
 import sys
@@ -24,21 +24,25 @@ import torch
 
 from cs336_systems import console
 from cs336_systems.comm.group import CommError
-from cs336_systems.comm.startup import Place, find_place, speaks_for_its_machine
+from cs336_systems.comm.meeting import Place
+from cs336_systems.comm.startup import die_with_parent, find_place, speaks_for_its_machine
 from cs336_systems.errors import UserError
 
 GRACE = 5.0  # seconds that the others get to name the cause after one rank has failed
-PR_SET_PDEATHSIG = 1
-
+ECHO = 1.0  # seconds in which another SIGTERM is the same: `timeout` and schedulers may tell a whole group of processes
+PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM, unless told otherwise
 
 Worker = Callable[..., None]  # worker(place, *arguments)
 
 
-def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Path) -> None:
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has come to the process that started the ranks."""
+
+
+def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Path, parent: int) -> None:
     """A rank's life. It leaves an error of the user's or the network's as a line, and any other as a traceback."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(parent)
     torch.set_num_threads(threads)
     try:
         worker(place, *arguments)
@@ -52,11 +56,13 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
         os._exit(1)
 
 
-def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any) -> None:
+def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience: float = PATIENCE) -> None:
     """Run `worker(place, *arguments)` in `nproc` processes and wait for all.
 
-    The cores are shared out: each CPU rank computes with cores / nproc threads, at least one. Raises UserError with the
-    first failure among the ranks, after stopping the others, and RuntimeError with the traceback of one that broke.
+    The cores are shared out: each CPU rank computes with cores / nproc threads, at least one. SIGTERM is passed on to
+    the ranks: if all handle it and end well within `patience` seconds, so does this; else they are killed. Raises
+    UserError with the first failure among the ranks, after stopping the others, RuntimeError with the traceback of one
+    that broke, and KeyboardInterrupt for ranks that a signal ended.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
@@ -69,9 +75,13 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any) -> None:
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
                 threads = max(1, cores // nproc)
-                processes.append(context.Process(target=_run, args=(worker, place, arguments, threads, report)))
+                given = (worker, place, arguments, threads, report, os.getpid())
+                processes.append(context.Process(target=_run, args=given))
                 processes[-1].start()
-            failed = _first_failure(processes)
+            try:
+                failed = _first_failure(processes)
+            except _Terminated:
+                failed = _terminate(processes, patience)
         finally:
             _stop(processes)
         if failed is not None:
@@ -81,10 +91,15 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any) -> None:
 
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the ranks as ^C does, rather than leaving that to the system."""
+    """SIGTERM ends the ranks as ^C does, rather than leaving that to the system. Another one, an echo aside, stops the
+    wait for ranks that handle the first."""
+    told: list[float] = []
 
     def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
+        if told and time.monotonic() - told[0] < ECHO:
+            return
+        told.append(time.monotonic())
+        raise _Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -93,27 +108,48 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _first_failure(processes: list[BaseProcess]) -> int | None:
-    """Wait until all ranks are done, or one has failed: its number. The others then get a moment to end, too."""
+def _first_failure(processes: list[BaseProcess], deadline: float = math.inf) -> int | None:
+    """Wait until all ranks are done, or one has failed: its number. The others then get a moment to end, too.
+
+    Raises KeyboardInterrupt at the deadline.
+    """
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        for sentinel in wait(list(running)):
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        ended = wait(list(running), left)
+        if not ended:
+            raise KeyboardInterrupt
+        for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             if processes[rank].exitcode:
-                deadline = time.monotonic() + GRACE
+                deadline = min(deadline, time.monotonic() + GRACE)
                 for process in processes:
                     process.join(max(0.0, deadline - time.monotonic()))
                 return rank
     return None
 
 
+def _terminate(processes: list[BaseProcess], patience: float) -> int | None:
+    """Pass SIGTERM on, and wait for ranks that handle it; returns which one failed in doing so, if any.
+
+    Raises KeyboardInterrupt if the signal ended them, or they are not done in time.
+    """
+    for process in processes:
+        process.terminate()
+    failed = _first_failure(processes, time.monotonic() + patience)
+    if failed is not None and processes[failed].exitcode == -signal.SIGTERM:
+        raise KeyboardInterrupt
+    return failed
+
+
 def _stop(processes: list[BaseProcess]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
+    deadline = time.monotonic() + 2
     for process in processes:
-        process.join(2)
+        process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
@@ -130,10 +166,13 @@ def _raise_for(rank: int, code: int | None, message: str) -> None:
     raise RuntimeError(f"rank {rank} {how}\n{message}")
 
 
-def start_ranks(worker: Worker, device: str | None, nproc: int | None, *arguments: Any) -> None:
+def start_ranks(
+    worker: Worker, device: str | None, nproc: int | None, *arguments: Any, patience: float = PATIENCE
+) -> None:
     """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` of them here.
 
-    `device` is what was asked for, None for a GPU if there is one. Raises UserError, for ranks that part as well.
+    `device` is what was asked for, None for a GPU if there is one. `patience` is how many seconds ranks that were
+    started here may take to end after SIGTERM. Raises UserError, for ranks that part as well.
     """
     here = find_place()
     if here.world_size > 1 and nproc:
@@ -142,7 +181,8 @@ def start_ranks(worker: Worker, device: str | None, nproc: int | None, *argument
         if here.world_size > 1 or (nproc or 1) == 1:
             worker(here, *arguments)
         else:  # device_count asks the driver without starting CUDA here, which no forked rank would survive
-            run_ranks(worker, nproc or 1, device or ("cuda" if torch.cuda.device_count() else "cpu"), *arguments)
+            device = device or ("cuda" if torch.cuda.device_count() else "cpu")
+            run_ranks(worker, nproc or 1, device, *arguments, patience=patience)
     except CommError as error:
         raise UserError(str(error)) from None
 

@@ -4,56 +4,46 @@ A process is told its place by torchrun, by Slurm, or by whoever forked it; else
 in a file, or on the loopback address, so that nothing listens to the network.
 """
 
+import ctypes
 import os
 import re
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
-from typing import Literal, NoReturn
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from cs336_systems.comm import flight
 from cs336_systems.comm.group import (
     EXPLAIN_SECONDS,
     CommError,
     Group,
     default_group,
-    last_words,
+    end,
+    needs_store,
+    parted,
     post,
     sequence,
     wait_for,
 )
+from cs336_systems.comm.meeting import Place, join, open_store
+from cs336_systems.comm.store import StoreLostError, TimedStore
 from cs336_systems.errors import UserError
 
 Backend = Literal["gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+STARTED = os.getpid(), os.getppid()  # read early: an orphan would be given another parent
 
-_servers: dict[str, Store] = {}  # by address: a store that closed and opened again would meet ranks half-way
 _entries = count()  # how often this process has joined a group: what an earlier one left in the store is not this one's
-
-
-@dataclass(frozen=True)
-class Place:
-    """One process among all ranks, and where they meet: a file of one machine, or an address and port."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    meeting: str = ""  # a path, or host:port; empty for one process alone
-    served: bool = False  # whether somebody else, torchrun's agent, already holds the store there
-    attempt: str = "0"
-
-    @property
-    def one_machine(self) -> bool:
-        return self.world_size == self.local_world_size
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -108,6 +98,17 @@ def find_place() -> Place:
     return place
 
 
+def die_with_parent(parent: int) -> None:
+    """Have the system kill this process when the one that started it dies, so that no rank computes on as an orphan.
+
+    `parent` is who that was: this process ends at once if it was too late. Only Linux can do this.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 def is_joined() -> bool:
     """Whether this process has joined others, through this module or by torch itself."""
     return dist.is_initialized()
@@ -124,78 +125,6 @@ def current_place(group: Group | None = None) -> Place:
 def speaks_for_its_machine() -> bool:
     """Whether this is the first rank of its machine, or was started by hand. Raises UserError as `find_place` does."""
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Rank 0's socket, on the loopback address alone if the ranks meet there. Raises UserError for a port in use."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(("127.0.0.1" if host == "localhost" else host if host in LOOPBACK else "", port))
-    except OSError as error:
-        listener.close()
-        raise UserError(f"cannot listen on port {port}: {error.strerror}; choose another with MASTER_PORT") from None
-    listener.listen()
-    return listener
-
-
-def _open_store(place: Place, timeout: timedelta) -> Store:
-    """The store in which the ranks meet. Raises UserError for a port in use and a rank 0 that is not there."""
-    if place.meeting.startswith("/"):
-        return FileStore(place.meeting, place.world_size)
-    if place.meeting in _servers:
-        return _servers[place.meeting]
-    host, _, text = place.meeting.rpartition(":")
-    port, serves = int(text), place.rank == 0 and not place.served
-    listener = _listen(host, port).detach() if serves else None
-    try:
-        store = TCPStore(host, port, None, serves, timeout, wait_for_workers=False, master_listen_fd=listener)
-        _servers[place.meeting] = store
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise UserError(
-            f"rank {place.rank} of {place.world_size} finds no rank 0 at {place.meeting} within "
-            f"{timeout.total_seconds():g} s: {str(error).splitlines()[0][:100]}"
-        ) from None
-    return store
-
-
-def _join(store: Store, place: Place, timeout: timedelta) -> None:
-    """Wait until every rank is there. Raises UserError, on all that are, for ranks that are not, that come twice, or
-    that count differently."""
-    try:
-        _compare(store, place, timeout)
-    except dist.DistNetworkError:
-        raise UserError(f"rank 0 has left {place.meeting} before all ranks had joined") from None
-
-
-def _compare(store: Store, place: Place, timeout: timedelta) -> None:
-    everyone = range(place.world_size)
-    if store.add(f"claims/{place.rank}", 1) > 1:
-        _refuse(
-            store, place, f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
-        )
-    store.set(f"joined/{place.rank}", str(place.world_size))
-    absent = wait_for(store, [f"joined/{rank}" for rank in everyone], timeout, unless="refused")
-    sizes = {rank: int(store.get(f"joined/{rank}")) for rank in everyone if rank not in absent}
-    if store.check(["refused"]):
-        _refuse(store, place, store.get("refused").decode())
-    if len(set(sizes.values())) > 1:
-        said = ", ".join(f"rank {rank} says {size}" for rank, size in sizes.items())
-        _refuse(store, place, f"the ranks disagree on how many they are: {said}")
-    if absent:
-        names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {place.world_size}"
-        _refuse(store, place, f"{names} did not join within {timeout.total_seconds():g} s at {place.meeting}")
-
-
-def _refuse(store: Store, place: Place, message: str) -> NoReturn:
-    """Raises UserError, once every rank that is waiting has been told: rank 0 may hold the store."""
-    store.set("refused", message)
-    store.set(f"told/{place.rank}", "")
-    if place.rank == 0:
-        waiting = [rank for rank in range(place.world_size) if store.check([f"joined/{rank}"])]
-        wait_for(store, [f"told/{rank}" for rank in waiting], timedelta(seconds=EXPLAIN_SECONDS))
-    raise UserError(message)
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
@@ -227,6 +156,8 @@ def distributed(
     how much they did: one that ends early (fewer batches, an exception) is named on all. Raises UserError for ranks
     that never join, a port in use, or a backend that is not there, and CommError for ranks that part.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == STARTED[0]:  # a fork of a rank has another parent
+        die_with_parent(STARTED[1])
     device, place = torch.device(device), place or find_place()
     backend, limit = choose_backend(backend, device, place), timedelta(seconds=timeout)
     if device.type == "cuda":
@@ -234,9 +165,19 @@ def distributed(
     if place.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
         names = {name for _, name in socket.if_nameindex()}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
-    meeting = HashStore() if place.world_size == 1 else _open_store(place, limit)
+    meeting = HashStore() if place.world_size == 1 else open_store(place, limit)
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", meeting)
-    _join(store, place, limit)
+    try:
+        join(TimedStore(store, limit), place, limit)
+        with _group_of_all(backend, store, place, limit) as group:
+            yield group
+    finally:
+        flight.land()
+
+
+@contextmanager
+def _group_of_all(backend: str, store: Store, place: Place, limit: timedelta) -> Iterator[Group]:
+    """The process group of ranks that have met, until all leave it."""
     try:
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
     except RuntimeError as error:
@@ -246,10 +187,10 @@ def distributed(
         yield group
         _leave(group, limit)
     except BaseException as error:
-        with suppress(RuntimeError):  # the store may be gone with rank 0
+        with suppress(StoreLostError):  # it may be gone with rank 0
             if not isinstance(error, CommError):
-                post(f"failed: {type(error).__name__}: {str(error)[:300]}")
-            group.get_group_store().set(f"done/{group.rank()}", "")
+                post(f"failed: {type(error).__name__}: {str(error)[:300]}", timedelta(seconds=EXPLAIN_SECONDS))
+            end(timedelta(seconds=EXPLAIN_SECONDS))
         raise
     finally:
         dist.destroy_process_group()
@@ -257,16 +198,17 @@ def distributed(
 
 def _leave(group: Group, timeout: timedelta) -> None:
     """Wait for the others and compare how many collectives each took part in. Raises CommError if they differ."""
-    store, ranks, mine = group.get_group_store(), range(group.size()), sequence(group)
-    store.set(f"left/{group.rank()}", str(mine))
-    post(f"ended after {mine} collectives; did it have fewer batches?")
-    store.set(f"done/{group.rank()}", "")
-    wait_for(store, [f"done/{rank}" for rank in ranks], timeout)
-    if not all(store.check([f"left/{rank}"]) for rank in ranks):
-        raise CommError(f"rank {group.rank()} ended after {mine} collectives; {last_words(group)}")
-    counts = [int(store.get(f"left/{rank}")) for rank in ranks]
-    store.set(f"gone/{group.rank()}", "")
-    if group.rank() == 0:  # which may hold the store
-        wait_for(store, [f"gone/{rank}" for rank in ranks], timedelta(seconds=EXPLAIN_SECONDS))
+    store, ranks, mine = TimedStore(group.get_group_store(), timeout), range(group.size()), sequence(group)
+    with needs_store(f"ended after {mine} collectives", group):
+        store.set(f"left/{group.rank()}", str(mine))
+        post(f"ended after {mine} collectives; did it have fewer batches?")
+        end()
+        wait_for(store, [f"done/{rank}" for rank in ranks], timeout)
+        if not all(store.check([f"left/{rank}"]) for rank in ranks):
+            raise parted(f"ended after {mine} collectives", group)
+        counts = [int(store.get(f"left/{rank}")) for rank in ranks]
+        store.set(f"gone/{group.rank()}", "")
+        if group.rank() == 0:  # which may hold the store
+            wait_for(store, [f"gone/{rank}" for rank in ranks], timedelta(seconds=EXPLAIN_SECONDS))
     if len(set(counts)) > 1:
         raise CommError(f"the ranks ended after {', '.join(map(str, counts))} collectives: some had fewer batches")

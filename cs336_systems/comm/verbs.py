@@ -4,6 +4,7 @@ The algorithm is chosen by backend: gloo's own reduce-scatter and all-gather are
 they move half as much, so there both are exchanges of slices.
 """
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.comm import flight
 from cs336_systems.comm.events import Event, log
-from cs336_systems.comm.group import CommError, Group, count, last_words, occurrence, post, sequence
+from cs336_systems.comm.group import CommError, Group, count, occurrence, parted, sequence
+from cs336_systems.text import printable
 
 Reduction = Literal["mean", "sum", "max"]
 REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
@@ -33,6 +36,10 @@ class Work:
     ) -> None:
         self.event, self.group, self.finish = event, group, finish
         self.number = sequence(group) if number is None else number
+        self.turn = -1
+        if start is not tuple:
+            name, dtype = group.group_name, str(event.dtype)[6:]  # without "torch."
+            self.turn = flight.launch(event.verb, name, event.label, event.nbytes, dtype, self.number)
         try:
             with event.annotate("launch", self.number, group.group_name):
                 self.pending = [work for work in start() if work is not None]
@@ -45,6 +52,7 @@ class Work:
         finish, self.finish = self.finish, None
         if not pending and finish is None:
             return
+        flight.advance(self.turn, flight.WAITING)
         try:
             with self.event.annotate("wait", self.number, self.group.group_name):
                 for work in pending:
@@ -53,14 +61,15 @@ class Work:
             raise self._explained(error) from error
         if finish:
             finish()
+        flight.advance(self.turn, flight.FINISHED)
 
     def _explained(self, error: RuntimeError) -> CommError:
         """The failure, and what every other rank says that it was doing."""
         event = self.event
-        doing = f"waited in {event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes} bytes)"
-        post(doing)
-        cause = str(error).splitlines()[0][:120]
-        return CommError(f"rank {dist.get_rank()} {doing}; {last_words(self.group)} ({cause})")
+        what = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
+        doing = printable(f"waited in {what}{flight.of_step(flight.current_step())}")
+        cause = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])[:120]  # without gloo's file and line
+        return parted(doing, self.group, f" ({cause})")
 
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
