@@ -8,11 +8,15 @@ from benchmarks.scaling_run import RECOMPUTED, Run
 from cs336_systems.errors import UserError
 
 MEBIBYTE = 2**20
+MEASURED = ("mesh", "model", "seq", "batch_size", "micro_batch_size")
 HEADER = ("recipe", "mesh", "model", "seq", "batch_size", "micro_batch_size", "environment")
 
 
 def parse_train_log(text: str, name: str) -> list[Run]:
     """The one run of a log file: a line of JSON that says what is trained, then a line of every report.
+
+    A run that was resumed says so in a line of the same kind; if it went on in another layout, only what
+    comes after counts.
 
     The time of an iteration and each timer are the median over the reports, leaving out those with a skipped step,
     which did no update, unless all have one. Timers are the last rank's, as Megatron-LM prints them. The peak memory is
@@ -24,7 +28,12 @@ def parse_train_log(text: str, name: str) -> list[Run]:
         raise UserError(
             f"{name} is no log of python -m cs336_systems.train: its first line does not have {', '.join(missing)}"
         )
-    reports = [line for line in lines if "step_ms" in line]
+    reports: list[dict[str, Any]] = []
+    for line in lines:
+        if "resumed" in line and any(line.get(key) != header[key] for key in MEASURED):
+            header, reports = line, []
+        elif "step_ms" in line:
+            reports.append(line)
     if not reports:
         if any("step" in line for line in lines):
             raise UserError(f"{name} has no timers: train with --timers max")

@@ -59,6 +59,9 @@ RENAMED = {
     "--data-path*": "--data",
     "--tokenizer-type=": "--tokenizer",
     "--log-interval=": "--log-every",
+    "--save=": "--out",
+    "--save-interval=": "--save-every",
+    "--load=": "--resume",  # from the folder of --save
 }
 
 FIXED = {"--init-method-std=": "0.02", "--layernorm-epsilon=": "1e-5", "--optimizer=": "adam"}
@@ -73,9 +76,8 @@ FLAGS = {
 # Why options are ignored. Names, and whether they take values, as in megatron/arguments.py, misspelling included.
 LAUNCHER = "the launcher says it"
 IGNORED = {
-    "checkpoints are not written yet": "--save= --save-interval= --load= --finetune --no-save-optim --no-save-rng "
-    "--no-load-optim --no-load-rng --override-lr-scheduler --use-checkpoint-lr-scheduler --adlr-autoresume "
-    "--adlr-autoresume-interval=",
+    "a checkpoint is written and read whole": "--finetune --no-save-optim --no-save-rng --no-load-optim --no-load-rng "
+    "--override-lr-scheduler --use-checkpoint-lr-scheduler --adlr-autoresume --adlr-autoresume-interval=",
     LAUNCHER: "--local-rank=",
     "the log is a file, named with --log-file": "--tensorboard-dir= --tensorboard-log-interval= "
     "--tensorboard-queue-size= --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "

@@ -198,6 +198,9 @@ def _rename(option: _Option, line: _Line, draft: _Draft) -> None:
     Raises UserError if two of Megatron's options say different things about one of ours.
     """
     ours = _OURS[option.name]
+    if option.name == "--load":
+        _resume(option, _either(line, "--out", "--save"), draft)
+        return
     for other in line.values():
         if _subject(other.name) == _subject(ours):
             draft.replaced.append(f"{option} by {other}")
@@ -214,6 +217,13 @@ def _rename(option: _Option, line: _Line, draft: _Draft) -> None:
         draft.tokens.extend(tokens)
     elif list(map(_plain, before)) != list(map(_plain, tokens)):
         raise UserError(f"{first} and {option} do not agree on {_subject(ours)}; give one of them")
+
+
+def _resume(load: _Option, save: _Option | None, draft: _Draft) -> None:
+    if save is not None and save.values != load.values:
+        draft.ignored.setdefault("a run goes on in the folder that it saves to", []).append(str(load))
+    else:
+        draft.tokens.extend(["--resume"] if save else ["--resume", "--out", *load.values])
 
 
 def _require_shape(line: _Line) -> None:

@@ -27,6 +27,7 @@ from cs336_systems.presets import (
     Recompute,
     preset,
 )
+from cs336_systems.run_options import RunOptions
 
 COUNT = click.IntRange(1)
 NATURAL = click.IntRange(0)
@@ -50,7 +51,7 @@ ENCODER: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Recipe(MixtureOptions):
+class Recipe(MixtureOptions, RunOptions):
     """What a training run is made of; every field is an option of the command line."""
 
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
@@ -75,7 +76,6 @@ class Recipe(MixtureOptions):
     lower_case: bool = setting(False, "BERT: WordPiece makes no difference between upper and lower case.")
     mask_prob: float = setting(0.15, "BERT: share of tokens to predict.", type=SHARE)
     short_seq_prob: float = setting(0.1, "BERT: share of samples that are shorter.", type=SHARE)
-    steps: int = setting(300, "Optimizer steps of this run.", type=COUNT)
     batch_size: int | None = setting(
         None, "Sequences in a step.  [default: the preset's, or a microbatch a replica]", type=COUNT
     )
@@ -135,8 +135,6 @@ class Recipe(MixtureOptions):
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", type=POSITIVE)
     eval_interval: int | None = setting(None, "Steps between two evaluations.  [default: one, at the end]", type=COUNT)
     eval_iters: int = setting(8, "Batches of an evaluation.", type=COUNT)
-    log_file: Path = setting(Path("runs/train.jsonl"), "Where the log goes, one JSON line a record; written anew.")
-    log_every: int = setting(10, "Steps between two log lines.", type=COUNT)
     timers: Literal["none", "max", "minmax", "waits"] | None = setting(
         None,
         "Times of a step's parts: the slowest rank's, a range, or waiting apart.  [default: max with --tp or --pp]",

@@ -2,31 +2,68 @@
 
 import json
 import os
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from cs336_systems.comm import Group
+from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
 
 
 @contextmanager
-def open_log(path: Path, group: Group) -> Iterator[IO[str]]:
-    """Rank 0's log file, its folders made; nowhere on other ranks. Raises UserError where it cannot be written."""
-    path = path if group.rank() == 0 else Path(os.devnull)
+def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
+    """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
+
+    It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
+    which will be taken again. Raises UserError, on every rank, where it cannot be written.
+    """
+    file, problem = None, ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
+        file = _open(path, done) if group.rank() == 0 else _open(Path(os.devnull), 0)
     except OSError as error:
-        raise UserError(f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE") from None
-    with file:
+        problem = f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE"
+    if problem := agree("log", problem, group)[0]:
+        raise UserError(problem)
+    assert file is not None
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # said already
+            file.close()
+
+
+def _open(path: Path, done: int) -> IO[str]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if done and path.is_file():
+        temporary = path.with_name(f".{path.name}")
+        temporary.write_text(_up_to(path.read_text(errors="replace"), done))
+        temporary.replace(path)  # a log of many hours is never half there
+    return path.open("a" if done else "w")
+
+
+def _up_to(text: str, done: int) -> str:
+    """The lines of a log that tell of the first `done` steps; one that was cut short by a kill is left out, or is no
+    record at all, and so is the last one of a run, and where an earlier one went on after more steps."""
+    lines = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = record.get("step", record.get("resumed", 0)) if isinstance(record, dict) else None
+        if isinstance(step, int) and step <= done and "steps" not in record:  # which the last line has
+            lines.append(f"{line}\n")
+    return "".join(lines)
 
 
 def write_line(record: dict[str, Any], log: IO[str]) -> None:
-    """One JSON line, on disk at once."""
-    print(json.dumps(record, allow_nan=False), file=log, flush=True)
+    """One JSON line, on disk at once. A disk that is full costs lines, with a warning, and not the run."""
+    try:
+        print(json.dumps(record, allow_nan=False), file=log, flush=True)
+    except OSError as error:
+        warnings.warn(f"the log cannot be written: {error.strerror}", stacklevel=1)
 
 
 def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:

@@ -1,127 +1,42 @@
 """Train a model: `python -m cs336_systems.train --size tiny`, alone or on each rank under torchrun.
 
-`Recipe` says what, `Trainer` lays it out and takes the steps; here are the loop, its log, and the command line.
+`Recipe` says what, `Trainer` lays it out and takes a step, `Loop` takes them all; here are a run's beginning and end,
+and the command line. A run with a folder (`--out`) survives: see `run_folder.py`.
 """
 
 import math
-import os
 import sys
 import time
-from dataclasses import asdict
-from pathlib import Path
-from typing import IO, Any
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
 import click
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from cs336_systems import console
-from cs336_systems.comm import Place, agree, all_gather, current_place, distributed, find_place
+from cs336_systems.comm import Place, all_gather, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import Hardware, count_parameters
-from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.probe import probe
 from cs336_systems.data import Batch
 from cs336_systems.dry_run import dry_run
 from cs336_systems.errors import UserError
+from cs336_systems.loop import Loop
 from cs336_systems.machine import PeakMemory, choose_device, device_name, environment, out_of_memory
 from cs336_systems.megatron_options import translate
+from cs336_systems.random_state import seed_generators
 from cs336_systems.recipe import Recipe
-from cs336_systems.run_log import iteration_line, open_log, write_line
+from cs336_systems.run_folder import RunCheckpoints, load_weights, run_folder, settings
+from cs336_systems.run_log import open_log, write_line
 from cs336_systems.sampling import sample_text
-from cs336_systems.trainer import Step, Trainer
+from cs336_systems.stop import AHEAD, StopSignal
+from cs336_systems.trainer import Trainer
 
-
-class Loop:
-    """All steps of a recipe, with a log line every `log_every` of them and an evaluation every `eval_interval`."""
-
-    def __init__(self, trainer: Trainer, hardware: Hardware, log: IO[str]) -> None:
-        self.trainer, self.log, self.recipe = trainer, log, trainer.recipe
-        self.peak = hardware.matmul_flops * devices(trainer)
-        config, seq = trainer.config, trainer.seq
-        self.out = console.console(quiet=trainer.mesh.world.rank() > 0)
-        # Of microbatches, since a capacity is a group's.
-        self.flops = model_flops(config, trainer.micro_batch, seq) * (trainer.batch // trainer.micro_batch)
-        self.since: list[Step] = []  # the last log line
-        self.start = time.perf_counter()
-        self.note = ""
-
-    def run(self) -> None:
-        """Raises UserError when the loss is no longer a number."""
-        ranks = self.trainer.mesh.world
-        expected = self.recipe.steps * self.flops / self.peak
-        with console.progress("training", self.recipe.steps, expected, quiet=ranks.rank() > 0) as advance:
-            agree("ready for the first step", "", ranks)  # who is late now must not seem slow in it
-            self.trainer.timers.reset()
-            self.start = time.perf_counter()
-            for number in range(1, self.recipe.steps + 1):
-                self.since.append(self.trainer.step(number - 1))
-                if number % self.recipe.log_every == 0 or number == self.recipe.steps:
-                    self._report(number)
-                if self.recipe.eval_interval and number % self.recipe.eval_interval == 0:
-                    self._evaluate(number)
-                advance(self.note)
-
-    def _report(self, number: int) -> None:
-        trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch
-        taken = [step for step in self.since if not step.skipped]  # an overflow's loss may be no number
-        lm, pair = trainer.mean_losses(taken)
-        norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
-        if taken:
-            require_finite(lm + pair + taken[-1].norm.item(), number, self.recipe)
-        mfu = self.flops / seconds / self.peak
-        tokens = batch * trainer.seq / seconds
-        line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
-        line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
-        if self.recipe.is_bert:
-            line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
-        line |= (routing := trainer.routing())
-        if self.recipe.precision == "fp16":
-            line |= {"loss_scale": trainer.scaler.scale, "skipped": steps - len(taken)}
-        kind = trainer.timers_shown
-        if kind != "none":
-            line["step_ms"] = 1e3 * seconds
-            line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
-                name: [None if math.isnan(each) else each / steps for each in values]
-                for name, values in trainer.timers.by_rank().items()
-            }
-            last = trainer.timers.line(steps, "minmax" if kind == "minmax" else "max")
-            self.out.print(iteration_line(line, self.recipe.steps, batch), markup=False, soft_wrap=True)
-            self.out.print(last, markup=False, soft_wrap=True)
-        write_line(line, self.log)
-        loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.is_bert else f"loss {lm:.3f}"
-        loss += f"  balance {routing['balance']:.2f}" if routing else ""
-        loss += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
-        self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
-        self.since, self.start = [], time.perf_counter()
-
-    def _evaluate(self, number: int) -> None:
-        began = time.perf_counter()
-        losses = self.trainer.validate()
-        if losses is None:
-            return
-        line = {"step": number, "validation_loss": losses[0]}
-        line |= {"validation_sop_loss": losses[1]} if self.recipe.is_bert else {}
-        write_line(line, self.log)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
-        self.out.print(f"step {number}: {shown}", markup=False)
-        self.start += time.perf_counter() - began
-
-
-def devices(trainer: Trainer) -> float:
-    """How many times what one rank can compute all ranks can: as many as there are, unless they share cores."""
-    ranks = trainer.mesh.world.size()
-    if trainer.device.type == "cuda":
-        return ranks
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ranks * min(1.0, cores / (torch.get_num_threads() * current_place().local_world_size))
-
-
-def require_finite(value: float, step: int, recipe: Recipe) -> None:
-    """Raises UserError when the loss or the gradient is no longer a number."""
-    if not math.isfinite(value):
-        raise UserError(f"the loss or its gradient is {value} after {step} steps; lower --lr (now {recipe.lr:g})")
+PATIENCE = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
 
 
 def over_ranks(value: float, trainer: Trainer) -> list[float]:
@@ -173,40 +88,89 @@ def introduce(trainer: Trainer, hardware: Hardware) -> None:
     )
 
 
-def train(recipe: Recipe) -> dict[str, Any]:
+def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
     """Run a recipe on every rank; rank 0 prints what came of it. Returns the log's last record.
 
-    Raises UserError for a run that cannot be made, or whose loss diverges.
+    Ranks that torchrun has `restarted` go on with the run that it began. Raises UserError for a run that cannot be
+    made, or whose loss diverges.
     """
-    trainer = Trainer(recipe)
-    device, world = trainer.device, trainer.mesh.world
+    world, device = default_group(), choose_device(recipe.device)
+    seed_generators(recipe.seed, world.rank())  # for whoever draws: see random_state.py
+    # From the beginning, since a large model takes minutes to build and to read.
+    stopping = StopSignal(world, AHEAD if device.type == "cuda" else 0, active=recipe.out is not None)
+    with stopping, run_folder(recipe, world, restarted) as resume:
+        trainer = Trainer(replace(recipe, resume=resume))
+        return _train(trainer, console.console(quiet=world.rank() > 0), stopping)
+
+
+def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, Any]:
+    recipe, device, world = trainer.recipe, trainer.device, trainer.mesh.world
     hardware = probe(device, recipe.precision, device_name(device), budget=0.2)
     introduce(trainer, hardware)
-    with open_log(recipe.log_file, world) as log:
-        settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
-        header: dict[str, Any] = {"recipe": settings, "corpus": trainer.feed.name, "sha256": trainer.feed.sha256}
-        header |= {"model": asdict(trainer.config), "seq": trainer.seq}
-        header |= {"batch_size": trainer.batch, "micro_batch_size": trainer.micro_batch}
-        stamp = environment(device) | {"world_size": world.size(), "backend": recipe.backend}
-        write_line(header | {"mesh": trainer.mesh.sizes, "environment": stamp}, log)
+    checkpoints = RunCheckpoints(trainer, partial(out.print, soft_wrap=True)) if recipe.out else None
+    done = checkpoints.restore() if checkpoints and recipe.resume else 0
+    if done >= recipe.steps:
+        out.print(f"nothing is left to train: {done} steps are done, and --steps {recipe.steps} counts those, too")
+    if recipe.weights and not done:
+        load_weights(trainer, recipe.weights)
+    with open_log(recipe.log_path, world, done) as log:
+        write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
-        Loop(trainer, hardware, log).run()
-        final: dict[str, Any] = {"steps": recipe.steps, "seconds": time.perf_counter() - start}
-        final["peak_memory"] = over_ranks(peak.read() or 0, trainer)
-        losses = trainer.validate()
-        final["validation_loss"] = None if losses is None else losses[0]
-        if losses and recipe.is_bert:
-            final["validation_sop_loss"] = losses[1]
-        require_finite(sum(losses or ()), recipe.steps, recipe)
-        if (text := sample(trainer)) is not None:
-            final["sample"] = text
+        loop = Loop(trainer, hardware, log, peak, checkpoints, done)
+        try:
+            complete = loop.run(stopping)
+        except UserError:  # of all ranks: let a save beside training come to its end
+            loop.finish_save()
+            raise
+        if not complete:
+            stopped = {"stopped": "SIGTERM", "step": loop.done}
+            write_line(stopped, log)
+            where = f"saved in {recipe.out}" if loop.done > done else "before another one, with nothing new to save"
+            said = f"SIGTERM: stopped after {loop.done} of {recipe.steps} steps, {where}; go on with --resume"
+            out.print(said, soft_wrap=True)
+            return stopped
+        final = finish(trainer, loop.done, time.perf_counter() - start, peak)
         write_line(final, log)
-    conclude(trainer, final)
+    conclude(trainer, final, done)
     return final
 
 
-def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
-    """Print what came of a run."""
+def header(trainer: Trainer, done: int) -> dict[str, Any]:
+    """The log's first record: what is trained, on what; in a log that goes on, with the steps that are done."""
+    recipe, world = trainer.recipe, trainer.mesh.world
+    stamp = environment(trainer.device) | {"world_size": world.size(), "backend": recipe.backend}
+    return ({"resumed": done} if done else {}) | {
+        "recipe": settings(recipe),
+        "corpus": trainer.feed.name,
+        "sha256": trainer.feed.sha256,
+        "model": asdict(trainer.config),
+        "seq": trainer.seq,
+        "batch_size": trainer.batch,
+        "micro_batch_size": trainer.micro_batch,
+        "mesh": trainer.mesh.sizes,
+        "environment": stamp,
+    }
+
+
+def finish(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
+    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
+    loss that is no number."""
+    recipe = trainer.recipe
+    final: dict[str, Any] = {"steps": steps, "seconds": seconds}
+    final["peak_memory"] = over_ranks(peak.read() or 0, trainer)
+    losses = trainer.validate()
+    if losses and not math.isfinite(sum(losses)):
+        raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
+    final["validation_loss"] = None if losses is None else losses[0]
+    if losses and recipe.is_bert:
+        final["validation_sop_loss"] = losses[1]
+    if (text := sample(trainer)) is not None:
+        final["sample"] = text
+    return final
+
+
+def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> None:
+    """Print what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss = trainer.recipe, final["validation_loss"]
     out = console.console(quiet=trainer.mesh.world.rank() > 0)
     reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
@@ -216,16 +180,22 @@ def conclude(trainer: Trainer, final: dict[str, Any]) -> None:
     guessing = math.log(256 if text else trainer.feed.vocab_size)
     least, most = final["peak_memory"]
     memory = f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
+    steps = f"{final['steps'] - done} steps{f' after {done}' if done else ''}"
     out.print(
-        f"{recipe.steps} steps in {format_seconds(final['seconds'])}; validation loss {reached} "
-        f"(guessing: {guessing:.3f}); {memory}log: {recipe.log_file}",
+        f"{steps} in {format_seconds(final['seconds'])}; validation loss {reached} "
+        f"(guessing: {guessing:.3f}); {memory}log: {recipe.log_path}",
         markup=False,
         soft_wrap=True,
     )
     if trainer.skipped:
+        why = "their gradients were inf or NaN"
+        if recipe.precision == "fp16":
+            why = (
+                f"their gradients overflowed fp16, and the loss scale came down to {trainer.scaler.scale:g}; take more "
+                "steps, or a lower --initial-loss-scale"
+            )
         out.print(
-            f"{trainer.skipped} of {recipe.steps} steps were skipped: their gradients overflowed fp16, and the loss "
-            f"scale came down to {trainer.scaler.scale:g}; take more steps, or a lower --initial-loss-scale",
+            f"{trainer.skipped} of {final['steps']} steps were skipped: {why}",
             markup=False,
             soft_wrap=True,
         )
@@ -238,7 +208,7 @@ def work(place: Place, recipe: Recipe) -> None:
     device = choose_device(recipe.device)
     with distributed(device, recipe.backend, recipe.timeout, place):
         try:
-            train(recipe)
+            train(recipe, restarted=place.attempt != "0")
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
@@ -272,11 +242,12 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     recipe = Recipe(**settings)
     # What cannot be laid out is refused here, before any rank is started or joins.
     ranks = max(find_place().world_size, recipe.nproc or 1)
+    recipe.check_run()
     recipe.check_layout(recipe.model_config(), ranks)
     if recipe.dry_run:
         console.console().print(dry_run(recipe, ranks), markup=False)
         return
-    start_ranks(work, recipe.device, recipe.nproc, recipe)
+    start_ranks(work, recipe.device, recipe.nproc, recipe, patience=PATIENCE if recipe.out else 2.0)
 
 
 if __name__ == "__main__":

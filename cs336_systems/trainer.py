@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import Mesh, all_reduce
+from cs336_systems.comm import Mesh, all_reduce, at_step
 from cs336_systems.cost.capacity import require_fit, require_layout_fits
 from cs336_systems.data import Batch, count_targets
 from cs336_systems.dropout import DropoutKey, dropout_key
@@ -43,12 +43,13 @@ ORDER = (  # of a step's timers in a report, on every stage
     *("backward-embedding-all-reduce", "optimizer-unscale-and-check-inf", "optimizer-copy-to-main-grad"),
     *("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params", "optimizer"),
 )
-STUBBORN = 10  # overflows in a row at the lowest loss scale after which a run is given up
+STUBBORN = 10  # steps in a row that were left out, at the lowest loss scale, after which a run is given up
 
 
 class Step(NamedTuple):
     """What came of an optimizer step: this rank's share of the losses (2,), of tokens and of sentence pairs, which add
-    up over all ranks; the gradient's norm before clipping; the learning rate; whether an overflow made it skip."""
+    up over all ranks; the gradient's norm before clipping; the learning rate; whether it was left out, since the
+    gradient is not finite."""
 
     losses: Tensor
     norm: Tensor
@@ -135,7 +136,8 @@ class Trainer:
         require_layout_fits(recipe.name, config, recipe.layout(ranks), seq, precision, usable)
 
     def step(self, step: int) -> Step:
-        """One optimizer step on this rank's rows of the global batch."""
+        """One optimizer step, the first is 0, on this rank's rows of the global batch."""
+        at_step(step + 1)
         with self.timer("batch-generator"):
             batch = self.feed.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
             counted = self._count_targets(batch)
@@ -162,14 +164,15 @@ class Trainer:
         return Step(self._total(every, counted), norm, rate, skipped)
 
     def _update(self, rate: float) -> tuple[Tensor, bool]:
-        """Clip and step, unless the gradients have overflowed: (their norm, whether they have)."""
+        """Clip and step, unless the gradients are to be left out: (their norm, whether they were)."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         scale = self.scaler.scale  # of these gradients; the update below may change it for the next
         with self.timer("optimizer-unscale-and-check-inf"):
             norm = self.gradients.norm() / scale
             # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
-            overflow = self.recipe.precision == "fp16" and not math.isfinite(norm.item())
+            asked = self.recipe.precision == "fp16" or self.recipe.on_nonfinite == "skip"
+            overflow = asked and not math.isfinite(norm.item())
         # Overflows on the way down from the first scale are how the right one is found.
         self.stuck = self.stuck + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)
@@ -177,10 +180,8 @@ class Trainer:
             self.skipped += 1
             if self.stuck == STUBBORN:
                 cure = "--loss-scale" if self.recipe.loss_scale else f"--lr (now {self.recipe.lr:g})"
-                raise UserError(
-                    f"the gradients have overflowed {self.stuck} times in a row at a loss scale of {scale:g}; "
-                    f"lower {cure}"
-                )
+                where = f" at a loss scale of {scale:g}" if self.recipe.precision == "fp16" else ""
+                raise UserError(f"the gradients were inf or NaN {self.stuck} times in a row{where}; lower {cure}")
             return norm, True
         if self.recipe.half:
             multiplier = (self.recipe.clip / norm).clamp(max=1.0) / scale
@@ -190,6 +191,15 @@ class Trainer:
                 clip_by_norm([each.gradient for each in self.gradients.kept().values()], norm, self.recipe.clip)
             self.optimizer.step()
         return norm, False
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint must hold besides tensors: what the steps so far have changed, as JSON."""
+        return {"skipped": self.skipped, "stuck": self.stuck, "scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises UserError for a loss scaler of another kind."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped, self.stuck = int(state["skipped"]), int(state["stuck"])
 
     def _timed(self, name: str) -> AbstractContextManager[Any]:
         """A timer around a collective, which may tell waiting from transferring."""

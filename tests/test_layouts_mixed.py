@@ -148,7 +148,7 @@ def test_a_run_that_overflows_for_ever_is_given_up(folder):
     changes = {**ALONE, "precision": "fp16", "initial_loss_scale": 2.0**15, "min_loss_scale": 8.0}
     layout = Layout(dp=2, zero=2)
     errors = ranks.run_failing(gave_up_case, 2, folder=str(folder), layout=asdict(layout), changes=changes)
-    line = f"the gradients have overflowed {STUBBORN} times in a row at a loss scale of 8; lower --lr (now 0.01)"
+    line = f"the gradients were inf or NaN {STUBBORN} times in a row at a loss scale of 8; lower --lr (now 0.01)"
     assert errors == [("UserError", line)] * 2
 
 

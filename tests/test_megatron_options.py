@@ -17,10 +17,9 @@ STUDY = (
 SHAPE = "--num-layers 24 --d-model 1024 --num-heads 16 --context 512 --max-context 512"
 TRAINING = (
     "--min-lr 0.00001 --warmup-fraction 0.01 --vocab-file vocab.txt --split 949,50,1 --precision fp16 "
-    "--micro-batch-size 4 --batch-size 32 --tp 2 --pp 2 --log-every 10 --eval-interval 100 --eval-iters 10 "
-    "--recompute segments --data text"
+    "--micro-batch-size 4 --batch-size 32 --tp 2 --pp 2 --log-every 10 --save-every 500 "
+    "--eval-interval 100 --eval-iters 10 --recompute segments --out out --data text"
 )
-NOT_SAVED = "ignored: --save-interval 500, --save out (checkpoints are not written yet)"
 TINY = "--size tiny --device cpu --steps 3"
 
 
@@ -38,7 +37,6 @@ def test_the_option_string_of_the_study():
     )
     assert " ".join(done.arguments) == f"{SHAPE} --lr 0.0001 --decay-steps 990000 --steps 2000000 {TRAINING} {added}"
     assert done.notes == (
-        NOT_SAVED,
         "added: --objective bert, --tokenizer wordpiece, --d-ff 4096, --decay linear, --weight-decay 0.01, "
         "--beta2 0.999, --clip 1.0, --dropout 0.1 (what Megatron-LM takes for granted)",
     )
@@ -56,7 +54,6 @@ def test_the_option_string_of_the_study_at_another_size(first):
     assert done.notes == (
         "ignored: --num-layers 24, --hidden-size 1024, --num-attention-heads 16, --seq-length 512, "
         "--max-position-embeddings 512 (--size tiny sets the shape)",
-        NOT_SAVED,
         "replaced: --train-iters 2000000 by --steps 3 (this project's own names win)",
         "added: --objective bert, --tokenizer wordpiece, --decay linear, --weight-decay 0.01, --beta2 0.999, "
         "--clip 1.0, --dropout 0.1 (what Megatron-LM takes for granted)",
@@ -127,10 +124,24 @@ def test_ignored_options_take_their_values_with_them(reason):
             assert translate([name, *values, "w"]).arguments == ("w",)
 
 
+@pytest.mark.parametrize(
+    ("megatron", "ours", "note"),
+    [
+        ("--save a --save-interval 5", "--out a --save-every 5", ""),
+        ("--save a --load=a", "--out a --resume", ""),
+        ("--load a", "--resume --out a", ""),
+        ("--out a --load a", "--out a --resume", ""),
+        ("--save a --load b", "--out a", "ignored: --load b (a run goes on in the folder that it saves to)"),
+    ],
+)
+def test_checkpoints_go_to_one_folder_and_come_from_it(megatron, ours, note):
+    assert words(megatron) == (ours, note)
+
+
 def test_one_note_for_a_reason():
-    assert words("--save a --fp16 --load=b --num-workers 2 --no_load_optim") == (
+    assert words("--finetune --fp16 --num-workers 2 --no_load_optim") == (
         "--precision fp16",
-        "ignored: --save a, --load b, --no-load-optim (checkpoints are not written yet)\n"
+        "ignored: --finetune, --no-load-optim (a checkpoint is written and read whole)\n"
         "ignored: --num-workers 2 (it says how Megatron-LM computes, not what)",
     )
     assert words("--init-method-std 0.01")[1] == "ignored: --init-method-std 0.01 (here it is 0.02)"

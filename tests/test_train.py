@@ -36,7 +36,7 @@ def test_text_is_learned(in_tmp, capsys):
     assert len(header["sha256"]) == 64
     assert header["environment"]["torch"] == torch.__version__
     assert [line["step"] for line in steps] == [10, 20, 30, 40, 50, 60]
-    assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu"}
+    assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory"}
     losses = [line["loss"] for line in steps]
     assert losses[0] > losses[2] > losses[-1]
     assert losses[-1] < 3.6
@@ -49,7 +49,7 @@ def test_text_is_learned(in_tmp, capsys):
 
 def test_random_bytes_are_not(in_tmp, quick_probe):
     with distributed():
-        final = train(Recipe(data=("random",), steps=60, batch_size=8, context=32, device="cpu"))
+        final = train(Recipe(data=("random",), num_layers=1, steps=60, batch_size=8, context=32, device="cpu"))
     # Fresh random bytes cost ln 256 under the uniform guess and more under any other. The mean over 8 x 8 x 32 tokens
     # of a guess that is nearly uniform has a deviation of less than 0.3 / sqrt(2048) = 0.007.
     assert math.log(256) - 0.04 < final["validation_loss"] < 1.01 * math.log(256)
@@ -71,19 +71,21 @@ def test_training_is_a_function_of_the_seed():
 
 def test_the_horizon_belongs_to_the_schedule(in_tmp, quick_probe):
     rates = {}
-    for steps in (12, 24):
-        run("--data", "random", "--steps", str(steps), "--decay-steps", "20", "--log-every", "1", "--log-file", "log")
+    for steps in (6, 12):
+        small = ("--num-layers", "1", "--eval-iters", "1", "--log-every", "1", "--log-file", "log")
+        run("--data", "random", "--steps", str(steps), "--decay-steps", "10", *small)
         lines = (in_tmp / "log").read_text().splitlines()[1:-1]
         rates[steps] = [json.loads(line)["lr"] for line in lines]
-    assert rates[24][:12] == rates[12]
-    assert rates[24][20:] == [2e-4] * 4
+    assert rates[12][:6] == rates[6]
+    assert rates[12][10:] == [2e-4] * 2
 
 
 def test_own_text(in_tmp, capsys, quick_probe):
     (in_tmp / "a.txt").write_text("to be or not to be, " * 50)
     (in_tmp / "b.txt").write_text("that is the question; " * 50)
-    assert run("--data", "a.txt", "b.txt", "--steps", "3", "--prompt", "\udcff", "--log-file", "log") == 0
-    assert run("--data", "a.txt", "--steps", "3", "--precision", "bf16", "--log-file", "log") == 0
+    quick = ("--steps", "3", "--num-layers", "1", "--eval-iters", "1", "--sample-bytes", "8", "--log-file", "log")
+    assert run("--data", "a.txt", "b.txt", "--prompt", "\udcff", *quick) == 0
+    assert run("--data", "a.txt", "--precision", "bf16", *quick) == 0
     assert "a.txt, b.txt" in capsys.readouterr().out
 
 
@@ -123,7 +125,10 @@ def test_a_sample_is_safe_to_print():
         (("--steps", "0"), "error: Invalid value for '--steps'"),
         (("stray.txt",), "error: unexpected argument 'stray.txt'; text is named with --data FILE ..."),
         (("--log-file", "short.txt/log", "--steps", "1"), "error: cannot write the log short.txt/log: "),
-        (("--lr", "1e9", "--steps", "40", "--clip", "1e9"), "error: the loss or its gradient is nan after"),
+        (
+            ("--lr", "1e9", "--steps", "40", "--clip", "1e9"),
+            "error: the gradient, unlike the loss, is not finite in step 2 (gradient norm nan); lower --lr",
+        ),
         (("--lr", "-1"), "error: Invalid value for '--lr': -1.0 is not in the range x>=0."),
         (("--clip", "0"), "error: Invalid value for '--clip': 0.0 is not in the range x>0."),
         (("--decay-steps", "4"), "error: a warm-up of 5 steps ends after the decay, at step 4"),
@@ -162,17 +167,17 @@ def ranks_case(group, folder: str, stage: int) -> dict:
     return {"loss": final["validation_loss"], "rank": group.rank()}
 
 
-@pytest.mark.parametrize("stage", [0, 3])  # tests/test_layouts.py has them all
-def test_ranks_learn_what_one_process_learns(tmp_path, stage):
+def test_ranks_learn_what_one_process_learns(tmp_path):
     logs = []
-    for world_size in (1, 2):
-        ranks.run(ranks_case, world_size, folder=str(tmp_path), stage=stage if world_size > 1 else 0)
+    for world_size, stage in ((1, 0), (2, 0), (2, 3)):  # tests/test_layouts.py has them all
+        ranks.run(ranks_case, world_size, folder=str(tmp_path), stage=stage)
         header, *steps, _ = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
         assert header["environment"]["world_size"] == world_size
         logs.append([(line["step"], line["loss"], line["grad_norm"]) for line in steps])
-    for alone, together in zip(*logs, strict=True):
+    for alone, *together in zip(*logs, strict=True):
         # Six steps of some hundred roundings in a row, in sums of 128 terms whose roundings add like a random walk.
-        assert together == pytest.approx(alone, rel=bound(torch.float32, stages=6 * 100, longest_sum=12))
+        for each in together:
+            assert each == pytest.approx(alone, rel=bound(torch.float32, stages=6 * 100, longest_sum=12))
 
 
 def test_a_batch_that_does_not_divide_is_refused():
@@ -201,7 +206,8 @@ def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys, quick_probe):
     assert [line["step"] for line in steps] == [2, 4, 6]
     assert [line["step"] for line in evaluations] == [3, 6]
     assert set(steps[0]) == {
-        *("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "lm_loss", "sop_loss", "step_ms", "timers_ms")
+        *("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory", "lm_loss", "sop_loss", "step_ms"),
+        "timers_ms",
     }
     for line in steps:
         assert line["loss"] == line["lm_loss"] + line["sop_loss"]
@@ -232,18 +238,19 @@ def test_megatrons_names_train(in_tmp, capsys, quick_probe):
     write_text(in_tmp)
     megatron = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
     megatron += " --split 8,1,1 --data-path text --train-iters 2 --global-batch-size 4 --fp16 --checkpoint-activations"
-    megatron += " --log-interval 1 --lr-decay-iters 9 --tokenizer-type BertWordPieceCase --save nowhere"
+    megatron += " --log-interval 1 --lr-decay-iters 9 --tokenizer-type BertWordPieceCase --save out --finetune"
     command = [*megatron.split(), "--device", "cpu", "--vocab-size", "400", "--lr", "1e-3", "--log-file", "log"]
     assert run_command(training.main, command) == 0
     header, *lines, _ = [json.loads(line) for line in (in_tmp / "log").read_text().splitlines()]
     assert (header["recipe"]["d_model"], header["recipe"]["objective"]) == (32, "bert")
     # From 2^32 down: the first overflow is borne, the second halves.
-    assert [(line["loss_scale"], line["skipped"], line["grad_norm"]) for line in lines] == [
+    assert [(line["loss_scale"], line["skipped"], line["grad_norm"]) for line in lines if "lr" in line] == [
         (2.0**32, 1, None),
         (2.0**31, 1, None),
     ]
     captured = capsys.readouterr()
-    assert "note: ignored: --save nowhere (checkpoints are not written yet)" in captured.err
+    assert "note: ignored: --finetune (a checkpoint is written and read whole)" in captured.err
+    assert [each.name for each in (in_tmp / "out/checkpoints").iterdir()] == ["step-00000002"]
     assert "| loss scale: 2147483648.0 | number of skipped iterations:   1" in captured.out
 
 

@@ -1,0 +1,224 @@
+"""A run's folder: who may use it, what must be equal for a run to go on there, and its checkpoints."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.checkpoint import (
+    RANDOM,
+    VALUE,
+    Checkpoint,
+    Saver,
+    clean,
+    list_checkpoints,
+    locked,
+    open_newest,
+    open_plain,
+)
+from cs336_systems.comm import Group, agree
+from cs336_systems.comm.flight import born
+from cs336_systems.errors import UserError
+from cs336_systems.machine import device_name
+from cs336_systems.random_state import random_pieces, random_problem, restore_random
+from cs336_systems.recipe import Recipe
+from cs336_systems.run_state import RunState
+from cs336_systems.trainer import Trainer
+
+# How a model is computed may change, what it is may not.
+IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
+BERT_DATA = ("mask_prob", "short_seq_prob", "split")
+# What may change on the way, and is said.
+SCHEDULE = (
+    *("lr", "min_lr", "warmup_steps", "warmup_fraction", "decay_steps", "decay", "weight_decay", "beta1", "beta2"),
+    *("adam_eps", "clip", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    "on_nonfinite",
+)
+
+
+@contextmanager
+def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
+    """Hold the run's folder, if it has one; says whether to go on from its checkpoints. Every rank must enter.
+
+    Ranks that were `restarted` go on without being asked to if their launcher is the one that has begun the run. Raises
+    UserError, on every rank, for a folder that another run uses or cannot be written, and for one that has checkpoints
+    unless the run is to be resumed.
+    """
+    with ExitStack() as stack:
+        problem, resume = "", recipe.resume
+        if recipe.out is not None and group.rank() == 0:
+            try:
+                lock, parent = stack.enter_context(locked(recipe.out)), os.getppid()
+                launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
+                resume |= restarted and lock.before.endswith(launcher)
+                clean(recipe.checkpoints)
+                if (found := list_checkpoints(recipe.checkpoints)) and not resume:
+                    raise UserError(
+                        f"{recipe.out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume, or "
+                        "name another folder with --out DIR"
+                    )
+                lock.sign(f"process {os.getpid()}, {launcher}")
+            except (UserError, OSError) as error:  # whatever it is, the others wait for a word
+                problem = str(error)
+        problem, _, decided = agree("run folder", f"{problem}\n{resume}", group)[0].rpartition("\n")
+        if problem:
+            raise UserError(problem)
+        yield decided == "True"
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as JSON."""
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(recipe).items()}
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """What decides what is learned, whatever the layout, by the option or fact that a message is to name."""
+    recipe = trainer.recipe
+    model = {
+        f"the model's {name}": value for name, value in asdict(trainer.config).items() if name not in IMPLEMENTATION
+    }
+    facts: dict[str, Any] = {"--seed": recipe.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
+    facts |= {"--precision": recipe.precision, "the text's SHA-256": trainer.feed.sha256}
+    bert = {f"--{name.replace('_', '-')}": getattr(recipe, name) for name in BERT_DATA} if recipe.is_bert else {}
+    return model | facts | bert
+
+
+def computed(trainer: Trainer) -> dict[str, Any]:
+    """What the bits depend on besides: how the same is computed, by the name that a message is to use."""
+    recipe, config, device = trainer.recipe, asdict(trainer.config), trainer.device
+    found: dict[str, Any] = {"layout": str(trainer.mesh) or "1 rank", "--zero": recipe.zero}
+    found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": recipe.chunks, "--schedule": recipe.schedule_name}
+    found |= {"--sequence-parallel": recipe.sequence_parallel, "--pad-vocabulary": recipe.pad_vocabulary}
+    found |= {name: config[name] for name in IMPLEMENTATION}
+    found["backend"] = recipe.backend or ("nccl" if device.type == "cuda" else "gloo")
+    machine = {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    return found | machine
+
+
+def state_problem(checkpoint: Checkpoint) -> str:
+    """Why what a checkpoint holds besides tensors is not what `RunCheckpoints.save` writes; nothing if it is."""
+    state, step = checkpoint.manifest.state, checkpoint.manifest.step
+    for name in ("identity", "trainer", "recipe", "computed"):
+        if not isinstance(state.get(name), dict):
+            return f"it does not say what run it is of: its state has no {name}"
+    trainer = state["trainer"]
+    skipped, stuck, scaler = (trainer.get(name) for name in ("skipped", "stuck", "scaler"))
+    counts = all(type(each) is int and 0 <= each <= step for each in (skipped, stuck))
+    if not counts or not isinstance(scaler, dict) or not all(map(_is_amount, scaler.values())):
+        return f"its state has a trainer of {str(trainer)[:80]} after {step} steps"
+    if not scaler.get("scale", 1):
+        return "it has a loss scale of 0"
+    parameters = [kinds for name, kinds in checkpoint.tensors.items() if not name.startswith(RANDOM)]
+    if skipped < step and all(kinds.keys() == {VALUE} for kinds in parameters):
+        return f"it has no optimizer's state, after {step - skipped} updates"
+    return ""
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
+
+
+class RunCheckpoints:
+    """Saves a trainer's run to its folder, and takes up the newest checkpoint there. `say` tells people what happens.
+
+    Every rank must construct it and call its methods.
+    """
+
+    def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
+        recipe = trainer.recipe
+        self.trainer, self.say, self.world = trainer, say, trainer.mesh.world
+        self.folder = recipe.checkpoints
+        self.saver = Saver(self.folder, self.world, recipe.keep, recipe.background_save)
+        self.state = RunState(trainer)
+
+    def save(self, step: int) -> None:
+        """Save the state after so many steps, or begin to, with --background-save. Raises SaveError, of an earlier save
+        as well: `finish` first."""
+        trainer, rank = self.trainer, self.world.rank()
+        pieces, scalars = self.state.pieces()
+        random, more = random_pieces(rank, trainer.device)
+        state: dict[str, Any] = {"trainer": trainer.state(), "identity": identity(trainer)}
+        state |= {"recipe": settings(trainer.recipe), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
+        state["computed"] = computed(trainer)
+        self.saver.start(step, pieces + random, scalars | more, state)
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises SaveError."""
+        self.saver.finish()
+
+    def restore(self) -> int:
+        """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
+
+        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused.
+        """
+        checkpoint = open_newest(self.folder, self.world, self._problem, self.say)
+        if checkpoint is None:
+            return 0
+        self.state.restore(checkpoint)
+        saved = checkpoint.manifest.state["trainer"]
+        if saved["scaler"].keys() != (mine := self.trainer.state()["scaler"]).keys():
+            # --loss-scale has made a constant of what was found by trial, or undone it.
+            saved = saved | {"scaler": mine}
+        self.trainer.load_state(saved)
+        restore_random(checkpoint, self.world.rank(), self.trainer.device)
+        self._introduce(checkpoint)
+        return checkpoint.manifest.step
+
+    def _problem(self, checkpoint: Checkpoint) -> str:
+        """Why a checkpoint cannot be used. Raises UserError if it is of another run, as an older one would be, too: on
+        every rank, even if one alone has read another text."""
+        if problem := state_problem(checkpoint):
+            return problem
+        saved, mine = checkpoint.manifest.state["identity"], _as_json(identity(self.trainer))
+        differing = (
+            f"{name} was {saved.get(name)} there and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
+        )
+        if problem := next(filter(None, agree("same run", next(differing, ""), self.world)), ""):
+            raise UserError(
+                f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
+                "another folder with --out DIR"
+            )
+        random = random_problem(checkpoint, self.world.rank(), self.trainer.device)
+        return self.state.problem(checkpoint) or random
+
+    def _introduce(self, checkpoint: Checkpoint) -> None:
+        """Say where the run goes on, how exactly, and which settings are other ones."""
+        saved, now = checkpoint.manifest.state, _as_json(settings(self.trainer.recipe))
+        before, after = saved["computed"], computed(self.trainer)
+        other = [f"{name} {before.get(name)} -> {each}" for name, each in after.items() if before.get(name) != each]
+        exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
+        changed = [
+            f"--{name.replace('_', '-')} {saved['recipe'].get(name)} -> {now[name]}"
+            for name in SCHEDULE
+            if saved["recipe"].get(name) != now[name]
+        ]
+        if changed:  # what was learned so far is the same, what will be is not
+            exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
+        self.say(f"resumed {checkpoint.folder} after {checkpoint.manifest.step} steps, {exactly}")
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """As they come back from a file: a tuple is a list there."""
+    return json.loads(json.dumps(values, allow_nan=False))
+
+
+def load_weights(trainer: Trainer, path: Path) -> None:
+    """Begin with the parameters of a plain safetensors file. Every rank must call this.
+
+    Raises UserError, on every rank, for those of another model, of which one stage alone may know.
+    """
+    state = RunState(trainer)
+    try:
+        source = open_plain(path)
+        problem = state.problem(source, cast=True)
+        said = f"{path} does not fit the model: {problem}" if problem else ""
+    except UserError as error:
+        said = str(error)
+    if problem := next(filter(None, agree("weights", said, trainer.mesh.world)), ""):
+        raise UserError(problem)
+    state.restore(source)
