@@ -53,6 +53,7 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what scaling --write docs/model_parallelism.md
 	$(RUN) -m benchmarks.tables --what experts --write docs/experts.md
 	$(RUN) -m benchmarks.tables --what cost --write docs/cost.md
+	$(RUN) -m benchmarks.tables --what checkpoints --write docs/checkpoints.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from benchmarks.checkpoint_tables import checkpoint_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
@@ -17,12 +18,14 @@ from cs336_systems import console
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.errors import UserError
 from cs336_systems.presets import DEFAULT_YEAR, preset
+from cs336_systems.text import markdown_row, markdown_text
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
 FIRST = {
     "kernels": "python -m benchmarks.norms",
     "memory": "python -m benchmarks.memory --all-sizes",
     "scaling": "python -m benchmarks.scaling",
+    "checkpoints": "python -m benchmarks.checkpoints",
 }
 COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
@@ -33,7 +36,9 @@ def end_to_end(path: Path) -> list[str]:
     for record in read_records(path):
         where = record.environment
         commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-        machine = f"**{where['device']}**, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+        machine = (
+            f"**{markdown_text(where['device'])}**, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+        )
         groups.setdefault(machine, []).append(record)
     return [table(machine, records) for machine, records in groups.items()]
 
@@ -42,10 +47,11 @@ def table(machine: str, records: list[Record]) -> str:
     """The records of one machine and commit, under what they were measured on; flagged ones explain themselves."""
     date = max(str(record.environment["date"]) for record in records)[:10]
     lines = [f"{machine}, {date}:", "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' --: |' * (len(COLUMNS) - 2)}"]
-    lines += [f"| {' | '.join(row(record))} |" for record in records]
+    lines += [markdown_row(row(record)) for record in records]
     if any(record.flags for record in records):
         lines += ["", "\\* flagged as hard to quote:"]
-        lines += [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in records if r.flags]
+        quoted = [f"{label(r)} {r.config['mode']} ({'; '.join(r.flags)})." for r in records if r.flags]
+        lines += map(markdown_text, quoted)
     return "\n".join(lines)
 
 
@@ -69,13 +75,13 @@ def row(record: Record) -> list[str]:
         return [*start, "does not fit", time, "", "", "", memory]
     spread = f"{format_seconds(metrics['median_ms'] / 1e3)} ± {metrics['std_ms'] / metrics['mean_ms']:.0%}"
     peak = "unknown" if metrics["peak_memory_bytes"] is None else format_bytes(metrics["peak_memory_bytes"])
-    mark = "\\*" if record.flags else ""
+    mark = "*" if record.flags else ""
     return [*start, spread + mark, time, format_count(metrics["tokens_per_s"]), f"{metrics['mfu']:.0%}", peak, memory]
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables of passes, several ranks, kernels, memory, layouts or experts, or those of the model of
-    cost; with passes, the kernels' goals.
+    """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts or checkpoints, or those of
+    the model of cost; with passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
@@ -84,7 +90,7 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     else:
         tables = {
             "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
-            "experts": expert_tables, "cost": cost_tables,
+            "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables,
         }[what](results)  # fmt: skip
     if not tables and what in FIRST:
         return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
@@ -109,9 +115,9 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost"]),
+    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, memory, layouts, experts, or the model of cost.",
+    help="Whole passes, several ranks, kernels, memory, layouts, experts, the model of cost, or checkpoints.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

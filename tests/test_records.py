@@ -145,6 +145,7 @@ def test_the_pages_show_the_committed_records(tmp_path):
         path.write_text(git("show", f"HEAD:{name}"))
     docs = {"data_parallel": "parallel", "kernels": "kernels", "profiling": "memory"}
     docs |= {"model_parallelism": "scaling", "experts": "experts", "cost": "cost"}
+    docs |= {"checkpoints": "checkpoints"}
     for page, what in {"README.md": "e2e", **{f"docs/{name}.md": what for name, what in docs.items()}}.items():
         text = git("show", f"HEAD:{page}")
         assert insert(text, measured_tables(tmp_path, what)) == text, "run make readme and commit"

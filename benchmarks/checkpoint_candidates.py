@@ -1,0 +1,184 @@
+"""Ways to save and load the same state, which take turns, and how long ours should take."""
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_state
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
+
+from benchmarks.harness import WrongResultError
+from cs336_systems.checkpoint import Saver, list_checkpoints, open_checkpoint, save
+from cs336_systems.comm import Group, agree
+from cs336_systems.recipe import Recipe
+from cs336_systems.run_state import RunState
+from cs336_systems.trainer import Trainer
+
+PROBE = 1 << 26  # bytes that the probes write, hash and copy
+OURS, BACKGROUND, LOAD = "save", "save in the background", "load"
+DCP_SAVE, DCP_LOAD = "DCP save", "DCP load"
+TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is timed, what is done `after` without being timed, the gate, and whom it is compared with."""
+
+    run: Callable[[], object]
+    after: Callable[[], object]
+    check: Callable[[], None]
+    rival: str
+
+
+class Bench:
+    """A trainer after one step on every rank, its state as one dictionary, and the folder."""
+
+    def __init__(self, recipe: Recipe, group: Group, device: torch.device, folder: Path) -> None:
+        self.group, self.device, self.folder = group, device, folder
+        self.trainer = Trainer(recipe)
+        self.trainer.step(0)
+        self.state = RunState(self.trainer)
+        self.token = torch.zeros(1, device=device)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors().values())
+        self.number = 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the run by name and kind, as DCP and torch.save take them: the same on all ranks."""
+        found = {f"{name}/value": parameter.detach() for name, parameter in self.state.parameters.items()}
+        for slot_name, state in self._optimizer_state():
+            found |= {f"{slot_name}/{kind}": value for kind, value in state.items() if isinstance(value, Tensor)}
+        return found
+
+    def _optimizer_state(self) -> list[tuple[str, dict[str, Any]]]:
+        names = self.state.names
+        return [(names[p], state) for each in self.state.optimizers for p, state in each.state.items()]  # type: ignore[index]
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """How long something takes on this rank, its device's work included."""
+        begin = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - begin
+
+    @torch.no_grad()
+    def check(self, name: str, save_it: Callable[[], object], load_it: Callable[[], object]) -> None:
+        """The gate: save, forget, load. Raises WrongResultError."""
+        want = {key: tensor.clone() for key, tensor in self.tensors().items()}
+        save_it()
+        agree("saved", "", self.group)
+        for tensor in self.tensors().values():
+            tensor.zero_()
+        load_it()
+        got = self.tensors()
+        if got.keys() != want.keys() or not all(torch.equal(got[key], want[key]) for key in want):
+            raise WrongResultError(f"{name}: what was loaded is not what was saved")
+
+    def next(self) -> int:
+        """The step that is said to be saved, another one each time."""
+        self.number += 1
+        return self.number
+
+
+def ours(bench: Bench) -> dict[str, Candidate]:
+    """`checkpoint.save`, `Saver` with a thread, and verifying and restoring."""
+    parent = bench.folder / "ours"
+    saver = Saver(parent, bench.group, background=True)
+
+    def save_it() -> None:
+        save(parent, bench.next(), *bench.state.pieces(), {}, bench.group)
+
+    def begin() -> None:
+        saver.start(bench.next(), *bench.state.pieces(), {})
+
+    def load_it() -> None:
+        bench.state.restore(open_checkpoint(list_checkpoints(parent)[-1], bench.group))
+
+    def begin_and_finish() -> None:
+        begin()
+        saver.finish()
+
+    return {
+        OURS: Candidate(save_it, nothing, lambda: bench.check(OURS, save_it, load_it), DCP_SAVE),
+        BACKGROUND: Candidate(
+            begin, saver.finish, lambda: bench.check(BACKGROUND, begin_and_finish, load_it), DCP_SAVE
+        ),
+        LOAD: Candidate(load_it, nothing, nothing, DCP_LOAD),
+    }
+
+
+def theirs(bench: Bench) -> dict[str, Candidate]:
+    """PyTorch's distributed checkpoint, and `torch.save` by rank 0."""
+    parent, file, first = bench.folder / "dcp", bench.folder / "state.pt", bench.group.rank() == 0
+
+    def dcp_save() -> None:
+        dcp_save_state(bench.tensors(), checkpoint_id=parent / f"{bench.next():08d}")
+
+    def dcp_load() -> None:
+        dcp_load_state(bench.tensors(), checkpoint_id=max(parent.iterdir()))
+
+    def forget() -> None:
+        """As ours does: two stay."""
+        if first:
+            for folder in sorted(parent.iterdir())[:-2]:
+                shutil.rmtree(folder)
+        agree("forgotten", "", bench.group)
+
+    def torch_save() -> None:
+        if first:
+            torch.save(bench.tensors(), file)
+        agree("torch.save", "", bench.group)
+
+    def torch_load() -> None:
+        loaded = torch.load(file, weights_only=True)
+        for key, tensor in bench.tensors().items():
+            tensor.copy_(loaded[key])
+
+    return {
+        DCP_SAVE: Candidate(dcp_save, forget, lambda: bench.check(DCP_SAVE, dcp_save, dcp_load), DCP_SAVE),
+        DCP_LOAD: Candidate(dcp_load, nothing, nothing, DCP_LOAD),
+        TORCH_SAVE: Candidate(torch_save, nothing, lambda: bench.check(TORCH_SAVE, torch_save, torch_load), DCP_SAVE),
+        TORCH_LOAD: Candidate(torch_load, nothing, nothing, DCP_LOAD),
+    }
+
+
+def nothing() -> None:
+    """Done after what leaves nothing to do."""
+
+
+def predict(bench: Bench) -> dict[str, float]:
+    """Seconds of ours from four figures of this machine, taken with all ranks at work: how fast it copies, hashes and
+    writes to the disk, and how long an fsync of almost nothing takes.
+
+    A save copies a rank's part twice (out of the run, into the file's form), hashes and writes it, and waits for the
+    disk some times more; one in the background only copies before training goes on. A load hashes this rank's share of
+    the files, and reads and copies all.
+    """
+    data = torch.zeros(PROBE, dtype=torch.uint8)
+    buffer = data.numpy().data
+    path = bench.folder / f"probe-{bench.group.rank()}"
+    agree("probe", "", bench.group)
+    copy = PROBE / min(bench.seconds(data.clone) for _ in range(3))
+    hashing = PROBE / bench.seconds(lambda: sha256(buffer).digest())
+    writing = PROBE / bench.seconds(lambda: _write(path, buffer))
+    wait = min(bench.seconds(lambda: _write(path, buffer[:64])) for _ in range(3))
+    path.unlink()
+    mine = sum(piece.tensor.nbytes for piece in bench.state.pieces()[0])
+    return {
+        OURS: mine * (2 / copy + 1 / hashing + 1 / writing) + 4 * wait,
+        BACKGROUND: mine / copy,
+        LOAD: mine / hashing + 2 * bench.nbytes / copy,
+    }
+
+
+def _write(path: Path, data: memoryview) -> None:
+    with path.open("wb", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())

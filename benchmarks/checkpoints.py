@@ -1,0 +1,124 @@
+"""What does a checkpoint cost, and how long does training stand still? `python -m benchmarks.checkpoints`.
+
+Saving and loading, PyTorch's distributed checkpoints (DCP) and a plain `torch.save` by rank 0 take turns on the same
+ranks with the same state: a model and its AdamW state after a step. Every candidate's checkpoint is first loaded again
+and compared bit by bit. Only ours looks for damage when it loads.
+"""
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.checkpoint_candidates import Bench, Candidate, nothing, ours, predict, theirs
+from benchmarks.checkpoint_tables import checkpoint_sheet
+from benchmarks.harness import noise, ratios, summarise
+from benchmarks.parallel_run import ParallelSettings, start
+from benchmarks.rank_times import gather_times
+from benchmarks.records import Record, append_record, appended
+from cs336_systems import console
+from cs336_systems.comm import Place, agree, all_reduce, distributed
+from cs336_systems.comm.launch import run_in_one_voice
+from cs336_systems.console import setting
+from cs336_systems.machine import choose_device, environment
+from cs336_systems.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Settings(ParallelSettings):
+    """What is measured; every field is an option of the command line."""
+
+    size: str = setting("small", "Model preset.")
+    batch_size: int = setting(1, "Sequences of each rank in the one step.", type=click.IntRange(1))
+    context: int | None = setting(32, "Tokens in a sequence.", type=click.IntRange(1))
+    folder_of_files: Path | None = setting(
+        None, "Where the checkpoints go, for another disk.  [default: a temporary folder here]"
+    )
+
+
+def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of the slowest rank by candidate; they take turns."""
+    samples: dict[str, list[float]] = {name: [] for name in rivals}
+    with console.progress("taking turns", rounds * len(rivals), quiet=bench.group.rank() > 0) as advance:
+        for _ in range(rounds):
+            for name, candidate in rivals.items():
+                all_reduce(bench.token, bench.group, "line up").wait()
+                samples[name].append(bench.seconds(candidate.run) * 1e3)
+                candidate.after()
+                advance(name)
+    return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
+
+
+def recipe_of(settings: Settings, ranks: int, device: str) -> Recipe:
+    """The run whose state is saved."""
+    config = settings.config()
+    return Recipe(
+        size=settings.size,
+        year=settings.year,
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        num_heads=config.num_heads,
+        num_layers=config.num_layers,
+        data=("random",),
+        batch_size=settings.batch_size * ranks,
+        context=config.context_length,
+        device=device,  # type: ignore[arg-type]
+    )
+
+
+def measured(bench: Bench, settings: Settings, stamp: dict[str, Any]) -> list[Record]:
+    """The gate, then the turns: a record for every candidate."""
+    rivals, group, config = ours(bench) | theirs(bench), bench.group, bench.trainer.config
+    for name, candidate in rivals.items():
+        candidate.check()
+        if group.rank() == 0 and candidate.check is not nothing:
+            print(f"gate: {name} gives back what was saved, bit for bit", flush=True)
+    predicted = predict(bench)
+    samples = play(bench, rivals, settings.rounds)
+    records = []
+    for name, candidate in rivals.items():
+        metrics: dict[str, Any] = summarise(samples[name]) | ratios(samples[name], samples[candidate.rival])
+        metrics |= {"bytes": bench.nbytes}
+        what = {"candidate": name, "size": settings.size, "year": settings.year, "ranks": group.size()}
+        what |= {"d_model": config.d_model, "layers": config.num_layers}
+        expected = {"mean_ms": 1e3 * predicted[name]} if name in predicted else {}
+        records.append(Record("checkpoints", what, stamp, samples[name], metrics, expected, noise(metrics)))
+    return records
+
+
+def work(place: Place, settings: Settings) -> None:
+    """One rank's part."""
+    device = choose_device(settings.device)
+    where = settings.folder_of_files or Path.cwd()
+    stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
+    with (
+        distributed(device, settings.backend, settings.timeout, place) as group,
+        tempfile.TemporaryDirectory(dir=where, prefix="checkpoints-") as mine,
+    ):
+        folder = Path(agree("folder", mine, group)[0])
+        stamp |= {"world_size": group.size(), "backend": settings.backend or "gloo"}
+        records = measured(
+            Bench(recipe_of(settings, group.size(), device.type), group, device, folder), settings, stamp
+        )
+        if group.rank() == 0:
+            console.console().print(checkpoint_sheet(records).table())
+            if not settings.smoke:
+                path = settings.folder(device) / "checkpoints.jsonl"
+                for record in records:
+                    append_record(record, path)
+                print(appended(len(records), path))
+        agree("measured", "", group)  # the folder goes now
+
+
+@click.command()
+@console.options(Settings)
+def main(**options: Any) -> None:
+    """Time saving and loading a model and its optimizer's state, turn by turn, with predictions beside the times."""
+    start(work, Settings(**options), "checkpoints")
+
+
+if __name__ == "__main__":
+    sys.exit(run_in_one_voice(main))
