@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+from tests.leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401, hooks
 from tests.machine import made_up
 
 if not torch.cuda.is_available():

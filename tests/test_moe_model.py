@@ -90,10 +90,10 @@ def test_the_balancing_loss_follows_the_loss_if_told():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_experts_survive_compilation():
-    model = build(Mixture())
+    model = build(Mixture(), num_layers=2)  # one dense, one with experts; each is traced by itself, which takes a while
     want = model(TOKENS)
     got = torch.compile(model, backend="eager")(TOKENS)
-    assert relative_error(got, want) < bound(torch.float32, stages=40, longest_sum=24)
+    assert relative_error(got, want) < bound(torch.float32, stages=20, longest_sum=24)
 
 
 def test_whatever_computes_a_model_it_asks_for_the_same_work():

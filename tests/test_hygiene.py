@@ -1,0 +1,147 @@
+"""What is started ends: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
+
+import gc
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from cs336_systems.comm import Place, all_reduce, distributed, launch, subgroup
+from cs336_systems.comm.launch import run_ranks
+from cs336_systems.errors import UserError
+from tests import leftovers, ranks
+from tests.test_startup import free_port
+
+ROUNDS, WARM = 100, 4  # starts and stops, and those before the first count: what is made once stays
+SETTLING = 10.0  # seconds that threads of the communication library get to end; they take milliseconds
+
+
+def held() -> dict[str, list[str]]:
+    """What this process has: open files by kind, threads, children; and what lies in the folder for temporary files."""
+    files = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            files.append(re.sub(r"\d+", "N", os.readlink(link)))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    tasks = Path("/proc/self/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    children = (tasks / str(threading.get_native_id()) / "children").read_text().split()
+    return {"files": sorted(files), "threads": sorted(names), "children": children}
+
+
+def more(now: dict[str, list[str]], before: dict[str, list[str]]) -> dict[str, dict[str, int]]:
+    """What has been added, counted, of each kind."""
+    found = {kind: dict(Counter(now[kind]) - Counter(before[kind])) for kind in now}
+    return {kind: what for kind, what in found.items() if what}
+
+
+def what_stays(before: dict[str, list[str]]) -> dict[str, dict[str, int]]:
+    """What is there beyond what was, as soon as it is nothing, or at the end of patience."""
+    deadline = time.monotonic() + SETTLING
+    gc.collect()
+    while (left := more(held(), before)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def join_and_leave(rank: int, world: int, folder: str, port: int) -> dict[str, dict[str, int]]:
+    """What this rank has after a hundred groups that it had not after the first few, and what files they left."""
+    os.mkdir(mine := f"{folder}/{rank}")
+    tempfile.tempdir = mine
+    before: dict[str, list[str]] = {}
+    for number in range(WARM + ROUNDS):
+        if number == WARM:
+            gc.collect()
+            before = held()
+        # Half of them meet in a file, as ranks that this project starts, and half at a port, as those of torchrun.
+        meeting = f"127.0.0.1:{port}" if number % 2 else f"{folder}/store-{number}"
+        with distributed("cpu", timeout=20, place=Place(rank, world, rank, world, meeting)) as group:
+            x = torch.full((8,), float(rank))
+            all_reduce(x, group).wait()
+            assert x[0] == 0.5
+            if number % 10 == 0:
+                all_reduce(x, subgroup([0, 1])).wait()
+    return what_stays(before) | ({"temporary": dict.fromkeys(os.listdir(mine), 1)} if os.listdir(mine) else {})
+
+
+def test_a_hundred_groups_leave_nothing():
+    assert ranks.run_alone(join_and_leave, 2, port=free_port()) == [{}, {}]
+
+
+def reduce_or_fail(place: Place, how: str) -> None:
+    """A rank's part in a launch that ends well, or in which rank 1 refuses, breaks or is killed."""
+    with distributed("cpu", timeout=20, place=place) as group:
+        all_reduce(torch.ones(3), group).wait()
+        if place.rank == 1 and how == "refuses":
+            raise UserError("no")
+        if place.rank == 1 and how == "breaks":
+            raise ZeroDivisionError
+        if place.rank == 1 and how == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def launch_often(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
+    """What the process that starts ranks has after launches of each kind, and their files."""
+    os.mkdir(made := f"{folder}/made")
+    tempfile.tempdir = made
+    launch.GRACE = 0.3  # seconds that the others get: of this process only
+    before: dict[str, list[str]] = {}
+    for how in ("ends well", "refuses", "ends well", "breaks", "is killed", "ends well"):
+        with suppress(UserError, RuntimeError):
+            run_ranks(reduce_or_fail, 2, "cpu", how)
+        before = before or held()  # what the first launch imported stays
+    return what_stays(before) | ({"temporary": dict.fromkeys(os.listdir(made), 1)} if os.listdir(made) else {})
+
+
+def test_launches_leave_nothing_however_they_end():
+    assert ranks.run_alone(launch_often, 1) == [{}]
+
+
+def test_a_leak_is_seen():
+    before = held()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    reading, writing = os.pipe()
+    child = subprocess.Popen(["sleep", "60"])
+    found = more(held(), before)
+    child.kill()
+    child.wait()
+    os.close(reading)
+    os.close(writing)
+    stop.set()
+    thread.join()
+    assert found["files"] == {"pipe:[N]": 2}
+    assert len(found["children"]) == 1
+    assert sum(found["threads"].values()) == 1
+    assert not more(held(), before)
+
+
+def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "PATIENCE", 0.0)
+    monkeypatch.setattr(leftovers, "ROOT", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("TMPDIR", leftovers.MARK, "PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, "to be put back")
+    run = leftovers.Run()
+    before = run.leftovers()  # what the server of tests/ranks.py is, for one
+    assert all(line.startswith("process") for line in before)
+    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    (tmp_path / "new.txt").touch()
+    folder = tempfile.mkdtemp()
+    found = set(run.leftovers()) - set(before)
+    assert found >= {f"process {child.pid}: sleep 60 ", f"temporary file: {folder}", "in the project: new.txt"}
+    assert len(found) == 3
+    child.kill()
+    child.wait()
+    run.end()
+    assert not run.folder.exists()
