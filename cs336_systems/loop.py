@@ -88,8 +88,13 @@ class Loop:
 
     def _save(self, number: int, last: bool) -> None:
         """Save, or begin to with --background-save. If that fails, say so and go on, for there are earlier checkpoints:
-        not with the last."""
+        not with the last. Several steps in a row that were left out may mean that the weights are ruined."""
         assert self.checkpoints is not None
+        if self.trainer.stuck > 1:
+            why = f"the last {self.trainer.stuck} gradients were inf or NaN; earlier checkpoints are as they were"
+            write_line({"step": number, "save_failed": why}, self.log)
+            self.out.print(f"step {number} is not saved: {why}", soft_wrap=True)
+            return
         began = time.perf_counter()
         self.finish_save()
         self.saving, self.stood = number, 0.0

@@ -21,6 +21,7 @@ from cs336_systems.checkpoint import (
     open_newest,
     open_plain,
 )
+from cs336_systems.checkpoint.disk import make_folder
 from cs336_systems.comm import Group, agree
 from cs336_systems.comm.flight import born
 from cs336_systems.errors import UserError
@@ -56,6 +57,7 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
                 lock, parent = stack.enter_context(locked(recipe.out)), os.getppid()
                 launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
                 resume |= restarted and lock.before.endswith(launcher)
+                make_folder(recipe.checkpoints)  # what stands in the way is better known now than at the first save
                 clean(recipe.checkpoints)
                 if (found := list_checkpoints(recipe.checkpoints)) and not resume:
                     raise UserError(
@@ -63,8 +65,12 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
                         "name another folder with --out DIR"
                     )
                 lock.sign(f"process {os.getpid()}, {launcher}")
-            except (UserError, OSError) as error:  # whatever it is, the others wait for a word
+            except UserError as error:
                 problem = str(error)
+            except OSError as error:  # whatever it is, the others wait for a word
+                problem = (
+                    f"cannot use {error.filename or recipe.out}: {error.strerror}; name another folder with --out DIR"
+                )
         problem, _, decided = agree("run folder", f"{problem}\n{resume}", group)[0].rpartition("\n")
         if problem:
             raise UserError(problem)
@@ -107,9 +113,13 @@ def state_problem(checkpoint: Checkpoint) -> str:
         if not isinstance(state.get(name), dict):
             return f"it does not say what run it is of: its state has no {name}"
     trainer = state["trainer"]
-    skipped, stuck, scaler = (trainer.get(name) for name in ("skipped", "stuck", "scaler"))
-    counts = all(type(each) is int and 0 <= each <= step for each in (skipped, stuck))
-    if not counts or not isinstance(scaler, dict) or not all(map(_is_amount, scaler.values())):
+    skipped, scaler = trainer.get("skipped"), trainer.get("scaler")
+    if (
+        type(skipped) is not int
+        or not 0 <= skipped <= step
+        or not isinstance(scaler, dict)
+        or not all(map(_is_amount, scaler.values()))
+    ):
         return f"its state has a trainer of {str(trainer)[:80]} after {step} steps"
     if not scaler.get("scale", 1):
         return "it has a loss scale of 0"
@@ -178,7 +188,7 @@ class RunCheckpoints:
         differing = (
             f"{name} was {saved.get(name)} there and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
         )
-        if problem := next(filter(None, agree("same run", next(differing, ""), self.world)), ""):
+        if problem := next(filter(None, agree("which run this is", next(differing, ""), self.world)), ""):
             raise UserError(
                 f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
                 "another folder with --out DIR"

@@ -111,8 +111,11 @@ def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, An
     done = checkpoints.restore() if checkpoints and recipe.resume else 0
     if done >= recipe.steps:
         out.print(f"nothing is left to train: {done} steps are done, and --steps {recipe.steps} counts those, too")
+    if checkpoints and recipe.resume and not done:
+        out.print(f"no checkpoint in {checkpoints.folder}: this run begins anew", soft_wrap=True)
     if recipe.weights and not done:
         load_weights(trainer, recipe.weights)
+        out.print(f"begins with the parameters of {recipe.weights}", soft_wrap=True)
     with open_log(recipe.log_path, world, done) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
@@ -126,6 +129,7 @@ def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, An
             stopped = {"stopped": "SIGTERM", "step": loop.done}
             write_line(stopped, log)
             where = f"saved in {recipe.out}" if loop.done > done else "before another one, with nothing new to save"
+            where = "not saved, see above" if trainer.stuck > 1 else where
             said = f"SIGTERM: stopped after {loop.done} of {recipe.steps} steps, {where}; go on with --resume"
             out.print(said, soft_wrap=True)
             return stopped

@@ -194,12 +194,12 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold besides tensors: what the steps so far have changed, as JSON."""
-        return {"skipped": self.skipped, "stuck": self.stuck, "scaler": self.scaler.state_dict()}
+        return {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint. Raises UserError for a loss scaler of another kind."""
         self.scaler.load_state_dict(state["scaler"])
-        self.skipped, self.stuck = int(state["skipped"]), int(state["stuck"])
+        self.skipped = int(state["skipped"])  # not how many in a row: what follows may be done otherwise
 
     def _timed(self, name: str) -> AbstractContextManager[Any]:
         """A timer around a collective, which may tell waiting from transferring."""

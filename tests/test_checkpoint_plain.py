@@ -93,6 +93,7 @@ def test_export_and_import_of_a_plain_file(tmp_path, group, monkeypatch):
     checkpoint = open_checkpoint(save_step(tmp_path / "checkpoints", 1, group))
     file = tmp_path / "model.safetensors"
     assert export_plain(checkpoint, file) == 5
+    assert file.stat().st_mode & 0o777 == (checkpoint.folder / "manifest.json").stat().st_mode & 0o777
     wanted = {name: each for (name, kind), each in tensors(1).items() if kind == VALUE}
     theirs, ours = load_file(file), open_plain(file)
     assert theirs.keys() == wanted.keys() == ours.tensors.keys()
@@ -105,7 +106,7 @@ def test_export_and_import_of_a_plain_file(tmp_path, group, monkeypatch):
     with pytest.raises(UserError, match="exists already; name another file"):
         export_plain(checkpoint, file)
     assert file.read_bytes() == before
-    with pytest.raises(UserError, match=f"cannot write {tmp_path}/nowhere/x"):
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/nowhere/x: No such file or directory"):
         export_plain(checkpoint, tmp_path / "nowhere" / "x")
 
     def no_rename(*_: object) -> None:

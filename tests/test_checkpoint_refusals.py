@@ -126,7 +126,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(name, parent, group):
     assert text.startswith(f"refused {NEW}")
     assert re.search(reason, text), text
     (aside,) = [path.name for path in parent.iterdir() if path.name.startswith(f"{NEW}.refused-")]
-    assert text.endswith(f"; going back to {OLD} (it is now called {aside})")
+    assert text.endswith(f"; going back to {OLD} ({NEW} is now called {aside})")
     assert not os.path.lexists(parent / NEW)
     assert text.isprintable()
 

@@ -201,10 +201,11 @@ def test_a_killed_run_leaves_its_folder_free(tmp_path):
     complete(1, tiny(tmp_path, **ONE))
 
 
-def test_a_folder_that_cannot_be_read_is_one_line_on_every_rank(tmp_path):
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_is_learned(tmp_path):
     (tmp_path / "checkpoints").write_text("no folder")
     line = attempt(2, tiny(tmp_path, **ONE), timeout=ranks.COLLECTIVE_TIMEOUT).line
-    assert line.startswith(f"{tmp_path / 'checkpoints'}/step-00000003 was not saved: ")
+    assert line == f"cannot use {tmp_path}/checkpoints: File exists; name another folder with --out DIR"
+    assert not (tmp_path / "train.jsonl").exists()
 
 
 @pytest.mark.parametrize("layout", ["gpt", "gpt dp2 zero3", "gpt tp2", "gpt pp2"])

@@ -207,19 +207,23 @@ def test_a_step_that_is_left_out_changes_nothing(tmp_path, layout):
 
 
 def test_ten_in_a_row_give_up(tmp_path):
-    recipe = tiny(tmp_path, num_layers=1, steps=20, on_nonfinite="skip")
+    recipe = tiny(tmp_path, num_layers=1, steps=20, save_every=1, on_nonfinite="skip")
     outcome = attempt(2, recipe, *nan(1, *range(3, 14)), timeout=ranks.COLLECTIVE_TIMEOUT)
     assert outcome.line == "the gradients were inf or NaN 10 times in a row; lower --lr (now 0.01)"
     assert [line["step"] for line in log_of(tmp_path) if "loss" in line] == list(range(1, 12))
+    assert newest(tmp_path).manifest.step == 3, "ruined weights take no good ones' place"
+    failed = {line["step"]: line["save_failed"] for line in log_of(tmp_path) if "save_failed" in line}
+    assert list(failed) == list(range(4, 12))
+    assert failed[5] == "the last 3 gradients were inf or NaN; earlier checkpoints are as they were"
 
 
-def test_nine_in_a_row_are_borne_over_a_resumption_too(tmp_path):
+def test_nine_in_a_row_are_borne_and_a_resumption_counts_anew(tmp_path):
     recipe = tiny(tmp_path, num_layers=1, steps=12, on_nonfinite="skip")
     faults = nan(0, *range(3, 12))
     complete(1, recipe, *faults)
     assert newest(tmp_path).manifest.state["trainer"]["skipped"] == 9
-    part = tiny(tmp_path / "part", num_layers=1, steps=7, on_nonfinite="skip")
-    complete(1, part, *faults)
-    line = attempt(1, part | {"steps": 20, "resume": True}, *nan(0, *range(8, 14))).line
-    assert "10 times in a row" in line
+    part = tiny(tmp_path / "part", num_layers=1, steps=3, on_nonfinite="skip")
+    complete(1, part, *nan(0, 3))
+    complete(1, part | {"steps": 13, "resume": True}, *nan(0, *range(4, 13)))
+    assert newest(tmp_path / "part").manifest.state["trainer"]["skipped"] == 10
     assert math.isfinite(figures(tmp_path)[-1][1])

@@ -132,7 +132,7 @@ def _explain(
         aside = _on_rank_0(
             "set aside", partial(set_aside, parent / name), f"rename {parent / name}, refused as {reason}", group
         )
-        say(f"refused {reason}; going back to {taken} (it is now called {aside})")
+        say(f"refused {reason}; going back to {taken} ({name} is now called {aside})")
 
 
 def _on_rank_0(topic: str, action: Callable[[], Answer], what: str, group: Group) -> Answer:

@@ -12,15 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import sync_folder
+from cs336_systems.checkpoint.disk import sync_folder, write_file
 from cs336_systems.checkpoint.load import Checkpoint
 from cs336_systems.checkpoint.manifest import Entry, File, Manifest, Stored
-from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box
-from cs336_systems.checkpoint.tensors import NAMES, read_header
+from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box, Piece
+from cs336_systems.checkpoint.tensors import NAMES, contents, read_header
 from cs336_systems.errors import UserError
 
 
@@ -49,17 +47,15 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
     try:
         if path.exists():
             raise UserError(f"{path} exists already; name another file")
-        tensors = dict(weights(checkpoint))
-        save_file(tensors, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        pieces = [Piece(name, VALUE, Box.whole(each.shape), 0, each) for name, each in weights(checkpoint)]
+        write_file(temporary, contents(pieces, {}))
         os.rename(temporary, path)
         sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error}") from None
-    return len(tensors)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    return len(pieces)
 
 
 def open_plain(path: Path) -> Checkpoint:

@@ -56,12 +56,12 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
         metadata = {key: json.dumps(value, allow_nan=False) for key, value in said.items()}
         part.sort(key=lambda each: -each.tensor.itemsize)  # so every tensor begins at a multiple of its elements' size
         name = f"rank-{rank:05d}-{number:02d}.safetensors"
-        written[name] = File(*write_file(folder / name, _contents(part, metadata)))
+        written[name] = File(*write_file(folder / name, contents(part, metadata)))
     return written
 
 
-def _contents(pieces: Sequence[Piece], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """A safetensors file, in chunks. Own code, as the library wants all of it in memory, twice."""
+def contents(pieces: Sequence[Piece], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
     yield _head(pieces, metadata)
     for piece in pieces:
         flat = piece.tensor.detach().reshape(-1)
