@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CS336_TEST_RUN"
 WATCHED = ("docs", "benchmarks/results", "runs", "tests/data")  # what commands write to; of the root its own entries
+OF_TORCH = re.compile(r"torch(elastic|inductor)_")  # torchrun's folder of logs, and the compiler's, which they leave
 PATIENCE = 10.0  # seconds that processes get to end; they take milliseconds
 
 
@@ -41,7 +42,8 @@ class Run:
         while (alive := processes(self.folder.name)) and time.monotonic() < deadline:
             time.sleep(0.05)
         found = [f"process {pid}: {command}" for pid, command in alive.items()]
-        found += [f"temporary file: {path}" for path in sorted(self.folder.iterdir())]
+        made = [path for path in sorted(self.folder.iterdir()) if not OF_TORCH.match(path.name)]
+        found += [f"temporary file: {path}" for path in made]
         found += [f"shared memory: /dev/shm/{name}" for name in sorted(shared_memory() - self.shared)]
         return found + [f"in the project: {name}" for name in sorted(project_files() - self.project)]
 

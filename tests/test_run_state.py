@@ -239,5 +239,5 @@ def damages_case(group, folder: str) -> list[str]:
 def test_whatever_a_signed_manifest_says_is_refused_or_changes_nothing(tmp_path):
     write_text(tmp_path)
     (said,) = ranks.run(damages_case, 1, folder=str(tmp_path))
-    assert len(said) > 80
+    assert len(said) > 60, "most changes are refused"
     assert all("\n" not in each for each in said)
