@@ -1,5 +1,5 @@
-"""How far a run goes, what it keeps, and how it goes on after an end that nobody had planned, as options of a command
-line. None of it changes what is learned."""
+"""How far a run goes, where it begins, what it keeps, and how it goes on after an end that nobody had planned, as
+options of a command line."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -43,34 +43,8 @@ def test_out_of_memory_on_one_rank_is_named_on_all():
         assert "can't allocate memory" in text.splitlines()[0]
 
 
-def served_case(rank: int, world: int, folder: str, port: int, how: str) -> None:
-    """Rank 0, which holds the store of the ranks, is lost."""
-    comm.group.EXPLAIN_SECONDS = 0.3
-    pids: list[int] = []
-    try:
-        with distributed("cpu", timeout=1.0, place=Place(rank, world, rank, world, f"localhost:{port}")) as group:
-            pids += [int(pid) for pid in agree("pid", str(os.getpid()), group)]
-            all_reduce(torch.zeros(4), group, "first").wait()
-            if rank == 0:
-                os.kill(os.getpid(), how)
-            all_reduce(torch.zeros(4), group, "second").wait()
-    finally:
-        with suppress(ProcessLookupError):
-            os.kill(pids[0], signal.SIGKILL)
-
-
-@pytest.mark.parametrize(("how", "fate"), [(signal.SIGSTOP, "is stopped (SIGSTOP)"), (signal.SIGKILL, "died")])
-def test_a_store_that_is_lost_with_rank_0_holds_nobody_up(how, fate):
-    with pytest.raises(ranks.RanksFailedError) as error:
-        ranks.run_alone(served_case, 2, port=free_port(), how=how)
-    assert error.value.errors[0] is None
-    kind, text = error.value.errors[1]
-    assert kind == "CommError", text
-    assert f"rank 1 waited in all-reduce no. 3 (second, 16 bytes); rank 0 {fate} after all-reduce no. 2 (first)" in text
-
-
 def asking_case(rank: int, world: int, folder: str, port: int, how: str, asks: str) -> None:
-    """Rank 0, which holds the store of the ranks, is lost while rank 1 is in no collective."""
+    """Rank 0, which holds the store of the ranks, is lost while rank 1 is in a collective, or in none."""
     comm.group.EXPLAIN_SECONDS = 0.3
     pids: list[int] = []
     try:
@@ -82,6 +56,8 @@ def asking_case(rank: int, world: int, folder: str, port: int, how: str, asks: s
             deadline = time.monotonic() + 20
             while asks == "stop" and time.monotonic() < deadline:
                 stop_step(group)
+            if asks == "collective":
+                all_reduce(torch.zeros(4), group, "second").wait()
             if asks == "agree":
                 agree("saved", "", group)
     finally:
@@ -93,20 +69,23 @@ def asking_case(rank: int, world: int, folder: str, port: int, how: str, asks: s
 @pytest.mark.parametrize(
     ("asks", "doing"),
     [
+        ("collective", "waited in all-reduce no. 3 (second, 16 bytes)"),
         ("agree", "waited for an answer: saved"),
         ("stop", "looked whether to stop"),
         ("leave", "ended after 2 collectives"),
     ],
 )
-def test_a_store_that_is_lost_outside_of_collectives_holds_nobody_up(how, fate, asks, doing):
+def test_a_store_that_is_lost_with_rank_0_holds_nobody_up(how, fate, asks, doing):
     with pytest.raises(ranks.RanksFailedError) as error:
         ranks.run_alone(asking_case, 2, port=free_port(), how=how, asks=asks)
+    assert error.value.errors[0] is None
     kind, text = error.value.errors[1]
     assert kind == "CommError", text
     line = text.splitlines()[0]
     assert f"rank 0 {fate} after all-reduce no. 2 (first)" in line
     if asks != "agree" or how == signal.SIGSTOP:  # else rank 1 may see first that its neighbour is gone
         assert f"rank 1 {doing}; " in line
+    if asks in ("leave", "stop") or (asks == "agree" and how == signal.SIGSTOP):
         assert (
             "(the store of the ranks " + ("did not answer within 1 s" if how == signal.SIGSTOP else "is gone") in line
         )
