@@ -177,6 +177,18 @@ def test_who_answers_and_then_ends_has_answered():
     assert wait_for(store, ["a", "d"], timedelta(seconds=10), in_vain=lambda index: index == 1) == [1]
 
 
+def test_only_who_ended_without_an_answer_did_not_answer():
+    """Rank 2 answers and ends as well, between the question to the store and the one to rank 1."""
+    store, keys = HashStore(), ["a", "b", "c"]
+    store.set("a", "")
+
+    def ended(index: int) -> bool:
+        store.set(keys[2], "")
+        return index in (1, 2)
+
+    assert wait_for(store, keys, timedelta(seconds=10), in_vain=ended) == [1]
+
+
 def patience_case(group) -> list[str]:
     time.sleep(0.1 * group.rank())
     agree("no less than the timeout", "", group, patience=timedelta())

@@ -236,13 +236,15 @@ def wait_for(
     in_vain: Callable[[int], bool] = lambda index: False,
 ) -> list[int]:
     """Waits until all keys are set, or `unless` is, or it is `in_vain` to wait for one that is missing; returns the
-    indices of those that are not set in time."""
+    indices of those that are not set in time, or of those for which it is in vain to wait."""
     deadline = time.monotonic() + timeout.total_seconds()
     pause = 0.001
     while (missing := [i for i, key in enumerate(keys) if not store.check([key])]) and time.monotonic() < deadline:
-        # Whoever is gone by now may have answered before it went.
-        if (unless and store.check([unless])) or any(in_vain(i) and not store.check([keys[i]]) for i in missing):
+        if unless and store.check([unless]):
             break
+        # Whoever is gone by now may have answered before it went; the others may only be slower.
+        if gone := [i for i in missing if in_vain(i) and not store.check([keys[i]])]:
+            return gone
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return missing
