@@ -4,6 +4,7 @@
 and the command line. A run with a folder (`--out`) survives: see `run_folder.py`.
 """
 
+import json
 import math
 import sys
 import time
@@ -17,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from cs336_systems import console
-from cs336_systems.comm import Place, all_gather, default_group, distributed, find_place
+from cs336_systems.comm import Group, Place, agree, all_gather, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_in_one_voice, start_ranks
 from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import Hardware, count_parameters
@@ -37,6 +38,7 @@ from cs336_systems.stop import AHEAD, StopSignal
 from cs336_systems.trainer import Trainer
 
 PATIENCE = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
+OWN = ("data", "vocab_file", "out", "weights", "log_file", "device", "nproc")  # may differ from machine to machine
 
 
 def over_ranks(value: float, trainer: Trainer) -> list[float]:
@@ -68,6 +70,23 @@ def sample(trainer: Trainer) -> str | None:
     return sample_text(logits, trainer.device, trainer.seq, recipe.prompt, recipe.sample_bytes, recipe.seed)
 
 
+def require_one_recipe(recipe: Recipe, world: Group) -> None:
+    """Ranks that were started one by one may have been given different options: different collectives would meet.
+
+    Raises UserError on every rank, naming the first option that differs.
+    """
+    mine = {name: str(value) for name, value in asdict(recipe).items() if name not in OWN}
+    first, *others = map(json.loads, agree("options", json.dumps(mine, allow_nan=False), world))
+    for rank, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first.get(name):
+                option = name.replace("_", "-")
+                raise UserError(
+                    f"rank {rank} was started with --{option} {value} and rank 0 with --{option} {first.get(name)}: "
+                    "give all ranks the same options"
+                )
+
+
 def introduce(trainer: Trainer, hardware: Hardware) -> None:
     """Print what is about to be trained, and on what."""
     recipe, mesh = trainer.recipe, trainer.mesh
@@ -95,6 +114,7 @@ def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
     made, or whose loss diverges.
     """
     world, device = default_group(), choose_device(recipe.device)
+    require_one_recipe(recipe, world)
     seed_generators(recipe.seed, world.rank())  # for whoever draws: see random_state.py
     # From the beginning, since a large model takes minutes to build and to read.
     stopping = StopSignal(world, AHEAD if device.type == "cuda" else 0, active=recipe.out is not None)

@@ -185,6 +185,16 @@ def test_a_batch_that_does_not_divide_is_refused():
     assert error == ("UserError", "--batch-size 7 does not divide over 2 ranks")
 
 
+def other_options_case(group) -> None:
+    train(Recipe(device="cpu", steps=3 + group.rank() // 2, out=Path(f"{group.rank()}")))
+
+
+def test_ranks_with_different_options_are_refused_by_name():
+    errors = ranks.run_failing(other_options_case, 3)
+    said = "rank 2 was started with --steps 4 and rank 0 with --steps 3: give all ranks the same options"
+    assert errors == [("UserError", said)] * 3
+
+
 def odd_case(group) -> None:
     Trainer(Recipe(data=("random",), batch_size=7, context=16, device="cpu"))
 
