@@ -18,6 +18,7 @@ from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.model_options import ModelOptions
 from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
+from benchmarks.profiling_pictures import leave_pictures
 from benchmarks.profiling_record import beside_measured, make_record, predicted
 from benchmarks.records import RESULTS, append_record, appended, machine_name, open_records
 from benchmarks.turns import ADAMW, check
@@ -181,6 +182,7 @@ def work(place: Place, settings: Settings) -> None:
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
                 record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
                 console.console().print(beside_measured(record))
+                record.metrics["pictures"] = leave_pictures(record, traces, folder, path.parent)
                 append_record(record, path)
                 print(appended(1, path))
 

@@ -1,5 +1,6 @@
 """The command that profiles every rank at once, end to end on small models, and what it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import profiling_run
+from benchmarks.profiling_pictures import PICTURES, TABLES, folder_name, leave_pictures, picture_beside, tables_beside
 from benchmarks.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
 from benchmarks.profiling_run import Settings
 from benchmarks.records import Record, read_records
@@ -84,6 +86,36 @@ def test_the_record_says_where_time_and_memory_went(folder):
         assert 0.8 < expected["peak_memory_bytes"] / metrics["peak_memory_bytes"] < 1
         assert not {"mean_ms", "exposed_ms"} & expected.keys()
     assert (record.config["warmup"], record.config["steps"]) == (1, 1)
+
+
+def test_pictures_and_tables_lie_beside_the_record(folder, tmp_path):
+    results = folder / "results"
+    (record,) = read_records(results / "profiling.jsonl")
+    assert record.metrics["pictures"] == f"profiling/tiny-{record.config['wrapper']}"
+    for picture in PICTURES:
+        assert picture_beside(results, record, picture).read_bytes() == (folder / picture).read_bytes()
+    tables = tables_beside(results, record)
+    phases = {"forward", "backward", "synchronise", "optimizer"}
+    assert tables["operators"].keys() == {"step", *phases}
+    assert tables["phases"].keys() == phases
+    products = next(row for row in tables["operators"]["forward"] if row["name"] == "aten::mm")
+    assert products["calls"] > 0
+    assert products["flops"] > 0
+    assert {row["name"] for row in tables["shares"]} >= {"matrix products", "RMSNorm"}
+    assert tables_beside(results, replace(record, samples_ms=[1.0])) is None, "pictures of a later run are another's"
+    assert tables_beside(results, replace(record, metrics={})) is None
+    (tmp_path / record.metrics["pictures"]).mkdir(parents=True)
+    (tmp_path / record.metrics["pictures"] / TABLES).write_text("[]")
+    with pytest.raises(UserError, match=r"tables.json has no tables of a profile"):
+        tables_beside(tmp_path, record)
+
+
+def test_where_pictures_cannot_be_left(tmp_path):
+    config = {"size": "small", "wrapper": "none", "attention": "naive"}
+    assert folder_name(config) == "profiling/small-none-naive"
+    (tmp_path / "profiling").touch()
+    with pytest.raises(UserError, match=r"cannot write to \S+small-none-naive: .*--results DIR"):
+        leave_pictures(Record("profiling", config, {}), [parse({"traceEvents": []})], tmp_path, tmp_path)
 
 
 def test_the_report_can_be_made_again(folder):

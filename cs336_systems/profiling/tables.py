@@ -81,31 +81,38 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 
 
 @uncollected()
-def as_json(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Every row of every table, unrounded, one dictionary a rank; times in nanoseconds, shares of 1."""
-    return [_rank_json(trace) for trace in traces]
+def as_json(traces: Sequence[Trace], limit: int | None = None) -> list[dict[str, Any]]:
+    """The rows of the tables, unrounded, one dictionary a rank; times in nanoseconds over all steps, shares of 1.
+
+    Operators are listed for the step and for each phase: the `limit` longest by total and as many by self time.
+    """
+    return [_rank_json(trace, limit) for trace in traces]
 
 
-def _rank_json(trace: Trace) -> dict[str, Any]:
-    def operators(phase: str | None) -> list[dict[str, Any]]:
-        rows = op_rows(trace, phase=phase)
-        return [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows]
-
+def _rank_json(trace: Trace, limit: int | None) -> dict[str, Any]:
     shares = [asdict(row) | {"of_forward": row.of_forward, "of_step": row.of_step} for row in share_rows(trace)]
+    periods: dict[str, str | None] = {"step": None} | {phase: phase for phase in PHASES}
     return {
         "rank": trace.rank,
         "world_size": trace.world_size,
         "steps": trace.ours.get("steps"),
-        "operators": operators(None),
-        "forward_operators": operators("forward"),
-        "kernels": [asdict(row) for row in kernel_rows(trace)],
-        "collectives": [asdict(row) for row in collective_rows(trace)],
+        "clock": "device" if on_device(trace) else "cpu",
+        "operators": {name: _operators_json(trace, phase, limit) for name, phase in periods.items()},
+        "kernels": [asdict(row) for row in kernel_rows(trace, limit)],
+        "collectives": [asdict(row) for row in collective_rows(trace)[:limit]],
         "parts": [asdict(row) for row in kind_rows(trace)],
-        "modules": [asdict(row) for row in module_rows(trace, collapse=False)],
+        "modules": [asdict(row) for row in module_rows(trace, limit=limit)],
         "shares": shares,
         "attention": [asdict(row) for row in attention_rows(trace)],
         "phases": _phases(trace),
     }
+
+
+def _operators_json(trace: Trace, phase: str | None, limit: int | None) -> list[dict[str, Any]]:
+    sort: Sort = "device" if on_device(trace) else "cpu"
+    rows = op_rows(trace, sort, phase=phase)
+    most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
+    return [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
 
 
 def _about(traces: Sequence[Trace]) -> str:

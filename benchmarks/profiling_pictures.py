@@ -1,0 +1,70 @@
+"""What a profile leaves beside its record, for whoever writes about it: its pictures, and its tables as JSON."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.tables import as_json
+from cs336_systems.profiling.trace import Trace
+
+PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
+TABLES = "tables.json"
+FOLDER = "profiling"
+LONGEST = 12  # operators of a phase by total time, and as many by self time
+
+
+def folder_name(config: Mapping[str, Any]) -> str:
+    """The folder of a profile below that of the records: `profiling/tiny-bucketed`, `profiling/small-none-naive`.
+
+    It does not name every setting, so that a folder of records does not grow with every batch size that is tried; a
+    later profile of that name replaces an earlier one, and `tables_beside` tells.
+    """
+    naive = ["naive"] if config["attention"] == "naive" else []
+    return "/".join([FOLDER, "-".join([config["size"], config["wrapper"], *naive])])
+
+
+def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, results: Path) -> str:
+    """Copy the pictures of a `report` to below the folder of records `results`, with rank 0's tables; the folder's name
+    there. Raises UserError where it cannot be written."""
+    name = folder_name(record.config)
+    (tables,) = as_json(traces[:1], LONGEST)
+    tables |= {"config": record.config, "samples_ms": record.samples_ms}
+    try:
+        (results / name).mkdir(parents=True, exist_ok=True)
+        for picture in PICTURES:
+            if (report / picture).is_file():
+                shutil.copyfile(report / picture, results / name / picture)
+        (results / name / TABLES).write_text(json.dumps(tables, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {results / name}: {error.strerror}; name another with --results DIR"
+        ) from None
+    return name
+
+
+def tables_beside(results: Path, record: Record) -> dict[str, Any] | None:
+    """The tables that a record's own run left, as `cs336_systems.profiling.tables.as_json` has them for rank 0.
+
+    None for a record without, and where a later run of the same name has replaced them. Raises UserError for a file
+    that is none of these tables.
+    """
+    name = record.metrics.get("pictures")
+    path = results / str(name) / TABLES
+    if name is None or not path.is_file():
+        return None
+    try:
+        tables = json.loads(path.read_text())
+        own = tables["config"] == record.config and tables["samples_ms"] == record.samples_ms
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} has no tables of a profile: {error}; profile again") from None
+    return dict(tables) if own else None
+
+
+def picture_beside(results: Path, record: Record, picture: str) -> Path | None:
+    """The file of one of a record's `PICTURES`; None where its own run left none."""
+    path = results / str(record.metrics.get("pictures")) / picture
+    return path if tables_beside(results, record) is not None and path.is_file() else None
