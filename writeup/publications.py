@@ -1,0 +1,269 @@
+"""Published figures to stand beside ours: tables of their sources, each number with the digits it was printed with.
+
+A file of `writeup/published/` is TOML with entries `[[source]]` (who, when, on which hardware) and `[[table]]`. A table
+names its source, the course's `problem`, its `keys` and its `values` with a unit each, and in `fixed` the settings that
+all its rows share; a row is its keys, in this project's own words, then its values. A value is a number in its column's
+unit, or text with another, "698.99 MiB".
+"""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from decimal import Context, Decimal, InvalidOperation
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.errors import UserError
+from writeup.errors import CitationError
+
+PUBLISHED = Path(__file__).resolve().parent / "published"
+Key = str | int | bool
+# unit: (what it measures, how much of that one is)
+UNITS = {
+    "s": ("s", Decimal(1)),
+    "ms": ("s", Decimal("1e-3")),
+    "B": ("bytes", Decimal(1)),
+    "MiB": ("bytes", Decimal(2**20)),
+    "GiB": ("bytes", Decimal(2**30)),
+    "MB": ("bytes", Decimal(10**6)),
+    "GB": ("bytes", Decimal(10**9)),
+    "%": ("1", Decimal("1e-2")),
+    "x": ("1", Decimal(1)),
+    "1": ("1", Decimal(1)),
+}
+TEXT = "text"  # the unit of words, such as the name of a type
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.large.systems`, if it has one."""
+
+    id: str
+    title: str
+    author: str
+    year: int
+    hardware: str
+    where: str
+    system: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Published:
+    """One figure: `value` in seconds, bytes or a plain number (0 for words), and `text` as printed, with its unit."""
+
+    value: float
+    text: str
+    source: Source
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds, of a time in seconds."""
+        return 1e3 * self.value
+
+    @property
+    def resolution(self) -> float:
+        """What one unit of the last printed digit is worth; 0 for words."""
+        number, _, unit = self.text.partition(" ")
+        if unit not in UNITS:
+            return 0.0
+        exponent = Decimal(number).as_tuple().exponent
+        return float(Decimal(1).scaleb(int(exponent)) * UNITS[unit][1])
+
+    def shown(self, unit: str) -> str:
+        """The number in another unit of the same kind, with the digits that were printed and no more: "13.6" of
+        "1.36e-2 s" in ms. Raises CitationError for a unit of another kind."""
+        number, _, own = self.text.partition(" ")
+        if unit not in UNITS or own not in UNITS or UNITS[unit][0] != UNITS[own][0]:
+            raise CitationError(f"{self.text!r} of {self.source.id} has no figure in {unit!r}")
+        printed = Decimal(number)
+        digits = Context(prec=max(1, len(printed.as_tuple().digits)))
+        return f"{digits.divide(digits.multiply(printed, UNITS[own][1]), UNITS[unit][1]):f}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The keys of one row by name, and its figures by column; a column that the source left empty is not there."""
+
+    keys: dict[str, Key]
+    values: dict[str, Published]
+
+
+@dataclass(frozen=True)
+class PublishedTable:
+    """One table of a source, of one problem of the course. No rows: the source has the table and left it empty."""
+
+    source: Source
+    name: str
+    problem: str
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+    units: tuple[str, ...]
+    rows: tuple[Row, ...]
+    fixed: dict[str, Key] = field(default_factory=dict)
+    where: str = ""  # in the source
+    hardware: str = ""
+    system: str = ""
+    note: str = ""
+
+    def value(self, column: str = "", **keys: Key) -> Published | None:
+        """The figure of the row with these keys, all of them (`pass_` for `pass`, which Python keeps for itself), in
+        the first column unless another is named; what is `fixed` may be given too. None where the source has none.
+
+        Raises CitationError for a key or column that the table does not have.
+        """
+        asked = {name.removesuffix("_"): key for name, key in keys.items()}
+        if any(asked.pop(name, key) != key for name, key in self.fixed.items()):
+            return None
+        if set(asked) != set(self.keys):
+            given = ", ".join(sorted(asked)) or "none"
+            known = ", ".join(self.keys)
+            raise CitationError(f"{self.source.id}, table {self.name!r}, needs the keys {known}, not {given}")
+        if column and column not in self.values:
+            raise CitationError(
+                f"{self.source.id}, table {self.name!r}, has the columns {', '.join(self.values)}, not {column}"
+            )
+        found = next((row for row in self.rows if row.keys == asked), None)
+        return found.values.get(column or self.values[0]) if found else None
+
+
+@dataclass(frozen=True)
+class Publications:
+    """Every published table, by source and name, in the order of the files."""
+
+    sources: dict[str, Source]
+    tables: dict[tuple[str, str], PublishedTable]
+
+    def table(self, source: str, name: str) -> PublishedTable:
+        """Raises CitationError for a source or a table that does not exist, listing those that do."""
+        if source not in self.sources:
+            raise CitationError(f"no source is called {source!r}; there are {', '.join(self.sources)}")
+        if (source, name) not in self.tables:
+            known = ", ".join(repr(table) for owner, table in self.tables if owner == source)
+            raise CitationError(f"{source} has no table {name!r}; it has {known}")
+        return self.tables[source, name]
+
+    def value(self, source: str, name: str, /, column: str = "", **keys: Key) -> Published | None:
+        """One figure, as `PublishedTable.value` finds it."""
+        return self.table(source, name).value(column, **keys)
+
+    def of_problem(self, problem: str) -> list[PublishedTable]:
+        """The tables of one of the course's problems, of every source."""
+        return [table for table in self.tables.values() if table.problem == problem]
+
+
+@cache
+def publications(folder: Path = PUBLISHED) -> Publications:
+    """Read every file of a folder. Raises UserError, naming file and entry, for what is malformed."""
+    found = Publications({}, {})
+    for path in sorted(folder.glob("*.toml")):
+        content = _content(path)
+        for entry, fields in _entries(content, "source", path):
+            source = _source(entry, fields)
+            if source.id in found.sources:
+                raise UserError(f"{entry}: the source {source.id!r} is there already")
+            found.sources[source.id] = source
+        for entry, fields in _entries(content, "table", path):
+            table = _table(entry, fields, found.sources)
+            if (table.source.id, table.name) in found.tables:
+                raise UserError(f"{entry}: {table.source.id} has a table of this name already")
+            found.tables[table.source.id, table.name] = table
+    return found
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        content = tomllib.loads(path.read_text("utf-8"), parse_float=str)  # text keeps the digits: 1.10 is not 1.1
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
+    if unknown := set(content) - {"source", "table"}:
+        raise UserError(f"{path}: {', '.join(sorted(unknown))}: there are only [[source]] and [[table]]")
+    return content
+
+
+def _entries(content: dict[str, Any], kind: str, path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    listed = content.get(kind, [])
+    if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
+        raise UserError(f"{path}: every {kind} begins with a line [[{kind}]]")
+    for number, fields in enumerate(listed, 1):
+        yield f"{path.name}, {kind} {number} ({fields.get('id') or fields.get('name') or 'no name'})", fields
+
+
+def _source(entry: str, fields: dict[str, Any]) -> Source:
+    texts = ("id", "title", "author", "hardware", "where")
+    _check_fields(entry, fields, (*texts, "year"), ("system", "note"))
+    for name in (*texts, "system", "note"):
+        if not isinstance(fields.get(name, ""), str):
+            raise UserError(f"{entry}: {name} must be text, not {fields[name]!r}")
+    if type(fields["year"]) is not int:
+        raise UserError(f"{entry}: year must be a whole number, not {fields['year']!r}")
+    return Source(**fields)
+
+
+def _table(entry: str, fields: dict[str, Any], sources: Mapping[str, Source]) -> PublishedTable:
+    texts, lists = ("source", "name", "problem"), ("keys", "values", "units")
+    more = ("where", "hardware", "system", "note")
+    _check_fields(entry, fields, (*texts, *lists, "rows"), (*more, "fixed"))
+    for name in (*texts, *more):
+        if not isinstance(fields.get(name, ""), str):
+            raise UserError(f"{entry}: {name} must be text, not {fields[name]!r}")
+    for name in lists:
+        if not isinstance(fields[name], list) or not all(isinstance(each, str) for each in fields[name]):
+            raise UserError(f"{entry}: {name} must be a list of text")
+    if not fields["values"] or len(fields["values"]) != len(fields["units"]):
+        raise UserError(f"{entry}: {len(fields['values'])} values need as many units, not {len(fields['units'])}")
+    for unit in fields["units"]:
+        if unit not in UNITS and unit != TEXT:
+            raise UserError(f"{entry}: unit {unit!r} is not known; there are {', '.join((*UNITS, TEXT))}")
+    if not isinstance(fields.get("fixed", {}), dict):
+        raise UserError(f"{entry}: fixed must be settings in braces, {{ranks = 2}}")
+    if fields["source"] not in sources:
+        raise UserError(f"{entry}: no source is called {fields['source']!r}; put its [[source]] in this file")
+    source = sources[fields["source"]]
+    named: dict[str, Any] = {name: tuple(fields[name]) for name in lists}
+    own = {"hardware": source.hardware} | ({} if "hardware" in fields else {"system": source.system})
+    given = own | {name: fields[name] for name in ("name", "problem", "fixed", *more) if name in fields}
+    return PublishedTable(source=source, rows=_rows(entry, fields, source), **named, **given)
+
+
+def _check_fields(entry: str, fields: dict[str, Any], needed: tuple[str, ...], more: tuple[str, ...]) -> None:
+    if missing := [name for name in needed if name not in fields]:
+        raise UserError(f"{entry}: {', '.join(missing)} missing")
+    if unknown := [name for name in fields if name not in (*needed, *more)]:
+        raise UserError(f"{entry}: {', '.join(unknown)} not known; there are {', '.join((*needed, *more))}")
+
+
+def _rows(entry: str, fields: dict[str, Any], source: Source) -> tuple[Row, ...]:
+    keys, values, rows = fields["keys"], fields["values"], fields["rows"]
+    found: list[Row] = []
+    if not isinstance(rows, list):
+        raise UserError(f"{entry}: rows must be a list of lists")
+    for number, row in enumerate(rows, 1):
+        at = f"{entry}, row {number}"
+        if not isinstance(row, list) or len(row) != len(keys) + len(values):
+            raise UserError(f"{at}: needs {len(keys)} keys and {len(values)} values in a list, not {row!r}")
+        if not all(isinstance(key, str | int) for key in row[: len(keys)]):
+            raise UserError(f"{at}: a key is text, a whole number or a truth value: {row[: len(keys)]!r}")
+        named = dict(zip(keys, row[: len(keys)], strict=True))
+        if any(other.keys == named for other in found):
+            raise UserError(f"{at}: its keys {row[: len(keys)]!r} are those of a row before it")
+        cells = zip(values, fields["units"], row[len(keys) :], strict=True)
+        found.append(Row(named, {column: _cell(at, cell, unit, source) for column, unit, cell in cells if cell != ""}))
+    return tuple(found)
+
+
+def _cell(at: str, cell: object, unit: str, source: Source) -> Published:
+    if unit == TEXT:
+        return Published(0.0, str(cell), source)
+    number, _, own = str(cell).partition(" ")
+    own = own or unit
+    try:
+        printed = Decimal(number)
+    except InvalidOperation:
+        raise UserError(f"{at}: {cell!r} is not a number, or a number and a unit") from None
+    if isinstance(cell, bool) or not printed.is_finite() or printed < 0:
+        raise UserError(f"{at}: {cell!r} is no figure that anything measures")
+    if own not in UNITS or UNITS[own][0] != UNITS[unit][0]:
+        raise UserError(f"{at}: {cell!r} is not in a unit like its column's, {unit}")
+    return Published(float(printed * UNITS[own][1]), f"{number} {own}", source)
