@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,7 +108,9 @@ def run_python(code: str) -> None:
 
 
 def test_everything_imports_without_triton():
-    modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in FILES]
+    extra = all(find_spec(name) for name in ("jinja2", "matplotlib", "pypandoc", "typst"))
+    files = [path for path in FILES if extra or ROOT / "writeup" not in path.parents]
+    modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in files]
     # The one file that is about Triton itself; kernels/backend.py imports it only where Triton interprets.
     names = ", ".join(sorted({name.removesuffix(".__init__") for name in modules} - {"kernels.interpreter"}))
     run_python(f"import sys; sys.modules['triton'] = None; import {names}")

@@ -1,0 +1,1 @@
+"""The write-up: chapters that are filled from records, as one HTML page and one PDF."""

@@ -1,0 +1,55 @@
+"""`python -m writeup`: the write-up from records, as one HTML page and one PDF."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import click
+
+from benchmarks.records import RESULTS
+from cs336_systems import console
+from cs336_systems.errors import UserError
+from writeup.book import Book, choose_machine
+
+NEEDED = ("jinja2", "matplotlib", "pypandoc", "typst")
+
+
+def require_extra() -> None:
+    """Raises UserError that names what is not installed."""
+    missing = []
+    for name in NEEDED:
+        try:
+            import_module(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise UserError(f"the write-up needs {', '.join(missing)}: pip install -e '.[writeup]'")
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=Path("build/writeup"), show_default=True,
+    help="Folder of index.html, writeup.pdf, writeup.md and figures/.",
+)  # fmt: skip
+@click.option("--machine", help="Whose records, by a part of the folder's name.  [default: the machine with most]")
+@click.option(
+    "--results", type=click.Path(path_type=Path), default=RESULTS, help="Folder of records.  [default: the project's]"
+)
+@click.option("--run", "run_first", is_flag=True, help="First run every benchmark that this machine can run.")
+@click.option("--only", multiple=True, help="With --run: this benchmark alone (may be given several times).")
+def main(out: Path, machine: str | None, results: Path, run_first: bool, only: tuple[str, ...]) -> None:
+    """Write the write-up: one HTML page and one PDF, made from records and from nothing else."""
+    require_extra()
+    if only and not run_first:
+        raise UserError("--only says what --run runs; without --run nothing is measured")
+    if run_first:
+        from writeup.run import run_all
+
+        machine = run_all(only, results, machine)
+    from writeup.build import build
+
+    build(Book(results, choose_machine(results, machine)), out)
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,193 @@
+"""What a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, Record, read_records
+from cs336_systems.errors import UserError
+from writeup.catalogue import RUNS
+from writeup.catalogue import benchmark as catalogued
+from writeup.errors import CitationError
+from writeup.exercised import exercised
+from writeup.freshness import changed_since
+from writeup.plausibility import Suspect, suspects_of_published, suspects_of_records
+from writeup.publications import Publications, Published, publications
+
+Wanted = Any  # a value; several to choose from, in a tuple, list or set; or a function that says whether one is wanted
+
+
+@dataclass(frozen=True)
+class Citation:
+    """The records that a chapter asked for, the newest of each configuration, and the command that measures them."""
+
+    benchmark: str
+    command: str
+    records: tuple[Record, ...] = ()
+    keys: frozenset[str] = frozenset()  # all that records of this benchmark have; none where nobody has measured it
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def only(self, config: Mapping[str, Wanted] | None = None, /, **more: Wanted) -> "Citation":
+        """Those with these settings. Raises CitationError for a setting that no record of the benchmark has."""
+        wanted = {**(config or {}), **more}
+        for key in wanted:
+            if self.keys and key not in self.keys:
+                raise CitationError(
+                    f"records of {self.benchmark} have no setting {key!r}; they have {', '.join(sorted(self.keys))}"
+                )
+        chosen = (each for each in self.records if all(_is(each.config.get(key), wanted[key]) for key in wanted))
+        return Citation(self.benchmark, self.command, tuple(chosen), self.keys)
+
+    def one(self, config: Mapping[str, Wanted] | None = None, /, **more: Wanted) -> Record | None:
+        """The one with these settings, or None. Raises CitationError if there are several."""
+        found = self.only(config, **more)
+        if len(found) > 1:
+            raise CitationError(
+                f"{len(found)} records of {self.benchmark} have { ({**(config or {}), **more}) }, not one"
+            )
+        return found.records[0] if found else None
+
+    def values(self, key: str) -> list[Any]:
+        """The different values of a setting, in the order of the records."""
+        self.only({key: lambda value: True})
+        return list(dict.fromkeys(each.config.get(key) for each in self.records))
+
+    @property
+    def measured(self) -> "Citation":
+        """Those that were measured, without what did not fit or is not supported here."""
+        return Citation(self.benchmark, self.command, tuple(r for r in self.records if r.status == "ok"), self.keys)
+
+
+def _is(value: Any, wanted: Wanted) -> bool:
+    if callable(wanted):
+        return bool(wanted(value))
+    if isinstance(wanted, tuple | list | set | frozenset):
+        return value in wanted
+    return bool(value == wanted)
+
+
+def metric(record: Record, name: str) -> Any:
+    """A metric of a record. Raises CitationError if it has none of that name."""
+    if name not in record.metrics:
+        known = ", ".join(sorted(record.metrics))
+        raise CitationError(f"a record of {record.benchmark} has no metric {name!r}; it has {known or 'none'}")
+    return record.metrics[name]
+
+
+def machines(results: Path) -> list[str]:
+    """The folders of records, those with the most records first."""
+    folders = [path for path in sorted(results.glob("*")) if any(path.glob("*.jsonl"))] if results.is_dir() else []
+    size = {path.name: sum(len(file.read_text().splitlines()) for file in path.glob("*.jsonl")) for path in folders}
+    return sorted(size, key=lambda name: -size[name])
+
+
+def choose_machine(results: Path, wanted: str | None) -> str | None:
+    """The folder that is wanted, by a part of its name, or else the one with the most records; None if there is none.
+
+    Raises UserError for a name that fits no folder, or several.
+    """
+    there = machines(results)
+    if wanted is None:
+        return there[0] if there else None
+    fitting = [wanted] if wanted in there else [name for name in there if wanted.lower() in name]
+    if len(fitting) != 1:
+        which = f"{len(fitting)} machines, {', '.join(fitting)}" if fitting else "no machine"
+        have = f"there are records of {', '.join(there)}" if there else "there are no records at all"
+        raise UserError(f"--machine {wanted} names {which} in {results}; {have}")
+    return fitting[0]
+
+
+@dataclass
+class Book:
+    """The records of one machine, and every citation of them so far, by chapter."""
+
+    results: Path = RESULTS
+    machine: str | None = None
+    chapter: str = ""
+    cited: dict[str, dict[int, tuple[Record, str]]] = field(default_factory=dict)  # by chapter, by identity
+
+    @cached_property
+    def published(self) -> Publications:
+        """What others have published."""
+        return publications()
+
+    def cite(
+        self, name: str, config: Mapping[str, Wanted] | None = None, /, *, command: str = "", **more: Wanted
+    ) -> Citation:
+        """Records of a benchmark with these settings, and what to run where there are none.
+
+        Raises CitationError for a benchmark or a setting that does not exist.
+        """
+        source = catalogued(name)
+        citation = Citation(name, command or source.command, self._records(name), self._keys(name)).only(config, **more)
+        for record in citation:
+            self.cited.setdefault(self.chapter, {})[id(record)] = (record, citation.command)
+        return citation
+
+    def stale(self, record: Record) -> list[str] | None:
+        """Files that the record's benchmark exercises and that changed since; None if git cannot tell."""
+        return changed_since(str(record.environment.get("commit")), exercised(catalogued(record.benchmark).source))
+
+    def suspicions(self, record: Record) -> list[Suspect]:
+        """Why a record is implausible."""
+        return self._suspects.get(id(record), [])
+
+    @cached_property
+    def suspects(self) -> list[Suspect]:
+        """Every implausible figure among the records of the machine."""
+        return suspects_of_records(self.everything)
+
+    @cached_property
+    def everything(self) -> list[Record]:
+        """Every record of the machine."""
+        return [record for name in dict.fromkeys(run.name for run in RUNS) for record in self._records(name)]
+
+    @cached_property
+    def published_suspects(self) -> list[Suspect]:
+        """Every implausible figure among the published ones."""
+        return suspects_of_published(self.published)
+
+    def doubts(self, quoted: Published) -> list[Suspect]:
+        """Why a published figure is implausible."""
+        return [suspect for suspect in self.published_suspects if any(each is quoted for each in suspect.quoted)]
+
+    @cached_property
+    def _suspects(self) -> dict[int, list[Suspect]]:
+        found: dict[int, list[Suspect]] = {}
+        for suspect in self.suspects:
+            for record in suspect.of:
+                found.setdefault(id(record), []).append(suspect)
+        return found
+
+    @cached_property
+    def _read(self) -> dict[str, tuple[Record, ...]]:
+        return {}
+
+    def _records(self, name: str) -> tuple[Record, ...]:
+        path = self.results / (self.machine or "") / f"{name}.jsonl"
+        if name not in self._read:
+            self._read[name] = tuple(read_records(path)) if self.machine and path.exists() else ()
+        return self._read[name]
+
+    def _keys(self, name: str) -> frozenset[str]:
+        """Settings that records of a benchmark have, on any machine."""
+        folders = {*RESULTS.glob("*"), *self.results.glob("*")}
+        paths = [path for folder in folders if (path := folder / f"{name}.jsonl").exists()]
+        return frozenset(key for path in paths for record in read_records(path) for key in record.config)
+
+
+Content = Callable[[Book], dict[str, Any]]
+
+
+def choice(value: Any, allowed: Collection[Any]) -> Any:
+    """The value. Raises CitationError if it is none of those allowed."""
+    if value not in allowed:
+        raise CitationError(f"{value!r} is none of {', '.join(map(str, allowed))}")
+    return value

@@ -1,0 +1,115 @@
+"""What stands in the cells of tables: a measured figure with its spread and marks, a prediction, a ratio."""
+
+from statistics import quantiles
+
+from benchmarks.records import Record
+from cs336_systems.console import format_bytes, format_seconds
+from writeup.book import Book, metric
+from writeup.publications import Published
+
+NONE = "-"
+STALE, DOUBTFUL, NOISY = "†", "⚠", "\\*"
+STATUS = {"out-of-memory": "does not fit", "unsupported": "not supported here"}
+
+
+def quartiles(samples: list[float]) -> tuple[float, float]:
+    """The first and the third quartile, by linear interpolation between samples."""
+    if len(samples) < 2:
+        return samples[0], samples[0]
+    low, _, high = quantiles(samples, n=4, method="inclusive")
+    return low, high
+
+
+def median_ms(record: Record) -> float:
+    """The median of the samples in milliseconds."""
+    return float(metric(record, "median_ms"))
+
+
+def marks(book: Book, record: Record) -> str:
+    """Signs behind a figure, which the table's note explains: older than the code, implausible, noisy."""
+    old = book.stale(record)
+    signs = [STALE] * bool(old) + [DOUBTFUL] * bool(book.suspicions(record)) + [NOISY] * bool(record.flags)
+    return "".join(signs)
+
+
+def timing(book: Book, record: Record | None) -> str:
+    """`22.1 ms (21.2 to 24)`: median, quartiles, marks; or why there is none."""
+    if record is None:
+        return NONE
+    if record.status != "ok":
+        return STATUS[record.status]
+    low, high = quartiles(record.samples_ms)
+    spread = f"{_plain(low, median_ms(record))} to {_plain(high, median_ms(record))}"
+    return f"{format_seconds(median_ms(record) / 1e3)} ({spread}){marks(book, record)}"
+
+
+def mean_and_deviation(book: Book, record: Record | None) -> str:
+    """`22.1 ms ± 0.4 ms`, as the course asks for it, with marks."""
+    if record is None:
+        return NONE
+    if record.status != "ok":
+        return STATUS[record.status]
+    mean, deviation = metric(record, "mean_ms") / 1e3, metric(record, "std_ms") / 1e3
+    return f"{format_seconds(mean)} ± {format_seconds(deviation)}{marks(book, record)}"
+
+
+def _plain(value_ms: float, like_ms: float) -> str:
+    """A time without its unit, in the unit that `like_ms` is shown in."""
+    if like_ms < 999.5:
+        return f"{value_ms:.3g}"
+    return f"{value_ms / 1e3:.1f}" if like_ms < 59_950 else f"{value_ms / 1e3:.0f} s"
+
+
+def predicted_ms(record: Record) -> float | None:
+    """The predicted time in milliseconds, of the day of the measurement, if there is one."""
+    found = record.predicted.get("median_ms", record.predicted.get("mean_ms"))
+    return None if found is None else float(found)
+
+
+def prediction(record: Record | None) -> str:
+    """`23.4 ms (0.76)`: the predicted time, and in brackets its share of the measured one."""
+    expected = predicted_ms(record) if record else None
+    if record is None or expected is None:
+        return NONE
+    share = f" ({expected / median_ms(record):.2f})" if record.status == "ok" and "median_ms" in record.metrics else ""
+    return f"{format_seconds(expected / 1e3)}{share}"
+
+
+def memory(book: Book, record: Record | None, name: str = "peak_memory_bytes") -> str:
+    """A metric in bytes, with marks."""
+    if record is None:
+        return NONE
+    if record.status != "ok":
+        return STATUS[record.status]
+    found = metric(record, name)
+    return NONE if found is None else f"{format_bytes(found)}{marks(book, record)}"
+
+
+def predicted_memory(record: Record | None, name: str = "peak_memory_bytes") -> str:
+    """A predicted metric in bytes, and predicted over measured."""
+    expected = record.predicted.get(name) if record else None
+    if record is None or expected is None:
+        return NONE
+    found = record.metrics.get(name)
+    return format_bytes(expected) + (f" ({expected / found:.2f})" if found else "")
+
+
+def quoted(book: Book, found: Published | None, unit: str) -> str:
+    """A published figure in a unit, with a mark if it is implausible."""
+    if found is None:
+        return NONE
+    space = "" if unit == "%" else " "
+    return f"{found.shown(unit)}{space}{unit}{DOUBTFUL if book.doubts(found) else ''}"
+
+
+def ratio(record: Record | None, prefix: str = "ratio") -> str:
+    """`0.96 (0.93 to 1.02)`: the median of the pairwise ratios that the record keeps, and their quartiles."""
+    if record is None or f"{prefix}_median" not in record.metrics:
+        return NONE
+    middle, low, high = (record.metrics[f"{prefix}_{name}"] for name in ("median", "low", "high"))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def seconds(value: float | None) -> str:
+    """A time in seconds, or a dash."""
+    return NONE if value is None else format_seconds(value)

@@ -1,0 +1,153 @@
+"""What this document is, of which machine, how old its records are, and how far its predictions were off."""
+
+from collections import Counter
+from collections.abc import Iterable
+from statistics import median
+from typing import Any
+
+from benchmarks.records import Record, read_records
+from cs336_systems.text import markdown_code, markdown_text, printable
+from writeup.book import Book, Citation, machines
+from writeup.catalogue import RUNS
+from writeup.cells import NONE, STALE, median_ms, predicted_ms, quartiles
+from writeup.figures import COLOURS, Figure, draw
+from writeup.tables import Table
+from writeup.words import joined, prediction_error
+
+COLUMNS = ("<benchmark", "records", STALE, "<commits", "<dates", "time (predicted / measured)", "memory")
+MEMORY = ("peak_memory_bytes", "peak_bytes")
+Pair = tuple[float, float]  # predicted, measured
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The overview of all benchmarks, and what the sentences are made of."""
+    cited = {name: book.cite(name) for name in dict.fromkeys(run.name for run in RUNS)}
+    records = [record for citation in cited.values() for record in citation]
+    times = {name: pairs for name, found in cited.items() if (pairs := time_pairs(found))}
+    return {
+        "count": len(records),
+        "where": described(records),
+        "overview": Table(book, COLUMNS, [_row(book, name, found) for name, found in cited.items() if found], []),
+        "picture": picture(times) if times else None,
+        "error": prediction_error([pair for pairs in times.values() for pair in pairs]),
+        "best": extremes(times),
+        "missing": [markdown_code(found.command) for found in cited.values() if not found],
+        "refused": refused(records),
+        "gpu": gpu(records, elsewhere(book)),
+    }
+
+
+def time_pairs(records: Iterable[Record]) -> list[Pair]:
+    """Predicted and measured milliseconds of the records that have both."""
+    both = ((predicted_ms(each), each) for each in records if each.status == "ok" and "median_ms" in each.metrics)
+    return [(said, median_ms(each)) for said, each in both if said]
+
+
+def memory_pairs(records: Iterable[Record]) -> list[Pair]:
+    """Predicted and measured bytes at the peak, of the records that have both."""
+    return [
+        (float(record.predicted[name]), float(record.metrics[name]))
+        for record in records
+        for name in MEMORY
+        if record.status == "ok" and record.predicted.get(name) and record.metrics.get(name)
+    ]
+
+
+def shares(pairs: list[Pair]) -> str:
+    """`0.87 (0.77 to 0.89)`: median and quartiles of predicted over measured."""
+    found = [said / seen for said, seen in pairs]
+    if not found:
+        return NONE
+    low, high = quartiles(found)
+    return f"{median(found):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _row(book: Book, name: str, found: Citation) -> list[str]:
+    commits = dict.fromkeys(str(record.environment.get("commit"))[:7] for record in found)
+    dates = sorted({str(record.environment.get("date"))[:10] for record in found})
+    last = dates[-1].removeprefix(dates[0][:8])  # the day alone, within a month
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {last}"
+    old = sum(bool(book.stale(record)) for record in found)
+    cells = [", ".join(map(markdown_text, commits)), markdown_text(span)]
+    return [name, str(len(found)), str(old), *cells, shares(time_pairs(found)), shares(memory_pairs(found))]
+
+
+def described(records: list[Record]) -> list[str]:
+    """Each machine and its software, with the number of records of it."""
+    counted: Counter[str] = Counter()
+    for record in records:
+        where = record.environment
+        kind = "a GPU" if where.get("device_type") == "cuda" else "a CPU"
+        software = [f"{name} {where[name]}" for name in ("torch", "triton", "python") if where.get(name)]
+        counted[f"{where['device']} ({kind}), {where['cores']} cores; {', '.join(software)}"] += 1
+    return [f"{markdown_text(printable(name))}: {count} records" for name, count in counted.items()]
+
+
+def picture(times: dict[str, list[Pair]]) -> Figure:
+    """Every prediction of time as a point, by benchmark, on a logarithmic scale."""
+
+    def into(axes: Any) -> None:
+        for place, pairs in enumerate(times.values()):
+            found = sorted(said / seen for said, seen in pairs)
+            # Points of one benchmark are spread by rank, so that none hides another.
+            heights = [place + 0.5 * (rank + 0.5) / len(found) - 0.25 for rank in range(len(found))]
+            axes.plot(found, heights, ".", color=COLOURS[0], markersize=4, alpha=0.6)
+            axes.plot([median(found)], [place], "|", color=COLOURS[1], markersize=18, markeredgewidth=2.5)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log")
+        ticks = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.tick_params(axis="x", which="minor", bottom=False)
+        axes.set_yticks(range(len(times)), list(times))
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("predicted / measured time")
+
+    return draw(
+        "introduction-predictions",
+        "Every predicted time over its measurement, a point a record; the line is the benchmark's median.",
+        "Points of predicted over measured time on a logarithmic scale, a row for each benchmark",
+        into, height=0.9 + 0.3 * len(times),
+    )  # fmt: skip
+
+
+def extremes(times: dict[str, list[Pair]]) -> str:
+    """Which benchmark's predictions lie nearest and which furthest, by the median of the ratios."""
+    if len(times) < 2:
+        return ""
+    middles = {name: median(said / seen for said, seen in pairs) for name, pairs in times.items()}
+    order = sorted(middles, key=lambda name: max(middles[name], 1 / middles[name]))
+    near, far = (f"`{name}` ({middles[name]:.2f} in the median)" for name in (order[0], order[-1]))
+    return f"the nearest are those of {near}, the furthest off those of {far}"
+
+
+def refused(records: list[Record]) -> str:
+    """How many configurations did not fit or are not supported, and of which benchmarks."""
+    said = []
+    for status, words in (("out-of-memory", "do not fit into memory"), ("unsupported", "are not supported here")):
+        names = [record.benchmark for record in records if record.status == status]
+        if names:
+            said.append(f"{len(names)} {words} ({joined(f'`{name}`' for name in dict.fromkeys(names))})")
+    return joined(said) if said else ""
+
+
+def elsewhere(book: Book) -> list[Record]:
+    """The records of all machines."""
+    paths = [path for name in machines(book.results) for path in sorted((book.results / name).glob("*.jsonl"))]
+    return [record for path in paths for record in read_records(path)]
+
+
+def gpu(records: list[Record], everywhere: list[Record]) -> str:
+    """What is said of GPUs, from what the records say they were measured on."""
+
+    def on_gpu(found: list[Record]) -> int:
+        return sum(record.environment.get("device_type") == "cuda" for record in found)
+
+    if count := on_gpu(records):
+        return f"{count} of these {len(records)} records were measured on a GPU."
+    if count := on_gpu(everywhere):
+        return f"No record of this machine is from a GPU; {count} of other machines are, which `--machine` chooses."
+    return (
+        "No record of any machine is from a GPU: what is said of GPUs here is published by others, or predicted. The "
+        "kernels in Triton were tested in its interpreter and compiled for a GPU, and never timed."
+    )

@@ -1,0 +1,77 @@
+"""The chapters put together: each is a Jinja2 template in Markdown, filled by the Python file of the same name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+
+from writeup.book import Book
+from writeup.contents import PARTS
+from writeup.errors import CitationError
+from writeup.figures import Figure
+
+FOLDER = Path(__file__).parent / "chapters"
+
+
+@dataclass
+class Manuscript:
+    """The whole text in pandoc's Markdown, and its pictures by the name of their file."""
+
+    text: str = ""
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+def compose(book: Book, progress: Callable[[str], None] = lambda chapter: None) -> Manuscript:
+    """All chapters, in the order of the contents. Raises CitationError for a citation of what does not exist."""
+    manuscript = Manuscript()
+    for part, chapters in PARTS.items():
+        if part:
+            manuscript.text += f"# {part} {{.part .unnumbered}}\n\n"
+        for name in chapters:
+            progress(name)
+            text, figures = chapter(book, name)
+            if clash := figures.keys() & manuscript.figures.keys():
+                raise CitationError(f"chapter {name}: there are two figures called {', '.join(sorted(clash))}")
+            manuscript.text += text.rstrip() + "\n\n"
+            manuscript.figures |= figures
+    return manuscript
+
+
+def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
+    """One chapter's Markdown and its pictures. Raises CitationError."""
+    book.chapter = name
+    file = name.replace("-", "_")
+    try:
+        content: dict[str, Any] = import_module(f"writeup.chapters.{file}").content(book)
+        text = _environment().get_template(f"{file}.md").render(content)
+    except UndefinedError as error:
+        raise CitationError(f"chapter {name}: {error.message}") from None
+    except CitationError as error:
+        raise CitationError(f"chapter {name}: {error}") from None
+    if not text.startswith("## ") or f"{{#{name}" not in text.splitlines()[0]:
+        raise CitationError(f"chapter {name} must begin with its heading, '## Title {{#{name}}}'")
+    return text, {figure.name: figure.svg for figure in _figures(content.values()) if str(figure) in text + "\n"}
+
+
+def _figures(values: Any) -> list[Figure]:
+    found: list[Figure] = []
+    for value in values:
+        if isinstance(value, Figure):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _figures(value)
+        elif isinstance(value, dict):
+            found += _figures(value.values())
+    return found
+
+
+def _environment() -> Environment:
+    # The text is Markdown, in which what is foreign was escaped where it was put into a cell or a sentence. `{#` begins
+    # the name of a heading there, and so no comment here.
+    return Environment(
+        loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=False,
+        trim_blocks=True, lstrip_blocks=True, comment_start_string="{##", comment_end_string="##}",
+    )  # fmt: skip

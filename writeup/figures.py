@@ -1,0 +1,93 @@
+"""Pictures of the write-up: drawn by matplotlib, the same bytes for the same data, or taken from beside the records."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import LogLocator, StrMethodFormatter
+
+from writeup.errors import CitationError
+
+# Okabe and Ito's colours, which the colour-blind can tell apart.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+STYLE = {
+    "svg.hashsalt": "writeup",
+    "svg.fonttype": "path",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "legend.frameon": False,
+    "axes.prop_cycle": cycler(color=COLOURS),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture as SVG, with what stands below it and what it shows for those who cannot see it."""
+
+    name: str
+    svg: str
+    caption: str
+    alt: str
+
+    def __str__(self) -> str:
+        alt = self.alt.replace('"', "'")
+        return f'![{self.caption}](figures/{self.name}.svg){{#figure-{self.name} alt="{alt}"}}\n'
+
+
+def draw(
+    name: str,
+    caption: str,
+    alt: str,
+    into: Callable[[Any], None],
+    columns: int = 1,
+    width: float = 7.0,
+    height: float = 3.2,
+) -> Figure:
+    """A figure of `columns` axes side by side; `into` draws into the axes, or into their list if there are several.
+
+    `width` and `height` are in inches. Text of the caption is Markdown; foreign text in labels must have passed through
+    `cs336_systems.text.plot_text`.
+    """
+    with mpl.rc_context(STYLE):
+        canvas = Canvas(figsize=(width, height), layout="constrained")
+        axes: list[Axes] = [canvas.add_subplot(1, columns, 1 + place) for place in range(columns)]
+        into(axes[0] if columns == 1 else axes)
+        text = StringIO()
+        canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return Figure(name, text.getvalue(), caption, alt)
+
+
+def picture(path: Path, name: str, caption: str, alt: str) -> Figure:
+    """A picture that a benchmark left beside its records. Raises CitationError if it is not there."""
+    if not path.is_file():
+        raise CitationError(f"there is no picture {path}")
+    return Figure(name, path.read_text(), caption, alt)
+
+
+def drawn(name: str, canvas: Any, caption: str, alt: str) -> Figure:
+    """A matplotlib Figure that was drawn elsewhere, as the same bytes for the same data; text becomes outlines."""
+    with mpl.rc_context({key: STYLE[key] for key in ("svg.hashsalt", "svg.fonttype")}):
+        text = StringIO()
+        canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return Figure(name, text.getvalue(), caption, alt)
+
+
+def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:
+    """Both axes logarithmic with plain numbers: ticks at these places of x, and what x and y are."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(places), [f"{place:,.0f}" for place in places])
+    axes.minorticks_off()
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)

@@ -1,0 +1,31 @@
+"""Is a record older than the code it measured? Asked of git."""
+
+import subprocess
+from collections.abc import Iterable
+from functools import cache
+
+from writeup.exercised import ROOT
+
+
+@cache
+def _changes(commit: str) -> frozenset[str] | None:
+    """Every file that differs from a commit, also if nobody has committed the change; None if git cannot tell."""
+    if not commit.isalnum():
+        return None
+    try:
+        done = subprocess.run(
+            ["git", "diff", "--name-only", "--no-renames", commit, "--"],
+            cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return frozenset(done.stdout.splitlines())
+
+
+def changed_since(commit: str, files: Iterable[str]) -> list[str] | None:
+    """Which of the files, relative to the project's root, have changed since a commit.
+
+    None if that cannot be known: there is no git, or no such commit here, as in a shallow clone.
+    """
+    changes = _changes(commit)
+    return None if changes is None else [file for file in files if file in changes]
