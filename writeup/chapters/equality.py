@@ -1,0 +1,82 @@
+"""The equality matrix as a table: a tick for each test that proves a cell, and why the empty ones are empty."""
+
+from typing import Any
+
+from cs336_systems.text import markdown_code, markdown_text
+from writeup.book import Book
+from writeup.cells import NONE, STALE
+from writeup.equality import PROPERTIES, Row, matrix
+from writeup.freshness import changed_since
+from writeup.proofs import COMMAND, Report, read_report
+from writeup.tables import markdown
+
+TICK, FAILED, UNPROVEN = "✓", "✗", "○"
+HEADS = {"norm": "gradient norm"}
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The table with its notes, how many cells are filled, and what the report was made on."""
+    report, rows = read_report(), matrix()
+    notes: dict[str, list[str]] = {}
+    lines = [_line(report, row, notes) for row in rows]
+    cells = [cell for row in rows for cell in row.cells.values()]
+    return {
+        "table": markdown(("<strategy", *(f"<{HEADS.get(name, name)}" for name in PROPERTIES)), lines),
+        "notes": [_note(number, text, where) for number, (text, where) in enumerate(notes.items(), 1)],
+        "proven": sum(bool(cell.tests) for cell in cells),
+        "defined": sum(cell.is_defined for cell in cells),
+        "unproven": sum(cell.is_defined and not cell.tests for cell in cells),
+        "tests": len({node for cell in cells for node in cell.tests}),
+        "failed": [_link(report, node) for node in report.proofs if report.proofs[node].outcome == "failed"],
+        "source": provenance(report),
+        "command": markdown_code(COMMAND),
+        **_age(report, rows),
+    }
+
+
+def _line(report: Report, row: Row, notes: dict[str, list[str]]) -> list[str]:
+    return [markdown_text(row.strategy), *(_cell(report, row, name, notes) for name in PROPERTIES)]
+
+
+def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> str:
+    """Ticks, or a sign for why there is none; and the number of what there is to say."""
+    cell = row.cells[name]
+    signs = [_tick(report, row, node) for node in cell.tests] or [UNPROVEN if cell.is_defined else NONE]
+    text = cell.note.partition(": ")[2] if not cell.tests else cell.note
+    if text:
+        notes.setdefault(text, []).append(f"{row.strategy}, {HEADS.get(name, name)}")
+        signs[-1] += f"^{list(notes).index(text) + 1}^"
+    return " ".join(signs)
+
+
+def _tick(report: Report, row: Row, node: str) -> str:
+    proof = report.proof(node)
+    old = bool(report.older([node])) or bool(changed_since(str(report.environment.get("commit")), row.files))
+    return f"[{TICK if proof.outcome == 'passed' else FAILED}](#{proof.anchor}){STALE if old else ''}"
+
+
+def _note(number: int, text: str, where: list[str]) -> str:
+    return f"{number}. {markdown_text(text[0].upper() + text[1:])} ({markdown_text('; '.join(where))})."
+
+
+def _link(report: Report, node: str) -> str:
+    return f"[{markdown_text(node)}](#{report.proofs[node].anchor})"
+
+
+def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:
+    """Files that have changed since the report, of the tests and of the strategies; None if git cannot tell."""
+    nodes = {node for row in rows for cell in row.cells.values() for node in cell.tests}
+    files = sorted({node.partition("::")[0] for node in nodes} | {file for row in rows for file in row.files})
+    changed = changed_since(str(report.environment.get("commit")), files)
+    return {"stale": STALE, "known": changed is not None, "changed": [markdown_code(file) for file in changed or ()]}
+
+
+def provenance(report: Report) -> str:
+    """What the report was made on, in a line."""
+    where = report.environment
+    dirty = " with changes that are in no commit" if where["dirty"] else ""
+    said = (
+        f"{len(report.proofs)} tests in {report.seconds:.0f} s on {where['device']}, {where['cores']} cores; Python "
+        f"{where['python']}, torch {where['torch']}; commit {str(where['commit'])[:7]}{dirty}, {where['date'][:10]}"
+    )
+    return markdown_text(said)
