@@ -1,0 +1,189 @@
+"""Sentences and tables of the chapters on arithmetic, the three other systems and checkpoints, from made-up records."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks.records import Record
+from cs336_systems.cost.course import question
+from writeup import cost_runs
+from writeup.book import Book, Citation
+from writeup.chapters import arithmetic, checkpoints, introduction, megatron, moe, roofline
+from writeup.cost_runs import Published, published_runs
+from writeup.moe_profile import published_shares, same_calls
+
+CPU = {"device": "cpu", "device_type": "cpu", "cores": 2, "commit": "abc", "dirty": False, "date": "2026-01-02"}
+
+
+def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **more: Any) -> Record:
+    """A record whose median is that of its three samples."""
+    metrics = ({"median_ms": sorted(ms)[1]} if ms else {}) | more.pop("metrics", {})
+    return Record(benchmark, config, more.pop("environment", CPU), list(ms), metrics, **more)
+
+
+def citation(*records: Record) -> Citation:
+    """What a chapter would have been given."""
+    return Citation(records[0].benchmark, "run it", records, frozenset(key for each in records for key in each.config))
+
+
+def save(candidate: str, ms: float, said: float | None = None, nbytes: int = 2**20, **config: Any) -> Record:
+    """A record of `benchmarks.checkpoints` with a narrow spread."""
+    state = {"size": "tiny", "year": 2024, "ranks": 2, "d_model": 8, "layers": 1}
+    return record(
+        "checkpoints", {"candidate": candidate, **state, **config}, (0.99 * ms, ms, 1.01 * ms),
+        metrics={"bytes": nbytes}, predicted={"mean_ms": said} if said else {},
+    )  # fmt: skip
+
+
+def test_which_checkpoint_is_faster_is_read_from_the_records():
+    slow = citation(save("save", 30.0), save("DCP save", 10.0), save("torch.save", 30.1))
+    assert checkpoints.comparisons(slow, "tiny") == [
+        "tiny: DCP save is 3 times as fast as this project's save",
+        "tiny: this project's save and `torch.save` cannot be told apart (medians 0% apart, quartiles overlap)",
+    ]
+    fast = citation(save("save", 10.0), save("DCP save", 30.0))
+    assert checkpoints.comparisons(fast, "tiny") == ["tiny: this project's save is 3 times as fast as DCP save"]
+
+
+def test_what_a_background_save_leaves_and_how_far_a_prediction_falls_short():
+    small = citation(save("save", 40.0, said=20.0), save("save in the background", 10.0))
+    large = citation(save("save", 90.0, said=30.0, nbytes=2**30, size="small"))
+    assert checkpoints.stands_still({"tiny": small, "small": large}) == ["25.0% at tiny"]
+    said = "a save of 1.0 MiB takes 2 times what is predicted, one of 1.0 GiB 3 times"
+    assert checkpoints.shortfall([large, small]) == said
+    assert checkpoints.shortfall([small]) == ""
+
+
+def test_states_are_told_apart_by_ranks_and_shape():
+    names = checkpoints.by_state(citation(save("save", 1.0), save("load", 2.0)))
+    assert {name: len(group) for name, group in names.items()} == {"tiny": 2}
+    names = checkpoints.by_state(citation(save("save", 1.0), save("save", 2.0, ranks=4), save("save", 3.0, d_model=16)))
+    assert list(names) == ["tiny, 2 ranks", "tiny, 4 ranks", "tiny, 2 ranks (16 x 1, 2024)"]
+    assert [len(group) for group in names.values()] == [1, 1, 1]
+
+
+def test_what_is_said_of_gpus_follows_from_the_records():
+    here, there = record("e2e", {}, (1, 2, 3)), record("e2e", {}, (1, 2, 3), environment=CPU | {"device_type": "cuda"})
+    assert introduction.gpu([here], [here]).startswith("No record of any machine is from a GPU")
+    assert introduction.gpu([here], [here, there]).startswith("No record of this machine is from a GPU; 1 of other")
+    assert introduction.gpu([here, there], []) == "1 of these 2 records were measured on a GPU."
+
+
+def test_pairs_of_predictions_leave_out_what_lacks_one_side():
+    both = record("e2e", {}, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0, "peak_bytes": 6}, metrics={"peak_bytes": 8})
+    alone, failed = record("e2e", {}, (1, 2, 3)), record("e2e", {}, status="out-of-memory", predicted={"mean_ms": 1.0})
+    assert introduction.time_pairs([both, alone, failed]) == [(1.0, 2.0)]
+    assert introduction.memory_pairs([both, alone, failed]) == [(6.0, 8.0)]
+    assert introduction.shares([(1.0, 2.0), (1.0, 1.0), (3.0, 2.0)]) == "1.00 (0.75 to 1.25)"
+    assert introduction.shares([]) == "-"
+    assert introduction.refused([both, failed]) == "1 do not fit into memory (`e2e`)"
+    assert introduction.refused([both]) == ""
+
+
+def test_the_nearest_benchmark_is_the_one_whose_median_is_nearest_to_1():
+    said = introduction.extremes({"a": [(1.0, 10.0)], "b": [(4.0, 3.0)], "c": [(3.0, 1.0)]})
+    assert (
+        said == "the nearest are those of `b` (1.33 in the median), the furthest off those of `a` (0.10 in the median)"
+    )
+    assert introduction.extremes({"a": [(1.0, 2.0)]}) == ""
+
+
+def test_the_three_answers_of_students_are_the_readings_of_one_question():
+    table = arithmetic.readings(Book(machine=None), question("xxl-batch"))
+    assert [row[2] for row in table.rows] == ["245", "319", "395", "61"]
+
+
+def test_limits_of_parallelism_agree_with_their_ratios():
+    rows = arithmetic.limits(Book(machine=None), {name: question(name) for name in arithmetic.NAMES}).rows
+    for split, way, devices, share, limit in rows[1:]:
+        asked = 1
+        for each in devices.split(" x "):
+            asked *= int(each)
+        assert (float(share.rstrip("%")) <= 100) == (asked <= int(limit.split()[0])), (split, way)
+    assert float(rows[-2][3].rstrip("%")) < float(rows[-1][3].rstrip("%"))  # what overlaps takes less
+
+
+def evaluation(moe_kind: str, sent: float, dropped: float, loss: float, **config: Any) -> Record:
+    """A record of `benchmarks.moe_eval` whose prediction is 1000 bytes an all-to-all."""
+    metrics = {"bytes_per_all_to_all": sent, "dropped": dropped, "loss": loss, "tokens": 64}
+    shape = {"moe": moe_kind, **config}
+    return record("moe_eval", shape, (1, 2, 3), metrics=metrics, predicted={"bytes_per_all_to_all": 1000})
+
+
+def test_bytes_of_an_all_to_all_are_compared_with_what_was_kept():
+    exact = [evaluation("einsum", 1000.0, 0.0, 2.0), evaluation("sort", 900.0, 0.1, 2.0)]
+    one_hot, sort = moe.bytes_said(exact)
+    assert one_hot == "one-hot: equal to the prediction, to the byte"
+    assert sort.startswith("sort: 0.900 to 0.900 of the prediction")
+    assert sort.endswith("is what was sent, to the byte")
+    one_hot, sort = moe.bytes_said([evaluation("einsum", 1100.0, 0.0, 2.0), evaluation("sort", 950.0, 0.1, 2.0)])
+    assert one_hot == "one-hot: 100 bytes off"
+    assert sort.endswith("is off by 50 bytes")
+
+
+def test_losses_are_compared_for_the_same_tokens_only():
+    pair = [evaluation("einsum", 1000.0, 0.0, 2.0), evaluation("sort", 900.0, 0.1, 2.002)]
+    assert moe.agreement(pair) == ["2 evaluations (einsum and sort) of 64 tokens: losses apart by 1.0e-03 at most"]
+    assert moe.agreement(pair[:1]) == []
+
+
+def test_the_published_profile_says_that_the_host_decides():
+    shares = published_shares(Book(machine=None))
+    assert (shares["busy"], shares["sent"], shares["working"]) == ("12%", "63%", "4.5%")
+    assert same_calls(None) == ""
+
+
+def scaled(layout: str, pp: int, ranks: int, ms: float, said: dict[str, float], **metrics: float) -> Record:
+    """A record of `benchmarks.scaling`."""
+    found = {"efficiency_median": 0.5, "bubble": 0.25} | metrics
+    predicted = {"mean_ms": sum(said.values()), "parts_ms": said, "bubble": 0.2}
+    config = {"layout": layout, "pp": pp, "ranks": ranks}
+    return record("scaling", config, (ms, ms, ms), metrics=found, predicted=predicted)
+
+
+def test_what_is_said_of_our_layouts():
+    one = scaled("2x1x1", 1, 2, 10.0, {"forward": 1.0, "tensor-parallel": 4.0}, efficiency_median=0.3)
+    two = scaled("1x2x1", 2, 2, 10.0, {"forward": 9.0})
+    many = scaled("2x2x1", 2, 4, 10.0, {"forward": 12.0})
+    said = megatron.ours(citation(one, two, many))
+    assert said[1] == "Of the ways to use two ranks, by efficiency: 1x2x1 (50%) and 2x1x1 (30%)"
+    assert said[2] == "The measured bubble less the ideal one: 1x2x1 +5.0% and 2x2x1 +5.0%"
+    assert "more ranks than cores (2x2x1)" in said[3]
+    assert said[4] == "The prediction is furthest off for 2x1x1; 80% of it is tensor parallel"
+    assert megatron.ours(Citation("scaling", "run it")) == []
+
+
+def test_the_model_is_furthest_off_where_the_study_starved_its_hosts():
+    study = megatron.read_runs([megatron.STUDY])
+    steps = [megatron.predicted_step(run) for run in study]
+    table = megatron.study_table(Book(machine=None), study, steps)
+    assert [row[-1] for row in table.rows] == ["5", "", "3", "1, 4", "", "2, 4"]
+    assert "without 1 of starved hosts" in megatron.host(study, steps)[0]
+
+
+def test_families_that_are_far_off_are_named_with_a_reason_or_without(monkeypatch):
+    runs = published_runs()
+    said = cost_runs.far_off(runs)
+    assert any(line.startswith("MT-NLG 2022, 530B on A100-80GB, -24%: another framework") for line in said)
+    assert not any("Korthikanti" in line for line in said)
+    assert sum(line.endswith("not explained") for line in said) == sum("Bloomberg" in line for line in said)
+    assert all(any(name in each.row["family"] for each in runs) for name in cost_runs.REASONS)
+    monkeypatch.setattr(cost_runs, "FAR", 10.0)
+    assert cost_runs.far_off(runs) == []
+
+
+def test_totals_count_fitted_and_predicted_runs_apart():
+    runs: Sequence[Published] = published_runs()
+    fitted = [each for each in runs if each.fitted]
+    said = cost_runs.totals(runs)
+    assert said[0].startswith(f"{len(fitted)} runs were fitted: ")
+    assert said[1].startswith(f"{len(runs) - len(fitted)} runs were only predicted: ")
+    assert len(cost_runs.totals(fitted)) == 1
+
+
+@pytest.mark.parametrize("kind", ["wrong", "missing", "text"])
+def test_every_difference_of_the_notebook_fills_its_columns(kind):
+    table = roofline.differences(Book(machine=None), kind)
+    assert table.rows
+    assert all(len(row) == len(table.columns) and all(row) for row in table.rows)

@@ -1,0 +1,181 @@
+"""What backward can run again instead of keeping it: bytes kept by block, the best length of a segment, recursion."""
+
+from typing import Any
+
+from benchmarks.memory_tables import grouped, recompute_name
+from benchmarks.records import Record
+from cs336_systems.console import format_bytes
+from cs336_systems.cost import backward_flops, forward_flops, recompute_flops
+from cs336_systems.cost.memory import Sizes, block_activations
+from cs336_systems.presets import ModelConfig, preset
+from cs336_systems.text import markdown_text
+from writeup.book import Book, Citation
+from writeup.cells import NONE, memory, predicted_memory
+from writeup.figures import COLOURS, Figure, draw
+from writeup.tables import Table
+
+RESIDUALS = "python -m benchmarks.memory --size 2.7B --residuals"
+SEGMENTS = "python -m benchmarks.memory --size medium --batch-size 4 --segments"
+STUDENT = "enzo-ding"
+MIB = 2**20
+
+
+def content(book: Book) -> dict[str, Any]:
+    """What blocks keep, the sweep over segments with its prediction, and what recomputing costs."""
+    kept = one_shape(book.cite("memory", mode="residuals", command=RESIDUALS).measured)
+    swept = one_shape(book.cite("memory", mode="activations", command=SEGMENTS))
+    plain = swept.one(recompute="none")
+    return {
+        "kept": residuals(book, kept),
+        "inside": inside(book, kept),
+        "what": what(kept),
+        "swept": sweep_table(book, swept),
+        "what_swept": what(swept),
+        "picture": picture(swept, plain) if plain else None,
+        "rule": rule(plain) if plain else {},
+        "saved": saved(kept),
+        "best": best(swept),
+        "theirs": theirs(book),
+    }
+
+
+def one_shape(cited: Citation) -> Citation:
+    """Those of the model and the tokens that were measured first, whatever they recompute."""
+    first = next(iter(cited), None)
+    ways = ("recompute", "recompute_every")
+    return cited.only({key: value for key, value in first.config.items() if key not in ways}) if first else cited
+
+
+def config_of(record: Record) -> ModelConfig:
+    """The model of a record, recomputing as it did."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    return model.override(
+        context_length=config["context"], norm=config["norm"], attention=config["attention"],
+        recompute=config["recompute"], recompute_every=config["recompute_every"],
+    )  # fmt: skip
+
+
+def what(cited: Citation) -> str:
+    """The model and the tokens of some records."""
+    for record in cited:
+        config = record.config
+        return f"`{config['size']}` of {config['year']}, {config['batch_size']} x {config['context']} tokens"
+    return ""
+
+
+def residuals(book: Book, cited: Citation) -> Table:
+    """Bytes kept for backward by block, for each way of recomputing, and their sum beside the predicted one."""
+    records = list(cited)
+    rows = [[markdown_text(row[0]), *row[1:]] for row in grouped([record.metrics["blocks"] for record in records])]
+    if records:
+        rows.append(["in all", *(memory(book, record, "kept_bytes") for record in records)])
+        rows.append(["predicted (of counted)", *(predicted_memory(record, "kept_bytes") for record in records)])
+    return Table(book, ("<kept by", *map(recompute_name, records)), rows, cited)
+
+
+def inside(book: Book, cited: Citation) -> Table:
+    """The same inside one block."""
+    records = list(cited)
+    rows = [[markdown_text(row[0]), *row[1:]] for row in grouped([record.metrics["modules"] for record in records])]
+    return Table(book, ("<kept by", *map(recompute_name, records)), rows, cited)
+
+
+def sweep_table(book: Book, cited: Citation) -> Table:
+    """Each way of recomputing: the most activations at once, what they consist of, and the FLOPs that it costs."""
+    rows = []
+    for record in cited:
+        predicted = record.predicted
+        rows.append([
+            recompute_name(record), memory(book, record, "peak_bytes"), predicted_memory(record, "peak_bytes"),
+            *(format_bytes(predicted[f"{part}_bytes"]) for part in ("kept", "recomputed")), f"{more_work(record):.1%}",
+        ])  # fmt: skip
+    columns = ("<recomputed", "peak", "predicted (of measured)", "kept", "recomputed at once", "more FLOPs, computed")
+    return Table(book, columns, rows, cited)
+
+
+def more_work(record: Record) -> float:
+    """FLOPs that backward repeats over those of a forward and a backward pass."""
+    config, batch, seq = config_of(record), record.config["batch_size"], record.config["context"]
+    passes = sum(forward_flops(config, batch, seq).values()) + backward_flops(config, batch, seq)
+    return recompute_flops(config, batch, seq) / passes
+
+
+def picture(cited: Citation, plain: Record) -> Figure:
+    """Predicted peak by length of a segment, and what was measured."""
+
+    def into(axes: Any) -> None:
+        peaks = [each / MIB for each in plain.predicted["peak_by_length"]]
+        axes.plot(range(1, len(peaks) + 1), peaks, "-", label="segments, predicted")
+        measured = {record.config["recompute_every"]: record for record in cited.measured.only(recompute="segments")}
+        tops = [record.metrics["peak_bytes"] / MIB for record in measured.values()]
+        axes.plot(list(measured), tops, "o", color="black", label="segments, measured")
+        for record in cited.measured.only(recompute=("none", "nested")):
+            name, colour = record.config["recompute"], COLOURS[1 if record is plain else 2]
+            axes.axhline(record.metrics["peak_bytes"] / MIB, color=colour, linestyle="--", label=f"{name}, measured")
+        axes.axvline(
+            plain.predicted["square_root_rule"], color=COLOURS[7], linestyle=":", label="square root of L s / b"
+        )
+        axes.axvline(len(peaks) ** 0.5, color=COLOURS[3], linestyle=":", label="square root of L")
+        axes.set_xlabel("blocks in a segment")
+        axes.set_ylabel("most activations at once, MiB")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return draw(
+        "activation-checkpointing-segments", "The most bytes of activations at once, by the length of a segment.",
+        "A line of predicted memory over the length of a segment, with points of what was measured", into,
+    )  # fmt: skip
+
+
+def rule(record: Record) -> dict[str, str]:
+    """What the formula of the square root says of this shape."""
+    config = config_of(record)
+    sizes = Sizes.of(config, record.config["batch_size"], record.config["context"], record.config["precision"])
+    block, peaks = block_activations(config, sizes), record.predicted["peak_by_length"]
+    return {
+        "layers": str(len(peaks)),
+        "stream": format_bytes(sizes.stream),
+        "block": format_bytes(block),
+        "ratio": f"{block / sizes.stream:.3g}",
+        "optimum": f"{record.predicted['square_root_rule']:.2f}",
+        "naive": f"{len(peaks) ** 0.5:.2f}",
+        "best": str(1 + peaks.index(min(peaks))),
+        "at_naive": format_bytes(peaks[round(len(peaks) ** 0.5) - 1]),
+        "at_best": format_bytes(min(peaks)),
+    }
+
+
+def saved(cited: Citation) -> list[str]:
+    """What each way keeps of what is kept without it, and what it costs: a clause each."""
+    plain = cited.one(recompute="none")
+    if plain is None:
+        return []
+    said = []
+    for record in cited:
+        if record is not plain:
+            share = record.metrics["kept_bytes"] / plain.metrics["kept_bytes"]
+            said.append(f"{recompute_name(record)}: {share:.1%} of the bytes, for {more_work(record):.1%} more FLOPs")
+    return said
+
+
+def best(cited: Citation) -> str:
+    """Which length of a segment needed least of those measured, and whether the prediction named it: a clause."""
+    lengths = {r.config["recompute_every"]: r for r in cited.measured.only(recompute="segments")}
+    if not lengths:
+        return ""
+    found = min(lengths, key=lambda length: lengths[length].metrics["peak_bytes"])
+    peaks = lengths[found].predicted["peak_by_length"]
+    wanted = 1 + peaks.index(min(peaks))
+    agrees = "as predicted" if wanted == found else f"where {wanted} was predicted"
+    return f"of the lengths measured, {found} needs least, {agrees}"
+
+
+def theirs(book: Book) -> str:
+    """A student's peaks by length of a segment: a clause, or nothing."""
+    table = book.published.table(STUDENT, "activation checkpointing")
+    rows = [
+        f"{row.values['peak'].shown('GiB')} GiB with segments of {row.keys['recompute_every']}" for row in table.rows
+    ]
+    place = f"`{table.rows[0].keys['size']}` of {table.source.year}, context {table.fixed['context']}, {table.hardware}"
+    return f"{' and '.join(rows)} ({place})" if rows else NONE

@@ -1,0 +1,247 @@
+"""How long an all-reduce takes: over its size, the number of ranks, and a link between two nodes."""
+
+import re
+from typing import Any
+
+from benchmarks.collective import bandwidths, size_name
+from benchmarks.records import Record
+from cs336_systems.console import format_seconds
+from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.volume import sent
+from writeup.beside import Beside, beside
+from writeup.book import Book, Citation, metric
+from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing
+from writeup.figures import COLOURS, Figure, draw
+from writeup.rank_runs import line_of
+from writeup.tables import Table
+from writeup.words import joined, prediction_error, times
+
+SOURCE, ONE, TWO = "rod-2024", "all-reduce", "all-reduce, two nodes"
+STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding")
+SIMULATED = "python -m benchmarks.two_nodes --nproc 1 -- benchmarks/allreduce.py --sizes '1MB 10MB 50MB'"
+BACKENDS = (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"))
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Ours on one node and on two, the fits, the original's, and what the commentary is made of."""
+    one, two = book.cite("allreduce", nodes=1, link=""), book.cite("allreduce", nodes=2, command=SIMULATED)
+    theirs = beside(book, SOURCE, ONE, "ms")
+    return {
+        "one": measured(book, one, theirs),
+        "two": measured(book, two, beside(book, SOURCE, TWO, "ms")),
+        "simulated": joined({r.config["link"]: None for r in two if r.config["link"]}) if has_link(two) else "",
+        "fits": fits(book, [one, two]),
+        "picture": picture(one, two) if one.measured or two.measured else None,
+        "published": published(book, theirs),
+        "published_picture": published_picture(theirs),
+        "students": students(book),
+        "empty": book.published.table(SOURCE, TWO).note,
+        "said": commentary(one, two),
+        "original": original(theirs),
+    }
+
+
+def has_link(cited: Citation) -> bool:
+    """Whether any record names its link: it is then no network of the machine's own."""
+    return any(record.config["link"] for record in cited)
+
+
+def place(record: Record) -> str:
+    """`2 gloo cpu`: ranks, who moves the bytes, where they are."""
+    return f"{record.config['ranks']} {record.config['backend']} {record.config['device']}"
+
+
+def rate(bytes_per_s: float) -> str:
+    """`1.16 GB/s`, in thousands as links are sold."""
+    return f"{size_name(bytes_per_s)}/s"
+
+
+def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
+    """Every size and number of ranks."""
+    rows = []
+    for record in sorted(cited, key=lambda r: (r.config["backend"], r.config["ranks"], r.config["bytes"])):
+        config = {name: record.config[name] for name in ("backend", "device", "bytes", "ranks")}
+        cells = [place(record), size_name(config["bytes"]), timing(book, record), prediction(record)]
+        if record.status == "ok":
+            cells += [rate(metric(record, f"{kind}_bytes_per_s")) for kind in ("algorithm", "bus")]
+            cells.append(format_seconds(metric(record, "rank_spread_ms") / 1e3))
+        else:
+            cells += [NONE] * 3
+        rows.append([*cells, theirs.cell(**config)])
+    columns = ("<ranks", "size", "median (quartiles)", "predicted (of measured)", "algorithm", "bus", "rank spread",
+               "Rød, mean")  # fmt: skip
+    return Table(book, columns, rows, cited)
+
+
+def families(cited: Citation) -> dict[str, list[Record]]:
+    """Records by ranks and backend, each sorted by size."""
+    found: dict[str, list[Record]] = {}
+    for record in sorted(cited.measured, key=lambda r: (r.config["backend"], r.config["ranks"], r.config["bytes"])):
+        found.setdefault(place(record), []).append(record)
+    return found
+
+
+def fits(book: Book, citations: list[Citation]) -> Table:
+    """Latency and bandwidth: of the probe, on which the predictions rest, and fitted to what was measured."""
+    rows = []
+    for cited in citations:
+        for name, records in families(cited).items():
+            line, first = line_of(records), records[0]
+            found = (
+                [format_seconds(line.overhead), rate(line.bandwidth), f"{line.residual:.0%}"]
+                if line
+                else [NONE, NONE, "no line"]
+            )
+            probed = [format_seconds(metric(first, "latency_ms") / 1e3), rate(metric(first, "link_bytes_per_s"))]
+            nodes = first.config["nodes"]
+            rows.append([name, f"{nodes} node{'s' * (nodes > 1)}", probed[0], found[0], probed[1], *found[1:]])
+    columns = ("<ranks", "<on", "latency, probed", "fitted", "bandwidth, probed", "fitted", "fit off by")
+    return Table(book, columns, rows, [cited for cited in citations if cited] or citations[0])
+
+
+def picture(one: Citation, two: Citation) -> Figure:
+    """Time over size, log-log: points measured, dashed lines predicted."""
+
+    def into(both: Any) -> None:
+        for axes, cited, title in zip(both, (one, two), ("one node", "two nodes"), strict=True):
+            for colour, (name, records) in zip(COLOURS, families(cited).items(), strict=False):
+                sizes = [r.config["bytes"] for r in records]
+                axes.plot(sizes, [median_ms(r) for r in records], "o-", color=colour, markersize=4, label=name)
+                axes.plot(sizes, [predicted_ms(r) for r in records], "--", color=colour, linewidth=1)
+            has = bool(cited.measured)
+            simulated = " (simulated)" if has_link(cited) else ""
+            axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds", title=title + simulated)
+            if has:
+                axes.legend()
+
+    return draw(
+        "all-reduce-time", "Time of an all-reduce over its size: medians, and dashed the prediction from the probe.",
+        "Two log-log plots of the time of an all-reduce over its size, on one node and on two", into, columns=2,
+    )  # fmt: skip
+
+
+def published(book: Book, theirs: Beside) -> Table:
+    """The original's cells of all three settings, and the least that its hardware's data sheet allows NCCL."""
+    rows = []
+    link = system_preset(theirs.table.system).inside.bandwidth
+    for nbytes, ranks in sorted({(int(row.keys["bytes"]), int(row.keys["ranks"])) for row in theirs.table.rows}):
+        keys: list[dict[str, Any]] = [
+            {"backend": backend, "device": device, "bytes": nbytes, "ranks": ranks} for backend, device in BACKENDS
+        ]
+        fastest = theirs.value(**keys[-1])
+        bus = rate(bandwidths(nbytes, ranks, fastest.ms)["bus_bytes_per_s"]) if fastest else NONE
+        least = f"{1e3 * sent('all-reduce', ranks) * nbytes / link:.3g} ms"
+        rows.append([size_name(nbytes), str(ranks), *(theirs.cell(**key) for key in keys), bus, least])
+    columns = ("size", "ranks", *(f"{backend}, {device}" for backend, device in BACKENDS), "NCCL's bus", "ring, least")
+    note = (
+        f"Means of {theirs.table.source.author} on {theirs.table.hardware}. The last column is a ring's bytes over the "
+        f"{rate(link)} that one such GPU has to the others by its data sheet."
+    )
+    return Table(book, columns, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes], always=True)
+
+
+def published_picture(theirs: Beside) -> Figure:
+    """The original's three settings over size."""
+
+    def into(axes: Any) -> None:
+        for colour, (backend, device) in zip(COLOURS, BACKENDS, strict=False):
+            for ranks, style in ((2, "o-"), (4, "s--"), (6, "^:")):
+                rows = [
+                    (row.keys["bytes"], 1e3 * row.values["mean"].value)
+                    for row in theirs.table.rows
+                    if (row.keys["backend"], row.keys["device"], row.keys["ranks"]) == (backend, device, ranks)
+                ]
+                label = f"{backend} {device}, {ranks}"
+                axes.plot(*zip(*sorted(rows), strict=True), style, color=colour, markersize=4, label=label)
+        link = system_preset(theirs.table.system).inside.bandwidth
+        sizes = sorted({int(row.keys["bytes"]) for row in theirs.table.rows})
+        axes.plot(sizes, [1e3 * size / link for size in sizes], color="black", label="2 ranks' bytes over NVLink")
+        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="milliseconds")
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+    return draw(
+        "all-reduce-published", "The original's figures. Below the black line, a link at full speed, nothing can be.",
+        "Log-log plot of the original's all-reduce times for gloo on CPU and GPU and NCCL, with the link's limit", into,
+    )  # fmt: skip
+
+
+def students(book: Book) -> Table:
+    """Other published all-reduces of 1 GB, with their bus bandwidth."""
+    rows = []
+    for source in STUDENTS:
+        table = beside(book, source, ONE, "ms")
+        for row in table.table.rows:
+            ranks, nbytes = int(row.keys["ranks"]), int(row.keys["bytes"])
+            bus = bandwidths(nbytes, ranks, row.values["mean"].ms)["bus_bytes_per_s"]
+            where = f"{row.keys['backend']}, {table.table.hardware}"
+            rows.append([source, where, size_name(nbytes), str(ranks), table.cell(**row.keys), rate(bus)])
+    return Table(book, ("<source", "<on", "size", "ranks", "mean", "bus"), rows, always=True)
+
+
+def commentary(one: Citation, two: Citation) -> list[str]:
+    """What the records say: predictions, from which size on bytes count, what more ranks and a slower link do."""
+    said = []
+    for cited, where in ((one, "On one node"), (two, "On two nodes")):
+        if cited.measured:
+            error = prediction_error([(predicted_ms(r) or 0.0, median_ms(r)) for r in cited.measured])
+            said.append(f"{where}, {error}.")
+    for name, records in families(one).items():
+        if line := line_of(records):
+            half = line.overhead * line.bandwidth / sent("all-reduce", records[0].config["ranks"])
+            said.append(
+                f"{name}: below {size_name(float(f'{half:.2g}'))} the latency is the larger part, above it the bytes."
+            )
+    return said + more_ranks(one) + slower_link(one, two)
+
+
+def more_ranks(cited: Citation) -> list[str]:
+    """The largest size on few and on many ranks, against what a ring's bytes would make of it."""
+    if not cited.measured:
+        return []
+    largest = max(record.config["bytes"] for record in cited.measured)
+    records = sorted(cited.measured.only(bytes=largest), key=lambda r: int(r.config["ranks"]))
+    if len(records) < 2:
+        return []
+    few, many = records[0], records[-1]
+    a, b = few.config["ranks"], many.config["ranks"]
+    ring = sent("all-reduce", b) / sent("all-reduce", a)
+    cores = many.environment["cores"]
+    shared = f" Here {b} ranks share {cores} cores, so that they also wait for each other's turn." if b > cores else ""
+    return [
+        f"{size_name(largest)} takes {times(median_ms(many) / median_ms(few))} as long on {b} ranks as on {a}; the "
+        f"bytes of a ring alone would make {times(ring)}.{shared}"
+    ]
+
+
+def slower_link(one: Citation, two: Citation) -> list[str]:
+    """The bus bandwidth over the link against its rate, and the same all-reduce on one node."""
+    if not two.measured:
+        return []
+    best = max(two.measured, key=lambda r: float(metric(r, "bus_bytes_per_s")))
+    named = re.search(r"(\d+)gbit", str(best.config["link"]))
+    share = f", {metric(best, 'bus_bytes_per_s') / (int(named[1]) * 1e9 / 8):.0%} of the link's rate" if named else ""
+    said = [f"Between the two nodes the bus bandwidth reaches {rate(metric(best, 'bus_bytes_per_s'))}{share}."]
+    same = {name: best.config[name] for name in ("ranks", "bytes", "backend", "device")}
+    if alone := one.measured.one(same):
+        factor = median_ms(best) / median_ms(alone)
+        slower = f"{times(factor)} as long as" if factor >= 1 else f"{factor:.2f} of the time"
+        said.append(f"{size_name(same['bytes'])} on {same['ranks']} ranks takes {slower} on one node.")
+    return said
+
+
+def original(theirs: Beside) -> str:
+    """How many of the original's figures over NCCL are suspect, and the fastest bus that they would mean."""
+    rows = [row for row in theirs.table.rows if row.keys["backend"] == "nccl"]
+    marked = sum(bool(theirs.book.doubts(row.values["mean"])) for row in rows)
+    if not marked:
+        return ""
+    fastest = max(
+        bandwidths(int(row.keys["bytes"]), int(row.keys["ranks"]), row.values["mean"].ms)["bus_bytes_per_s"]
+        for row in rows
+    )
+    link = system_preset(theirs.table.system).inside.bandwidth
+    return (
+        f"Of the original's {len(rows)} figures over NCCL, {marked} are marked, alone or with their neighbours. "
+        f"The fastest would be a bus bandwidth of {rate(fastest)}, {times(fastest / link)} that of the link: the clock "
+        "was read before the GPUs were done."
+    )

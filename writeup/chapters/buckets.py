@@ -1,0 +1,250 @@
+"""How large a bucket should be: the sweep, the equation with overhead and bandwidth fitted, and its best size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import log, sqrt
+from typing import Any
+
+import numpy as np
+
+from benchmarks.collective import size_name
+from benchmarks.records import Record
+from cs336_systems.console import format_seconds
+from cs336_systems.cost.course.buckets import best_count, overhead
+from cs336_systems.volume import sent
+from writeup.beside import beside
+from writeup.book import Book, Citation, metric
+from writeup.cells import NONE, median_ms, prediction, ratio, timing
+from writeup.chapters.ddp import ALONE, SOURCE
+from writeup.figures import COLOURS, Figure, draw
+from writeup.line_fit import Line, fit
+from writeup.rank_runs import DDP, THROTTLED, line_of, runs_of, title
+from writeup.tables import Table
+from writeup.words import differ, joined
+
+BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward
+
+
+@dataclass(frozen=True)
+class Model:
+    """The equation for one run: bytes of all gradients, the fitted line, and how long backward takes in seconds."""
+
+    run: Citation
+    nbytes: float
+    line: Line
+    backward: float
+
+    def exposed(self, buckets: float) -> float:
+        """Seconds after backward, by the course's T(n), in which backward takes as long as the bytes."""
+        return overhead(self.nbytes, self.line.bandwidth, self.line.overhead, buckets)
+
+    def general(self, buckets: float) -> float:
+        """The same with backward's own length."""
+        return overhead(self.nbytes, self.line.bandwidth, self.line.overhead, buckets, self.backward)
+
+    @property
+    def best(self) -> float:
+        """Bytes of the best bucket, sqrt(s w o)."""
+        return sqrt(self.nbytes * self.line.bandwidth * self.line.overhead)
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The sweeps, the fits, the best sizes, and the original's sweep."""
+    plain = book.cite("ddp", link="", command=DDP)
+    slow = book.cite("ddp", link=bool, command=THROTTLED)
+    single = book.cite("allreduce", nodes=1, link="")
+    runs = [*runs_of(plain), *runs_of(slow)]
+    models = [model for run in runs if (model := model_of(run))]
+    return {
+        "sweeps": [(title(run), sweep(book, run)) for run in runs],
+        "missing": [str(Table(book, (), (), each)) for each in (plain, slow) if not each],
+        "fits": fits(book, models, single, [plain, slow]),
+        "best": best_sizes(book, models, [plain, slow]) if models else "",
+        "picture": picture(models) if models else None,
+        "published": published(book),
+        "published_said": published_said(book),
+        "said": [line for model in models for line in commentary(model)],
+        "commands": [DDP, THROTTLED],
+    }
+
+
+def bucket_bytes(record: Record) -> float | None:
+    """The size that a bucketed candidate was given, in bytes; None for another candidate."""
+    words = str(record.config["candidate"]).split()
+    return float(words[1]) * 1e6 if words[0] == "bucketed" else None
+
+
+def sweep_of(run: Citation) -> list[Record]:
+    """The bucketed candidates, the smallest bucket first."""
+    return sorted((record for record in run if bucket_bytes(record)), key=lambda record: bucket_bytes(record) or 0.0)
+
+
+def model_of(run: Citation) -> Model | None:
+    """The equation fitted to the collectives of a run's steps, which were timed with nothing else to do."""
+    timed = [record for record in run if "communication_ms" in record.metrics]
+    alone = run.one(candidate=ALONE)
+    if not timed or alone is None:
+        return None
+    nbytes = metric(timed[0], "bytes_sent") / sent("all-reduce", timed[0].config["ranks"])
+    line = fit([(metric(r, "collectives"), nbytes, metric(r, "communication_ms") / 1e3) for r in timed])
+    return Model(run, nbytes, line, BACKWARD * median_ms(alone) / 1e3) if line else None
+
+
+def sweep(book: Book, run: Citation) -> Table:
+    """Step by bucket size: measured, predicted, and what the equation leaves exposed."""
+    model, rows = model_of(run), []
+    for record in sweep_of(run):
+        buckets = metric(record, "collectives")
+        said = [format_seconds(each(buckets)) for each in (model.exposed, model.general)] if model else [NONE, NONE]
+        exposed = format_seconds(metric(record, "exposed_ms") / 1e3)
+        size = size_name(bucket_bytes(record) or 0.0)
+        rows.append([size, str(buckets), timing(book, record), prediction(record), ratio(record), exposed, *said])
+    columns = ("bucket", "collectives", "step, median (quartiles)", "predicted (of measured)", "over torch DDP",
+               "exposed", "T(n)", "with backward's length")  # fmt: skip
+    return Table(book, columns, rows, run)
+
+
+def fits(book: Book, models: list[Model], single: Citation, cited: list[Citation]) -> Table:
+    """Overhead and bandwidth of each run, and for comparison of all-reduces of all sizes."""
+    rows = [[f"a step's collectives, {name(model)}", size_name(model.nbytes), *shown(model.line)] for model in models]
+    for ranks in sorted({record.config["ranks"] for record in single.measured}):
+        records = list(single.measured.only(ranks=ranks))
+        if len({(r.config["backend"], r.config["device"]) for r in records}) == 1 and (line := line_of(records)):
+            algorithm = Line(line.overhead, line.bandwidth / sent("all-reduce", ranks), line.residual)
+            rows.append([f"one all-reduce of each size, {ranks} ranks", NONE, *shown(algorithm)])
+    everything = [each for each in (*cited, single) if each] or cited[0]
+    return Table(book, ("<fitted to", "s", "o", "w", "fit off by"), rows, everything)
+
+
+def best_sizes(book: Book, models: list[Model], cited: list[Citation]) -> Table:
+    """The bucket that the fitted equation asks for, and what was measured near it."""
+    rows = []
+    for model in models:
+        line, near, fast = model.line, nearest(model), fastest(model.run)
+        general = model.nbytes / best_count(model.nbytes, line.bandwidth, line.overhead, model.backward)
+        said = [size_name(float(f"{size:.3g}")) for size in (model.best, general)]
+        rows.append([name(model), *said, *(size_name(size) if size else NONE for size in (near, fast))])
+    columns = ("<step", "best, √(s w o)", "best with backward's length", "nearest measured", "fastest measured")
+    return Table(book, columns, rows, [each for each in cited if each] or cited[0])
+
+
+def name(model: Model) -> str:
+    """The run of a model: its width and its link."""
+    config = model.run.records[0].config
+    return f"width {config['d_model']}" + (f", {config['link']}" if config["link"] else "")
+
+
+def shown(line: Line) -> list[str]:
+    """Overhead, bandwidth and residual in words."""
+    return [format_seconds(line.overhead), f"{size_name(line.bandwidth)}/s", f"{line.residual:.0%}"]
+
+
+def nearest(model: Model) -> float | None:
+    """The size measured that is nearest to the best one, as a factor."""
+    sizes = [bucket_bytes(record) or 0.0 for record in sweep_of(model.run)]
+    return min(sizes, key=lambda size: abs(log(size / model.best))) if sizes else None
+
+
+def fastest(run: Citation) -> float | None:
+    """The size of the bucketed candidate with the least median."""
+    found = sweep_of(run)
+    return bucket_bytes(min(found, key=median_ms)) if found else None
+
+
+def picture(models: list[Model]) -> Figure:
+    """Exposed communication over the number of buckets: measured, by T(n), and with backward's own length."""
+
+    def into(axes: Any) -> None:
+        for place, model in zip(axes if len(models) > 1 else [axes], models, strict=True):
+            found = [(metric(r, "collectives"), metric(r, "exposed_ms")) for r in sweep_of(model.run)]
+            most = max(
+                [count for count, _ in found] + [best_count(model.nbytes, model.line.bandwidth, model.line.overhead)]
+            )
+            counts = np.geomspace(1, 4 * most, 200)
+            curves: tuple[tuple[str, Callable[[float], float]], ...] = (
+                ("T(n)", model.exposed), ("with backward's length", model.general))  # fmt: skip
+            for colour, (what, curve) in zip(COLOURS, curves, strict=False):
+                place.plot(counts, [1e3 * curve(float(count)) for count in counts], color=colour, label=what)
+            place.plot(*zip(*found, strict=True), "o", color=COLOURS[6], label="measured") if found else None
+            link = model.run.records[0].config["link"] or "this machine's own link"
+            place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=str(link))
+            place.set_ylim(bottom=0)
+            place.legend(fontsize=7)
+
+    return draw(
+        "buckets-exposed", "What the reductions of n buckets leave after backward: measured, and by the equation.",
+        "Exposed communication over the number of buckets, measured points and two curves of the fitted equation",
+        into, columns=len(models),
+    )  # fmt: skip
+
+
+def published(book: Book) -> Table:
+    """The original's sweep: sizes of buckets as columns."""
+    theirs = beside(book, SOURCE, "bucketed", "ms")
+    sizes = sorted({int(row.keys["bucket_size_mb"]) for row in theirs.table.rows})
+    models = dict.fromkeys((row.keys["backend"], row.keys["size"]) for row in theirs.table.rows)
+    rows = [
+        [
+            f"{backend}, {size}",
+            *(theirs.cell(backend=backend, size=size, bucket_size_mb=megabytes) for megabytes in sizes),
+        ]
+        for backend, size in models
+    ]
+    return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes, always=True)
+
+
+def published_said(book: Book) -> str:
+    """How far the original's sweep of each backend and size spreads, and where its best is."""
+    theirs, said = beside(book, SOURCE, "bucketed", "ms"), []
+    for backend in dict.fromkeys(str(row.keys["backend"]) for row in theirs.table.rows):
+        of_size: dict[str, dict[int, float]] = {}
+        for row in theirs.table.rows:
+            if row.keys["backend"] == backend:
+                line = of_size.setdefault(str(row.keys["size"]), {})
+                line[int(row.keys["bucket_size_mb"])] = row.values["time"].value
+        spreads = [max(line.values()) / min(line.values()) - 1 for line in of_size.values()]
+        best = joined(f"{min(line, key=lambda key: line[key])} MB for {size}" for size, line in of_size.items())
+        said.append(f"over {backend} the slowest size takes {min(spreads):.0%} to {max(spreads):.0%} more than the "
+                    f"fastest, which is {best}")  # fmt: skip
+    return f"In the original, {'; '.join(said)}."
+
+
+def commentary(model: Model) -> list[str]:
+    """Which sizes are told apart, where the equation puts the best, and how right it is."""
+    run, records = model.run, sweep_of(model.run)
+    if not records:
+        return []
+    link = run.records[0].config["link"] or "the machine's own link"
+    best = min(records, key=median_ms)
+    apart = [size_name(bucket_bytes(each) or 0.0) for each in records if each is not best and differ(each, best)]
+    slower = f"slower beyond the quartiles: {joined(apart)}" if apart else "no other size can be told apart from it"
+    near = nearest(model) or 0.0
+    agrees = (
+        "the same size"
+        if near == bucket_bytes(best)
+        else f"the fastest measured is {size_name(bucket_bytes(best) or 0.0)}"
+    )
+    said = [
+        f"Over {link}: the equation's best bucket has {size_name(float(f'{model.best:.2g}'))}; of the sizes measured "
+        f"{size_name(near)} is nearest; {agrees}; {slower}."
+    ]
+    factors = [metric(r, "exposed_ms") / 1e3 / model.general(metric(r, "collectives")) for r in records]
+    said.append(
+        f"What is exposed is {min(factors):.2g} to {max(factors):.2g} times what the fitted equation leaves with "
+        f"backward's length; {bound(model)}."
+    )
+    return said
+
+
+def bound(model: Model) -> str:
+    """Which of the two is longer, backward or the bytes, and what follows."""
+    transfer = model.nbytes / model.line.bandwidth
+    if transfer > model.backward:
+        return (
+            f"the bytes take {format_seconds(transfer)}, longer than backward's {format_seconds(model.backward)}, so "
+            f"{format_seconds(transfer - model.backward)} cannot hide whatever the bucket"
+        )
+    return (
+        f"the bytes take {format_seconds(transfer)}, which {format_seconds(model.backward)} of backward would hide if "
+        "sending them took nothing from computing"
+    )

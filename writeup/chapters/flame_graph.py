@@ -1,0 +1,110 @@
+"""A flame graph of one step, and what it shows of norms, softmax and the rest."""
+
+import re
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.text import markdown_code
+from writeup.book import Book, Citation
+from writeup.cells import NONE
+from writeup.chapters.function_calls import COMMAND, SOURCE, largest
+from writeup.profiles import profile_picture, tables, with_tables
+from writeup.tables import Table
+from writeup.words import joined
+
+PARTS = {"rmsnorm": "RMSNorm", "softmax": "softmax of attention"}  # the original's name and the profile's
+
+ACTIVATION = re.compile("gelu|silu")
+LEAST = 5e-4  # share of a part that is listed
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The picture, the shares of norms and softmax, and which parts take the rest."""
+    cited = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+    main = largest(cited)
+    profile = tables(book, main) if main else None
+    return {
+        "picture": profile_picture(
+            book,
+            main,
+            "flame",
+            "One training step, from the top down: step, phase, module, operator. Width is time; the blocks are added "
+            "up.",
+            "An icicle of one step: forward, backward and optimizer, below them modules and their operators",
+        ),
+        "size": main.config["size"] if main else "",
+        "shares": shares(book, cited),
+        "parts": parts(book, cited, main, profile),
+        "surprises": surprises(main, profile) if main and profile else [],
+        "original": original(book),
+    }
+
+
+def shares(book: Book, cited: Citation) -> Table:
+    """What norms and softmax take of the forward pass and of the step, with the original's figures."""
+    rows = []
+    for name, ours in PARTS.items():
+        theirs = book.published.value(SOURCE, "flame graph", "share", part=name)
+        for record in cited:
+            row = next((each for each in (tables(book, record) or {})["shares"] if each["name"] == ours), None)
+            cells = [f"{row['of_forward']:.2%}", f"{row['of_step']:.2%}"] if row else [NONE, NONE]
+            rows.append([ours, record.config["size"], *cells, f"{theirs.shown('%')}%" if theirs else NONE])
+    return Table(
+        book, ("<part", "<size", "of the forward pass", "of the step", "Rød, one GPU: of the step"), rows, cited
+    )
+
+
+def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, Any] | None) -> Table:
+    """The whole step by part of the model; each moment is in one row."""
+    rows = []
+    if profile:
+        whole = sum(total(row) for row in profile["parts"])
+        for row in (each for each in profile["parts"] if each["share"] >= LEAST):
+            ways = (row["forward"], row["backward"] + row["recomputed"], row["other"])
+            rows.append(
+                [row["name"], *(f"{each / whole:.1%}" if each else NONE for each in ways), f"{row['share']:.1%}"]
+            )
+    columns = ("<part", "in forward", "in backward", "elsewhere", "in all")
+    return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
+
+
+def total(row: dict[str, Any]) -> int:
+    """Nanoseconds of a part."""
+    return int(row["forward"] + row["recomputed"] + row["backward"] + row["other"])
+
+
+def surprises(record: Record, profile: dict[str, Any]) -> list[str]:
+    """What one may not have expected: parts whose share of the time is far from their share of the FLOPs, zero."""
+    metrics, found = record.metrics, []
+    phases = {name: time / sum(profile["phases"].values()) for name, time in profile["phases"].items()}
+    longest = joined(f"{name} {share:.0%}" for name, share in phases.items() if share >= 0.005)
+    found.append(f"By phase: {longest}.")
+    rest = 1 - metrics["share_matrix_products"] - metrics.get("share_fused_attention", 0.0)
+    found.append(
+        f"What makes no product takes {rest:.0%} of the step, although it makes next to none of the FLOPs: it is bound "
+        "by memory, or by the start of each operator."
+    )
+    rows = [row for row in profile["operators"]["step"] if ACTIVATION.search(row["name"])]
+    if rows:
+        share = sum(row[f"{profile['clock']}_self_share"] for row in rows)
+        named = joined(f"{markdown_code(row['name'])}" for row in rows)
+        found.append(f"The activation function alone takes {share:.1%} of the step ({named}).")
+    outside = [row for row in profile["parts"] if row["name"].startswith("outside modules: backward")]
+    share = sum(row["share"] for row in outside)
+    found.append(
+        f"{share:.1%} of the step is backward that belongs to no module: accumulating gradients, and the loss."
+        if share
+        else "Nothing of backward is left without its module."
+    )
+    return found
+
+
+def original(book: Book) -> str:
+    """The original's way to its shares: per call, times calls."""
+    said = []
+    for row in book.published.table(SOURCE, "flame graph").rows:
+        each, calls, share = (row.values[name] for name in ("per_call", "calls", "share"))
+        said.append(
+            f"{each.shown('%')}% for a call of {row.keys['part']}, {calls.shown('1')} calls, {share.shown('%')}% in all"
+        )
+    return joined(said)

@@ -1,0 +1,241 @@
+"""Attention: what the scores cost when they are kept, and FlashAttention-2, which forgets them."""
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.attention import COURSE_SEQUENCES
+from benchmarks.attention_candidates import Task, peak_bytes
+from benchmarks.records import Record
+from cs336_systems.console import format_bytes
+from cs336_systems.cost.large.systems import system_preset
+from writeup.book import Book, Citation
+from writeup.cells import NONE, marks, median_ms, memory, prediction, timing
+from writeup.chapters.flash_published import boards, programs, students
+from writeup.figures import Figure, draw, logarithmic
+from writeup.tables import Table
+from writeup.words import from_which, joined, prediction_error, times
+
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
+WIDTH = {"fp32": 4, "bf16": 2}
+QUADRATIC = ("eager", "sdpa-math")  # they keep the softmax for backward
+NAMES = {
+    "ours": "ours, Triton", "tiled": "ours, tiles in torch", "eager": "eager", "compiled": "compiled",
+    "sdpa-flash": "torch's flash", "sdpa-efficient": "torch's memory-efficient", "sdpa-cudnn": "cuDNN's",
+    "sdpa-math": "torch's math",
+}  # fmt: skip
+COURSE = {"grid": "course", "candidate": "eager", "dtype": "fp32", "batch": 8, "causal": False, "keeps": True}
+GPU = "H100"  # whose memory the course's grid is held against
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Both sweeps, the pictures, what others published, and the clauses of the commentary."""
+    course = book.cite("attention", COURSE, command="python -m benchmarks.attention --grid course")
+    flash = book.cite(
+        "attention",
+        grid="flash",
+        batch=1,
+        causal=True,
+        keeps=True,
+        command="python -m benchmarks.attention --grid flash",
+    )
+    ours = book.cite("attention", grid="flash", candidate="ours", keeps=True, command="python -m benchmarks.gpu_suite")
+    shown = narrowed(flash)
+    return {
+        "course": sweep(book, course),
+        "limits": limits(),
+        "kept_error": kept_error([*course.measured, *flash.measured]),
+        "flash": kernels(book, shown),
+        "ours": "" if ours.measured else kernels(book, ours),  # which are in the other table where there are any
+        "picture": picture(shown) if shown.measured else None,
+        "said": said(shown),
+        "tiled": tiled(shown),
+        "memory_said": memory_said(shown),
+        "students": students(book),
+        "programs": programs(book),
+        "boards": boards(book),
+    }
+
+
+def kept_bytes(config: dict[str, Any]) -> int | None:
+    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and a number a query.
+
+    None where the compiler decides, and for half precision with the softmax, which may be kept in two dtypes.
+    """
+    rows, width = config["batch"] * config["seq"], WIDTH[config["dtype"]]
+    if config["candidate"] == "compiled" or (config["candidate"] in QUADRATIC and config["dtype"] != "fp32"):
+        return None
+    if config["candidate"] in QUADRATIC:
+        return int(rows * width * (config["seq"] + 3 * config["dim"]))
+    return int(rows * (4 * config["dim"] * width + 4))
+
+
+def kept(book: Book, record: Record | None) -> str:
+    """What was kept for backward, and the prediction's share of it."""
+    shown = memory(book, record, "before_backward_bytes") if record else NONE
+    predicted = kept_bytes(record.config) if record else None
+    found = record.metrics.get("before_backward_bytes") if record else None
+    return f"{shown} ({predicted / found:.2f})" if predicted and found else shown
+
+
+def sweep(book: Book, cited: Citation) -> Table:
+    """The course's sweep of eager attention."""
+    rows = []
+    for record in sorted(cited.only(**{"pass": FORWARD}), key=lambda r: (r.config["dim"], r.config["seq"])):
+        config = record.config
+        back = cited.one(dim=config["dim"], seq=config["seq"], **{"pass": BACKWARD})
+        cells = [timing(book, record), prediction(record), timing(book, back), prediction(back)]
+        rows.append([f"{config['dim']}", f"{config['seq']:,}", *cells, kept(book, record)])
+    heads = (
+        "<dim",
+        "tokens",
+        "forward",
+        "predicted",
+        "backward",
+        "predicted",
+        "kept for backward (predicted / measured)",
+    )
+    return Table(book, heads, rows, cited)
+
+
+def limits() -> str:
+    """What the course's longest sequence needs, and from which on a GPU does not hold it."""
+    system, dim = system_preset(GPU), 64
+    longest = COURSE_SEQUENCES[-1]
+    task = Task("course", 8, longest, dim, "fp32", causal=False)
+    need = kept_bytes({"candidate": "eager", "batch": 8, "seq": longest, "dim": dim, "dtype": "fp32"})
+    first = longest
+    while peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False)) <= system.memory:
+        first *= 2
+    linear = kept_bytes({"candidate": "tiled", "batch": 8, "seq": first, "dim": dim, "dtype": "fp32"})
+    most = peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False))
+    return (
+        f"At the course's longest sequence, {longest:,} tokens of width {dim} and batch 8, eager attention keeps "
+        f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Of these lengths, "
+        f"doubled, the first that an {system.name} with {format_bytes(system.memory)} does not hold is {first:,}: "
+        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)} of it."
+    )
+
+
+def kept_error(records: list[Record]) -> str:
+    """How far the prediction of what is kept is off, over both sweeps."""
+    pairs = [
+        (kept_bytes(r.config), r.metrics.get("before_backward_bytes")) for r in records if r.config["pass"] == FORWARD
+    ]
+    known = [(float(one), float(other)) for one, other in pairs if one and other]
+    if not known:
+        return ""
+    if all(one == other for one, other in known):
+        return f"the prediction of what is kept is right to the byte, in all {len(known)} cases"
+    return f"of what is kept, {prediction_error(known)}"
+
+
+def narrowed(cited: Citation) -> Citation:
+    """Of a large grid the part that a page holds: heads of 64, in bfloat16 if there is any."""
+    dims = cited.values("dim") if cited else []
+    chosen = cited.only(dim=64 if 64 in dims else dims[0]) if dims else cited
+    return chosen.only(dtype="bf16") if chosen and "bf16" in chosen.values("dtype") else chosen
+
+
+def kernels(book: Book, cited: Citation) -> Table:
+    """Each kernel by sequence."""
+    rows, left = [], []
+    for record in sorted(cited.only(**{"pass": FORWARD}), key=lambda r: int(r.config["seq"])):
+        config, name = record.config, NAMES.get(record.config["candidate"], "another")
+        if record.status == "unsupported":
+            left.append(name)
+            continue
+        same = {key: config[key] for key in ("seq", "candidate")}
+        back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
+        cells = [median(book, record), median(book, back), timing(book, both), prediction(both), kept(book, record)]
+        rows.append([f"{config['seq']:,}", name, *cells])
+    heads = ("<tokens", "<kernel", "forward", "backward", "both", "predicted (of both)", "kept (predicted / measured)")
+    note = f"Not supported on this device: {joined(dict.fromkeys(left))}." if left else ""
+    used = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
+    return Table(book, heads, rows, used, notes=[note] if note else [])
+
+
+def median(book: Book, record: Record | None) -> str:
+    """The median alone, with its marks."""
+    return timing(book, record).split(" (")[0] + (marks(book, record) if record and record.status == "ok" else "")
+
+
+def by_tokens(cited: Citation, candidate: str) -> dict[float, Record]:
+    """Forward with backward of a kernel, by tokens."""
+    return {r.config["seq"]: r for r in cited.measured.only(candidate=candidate, **{"pass": BOTH})}
+
+
+def picture(cited: Citation) -> Figure:
+    """Time and memory over the sequence."""
+    sizes = sorted(cited.measured.values("seq"))
+    longer = [*sizes, *(sizes[-1] * 2**power for power in (1, 2))]
+
+    def into(axes: Any) -> None:
+        left, right = axes
+        for place, name in enumerate(cited.measured.values("candidate")):
+            found = sorted(by_tokens(cited, name).items())
+            left.plot(
+                [s for s, _ in found], [median_ms(r) for _, r in found], "o-", color=f"C{place}", label=NAMES.get(name)
+            )
+            held = [(s, r.metrics.get("before_backward_bytes")) for s, r in found]
+            known = [(s, bytes_ / 2**20) for s, bytes_ in held if bytes_]
+            right.plot(
+                [s for s, _ in known], [mib for _, mib in known], "os^dv<>*"[place % 8], color=f"C{place}", alpha=0.7
+            )
+        config = cited.measured.records[0].config
+        for name, line in (("eager", "k-"), ("tiled", "k--")):
+            curve = [kept_bytes({**config, "candidate": name, "dtype": "fp32", "seq": seq}) or 0 for seq in longer]
+            title = "predicted, softmax kept" if name == "eager" else "predicted, FlashAttention"
+            right.plot(longer, [each / 2**20 for each in curve], line, linewidth=1, label=title)
+        logarithmic(left, sizes, "tokens", "ms, forward and backward")
+        logarithmic(right, longer, "tokens", "MiB kept for backward")
+        left.legend()
+        right.legend()
+
+    return draw(
+        "flash-attention", "Left, the time of each kernel. Right, what it keeps for backward: measured, in the same "
+        "colours, and predicted for float32.",
+        "Time over tokens and memory over tokens, for kernels of attention", into, columns=2, width=9.0, height=3.6,
+    )  # fmt: skip
+
+
+def said(cited: Citation) -> list[str]:
+    """How each kernel of FlashAttention's kind stands to eager attention."""
+    eager = by_tokens(cited, "eager")
+    names = [name for name in ("ours", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn") if by_tokens(cited, name)]
+    clauses = [
+        from_which(NAMES[name], by_tokens(cited, name), "eager attention", eager, "{:,g} tokens") for name in names
+    ]
+    return clauses if eager else []
+
+
+def tiled(cited: Citation) -> str:
+    """What the algorithm does without a kernel, against eager attention: a sentence."""
+    slow, eager = by_tokens(cited, "tiled"), by_tokens(cited, "eager")
+    sizes = sorted(slow.keys() & eager.keys())
+    if not sizes:
+        return ""
+    factor = median_ms(slow[sizes[-1]]) / median_ms(eager[sizes[-1]])
+    if factor <= 1:
+        return f"Tile by tile in plain torch, it takes {factor:.2f} of eager attention's time at {sizes[-1]:,} tokens."
+    return (
+        f"The algorithm alone does not make it fast: tile by tile in plain torch, it takes {times(factor)} eager "
+        f"attention's time at {sizes[-1]:,} tokens, since each tile goes through memory once an operator. It takes a "
+        "kernel that keeps the tile on the chip."
+    )
+
+
+def memory_said(cited: Citation) -> str:
+    """How time and memory grow from the shortest to the longest sequence measured."""
+    parts = []
+    for name in ("eager", "sdpa-flash", "ours"):
+        found = by_tokens(cited, name)
+        if len(found) < 2:
+            continue
+        short, long = found[min(found)], found[max(found)]
+        first, last = (each.metrics.get("before_backward_bytes") for each in (short, long))
+        held = f"{times(last / first)} the bytes" if first and last else "bytes unknown"
+        longer = max(found) / min(found)
+        parts.append(
+            f"{NAMES[name]}: {times(longer)} the tokens, {times(median_ms(long) / median_ms(short))} the time, {held}"
+        )
+    return "; ".join(parts)

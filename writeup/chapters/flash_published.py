@@ -1,0 +1,81 @@
+"""Published times of attention and of the leaderboards, and the share of a GPU's peak that each means."""
+
+from benchmarks.attention import LEADERBOARD
+from benchmarks.attention_candidates import BOTH, flops
+from benchmarks.leaderboard_step import BATCH, FULL
+from cs336_systems.console import format_count, format_seconds
+from cs336_systems.cost import least_forward_flops
+from cs336_systems.cost.large.systems import system_preset
+from writeup.book import Book
+from writeup.ceilings import attention_flops, peak_share
+from writeup.cells import NONE
+from writeup.publications import Key
+from writeup.tables import Table
+
+QUERY_TILE = 128  # usual on an H100
+PASSES = 3  # a training step's FLOPs in forward passes: one, and a backward of two
+
+
+def students(book: Book) -> Table:
+    """What students published of FlashAttention-2, with the share of their GPU's peak."""
+    rows = []
+    for (source, name), table in book.published.tables.items():
+        if name != "flash attention" or table.problem != "flash_benchmarking":
+            continue
+        system = table.system or table.source.system
+        for row in table.rows:
+            found, keys = row.values["mean"], {**table.fixed, **row.keys}
+            work = attention_flops(keys)
+            share = f"{peak_share(found, work, system):.0%}" if system and keys["dtype"] == "bf16" else NONE
+            least = format_seconds(work / system_preset(system).matmul_flops) if system else NONE
+            what = [str(keys["candidate"]), str(keys["pass"]), f"{keys['seq']:,}"]
+            rows.append(
+                [source, table.hardware or table.source.hardware, *what, f"{found.shown('ms')} ms", least, share]
+            )
+    heads = ("<who", "<hardware", "<kernel", "<pass", "tokens", "published", "least", "of peak")
+    return Table(book, heads, rows)
+
+
+def programs(book: Book) -> str:
+    """Why one head is slower by the peak than the leaderboard's heads, where it is: a sentence."""
+    task, system = LEADERBOARD[0], system_preset("H100")
+    board = book.published.table("leaderboard-2025", "flash attention").value(place="1")
+    alone = book.published.table("brandon-snider", "flash attention")
+    keys: dict[str, Key] = {"candidate": "triton", "pass": BOTH, "seq": task.seq, "dim": task.dim, "dtype": task.dtype}
+    one = alone.value("", **keys)
+    if not board or not one:
+        return ""
+    of_all = peak_share(board, flops(task, BOTH), system.name)
+    of_one = peak_share(one, attention_flops({**alone.fixed, **keys}), system.name)
+    if of_one >= of_all:
+        return ""
+    tiles = task.seq // QUERY_TILE
+    return (
+        f"On an {system.name} a student's kernel ({alone.note}) reaches {of_one:.0%} of the peak, forward and "
+        f"backward, where the best of the leaderboard reaches {of_all:.0%} at the same length. The student has one "
+        f"head: in tiles of {QUERY_TILE} queries, {tiles} programs for {system.processors} multiprocessors. The "
+        f"leaderboard's {task.batch} heads are {task.batch * tiles:,}."
+    )
+
+
+def boards(book: Book) -> Table:
+    """The two leaderboards, with the FLOPs that count and the share of the peak."""
+    step = PASSES * least_forward_flops(FULL, BATCH, FULL.context_length)
+    tasks = {
+        "2025": ("leaderboard-2025", "flash attention", flops(LEADERBOARD[0], BOTH), 1),
+        "2026": ("leaderboard-2026", "step", step, 2),
+    }
+    rows = []
+    for year, (source, name, work, processors) in tasks.items():
+        table = book.published.table(source, name)
+        system = table.system or table.source.system
+        floor = work / (processors * system_preset(system).matmul_flops)
+        for row in table.rows:
+            found = row.values["time"]
+            cells = [f"{found.shown('ms')} ms", format_seconds(floor), f"{format_count(work / found.value)}FLOP/s"]
+            rows.append([year, str(row.keys["place"]), *cells, f"{peak_share(found, work, system, processors):.0%}"])
+    notes = [
+        "2025: " + str(book.published.table("leaderboard-2025", "flash attention").note) + "; on one H100.",
+        "2026: " + str(book.published.table("leaderboard-2026", "step").note) + "; on two B200.",
+    ]
+    return Table(book, ("<board", "<place", "published", "least", "rate", "of peak"), rows, notes=notes)

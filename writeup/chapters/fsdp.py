@@ -1,0 +1,234 @@
+"""What fully sharded data parallelism keeps, takes and sends, beside PyTorch's FSDP2 and beside no sharding."""
+
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.cost.course import question
+from cs336_systems.cost.course.sharding import parameters_of
+from cs336_systems.cost.fsdp_traffic import AHEAD
+from cs336_systems.cost.layout import Layout, rank_shapes
+from cs336_systems.cost.parallel import zero_memory
+from cs336_systems.cost.transfer import Parameter
+from cs336_systems.cost.wrapper_traffic import zero_traffic
+from cs336_systems.presets import model_preset
+from cs336_systems.volume import sent
+from writeup.beside import beside
+from writeup.book import Book, Citation, metric
+from writeup.cells import NOISY, NONE, marks, median_ms, predicted_ms, prediction, ratio, timing
+from writeup.chapters.sharding_published import PARTS
+from writeup.figures import COLOURS, Figure, draw
+from writeup.profiles import profile_picture
+from writeup.rank_runs import ZERO, model_of, runs_of
+from writeup.tables import Table
+from writeup.words import faster, joined, prediction_error
+
+STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
+FULL, TORCH = "stage 3", "torch FSDP2"
+STUDENT, YEAR, SIZE = "enzo-ding", 2026, "xl"
+GIB = 2**30
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Memory, times and traffic of every stage; the trace; the published accounting with its prediction."""
+    cited = book.cite("zero", link="", candidate=(*STAGES, TORCH), command=ZERO)
+    traced = book.cite(
+        "profiling", wrapper="zero3", ranks=lambda n: n > 1,
+        command="python -m benchmarks.profiling_run --nproc 2 --wrapper zero3",
+    )  # fmt: skip
+    runs = runs_of(cited)
+    return {
+        "memory": [(model_of(run), memory(book, run)) for run in runs],
+        "steps": [(model_of(run), steps(book, run)) for run in runs],
+        "missing": "" if runs else str(Table(book, (), (), cited)),
+        "picture": picture(runs) if runs else None,
+        "traffic": traffic(book),
+        "ahead": AHEAD,
+        "traces": [found for record in traced.measured if (found := trace(book, record))],
+        "overlap": overlap(traced),
+        "traced_command": traced.command,
+        "accounting": accounting(book),
+        "answer": answer(),
+        "said": [line for run in runs for line in commentary(run)],
+        "student_said": student_said(book),
+        "command": ZERO,
+    }
+
+
+def total(record: Record, predicted: bool = False) -> float:
+    """Bytes at rest on the fullest rank after the first step."""
+    source = record.predicted if predicted else record.metrics
+    return float(sum(source[f"{part}_bytes"] for part in PARTS))
+
+
+def memory(book: Book, run: Citation) -> Table:
+    """What rests on a rank, by part, in brackets predicted over measured, and what a forward pass keeps."""
+    rows = []
+    for record in run:
+        age = marks(book, record).replace(NOISY, "")  # what is noisy is the time
+        cells = [
+            f"{format_bytes(metric(record, f'{part}_bytes'))} "
+            f"({record.predicted[f'{part}_bytes'] / metric(record, f'{part}_bytes'):.2f})"
+            for part in PARTS
+        ]
+        in_all = f"{format_bytes(total(record))}{age} ({total(record, True) / total(record):.2f})"
+        rows.append([record.config["candidate"], *cells, in_all, format_bytes(metric(record, "activations_bytes"))])
+    columns = ("<stage", *PARTS, "at rest", "kept by forward")
+    return Table(book, columns, rows, run)
+
+
+def sent_bytes(record: Record) -> float:
+    """What a rank sends in a step."""
+    return float(metric(record, "reductions_bytes_sent") + metric(record, "gathers_bytes_sent"))
+
+
+def steps(book: Book, run: Citation) -> Table:
+    """A step, its collectives alone, and what it sends in units of the parameters' (N - 1)/N."""
+    base = run.one(candidate="stage 0")
+    rows = []
+    for record in run:
+        found, cells = record.metrics, [NONE] * 3
+        if "reductions_ms" in found:
+            gathers = f"{format_seconds(found['gathers_ms'] / 1e3)} ({found['update_share']:.0%})"
+            units = f" ({2 * sent_bytes(record) / sent_bytes(base):.2f})" if base else ""  # stage 0 sends two of them
+            cells = [
+                format_seconds(found["reductions_ms"] / 1e3),
+                gathers if found["gathers_ms"] else NONE,
+                format_bytes(sent_bytes(record)) + units,
+            ]
+        name = record.config["candidate"]
+        rows.append([name, timing(book, record), prediction(record), ratio(record, "fsdp_ratio"), *cells])
+    columns = ("<stage", "step, median (quartiles)", "predicted (of measured)", "over FSDP2", "reductions alone",
+               "gathers alone (of step)", "sent (in 4P(N-1)/N)")  # fmt: skip
+    return Table(book, columns, rows, run)
+
+
+def picture(runs: list[Citation]) -> Figure:
+    """Bytes at rest and seconds of every stage, relative to no sharding."""
+
+    def into(axes: Any) -> None:
+        run = runs[0]
+        names = [record.config["candidate"] for record in run]
+        left = [0.0] * len(names)
+        for colour, part in zip(COLOURS, PARTS, strict=False):
+            sizes = [metric(record, f"{part}_bytes") / 2**20 for record in run]
+            axes[0].barh(names, sizes, left=left, color=colour, label=part)
+            left = [low + size for low, size in zip(left, sizes, strict=True)]
+        axes[0].plot([total(record, True) / 2**20 for record in run], names, "k|", markersize=14, label="predicted")
+        axes[0].set(xlabel="MiB on a rank", title="at rest")
+        axes[1].barh(names, [metric(record, "median_ms") for record in run], color=COLOURS[7])
+        axes[1].plot([record.predicted["mean_ms"] for record in run], names, "k|", markersize=14)
+        axes[1].set(xlabel="milliseconds", title="a step", yticklabels=[])
+        axes[0].figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        for place in axes:
+            place.invert_yaxis()
+            place.grid(axis="y", visible=False)
+
+    return draw(
+        "fsdp-stages", f"Memory at rest and time of a step, by stage: {model_of(runs[0])}.",
+        "Bars of memory at rest by part and of the time of a step for each ZeRO stage and FSDP2", into, columns=2,
+        height=3.6,
+    )  # fmt: skip
+
+
+def traffic(book: Book) -> Table:
+    """What the model of cost counts for the course's xl on 2 and on 8 ranks."""
+    shapes = rank_shapes(model_preset(SIZE, YEAR), Layout(), 0)
+    tensors = [Parameter(name, shape) for name, shape in shapes.items()]
+    nbytes, rows = sum(4 * each.elements for each in tensors), []
+    for ranks in (2, 8):
+        for name, stage in STAGES.items():
+            found = zero_traffic(tensors, ranks, stage)
+            whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
+            verbs: dict[str, int] = {}
+            for each, count in found.items():
+                verbs[each.verb] = verbs.get(each.verb, 0) + count
+            kinds = ", ".join(f"{count} {verb}" for verb, count in verbs.items())
+            unit = whole / (nbytes * (ranks - 1) / ranks)
+            rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
+    columns = ("ranks", "<stage", "<collectives of a step", "sent by a rank", "in units of 4P(N-1)/N")
+    return Table(book, columns, rows, always=True)
+
+
+def trace(book: Book, record: Record) -> Figure | None:
+    """The timeline of stage 3."""
+    share = joined(f"{each:.0%}" for each in metric(record, "overlap"))
+    caption = (
+        f"Stage 3: gathers run ahead of the layers that need them; {share} of the communication overlaps computing."
+    )
+    return profile_picture(book, record, "timeline", caption, "Timeline of a step of fully sharded data parallelism")
+
+
+def overlap(traced: Citation) -> str:
+    """How much of the gathers and reductions is hidden, by rank."""
+    lines = []
+    for record in traced.measured:
+        shares = joined(f"{each:.0%}" for each in metric(record, "overlap"))
+        spent = joined(format_seconds(each / 1e3) for each in metric(record, "communication_ms"))
+        lines.append(f"In a profiled step of `{record.config['size']}`, {shares} of {spent} of communication overlap "
+                     "computing, by rank.")  # fmt: skip
+    return " ".join(lines)
+
+
+def accounting(book: Book) -> Table:
+    """The published accounting of 2026's xl, with what the formula has at rest and what it saves."""
+    theirs, rows = beside(book, STUDENT, "fsdp", "GiB"), []
+    time = beside(book, STUDENT, "fsdp", "ms")
+    count = parameters_of(SIZE, YEAR)
+    base = theirs.value("peak", candidate="ddp", ranks=2, precision="fp32")
+    for row in theirs.table.rows:
+        full, ranks, precision = row.keys["candidate"] == "fsdp", int(row.keys["ranks"]), str(row.keys["precision"])
+        rest = sum(zero_memory(count, 0, ranks, 3 if full else 0).values())
+        whole = sum(zero_memory(count, 0, ranks, 0).values())
+        found = row.values["peak"]
+        saved = f"{(base.value - found.value) / GIB:.1f} GiB" if base and full and precision == "fp32" else NONE
+        rows.append([
+            str(row.keys["candidate"]), str(ranks), precision, theirs.cell("peak", **row.keys),
+            f"{rest / GIB:.1f} GiB", saved, f"{(whole - rest) / GIB:.1f} GiB" if full else NONE,
+            time.cell("time", **row.keys),
+        ])  # fmt: skip
+    columns = ("<wrapper", "ranks", "<precision", "peak", "at rest, predicted", "saved", "saved at rest, predicted",
+               "step")  # fmt: skip
+    note = f"::: source\n{theirs.table.source.author}, {theirs.table.hardware}; {theirs.table.note}.\n:::"
+    return Table(book, columns, rows, notes=[note, *theirs.notes], always=True)
+
+
+def answer() -> str:
+    """The course's question in one line: what full sharding saves beyond sharded state, for the xl of its year."""
+    return question("fsdp-memory").result
+
+
+def commentary(run: Citation) -> list[str]:
+    """What stage 3 saves and costs in one run."""
+    none, full, torch = (run.one(candidate=name) for name in ("stage 0", FULL, TORCH))
+    if not none or not full:
+        return []
+    width, equal = f"At width {full.config['d_model']}", total(none) / full.config["ranks"]
+    reductions = metric(full, "reductions_ms") / median_ms(full)
+    said = [
+        f"{width}, stage 3 has {format_bytes(total(full))} a rank at rest, stage 0 {format_bytes(total(none))}: "
+        f"{format_bytes(abs(total(full) - equal))} {'more' if total(full) >= equal else 'less'} than an equal share.",
+        f"{width}, {faster('stage 3', full, 'stage 0', none)}. Of stage 3's step, its gathers alone take "
+        f"{metric(full, 'update_share'):.0%}, its reductions {reductions:.0%}.",
+    ]
+    if torch:
+        said.append(f"{width}, {faster('stage 3', full, 'FSDP2', torch)}.")
+    error = prediction_error([(predicted_ms(record) or 0.0, median_ms(record)) for record in run])
+    said.append(f"{width}, over all stages, {error}.")
+    return said
+
+
+def student_said(book: Book) -> str:
+    """Where the published saving lies against the formula at rest."""
+    theirs = book.published.table(STUDENT, "fsdp")
+    base = theirs.value("peak", candidate="ddp", ranks=2, precision="fp32")
+    shares, count = [], parameters_of(SIZE, YEAR)
+    for ranks in (2, 4):
+        found = theirs.value("peak", candidate="fsdp", ranks=ranks, precision="fp32")
+        if base and found:
+            saved = sum(zero_memory(count, 0, ranks, 0).values()) - sum(zero_memory(count, 0, ranks, 3).values())
+            shares.append(f"{(base.value - found.value) / saved:.0%} on {ranks} ranks")
+    return (
+        f"In fp32 the published peak falls by {joined(shares)} of what the formula saves at rest: a peak also has "
+        "activations, gathered weights and a whole gradient before its reduce-scatter."
+    )

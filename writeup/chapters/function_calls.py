@@ -1,0 +1,246 @@
+"""Which operators a pass calls, how often, and what share of its time they take."""
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.console import format_count, format_seconds
+from cs336_systems.cost import forward_flops
+from cs336_systems.presets import ModelConfig, preset
+from cs336_systems.text import markdown_code
+from writeup.book import Book, Citation
+from writeup.cells import NONE, marks, median_ms, quartiles
+from writeup.profiles import tables, with_tables
+from writeup.tables import Table
+from writeup.words import joined, times
+
+COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
+SOURCE = "rod-2024"
+SHOWN = 8  # operators of a table
+OUTSIDE = "(Python between operators)"
+SOFTMAX_FLOPS = 5  # of an element: compare, subtract, exponentiate, add, divide
+PRODUCTS, SOFTMAX, SCORES = "matrix products", "softmax of attention", "both products"
+SAME = ("size", "year", "precision", "norm", "attention", "compile", "recompute", "batch_size", "context")
+
+Profile = dict[str, Any]
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The tables of operators, the shares, and the answers to the course's questions."""
+    cited = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+    main = largest(cited)
+    profile = tables(book, main) if main else None
+    return {
+        "size": main.config["size"] if main else "",
+        "agreement": agreement(book, cited),
+        "forward": operators(book, cited, main, profile, "forward"),
+        "step": operators(book, cited, main, profile, "step"),
+        "shares": shares(book, cited),
+        "softmax": softmax(book, cited),
+        "steps": profile["steps"] if profile else 0,
+        "answers": answers(main, profile) if main and profile else [],
+        "agree": agree(cited, book),
+        "more": more_time_than_flops(cited, book),
+        "original": original_kernels(book),
+    }
+
+
+def largest(cited: Citation) -> Record | None:
+    """The profile whose step took longest: the one in which operators, not their starts, take the time."""
+    return max(cited, key=median_ms, default=None)
+
+
+def config_of(record: Record) -> ModelConfig:
+    """The model of a record, with the context that it ran."""
+    config = record.config
+    model = preset(config["size"], config["year"]).model
+    return model.override(context_length=config["context"], norm=config["norm"], attention=config["attention"])
+
+
+def agreement(book: Book, cited: Citation) -> Table:
+    """The forward pass in the profile and in the benchmark of the same model, and what the original says of its own."""
+    rows, sources = [], [cited]
+    for record in cited:
+        found = benchmarked(book, record)
+        other = next(iter(found), None)
+        sources += [found] if found else []
+        seen, predicted = record.metrics["forward_ms"], record.predicted.get("forward_ms")
+        rows.append([
+            record.config["size"], f"{format_seconds(seen / 1e3)}{marks(book, record)}",
+            f"{format_seconds(median_ms(other) / 1e3)}{marks(book, other)}" if other else NONE,
+            f"{seen / median_ms(other):.2f}" if other else NONE,
+            f"{format_seconds(predicted / 1e3)} ({predicted / seen:.2f})" if predicted else NONE,
+        ])  # fmt: skip
+    profiled, timed = (
+        book.published.value(SOURCE, "profiler and benchmark", size="xl", pass_="forward", tool=tool)
+        for tool in ("profiler", "benchmark")
+    )
+    if profiled and timed:
+        ratio = f"{profiled.value / timed.value:.2f}"
+        rows.append(["xl, Rød, one GPU", profiled.text, timed.text, ratio, NONE])
+    columns = ("<size", "in the profile", "benchmark", "profile / benchmark", "predicted (of the profile)")
+    return Table(book, columns, rows, sources)
+
+
+def benchmarked(book: Book, record: Record) -> Citation:
+    """The benchmark of the same model's forward pass, one record or none."""
+    same = {key: record.config[key] for key in SAME}
+    command = f"python -m benchmarks.e2e --size {same['size']}"
+    found = book.cite("e2e", same, warmup=2, mode="forward", command=command).measured
+    plain = tuple(each for each in found if each.config.get("kernels") == record.config.get("kernels"))
+    return replace(found, records=plain[:1])
+
+
+def clocked(profile: Profile) -> tuple[str, str, str]:
+    """The names of a row's own time, of its share, and of its total: the device's where anything ran on one."""
+    where = "device" if profile["clock"] == "device" else "cpu"
+    return f"{where}_self", f"{where}_self_share", f"{where}_total"
+
+
+def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
+    """The operators of a phase, or of the step, that themselves take longest."""
+    own, _, _ = clocked(profile)
+    return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
+
+
+def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
+    """What takes the time of a phase: calls and times of one step."""
+    rows = []
+    if main and profile:
+        own, own_share, total = clocked(profile)
+        steps = profile["steps"]
+        for row in by_own_time(profile, period)[:SHOWN]:
+            rows.append([
+                markdown_code(row["name"]), f"{row['calls'] / steps:,.0f}",
+                format_seconds(row[own] / steps / 1e9), f"{row[own_share]:.1%}",
+                format_seconds(row[total] / steps / 1e9),
+                f"{format_count(row['flops_per_second'])}FLOP/s" if row["flops_per_second"] else NONE,
+            ])  # fmt: skip
+    columns = ("<operator", "calls", "own time", "share", "with all it calls", "rate")
+    return Table(book, columns, rows, cited.only(size=main.config["size"]) if main else cited)
+
+
+def shares(book: Book, cited: Citation) -> Table:
+    """The share of matrix products in the forward pass and in the whole step, the optimizer's included."""
+    rows = []
+    for record in cited:
+        found = []
+        for name in ("share_matrix_products_of_forward", "share_matrix_products"):
+            predicted = record.predicted.get(name)
+            found += [f"{record.metrics[name]:.1%}", NONE if predicted is None else f"{predicted:.1%}"]
+        rows.append([record.config["size"], *found])
+    theirs = [
+        book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
+    ]
+    forward, step = (f"{each.shown('%')}%" if each else NONE for each in theirs)
+    rows.append(["Rød, one GPU", forward, NONE, step, NONE])
+    columns = ("<size", "of the forward pass", "predicted", "of the step", "predicted")
+    return Table(book, columns, rows, cited)
+
+
+def softmax(book: Book, cited: Citation) -> Table:
+    """Attention's softmax over its two products in the forward pass, in time and in FLOPs."""
+    rows = []
+    for record in cited:
+        profile = tables(book, record) or {}
+        parts = {row["name"]: row for row in profile["attention"]}
+        if SOFTMAX in parts and SCORES in parts:
+            soft, products = parts[SOFTMAX], parts[SCORES]
+            flops = soft["forward_flops"] / products["forward_flops"] if products["forward_flops"] else None
+            rows.append([
+                record.config["size"],
+                *(format_seconds(part["forward"] / profile["steps"] / 1e9) for part in (soft, products)),
+                f"{soft['forward'] / products['forward']:.2f}",
+                NONE if flops is None else f"{flops:.4f}", f"{flops_ratio(config_of(record)):.4f}",
+            ])  # fmt: skip
+    columns = ("<size", "softmax", "both products", "ratio of times", "ratio of FLOPs, counted", "predicted")
+    return Table(book, columns, rows, cited)
+
+
+def flops_ratio(config: ModelConfig) -> float:
+    """FLOPs of the softmax over those of the two products, of any batch."""
+    scores = config.num_layers * config.num_heads * config.context_length**2
+    return SOFTMAX_FLOPS * scores / forward_flops(config, 1, config.context_length)["scores"]
+
+
+def answers(record: Record, profile: Profile) -> list[str]:
+    """The course's questions, a sentence or two each, from the profile of one model."""
+    _, own_share, _ = clocked(profile)
+    config, said = config_of(record), []
+    for period, where in (("forward", "In the forward pass"), ("step", "Over the whole step")):
+        row = by_own_time(profile, period)[0]
+        calls = row["calls"] / profile["steps"]
+        said.append(
+            f"{where} {operator(row['name'])} takes the most time, {row[own_share]:.0%}, in {calls:,.0f} calls"
+            f"{counted(row['name'], config, period, calls)}."
+        )
+    others = [row for row in by_own_time(profile, "forward") if not row["flops"] and row["name"] != OUTSIDE]
+    if others:
+        named = joined(f"{markdown_code(row['name'])} ({row[own_share]:.1%})" for row in others[:4])
+        said.append(f"Of what is no product, these take most of the forward pass: {named}.")
+    ahead, whole = (record.metrics[f"share_matrix_products{of}"] for of in ("_of_forward", ""))
+    said.append(f"With backward and the optimizer, {changed(ahead, whole)}.")
+    return said
+
+
+def changed(ahead: float, whole: float) -> str:
+    """What becomes of the products' share from the forward pass to the whole step: a clause."""
+    if abs(whole - ahead) < 0.02:
+        return f"the share of products stays about the same ({ahead:.0%} of forward, {whole:.0%} of the step)"
+    return f"the share of products {'rises' if whole > ahead else 'falls'} from {ahead:.0%} to {whole:.0%}"
+
+
+def operator(name: str) -> str:
+    """An operator's name in a sentence."""
+    return "Python between operators" if name == OUTSIDE else markdown_code(name)
+
+
+def counted(name: str, config: ModelConfig, period: str, calls: float) -> str:
+    """What the model's shape says of the number of products: one of each weight, and two more in backward."""
+    if name != "aten::mm" or config.num_experts:
+        return ""
+    weights = config.num_layers * (4 + (3 if config.feed_forward == "swiglu" else 2)) + 1
+    expected = weights * (1 if period == "forward" else 3)
+    whence = f"{weights} weights" if period == "forward" else f"three for each of {weights} weights"
+    return f", as the model's shape says ({whence})" if calls == expected else f" ({expected} by the model's shape)"
+
+
+def more_time_than_flops(cited: Citation, book: Book) -> str:
+    """By how much the softmax takes more of the time than of the FLOPs: a clause, or nothing where it does not."""
+    found = {}
+    for record in cited:
+        parts = {row["name"]: row for row in (tables(book, record) or {})["attention"]}
+        if SOFTMAX in parts and SCORES in parts and parts[SCORES]["forward"]:
+            time = parts[SOFTMAX]["forward"] / parts[SCORES]["forward"]
+            found[record.config["size"]] = time / flops_ratio(config_of(record))
+    return (
+        joined(f"{times(each)} ({size})" for size, each in found.items()) if min(found.values(), default=0) > 1 else ""
+    )
+
+
+def agree(cited: Citation, book: Book) -> str:
+    """Whether profile and benchmark agree, within what the samples scatter: a clause, or nothing."""
+    found = []
+    for record in cited:
+        for other in benchmarked(book, record):
+            low, high = quartiles(other.samples_ms)
+            ratio = record.metrics["forward_ms"] / median_ms(other)
+            inside = low <= record.metrics["forward_ms"] <= high
+            found.append(f"{'within its quartiles' if inside else f'{ratio:.2f} of it'} at {record.config['size']}")
+    return joined(found) if found else ""
+
+
+def original_kernels(book: Book) -> str:
+    """How many calls a block the original's two kernels have: from its own counts and the 48 blocks of its model."""
+    blocks = preset("xl", 2024).model.num_layers
+    said = []
+    for row in book.published.table(SOURCE, "kernels").rows:
+        calls, time = row.values["calls_per_step"], row.values["per_step"]
+        said.append(f"{calls.shown('1')} calls and {time.shown('ms')} ms in a {pass_name(str(row.keys['pass']))}, "
+                    f"{calls.value / blocks:.0f} a block")  # fmt: skip
+    return joined(said)
+
+
+def pass_name(name: str) -> str:
+    """A pass in a sentence."""
+    return "whole step" if name == "step" else f"{name} pass"

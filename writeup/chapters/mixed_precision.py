@@ -1,0 +1,225 @@
+"""What sums lose in half precision, which dtype every part of a model has under autocast, and what it saves in time."""
+
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.text import markdown_text
+from writeup.book import Book, Citation, metric
+from writeup.cells import NONE, median_ms, predicted_ms, timing
+from writeup.tables import Table
+from writeup.words import differ, faster, joined, times
+
+SOURCE, STUDENT = "rod-2024", "brandon-snider"
+LESSONS = "python -m benchmarks.mixed_precision {lesson}"
+MODES = ("forward", "backward", "forward-backward", "step")
+PLAIN = {"year": 2024, "norm": "rmsnorm", "compile": False, "recompute": "none", "warmup": 2}
+TOY, OURS = "toy model of the course", "transformer of this project"
+# The original's name of a part of the toy model, that of the record, and which way.
+TOY_PARTS = {
+    "parameters": ("parameters", "forward"),
+    "fc1": ("fc1 (Linear)", "forward"),
+    "layer norm": ("ln (LayerNorm)", "forward"),
+    "logits": ("fc2 (Linear)", "forward"),
+    "loss": ("loss", "forward"),
+    "gradients": ("parameters", "backward"),
+}
+LARGEST_FP16, STEPS_FP16 = (2 - 2**-10) * 2**15, 2**10  # and how many numbers lie between two powers of 2
+STEPS_BF16 = 2**7
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Sums, dtypes, timings, and what the commentary is made of."""
+    sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
+    dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
+    timed = book.cite(
+        "e2e",
+        PLAIN,
+        mode=MODES,
+        precision=("fp32", "bf16"),
+        command="python -m benchmarks.e2e --size small --precision bf16",
+    )
+    both = pairs(timed)
+    toy = dtypes.one(model=TOY, precision="fp16")
+    return {
+        "sums": accumulation(book, sums),
+        "toy": toy_table(book, dtypes, toy),
+        "verdicts": verdicts(book, toy) if toy else [],
+        "parts": transformer(book, dtypes),
+        "norms": norm_dtypes(dtypes),
+        "timings": timings(book, timed, both),
+        "faster": [faster_line(size, mode, pair) for (size, mode), pair in both.items() if mode == "step"],
+        "expected": expected(both),
+        "theirs": their_ratios(book),
+        "tf32": any("tf32" in str(row.keys["kernel"]) for row in book.published.table(SOURCE, "kernels").rows),
+        "stuck": stuck(sums.one()),
+        "limits": {"largest": f"{LARGEST_FP16:,.0f}", "root": f"{LARGEST_FP16**0.5:.0f}", "fp16": f"{STEPS_FP16:,}",
+                   "bf16": STEPS_BF16},
+    }  # fmt: skip
+
+
+def accumulation(book: Book, cited: Citation) -> Table:
+    """The sums, their errors, and where these come from."""
+    rows = []
+    for record in cited:
+        for name, found in metric(record, "sums").items():
+            errors = (found[key] for key in ("error", "error_of_term", "error_of_additions"))
+            rows.append([name, f"{found['sum']:.7g}", *(f"{each:.2g}" for each in errors), markdown_text(found["why"])])
+    columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
+    return Table(book, columns, rows, cited)
+
+
+def stuck(record: Record | None) -> str:
+    """Where a sum of bfloat16 stops growing: a clause, or nothing."""
+    found = (record.metrics["sums"] if record else {}).get("bf16 += bf16")
+    if not found or found["added"]:
+        return ""
+    return f"in bfloat16 the sum of {record.config['terms']:,} terms stops at {found['sum']:g}" if record else ""
+
+
+def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
+    """The parts of the toy model: the original's, ours, and what torch documents for a GPU."""
+    rows = []
+    for theirs, (part, way) in TOY_PARTS.items() if record else ():
+        documented = record.metrics["documented_for_cuda"].get(part) if record and way == "forward" else None
+        ours = record.metrics["parts"][part][way] if record else NONE
+        rows.append([theirs, ours, documented or NONE, published_dtype(book, theirs)])
+    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "Rød, one GPU")
+    return Table(book, columns, rows, cited.only(model=TOY, precision="fp16"))
+
+
+def published_dtype(book: Book, part: str) -> str:
+    """What the original says of a part of the toy model."""
+    found = book.published.value(SOURCE, "toy model", part=part)
+    return found.text if found else NONE
+
+
+def verdicts(book: Book, record: Record) -> list[str]:
+    """For each part in which the original differs from torch's lists or, where they are silent, from the run here."""
+    said = []
+    for theirs, (part, way) in TOY_PARTS.items():
+        ours = record.metrics["parts"][part][way]
+        documented = record.metrics["documented_for_cuda"].get(part) if way == "forward" else None
+        printed = published_dtype(book, theirs)
+        if printed == (documented or ours):
+            continue
+        also = f"; torch's lists say {documented} for a GPU as well" if documented == ours else ""
+        said.append(
+            f"the original has the {theirs} in {printed}; here {verb(theirs)} {ours}{also}. {REASONS.get(theirs, '')}"
+        )
+    return [line.strip() for line in said]
+
+
+REASONS = {
+    "loss": "Cross-entropy is on autocast's list of what runs in fp32, since it exponentiates and adds up.",
+    "gradients": "A `.grad` has the dtype of its parameter: the gradient of the cast is cast back at once.",
+}
+
+
+def verb(part: str) -> str:
+    """`they are` or `it is`."""
+    return "they are" if part in ("parameters", "gradients", "logits") else "it is"
+
+
+def transformer(book: Book, cited: Citation) -> Table:
+    """The parts of this project's model, forward / gradient, for each precision; those of one block."""
+    mine = cited.only(model=OURS, precision=("bf16", "fp16"))
+    records = {record.config["precision"]: record for record in mine}
+    names = dict.fromkeys(name for record in mine for name in record.metrics["parts"])
+    rows = [
+        [markdown_text(name), *(ways(record.metrics["parts"].get(name)) for record in records.values())]
+        for name in names
+    ]
+    return Table(book, ("<part", *(f"autocast to {name}" for name in records)), rows, mine)
+
+
+def ways(part: dict[str, str] | None) -> str:
+    """`bf16 / bf16`: the output's dtype and its gradient's; one where nothing has a gradient."""
+    return " / ".join(each for each in (part or {}).values() if each) or NONE
+
+
+def norm_dtypes(cited: Citation) -> str:
+    """In which dtype the norms compute their statistics: a clause, or nothing."""
+    found: dict[str, set[str]] = {}
+    for record in cited.only(precision=("bf16", "fp16")):
+        for name, part in record.metrics["parts"].items():
+            if "mean" in name:
+                found.setdefault(name, set()).add(part["forward"])
+    return joined(f"{name} in {joined(sorted(dtypes))}" for name, dtypes in found.items()) if found else ""
+
+
+Pairs = dict[tuple[str, str], tuple[Record, Record]]
+
+
+def pairs(cited: Citation) -> Pairs:
+    """By size and pass: the records in float32 and in bfloat16, where there are both of one configuration."""
+    found: Pairs = {}
+    for low in cited.measured.only(precision="bf16"):
+        same = {key: value for key, value in low.config.items() if key != "precision"}
+        high = cited.measured.one(same, precision="fp32")
+        if high:
+            found[low.config["size"], low.config["mode"]] = high, low
+    return found
+
+
+def timings(book: Book, cited: Citation, both: Pairs) -> Table:
+    """float32 beside bfloat16, by size and pass; the original's factor beside ours."""
+    rows = []
+    for (size, mode), (high, low) in both.items():
+        wanted = predicted_ratio(high, low)
+        theirs = original_ratio(book, size, mode)
+        rows.append([
+            size, mode, timing(book, high), timing(book, low), f"{median_ms(high) / median_ms(low):.2f}",
+            f"{wanted:.2f}" if wanted else NONE, f"{theirs:.2f}" if theirs else NONE,
+        ])  # fmt: skip
+    columns = ("<size", "<pass", "fp32", "bf16", "fp32 / bf16", "predicted", "Rød, one GPU")
+    return Table(
+        book, columns, rows, cited.only(size=tuple(size for size, _ in both)) if both else cited.only(precision="bf16")
+    )
+
+
+def predicted_ratio(high: Record, low: Record) -> float | None:
+    """Predicted time in float32 over that in bfloat16."""
+    over, under = predicted_ms(high), predicted_ms(low)
+    return over / under if over and under else None
+
+
+def original_ratio(book: Book, size: str, mode: str) -> float | None:
+    """The original's time in float32 over that in bfloat16."""
+    found = [
+        book.published.value(SOURCE, table, size=size, pass_=mode)
+        for table in ("benchmarking, 1 warm-up step", "mixed precision")
+    ]
+    return found[0].value / found[1].value if found[0] and found[1] else None
+
+
+def faster_line(size: str, mode: str, pair: tuple[Record, Record]) -> str:
+    """Which precision is faster at a size."""
+    return f"at `{size}`, for a {mode}, {faster('bf16', pair[1], 'fp32', pair[0])}"
+
+
+def expected(both: Pairs) -> str:
+    """How far the predicted factor is from the measured one: a clause, or nothing."""
+    ratios = {}
+    for (size, mode), (high, low) in both.items():
+        wanted = predicted_ratio(high, low)
+        if wanted and differ(high, low):
+            ratios[size, mode] = wanted * median_ms(low) / median_ms(high)
+    if not ratios:
+        return ""
+    (size, mode), worst = max(ratios.items(), key=lambda item: max(item[1], 1 / item[1]))
+    which = "too large" if worst > 1 else "too small"
+    return f"the predicted factor is {times(max(worst, 1 / worst))} {which} at worst, for {mode} at {size}"
+
+
+def their_ratios(book: Book) -> str:
+    """The factors that others have published: the original's range, and a student's at the largest model."""
+    sizes = [(row.keys["size"], row.keys["pass"]) for row in book.published.table(SOURCE, "mixed precision").rows]
+    ratios = sorted(found for size, mode in sizes if (found := original_ratio(book, str(size), str(mode))))
+    said = f"The original's factors are {ratios[0]:.2f} to {ratios[-1]:.2f}"
+    values = [
+        book.published.value(STUDENT, "mixed precision", size="2.7B", pass_="forward", precision=name)
+        for name in ("fp32", "bf16")
+    ]
+    if values[0] and values[1]:
+        said += f"; a later student's, forward at 2.7B, is {values[0].value / values[1].value:.2f}"
+    return said

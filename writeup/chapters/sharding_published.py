@@ -1,0 +1,172 @@
+"""The formulas of optimizer sharding for the course's models, beside what others have published."""
+
+from cs336_systems.console import format_bytes
+from cs336_systems.cost.course.sharding import parameters_of
+from cs336_systems.cost.layout import Layout, rank_shapes
+from cs336_systems.cost.parallel import zero_memory
+from cs336_systems.cost.transfer import Parameter, Traffic, Transfer
+from cs336_systems.cost.wrapper_traffic import dealt, optimizer_traffic, padded
+from cs336_systems.presets import course_sizes, model_preset
+from cs336_systems.volume import sent
+from writeup.beside import beside
+from writeup.book import Book
+from writeup.cells import DOUBTFUL, NONE
+from writeup.tables import Table
+from writeup.words import joined
+
+SOURCE, YEAR, RANKS = "rod-2024", 2024, 2
+WHOLE, SHARDED = "stage 0", "stage 1"
+STUDENTS = {"brandon-snider": 2025, "damek": 2025, "enzo-ding": 2026}
+PARTS = ("parameters", "gradients", "optimizer")
+MOMENTS = {"after initialisation": PARTS[:1], "before the step": PARTS[:2], "after the step": PARTS}
+GIB = 2**30
+
+
+def parameters(size: str, year: int) -> list[Parameter]:
+    """Every parameter of a course size, fp32."""
+    shapes = rank_shapes(model_preset(size, year), Layout(), 0)
+    return [Parameter(name, shape) for name, shape in shapes.items()]
+
+
+def course(book: Book) -> Table:
+    """What the formula says of the original's sizes, with its own figures where it has them."""
+    theirs, rows = beside(book, SOURCE, "sharding memory", "GiB"), []
+    for size in course_sizes(YEAR):
+        for candidate, stage in ((WHOLE, 0), (SHARDED, 1)):
+            found = zero_memory(parameters_of(size, YEAR), 0, RANKS, stage)
+            cells = []
+            for moment, alive in MOMENTS.items():
+                measured = [
+                    theirs.cell(moment=moment, candidate=candidate, rank=rank) if size == "xl" else NONE
+                    for rank in range(RANKS)
+                ]
+                expected = sum(found[part] for part in alive) / GIB
+                cells += [f"{expected:.2f} GiB", ", ".join(each for each in measured if each != NONE) or NONE]
+            rows.append([size, "whole" if stage == 0 else "sharded", *cells])
+    columns = ["<size", "<state"]
+    for moment in MOMENTS:
+        columns += [f"{moment}, predicted", "Rød"]
+    return Table(book, columns, rows, notes=theirs.notes, always=True)
+
+
+def parts(book: Book) -> Table:
+    """The original's breakdown of the xl model, each part with its prediction."""
+    theirs, rows = beside(book, SOURCE, "sharding memory by part", "GiB"), []
+    names = {"parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer"}
+    for row in theirs.table.rows:
+        stage = 0 if row.keys["candidate"] == WHOLE else 1
+        expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
+        which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
+        rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
+    return Table(book, ("<part, xl", "<state", "Rød", "predicted"), rows, always=True)
+
+
+def students(book: Book) -> Table:
+    """Others' peaks and times of the xl model of their year, and what the formula would save on two ranks."""
+    rows = []
+    for source, year in STUDENTS.items():
+        theirs = book.published.table(source, "sharding")
+        whole, sharded = ([theirs.value(column, candidate=name, size="xl") for column in ("peak", "time")]
+                          for name in (WHOLE, SHARDED))  # fmt: skip
+        count = parameters_of("xl", year)
+        expected = sum(zero_memory(count, 0, RANKS, 0).values()) - sum(zero_memory(count, 0, RANKS, 1).values())
+        if whole[0] and whole[1] and sharded[0] and sharded[1]:
+            saved = whole[0].value - sharded[0].value
+            peaks = f"{whole[0].text} to {sharded[0].text}"
+            times = f"{whole[1].text} to {sharded[1].text} ({sharded[1].value / whole[1].value:.2f})"
+            share = f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB"
+            rows.append([f"{source}, xl of {year}", theirs.hardware, peaks, share, times])
+    return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows, always=True)
+
+
+def their_times(book: Book) -> Table:
+    """The original's steps, whole and sharded, on one node and on two."""
+    theirs, rows = beside(book, SOURCE, "sharding times", "ms"), []
+    for size in course_sizes(YEAR):
+        cells = []
+        for nodes in (1, 2):
+            pair = [theirs.value(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
+            cells += [theirs.cell(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
+            cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] else NONE)
+            cells[-1] += DOUBTFUL * any(DOUBTFUL in cell for cell in cells[-3:-1])
+        rows.append([size, *cells])
+    columns = ("<size", "1 node, whole", "sharded", "ratio", "2 nodes, whole", "sharded", "ratio")
+    return Table(book, columns, rows, notes=theirs.notes, always=True)
+
+
+def schemes(size: str = "xl", year: int = YEAR) -> dict[str, tuple[Traffic, Traffic, float]]:
+    """Each way to shard: collectives of gradients and of parameters, and the largest share over an equal one."""
+    tensors = parameters(size, year)
+    total = sum(each.elements for each in tensors)
+    flat = Traffic({Transfer("all-reduce", "dp", "gradients", total, 4): 1})
+    scattered = Traffic({Transfer("reduce-scatter", "dp", "gradients", padded(total, RANKS), 4): 1})
+    each = Traffic()
+    for tensor in tensors:
+        each[Transfer("broadcast", "dp", tensor.name, tensor.elements, tensor.width)] += 1
+    unequal = max(dealt([tensor.elements for tensor in tensors], RANKS)) * RANKS / total
+    equal = padded(total, RANKS) / total
+    return {
+        "the assignment: a broadcast for each tensor": (flat, each, unequal),
+        "ours, layout `whole`: a broadcast from each rank": (
+            flat,
+            optimizer_traffic([tensors], RANKS, "whole"),
+            unequal,
+        ),
+        "ours, layout `flat`: one all-gather": (flat, optimizer_traffic([tensors], RANKS, "flat"), equal),
+        "ZeRO stage 1": (scattered, optimizer_traffic([tensors], RANKS, "flat"), equal),
+    }
+
+
+def traffic_bytes(traffic: Traffic) -> float:
+    """Bytes that a rank sends, on average over the ranks."""
+    return sum(times * sent(each.verb, RANKS) * each.nbytes for each, times in traffic.items())
+
+
+def collectives(book: Book) -> Table:
+    """Calls and bytes of each scheme for the original's xl model."""
+    rows = []
+    for name, (gradients, updates, share) in schemes().items():
+        verb = next(iter(gradients)).verb
+        sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updates, gradients + updates)]
+        rows.append([name, verb, str(updates.total()), *sizes, f"{share:.4f}"])
+    columns = (
+        "<scheme",
+        "<gradients",
+        "calls for parameters",
+        "gradients",
+        "parameters",
+        "sent in all",
+        "largest share",
+    )
+    return Table(book, columns, rows, always=True)
+
+
+def shares(book: Book) -> str:
+    """The original's two shares of the state against tensors dealt out largest first."""
+    theirs = book.published.table(SOURCE, "sharding memory by part")
+    found = [theirs.value(part="optimizer state", candidate=SHARDED, rank=rank) for rank in range(RANKS)]
+    loads = dealt([tensor.elements for tensor in parameters("xl", YEAR)], RANKS)
+    ours = joined(f"{8 * load / GIB:.3f}" for load in sorted(loads))
+    shown = joined(each.shown("GiB") for each in found if each) if any(found) else ""
+    return (
+        f"The original's ranks hold {shown} GiB of state; with tensors dealt out largest first they would hold "
+        f"{ours} GiB, and in the flat layout the same to a few bytes."
+    )
+
+
+def their_said(book: Book) -> str:
+    """What the original measured beyond the formula, at each point."""
+    theirs = book.published.table(SOURCE, "sharding memory")
+    beyond = []
+    for moment, alive in MOMENTS.items():
+        for name, stage in ((WHOLE, 0), (SHARDED, 1)):
+            found = theirs.value(moment=moment, candidate=name, rank=0)
+            expected = sum(zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[part] for part in alive)
+            if found and not (name == SHARDED and moment != "after the step"):
+                state = {WHOLE: " (whole)", SHARDED: " (sharded)"}[name] if moment == "after the step" else ""
+                side = "above" if found.value >= expected else "below"
+                beyond.append(f"{abs(found.value - expected) / GIB:.2f} GiB {side} it {moment}{state}")
+    return (
+        "The formula has parameters, gradients and state, no temporaries and no activations. The original's xl lies "
+        f"{joined(beyond)}."
+    )

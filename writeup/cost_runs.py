@@ -1,0 +1,151 @@
+"""Published runs beside what the model of cost says of them: how far off, by family and one by one."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from statistics import mean
+from typing import Any
+
+from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
+from cs336_systems.cost.large.step_time import StepTime, step_time
+from cs336_systems.text import markdown_text
+from writeup.book import Book
+from writeup.cells import NONE
+from writeup.figures import Figure, draw
+from writeup.tables import Table
+
+FAR = 0.1  # a family's mean size of error from which on it is named
+STYLES = ("o", "s", "^", "D", "v", "P", "X", "*")
+# Why a family is far off, where that is known; what is not here is not explained.
+REASONS = {
+    "MT-NLG": "another framework",
+    "MegaScale": "a very large machine, where some accelerators wait for others",
+    "LLM Foundry": "early software of the machine",
+    "Llama 3 2024": "a very large machine, where some accelerators wait for others",
+    "BLOOM": "kernels that are slow for odd shapes: heads of 64 and 128 do the same FLOPs in different times",
+    "Narayanan 2021, ZeRO-3": "ZeRO 3 as DeepSpeed had it: each accelerator received all weights through its own port",
+    "500 W": "an H100 held to 500 W is not the one of the data sheet",
+    "Pythia": "another framework",
+    "GPT-NeoX": "another framework",
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """One published run, what the model says, and the row that it was read from."""
+
+    row: dict[str, Any]
+    run: Run
+    step: StepTime
+
+    @property
+    def seconds(self) -> float:
+        """Measured, of a step."""
+        assert self.run.seconds is not None, f"{self.run.id} was not measured"
+        return self.run.seconds
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.step.total / self.seconds - 1
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants were fitted to it."""
+        return bool(self.row["fitted"])
+
+
+@cache
+def published_runs() -> tuple[Published, ...]:
+    """All of them, in the order of the file."""
+    rows = json.loads(PUBLISHED.read_text("utf-8"))
+    runs = [(row, read_run(row)) for row in rows]
+    return tuple(Published(row, run, step_time(run.config, run.plan, run.seq, run.system)) for row, run in runs)
+
+
+def by_family(runs: Sequence[Published]) -> dict[tuple[str, str], list[Published]]:
+    """Runs by (family, machine), those that constants were fitted to first."""
+    found: dict[tuple[str, str], list[Published]] = {}
+    for each in sorted(runs, key=lambda run: not run.fitted):
+        found.setdefault((each.row["family"], each.run.system.name), []).append(each)
+    return found
+
+
+def families_table(book: Book, runs: Sequence[Published]) -> Table:
+    """The error of each family."""
+    rows = []
+    for (family, machine), found in by_family(runs).items():
+        errors = [each.error for each in found]
+        words = [markdown_text(family), markdown_text(machine), "yes" if found[0].fitted else "no", str(len(found))]
+        figures = [mean(map(abs, errors)), mean(errors), max(errors, key=abs)]
+        rows.append([*words, f"{figures[0]:.1%}", *(f"{each:+.1%}" for each in figures[1:])])
+    columns = ("<family", "<machine", "<fitted", "runs", "mean size of error", "mean error", "worst")
+    return Table(book, columns, rows, always=True)
+
+
+def runs_table(book: Book, runs: Sequence[Published]) -> Table:
+    """Measured and predicted seconds of each run."""
+    rows = [
+        [
+            markdown_text(each.run.id), f"{each.run.plan.ranks} {markdown_text(each.run.system.name)}",
+            "/".join(str(degree) for degree in (each.run.plan.tp, each.run.plan.pp, each.run.plan.dp)),
+            f"{each.seconds:.4g} s", f"{each.step.total:.4g} s ({each.step.total / each.seconds:.3f})",
+            f"{each.step.mfu:.1%}", f"{each.step.parts['bubble'] / each.step.total:.1%}" if each.run.plan.pp > 1
+            else NONE,
+        ]
+        for each in runs
+    ]  # fmt: skip
+    columns = ("<run", "<machines", "tp/pp/dp", "published", "predicted (of it)", "MFU, predicted", "bubble, predicted")
+    return Table(book, columns, rows, always=True)
+
+
+def totals(runs: Sequence[Published]) -> list[str]:
+    """A sentence without a full stop on those that were fitted, and one on those that were not."""
+    said = []
+    for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
+        errors = [each.error for each in runs if each.fitted == fitted]
+        if errors:
+            said.append(
+                f"{len(errors)} runs {words}: an error of {mean(map(abs, errors)):.1%} on average, {mean(errors):+.1%} "
+                f"with its sign, {max(errors, key=abs):+.1%} at worst"
+            )
+    return said
+
+
+def far_off(runs: Sequence[Published]) -> list[str]:
+    """The families whose error is 10% or more on average, each with its reason where one is known."""
+    said = []
+    for (family, machine), found in by_family(runs).items():
+        size, sign = mean(abs(each.error) for each in found), mean(each.error for each in found)
+        if size >= FAR:
+            reason = next((why for name, why in REASONS.items() if name in family), "not explained")
+            said.append(f"{markdown_text(family)} on {markdown_text(machine)}, {sign:+.0%}: {reason}")
+    return said
+
+
+def error_picture(name: str, runs: Sequence[Published]) -> Figure:
+    """Predicted over measured time of each run, over the number of accelerators; hollow: not fitted."""
+
+    def into(axes: Any) -> None:
+        families: dict[str, list[Published]] = {}
+        for each in runs:
+            families.setdefault(each.row["family"], []).append(each)
+        for place, (family, found) in enumerate(families.items()):
+            colour, marker = f"C{place % 8}", STYLES[(place + place // len(STYLES)) % len(STYLES)]
+            axes.plot(
+                [each.run.plan.ranks for each in found], [1 + each.error for each in found], marker, color=colour,
+                markersize=5, fillstyle="full" if found[0].fitted else "none", label=family,
+            )  # fmt: skip
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlabel("accelerators")
+        axes.set_ylabel("predicted / measured time")
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return draw(
+        name, "Predicted over published time of a step; hollow: not among the runs that constants were fitted to.",
+        "Points of predicted over measured time over the number of accelerators, by family",
+        into, width=8.2, height=max(3.6, 0.75 + 0.17 * len({each.row["family"] for each in runs})),
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""The time of a transfer as a line over its bytes: seconds = overhead x calls + bytes / bandwidth, fitted."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds a call, bytes/s, and how far the line is off: the root mean square of (fitted - measured)/measured."""
+
+    overhead: float
+    bandwidth: float
+    residual: float
+
+    def seconds(self, nbytes: float, calls: float = 1) -> float:
+        """What the line says of `nbytes` in all, sent by so many calls."""
+        return self.overhead * calls + nbytes / self.bandwidth
+
+
+def fit(points: Sequence[tuple[float, float, float]]) -> Line | None:
+    """The line through (calls, bytes, seconds), by least squares of relative errors, since sizes span decades.
+
+    None if the points do not say: fewer than three, all of the same shape, or a fit that has a call or a byte take no
+    time. A bandwidth is of the bytes as given, so bytes of the tensor give the algorithm's, bytes sent the bus's.
+    """
+    if len(points) < 3:
+        return None
+    rows = np.array([[calls / seconds, nbytes / seconds] for calls, nbytes, seconds in points])
+    scale = rows.max(axis=0)
+    solution, _, rank, _ = np.linalg.lstsq(rows / scale, np.ones(len(rows)), rcond=None)
+    overhead, inverse = (float(value) for value in solution / scale)
+    if rank < 2 or overhead <= 0 or inverse <= 0:
+        return None
+    errors = rows @ np.array([overhead, inverse]) - 1
+    return Line(overhead, 1 / inverse, sqrt(float(np.mean(errors**2))))
