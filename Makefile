@@ -4,7 +4,7 @@ PYTHON ?= python3
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format types bench readme clean
+.PHONY: help demo test writeup lint format types bench readme clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -30,6 +30,14 @@ $(VENV)/.other-triton: $(VENV)/.installed
 
 test: $(VENV)/.installed $(VENV)/.other-triton ## run the test suite (no GPU needed)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+
+$(VENV)/.writeup: $(VENV)/.installed
+	@echo "Adding what the write-up needs (once; some seconds) ..."
+	@$(RUN) -m pip install --quiet --quiet --editable '.[writeup]'
+	@touch $@
+
+writeup: $(VENV)/.writeup ## make the write-up from the committed records: build/writeup/index.html and writeup.pdf
+	$(RUN) -m writeup --out build/writeup
 
 lint: $(VENV)/.installed ## check style and formatting
 	$(RUN) -m ruff check .

@@ -1,0 +1,193 @@
+"""The README as its readers type it: what `python -m tests.readme` finds and how it judges; and what pages claim."""
+
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks.tables import BEGIN, END
+from cs336_systems.cost.layout import Layout
+from cs336_systems.cost.layout_traffic import message_traffic, pass_traffic
+from cs336_systems.cost.transfer import Parameter, Traffic
+from cs336_systems.cost.wrapper_traffic import ddp_traffic, zero_traffic
+from cs336_systems.errors import UserError
+from cs336_systems.presets import model_preset
+from cs336_systems.volume import sent
+from tests.command_lines import problem_of
+from tests.readme import EXEMPT, HUNG, MARK, Command, processes, read_page, run
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SAMPLE = f"""
+Type `make help`, or `python`; `y = python x` is no command, and neither is `--help`.
+
+```sh
+make demo   # one
+  # a remark
+. .venv/bin/activate
+```
+
+| to time | type |
+| --- | --- |
+| it | `python -m a.b --c "d e"`, or `torchrun x.py`; `make demo` |
+
+```text
+make love
+```
+
+{BEGIN}
+
+`make war`
+
+{END}
+
+```python
+import this
+```
+
+```python yours.py
+import that
+```
+"""
+
+
+def test_commands_are_found_in_order_and_once():
+    page = read_page(SAMPLE)
+    start = SAMPLE.splitlines().index("import this") + 1
+    assert [command.text for command in page.commands] == [
+        "make help",
+        "make demo",
+        ". .venv/bin/activate",
+        'python -m a.b --c "d e"',
+        "torchrun x.py",
+        f"python block_of_line_{start}.py",
+    ]
+    assert [SAMPLE.splitlines()[line - 1].split()[0] for _, line in page.commands[:4]] == ["Type", "make", ".", "|"]
+    assert page.files == {f"block_of_line_{start}.py": "import this\n", "yours.py": "import that\n"}
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ("x\n```\nmake demo\n```", "line 2: a block of no language"),
+        ("```console\nmake demo\n```", "line 1: a block of console"),
+        ("```sh\nmake demo\n", "line 1: this block does not end"),
+    ],
+)
+def test_a_block_that_might_hide_a_command_is_refused(block, message):
+    with pytest.raises(UserError, match=message):
+        read_page(block)
+
+
+def test_every_command_of_the_readme_could_run():
+    page = read_page(README)
+    texts = [command.text for command in page.commands]
+    assert {"make demo", "make test", "make writeup"} <= set(texts)
+    assert set(EXEMPT) <= set(texts)
+    for name in page.files:
+        assert any(name in text.split() for text in texts), f"{name} is written and not run"
+    for text in texts:
+        if text != ". .venv/bin/activate" and text.split()[-1] not in page.files:
+            assert (wrong := problem_of(text)) is None, f"{text}: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_of_the_pages_could_run(page):
+    # A span may be broken over two lines of prose.
+    starts = r"(?:python -m |torchrun --|torchrun benchmarks|make [a-z]|sbatch )"
+    text = re.sub(r"^```.*$", "", page.read_text(), flags=re.MULTILINE)
+    spans = [" ".join(span.split()) for span in re.findall(rf"`({starts}[^`]+)`", text)]
+    lines = [line for line in text.splitlines() if re.match(starts, line)]
+    for command in dict.fromkeys(spans + lines):
+        if not command.endswith(("yours.py", "--standalone")):
+            assert (wrong := problem_of(command)) is None, f"{command}: {wrong}"
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names that headings have as GitHub makes them."""
+    heads = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def total(traffic: Traffic, ranks: int) -> float:
+    """Bytes that a rank sends, votes and counts apart."""
+    small = ("ballot", "expert counts")
+    return sum(each.nbytes * sent(each.verb, ranks) * n for each, n in traffic.items() if each.what not in small)
+
+
+def factors() -> dict[str, float]:
+    """What a rank sends by strategy, over (N-1)/N and P, A or k A, on four ranks."""
+    ranks, config, seq = 4, model_preset("tiny"), 32
+    share = (ranks - 1) / ranks
+    parameters = [Parameter(f"layer{number}.weight", (64, 64)) for number in range(4)]
+    whole = sum(4 * each.elements for each in parameters)
+    ladder = {"`NaiveDDP`": 0.0, "`FlatDDP`": None, "`OverlappedDDP`": 0.0}
+    found = {name: total(ddp_traffic(parameters, ranks, size), ranks) for name, size in ladder.items()}
+    names = ("`BucketedDDP`, ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3 (`FSDP`)")
+    found |= {name: total(zero_traffic(parameters, ranks, stage), ranks) for stage, name in enumerate(names)}
+    found = {name: value / whole / share for name, value in found.items()}
+    stream = 2 * seq * config.d_model * 4
+
+    def passes(layout: Layout, **changes: int) -> float:
+        both = (pass_traffic(config.override(num_layers=n, **changes), layout, seq, 0) for n in (2, 1))
+        deep, shallow = (total(ahead + back, ranks) for ahead, back in both)
+        return (deep - shallow) / stream / share
+
+    for name, sequence in (("tensor parallelism", False), ("with sequence parallelism", True)):
+        found[name] = passes(Layout(tp=4, micro_batch=2, global_batch=2, sequence=sequence))
+    experts = passes(Layout(ep=4, micro_batch=2, global_batch=8), num_experts=8)
+    found["expert parallelism"] = experts / config.override(num_experts=8).mixture.top_k
+    pipe = message_traffic(config, Layout(pp=4, micro_batch=2, global_batch=2), seq, 1)
+    return found | {"pipeline parallelism": total(pipe, ranks) / stream}
+
+
+def test_the_table_of_strategies_has_the_factors_that_are_counted():
+    rows = re.findall(r"^\| (.+?) \| .+? \| (\d+) (?:P|A|k A)\b.* \| `(.+?)` \| `(.+?)` \|$", README, re.MULTILINE)
+    assert {name: float(factor) for name, factor, _, _ in rows} == pytest.approx(factors(), rel=1e-12)
+    for name, _, file, test in rows:
+        assert (ROOT / file).is_file(), name
+        assert (ROOT / test).is_file(), name
+
+
+def test_the_trouble_that_is_quoted_is_what_the_code_says():
+    page = re.sub(r"\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
+    for file, words in {
+        "cs336_systems/comm/meeting.py": "choose another with MASTER_PORT",
+        "cs336_systems/comm/launch.py": "the other ranks were stopped",
+        "cs336_systems/machine.py": "but torch finds no CUDA device here; use --device cpu",
+        "cs336_systems/comm/startup.py": "moves tensors between GPUs, and there is none here; use --backend gloo",
+        "cs336_systems/train.py": "out of memory although it was counted to fit; lower --micro-batch-size or --context",
+        "kernels/backend.py": "kernels.reference computes instead, in plain torch",
+        "cs336_systems/cost/capacity.py": "are usable; ",
+        "benchmarks/harness.py": "noisy: standard deviation ",
+        "Makefile": "error: Python 3.11 to 3.13 is needed, ",
+    }.items():
+        assert words in page, words
+        assert words in (ROOT / file).read_text(), f"{file} says something else now"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says what was left running")
+@pytest.mark.parametrize(
+    ("text", "code"), [("true", 0), ("echo said; false", 1), ("sleep 60", HUNG), ("sleep 60 & true", "left 1 running")]
+)
+def test_what_becomes_of_a_command_is_said_and_nothing_runs_on(tmp_path, text, code):
+    (tmp_path / "project").mkdir()
+    limit = 0.3 if code == HUNG else 60
+    outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin", MARK: tmp_path.name}, limit)
+    assert outcome.code == code
+    assert outcome.output == ("said\n" if "said" in text else "")
+    assert not processes(tmp_path.name)

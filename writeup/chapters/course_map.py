@@ -1,0 +1,51 @@
+"""Who asks what, and where it is answered: `writeup/course.toml` as a table of editions and a list by chapter."""
+
+from typing import Any
+
+from cs336_systems.presets import COURSE_YEARS
+from cs336_systems.text import markdown_code, markdown_text
+from writeup.book import Book
+from writeup.contents import CHAPTERS
+from writeup.course import Problem, course_map
+from writeup.tables import markdown
+
+ASKED = "●"
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The table of problems and editions, and every problem under its chapter, in the order of the chapters."""
+    problems = course_map()
+    by_chapter = [(name, [_entry(each) for each in problems if each.chapter == name]) for name in CHAPTERS]
+    return {
+        "editions": f"{', '.join(map(str, COURSE_YEARS[:-1]))} and {COURSE_YEARS[-1]}",
+        "overview": markdown(
+            ("<problem", *(f"<{year}" for year in COURSE_YEARS), "<chapter"),
+            [
+                [_name(each), *(ASKED if year in each.years else "" for year in COURSE_YEARS), _link(each.chapter)]
+                for each in problems
+            ],
+        ),
+        "chapters": [(name, entries) for name, entries in by_chapter if entries],
+    }
+
+
+def _entry(problem: Problem) -> dict[str, str]:
+    """A problem as the template's words."""
+    code = [f"{markdown_code(file)}{f' {markdown_code(name)}' if name else ''}" for file, name in problem.code]
+    years = ", ".join(map(str, problem.years))
+    return {
+        "head": f"**{_name(problem)}** ({years}):",
+        "asks": problem.asks,
+        "note": f" {problem.note}" if problem.note else "",
+        "code": ", ".join(code),
+        "commands": "; ".join(map(markdown_code, problem.commands)),
+        "tests": ", ".join(map(markdown_code, problem.tests)),
+    }
+
+
+def _name(problem: Problem) -> str:
+    return markdown_code(problem.id) if problem.is_named else markdown_text(problem.id)
+
+
+def _link(chapter: str) -> str:
+    return f"[{chapter}](#{chapter})"
