@@ -90,7 +90,8 @@ def test_the_balancing_loss_follows_the_loss_if_told():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at it
 def test_experts_survive_compilation():
-    model = build(Mixture(), num_layers=2)  # one dense, one with experts; each is traced by itself, which takes a while
+    # One layer, as to trace one takes seconds; a dense one is compiled in tests/test_gate.py.
+    model = build(Mixture(), num_layers=1, expert_every=1)
     want = model(TOKENS)
     got = torch.compile(model, backend="eager")(TOKENS)
     assert relative_error(got, want) < bound(torch.float32, stages=20, longest_sum=24)
