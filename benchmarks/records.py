@@ -4,7 +4,7 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,6 +15,8 @@ from cs336_systems.text import printable
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
 Status = Literal["ok", "out-of-memory", "unsupported"]
+KINDS = {"benchmark": str, "config": dict, "environment": dict, "samples_ms": list, "metrics": dict}
+KINDS |= {"predicted": dict, "flags": list}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def open_records(folder: Path, benchmark: str) -> Path:
 def append_record(record: Record, path: Path) -> None:
     """Append one line. Not-a-number is refused, since JSON has none."""
     line = json.dumps(asdict(record), allow_nan=False)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         print(line, file=file)
 
 
@@ -71,16 +73,40 @@ def appended(count: int, path: Path) -> str:
 def read_records(path: Path) -> list[Record]:
     """The newest record of each configuration in one file, oldest configuration first.
 
-    Raises UserError for a line that is no record of this schema.
+    Raises UserError for a file that cannot be read and a line that is no record of this schema.
     """
     newest: dict[str, Record] = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} has no records: it is not UTF-8 at byte {error.start}") from None
+    for number, line in enumerate(lines, 1):
         try:
-            fields = json.loads(line)
-            if fields["schema"] != SCHEMA:
-                raise UserError(f"{path}:{number} has schema {fields['schema']}, this version reads {SCHEMA}")
-            record = Record(**fields)
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise UserError(f"{path}:{number} is no record: {error}") from None
+            record = _record(json.loads(line, parse_constant=_no_number))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            what = f"misses {error}" if isinstance(error, KeyError) else f"is no record: {error}"
+            raise UserError(f"{path}:{number} {what}") from None
         newest[json.dumps(record.config, sort_keys=True, allow_nan=False)] = record
     return list(newest.values())
+
+
+def _record(fields: Any) -> Record:
+    if fields["schema"] != SCHEMA:
+        raise ValueError(f"it has schema {fields['schema']}, this version reads {SCHEMA}")
+    record = Record(**fields)
+    for name, kind in KINDS.items():
+        if not isinstance(getattr(record, name), kind):
+            raise TypeError(f"its {name} is a {type(getattr(record, name)).__name__}, not a {kind.__name__}")
+    if record.status not in get_args(Status):
+        raise ValueError(f"its status is {record.status!r}, none of {', '.join(get_args(Status))}")
+    if not all(type(each) in (int, float) for each in record.samples_ms):
+        raise TypeError("its samples_ms are not all numbers")
+    if "device" not in record.environment:
+        raise KeyError("device")  # without it nobody can say what a figure is of
+    return record
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
