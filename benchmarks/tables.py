@@ -31,9 +31,10 @@ COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak mem
 
 
 def end_to_end(path: Path) -> list[str]:
-    """One Markdown table for each state of the code and the machine that a file of records comes from."""
+    """One Markdown table for each state of the code and the machine that a file of records comes from, of the sizes as
+    their presets have them: the write-up shows what was chosen otherwise."""
     groups: dict[str, list[Record]] = {}
-    for record in read_records(path):
+    for record in (each for each in read_records(path) if not chosen(each)):
         where = record.environment
         commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
         machine = (
@@ -55,15 +56,20 @@ def table(machine: str, records: list[Record]) -> str:
     return "\n".join(lines)
 
 
-def label(record: Record) -> str:
-    """The size and what was chosen otherwise than its preset has it."""
+def chosen(record: Record) -> list[str]:
+    """What was chosen otherwise than the size's preset has it."""
     config = record.config
     model = preset(config["size"], config["year"]).model
     usual = {"year": DEFAULT_YEAR, "precision": "fp32", "norm": model.norm, "attention": model.attention}
     usual["kernels"] = model.kernels
     usual |= {"compile": False, "recompute": "none", "warmup": Settings.warmup}
-    other = [f"{name} {config[name]}" for name in usual if config.get(name, usual[name]) != usual[name]]
-    return ", ".join([f"{config['size']} {config['batch_size']} x {config['context']}", *other])
+    return [f"{name} {config[name]}" for name in usual if config.get(name, usual[name]) != usual[name]]
+
+
+def label(record: Record) -> str:
+    """The size, and what one pass takes."""
+    config = record.config
+    return f"{config['size']} {config['batch_size']} x {config['context']}"
 
 
 def row(record: Record) -> list[str]:

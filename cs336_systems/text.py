@@ -35,8 +35,12 @@ def plot_text(text: str) -> str:
 
 
 def markdown_text(text: str) -> str:
-    """Text for one line of Markdown, or a cell of a table there, that starts no HTML tag, link, code or cell."""
-    return re.sub(r"([\\|`*\[\]])", r"\\\1", printable(text)).replace("&", "&amp;").replace("<", "&lt;")
+    """Text for one line of Markdown, or a cell of a table there, that starts no HTML tag, link, code, formula or cell.
+
+    For GitHub's Markdown and for pandoc's. An underscore inside a word is text in both.
+    """
+    escaped = re.sub(r"([\\|`*\[\]$~^#\"]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", printable(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def markdown_code(text: str) -> str:

@@ -71,18 +71,22 @@ def unescaped(pattern: str, text: str) -> bool:
     return bool(re.search(rf"(?<!\\)(?:\\\\)*{pattern}", text))
 
 
-@pytest.mark.parametrize("text", [*HOSTILE, "\\", "\\|", "&lt;script>"])
+@pytest.mark.parametrize("text", [*HOSTILE, "\\", "\\|", "&lt;script>", '$x$ ~y~ ^z^ _w_ __v__ # "u"'])
 def test_a_cell_of_markdown(text):
     cell = markdown_text(text)
-    assert not unescaped(r"[|`\[\]]", cell)
+    assert not unescaped(r"[|`\[\]$~^#\"]", cell)
     assert "<" not in cell
-    assert re.sub(r"\\([\\|`*\[\]])", r"\1", cell.replace("&lt;", "<").replace("&amp;", "&")) == printable(text)
+    assert re.sub(r"\\([\\|`*\[\]$~^#\"_])", r"\1", cell.replace("&lt;", "<").replace("&amp;", "&")) == printable(text)
     row = markdown_row(["first", text, "last"])
     assert len(re.findall(r"(?<!\\)(?:\\\\)*\|", row)) == 4
     code = markdown_code(text)
     fence = re.match("`+", code)[0]
     assert fence not in code[len(fence) : -len(fence)], "the code ends where it should"
     assert not re.search(r"(?<!\\)\|", code)
+
+
+def test_underscores_are_escaped_only_where_they_would_be_emphasis():
+    assert markdown_text("two_nodes and_ _so __on__ _") == r"two_nodes and\_ \_so \_\_on\_\_ \_"
 
 
 def test_a_spreadsheet_computes_nothing():
@@ -248,7 +252,7 @@ def test_the_pages_that_records_become(monkeypatch):
     for record in records:
         record.environment["device"] = EVERYTHING
         record.flags.append(EVERYTHING)
-        record.config["recompute"] = EVERYTHING
+        record.config["batch_size"] = EVERYTHING
     monkeypatch.setattr(tables, "read_records", lambda path: records)
     (text,) = tables.end_to_end(Path("x"))
     assert is_plain(text)

@@ -1,10 +1,15 @@
 """`python -m writeup --run`: every benchmark in its turn, with the time left; one that fails does not stop the rest."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from cs336_systems.errors import UserError
 from writeup import run as running
 from writeup.catalogue import RUNS, Benchmark
+from writeup.exercised import ROOT
 
 BODY = """import sys
 from pathlib import Path
@@ -24,23 +29,26 @@ def fakes(tmp_path, monkeypatch):
         Benchmark(name, (name, code), 2.0, module="fake_benchmark") for name, code in zip("abc", "030", strict=True)
     ]
     monkeypatch.setattr(running, "RUNS", tuple(runs))
+    monkeypatch.setattr(running, "own_folder", lambda machine: machine or "x")
+    monkeypatch.setattr(running, "GRACE", 1.0)
     return tmp_path / "results"
 
 
 def test_what_fails_is_named_and_the_rest_is_measured(fakes, capsys):
-    assert running.run_all((), fakes, "Some Machine") == "some-machine"
+    assert running.run_all((), fakes, "some-machine") == "some-machine"
     assert {path.name for path in (fakes / "some-machine").iterdir()} == {"a", "b", "c"}
     said = capsys.readouterr().err
     assert "[1/3] about 6 min 0 s left: python -m fake_benchmark a 0" in said
     assert "[3/3] about " in said  # faster than foreseen by now
     assert "[3/3] about 2 min" not in said
+    assert "left out, since it needs a GPU: python -m benchmarks.gpu_suite" in said
     assert "not measured: python -m fake_benchmark b 3: ended with exit code 3" in said
 
 
 def test_only_some(fakes):
     running.run_all(("c", "a"), fakes, "x")
     assert {path.name for path in (fakes / "x").iterdir()} == {"a", "c"}
-    with pytest.raises(UserError, match="--only d is no benchmark; there are a, b, c"):
+    with pytest.raises(UserError, match="--only d is no benchmark; there are a, b, c, gpu_suite"):
         running.run_all(("a", "d"), fakes, "x")
     with pytest.raises(UserError, match="no benchmark could be run"):
         running.run_all(("b",), fakes, "x")
@@ -56,4 +64,25 @@ def test_the_options_of_every_run_are_those_of_its_command():
         assert run.command.split()[:2] == ["python", "-m"]
         parser = __import__(run.source, fromlist=["main"]).main
         context = parser.make_context(run.source, [*run.options, "--results", "x"])
-        assert str(context.params["results"]) == "x"
+        if run.root:  # the options of the command that it runs as well
+            assert context.params["command"][-2:] == ("--results", "x")
+        else:
+            assert str(context.params["results"]) == "x"
+
+
+def test_only_this_machine_can_be_measured(monkeypatch):
+    monkeypatch.setattr(running, "machine_name", lambda device: "amd-epyc")
+    assert running.own_folder(None) == running.own_folder("EPYC") == "amd-epyc"
+    with pytest.raises(UserError, match="--run measures this machine, whose records are in amd-epyc, not h200"):
+        running.own_folder("h200")
+
+
+def test_sigterm_ends_the_benchmark_too(fakes):
+    (fakes.parent / "fake_benchmark.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    code = "from writeup.run import *; measure(Benchmark('a', module='fake_benchmark'), Path('x'), 1)"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.terminate()
+        parent.wait(30)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)

@@ -33,7 +33,10 @@ def require_extra() -> None:
 )  # fmt: skip
 @click.option("--machine", help="Whose records, by a part of the folder's name.  [default: the machine with most]")
 @click.option(
-    "--results", type=click.Path(path_type=Path), default=RESULTS, help="Folder of records.  [default: the project's]"
+    "--results",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RESULTS,
+    help="Folder of records.  [default: the project's]",
 )
 @click.option("--run", "run_first", is_flag=True, help="First run every benchmark that this machine can run.")
 @click.option("--only", multiple=True, help="With --run: this benchmark alone (may be given several times).")
@@ -42,6 +45,8 @@ def main(out: Path, machine: str | None, results: Path, run_first: bool, only: t
     require_extra()
     if only and not run_first:
         raise UserError("--only says what --run runs; without --run nothing is measured")
+    if not run_first and not results.is_dir():
+        raise UserError(f"{results} is no folder of records; name one with --results, or measure first with --run")
     if run_first:
         from writeup.run import run_all
 

@@ -1,6 +1,6 @@
 """What a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -82,16 +82,20 @@ def metric(record: Record, name: str) -> Any:
 
 
 def machines(results: Path) -> list[str]:
-    """The folders of records, those with the most records first."""
-    folders = [path for path in sorted(results.glob("*")) if any(path.glob("*.jsonl"))] if results.is_dir() else []
-    size = {path.name: sum(len(file.read_text().splitlines()) for file in path.glob("*.jsonl")) for path in folders}
+    """The folders of records, those with the most records first. Raises UserError where they cannot be read."""
+    size: dict[str, int] = {}
+    try:
+        for file in sorted(results.glob("*/*.jsonl")):
+            size[file.parent.name] = size.get(file.parent.name, 0) + len(file.read_bytes().splitlines())
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
     return sorted(size, key=lambda name: -size[name])
 
 
 def choose_machine(results: Path, wanted: str | None) -> str | None:
     """The folder that is wanted, by a part of its name, or else the one with the most records; None if there is none.
 
-    Raises UserError for a name that fits no folder, or several.
+    Raises UserError for a name that fits no folder, or several, and where folders cannot be read.
     """
     there = machines(results)
     if wanted is None:
@@ -176,18 +180,16 @@ class Book:
             self._read[name] = tuple(read_records(path)) if self.machine and path.exists() else ()
         return self._read[name]
 
+    @cached_property
+    def _known(self) -> dict[str, frozenset[str]]:
+        return {}
+
     def _keys(self, name: str) -> frozenset[str]:
         """Settings that records of a benchmark have, on any machine."""
-        folders = {*RESULTS.glob("*"), *self.results.glob("*")}
-        paths = [path for folder in folders if (path := folder / f"{name}.jsonl").exists()]
-        return frozenset(key for path in paths for record in read_records(path) for key in record.config)
-
-
-Content = Callable[[Book], dict[str, Any]]
-
-
-def choice(value: Any, allowed: Collection[Any]) -> Any:
-    """The value. Raises CitationError if it is none of those allowed."""
-    if value not in allowed:
-        raise CitationError(f"{value!r} is none of {', '.join(map(str, allowed))}")
-    return value
+        if name not in self._known:
+            folders = {*RESULTS.glob("*"), *self.results.glob("*")}
+            paths = [path for folder in folders if (path := folder / f"{name}.jsonl").exists()]
+            self._known[name] = frozenset(
+                key for path in paths for record in read_records(path) for key in record.config
+            )
+        return self._known[name]

@@ -1,11 +1,13 @@
 """All chapters, then both formats, with progress."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cs336_systems import console
 from cs336_systems.errors import UserError
 from cs336_systems.text import printable
-from writeup.book import Book
+from writeup.book import Book, machines
 from writeup.compose import compose
 from writeup.contents import CHAPTERS
 from writeup.render import write_figures, write_html, write_pdf
@@ -13,17 +15,28 @@ from writeup.render import write_figures, write_html, write_pdf
 
 def build(book: Book, out: Path) -> None:
     """Write index.html, writeup.pdf, writeup.md and figures/ into a folder. Raises UserError where that fails."""
-    try:
+    with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-        with console.progress("writing", len(CHAPTERS) + 2) as advance:
-            manuscript = compose(book, progress=advance)
-            (out / "writeup.md").write_text(manuscript.text)
+    with console.progress("writing", len(CHAPTERS) + 2) as advance:
+        manuscript = compose(book, progress=advance)
+        with writing(out):
+            (out / "writeup.md").write_text(manuscript.text, encoding="utf-8")
             write_figures(manuscript, out)
             write_html(manuscript, out / "index.html")
             advance("HTML")
             write_pdf(manuscript, (out / "writeup.pdf").resolve())
             advance("PDF")
+    screen = console.console()
+    others = ", ".join(name for name in machines(book.results) if name != book.machine)
+    also = f" (also there: {others}; choose with --machine)" if others else ""
+    said = f"records of {book.machine or 'no machine'}{also}: {out / 'index.html'}, {out / 'writeup.pdf'}"
+    screen.print(printable(said), soft_wrap=True)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """What the system refuses becomes a UserError; only for what writes, since what is read has its own."""
+    try:
+        yield
     except OSError as error:
         raise UserError(f"cannot write into {out}: {error.strerror}; name another folder with --out") from None
-    screen = console.console()
-    screen.print(printable(f"records of {book.machine or 'no machine'}: {out / 'index.html'}, {out / 'writeup.pdf'}"))

@@ -1,5 +1,6 @@
 """Every benchmark that the chapters cite: the command that measures it, about how long it takes, and what it needs."""
 
+import shlex
 from dataclasses import dataclass
 
 from writeup.errors import CitationError
@@ -7,12 +8,13 @@ from writeup.errors import CitationError
 
 @dataclass(frozen=True)
 class Benchmark:
-    """The module that measures, its options on a CPU, and the minutes that these take on two cores."""
+    """The module that measures, its options, and the minutes that these take on two cores of a CPU."""
 
     name: str
     options: tuple[str, ...] = ()
     minutes: float = 1.0
     root: bool = False  # it makes network namespaces
+    gpu: bool = False
     module: str = ""  # if that is not benchmarks.NAME
 
     @property
@@ -23,8 +25,11 @@ class Benchmark:
     @property
     def command(self) -> str:
         """What to type."""
-        return " ".join(("python -m", self.source, *self.options))
+        return shlex.join(("python", "-m", self.source, *self.options))
 
+
+SLOW_LINK = ("--d-model", "256", "--layers", "4", "--context", "64", "--bucket-sizes", "1 5 25")
+GPU_SUITE = Benchmark("gpu_suite", minutes=6, gpu=True)  # many benchmarks, with the options that a GPU wants
 
 # What a reader waits for least comes first.
 RUNS = (
@@ -49,8 +54,29 @@ RUNS = (
     Benchmark("ddp", ("--d-model", "512", "--layers", "8", "--batch-size", "1", "--context", "32"), minutes=3),
     Benchmark("zero", ("--d-model", "512", "--layers", "8", "--batch-size", "1", "--context", "32"), minutes=5),
     Benchmark("allreduce", minutes=3),
+    *(
+        Benchmark(
+            "allreduce",
+            ("--nproc", str(nproc), "--", "benchmarks/allreduce.py", "--sizes", "1MB 10MB 50MB"),
+            minutes=2,
+            root=True,
+            module="benchmarks.two_nodes",
+        )
+        for nproc in (1, 2, 3)
+    ),
+    Benchmark(
+        "ddp",
+        ("--one-node", "--nproc", "2", "--", "-m", "benchmarks.ddp", *SLOW_LINK),
+        minutes=3,
+        root=True,
+        module="benchmarks.two_nodes",
+    ),
     Benchmark("scaling", minutes=4),
     Benchmark("checkpoints", minutes=3),
+    *(
+        Benchmark("compare", ("--size", size, "norm=rmsnorm", "norm=layernorm", "compile", "precision=bf16"), minutes)
+        for size, minutes in (("tiny", 0.5), ("small", 4))
+    ),
     Benchmark("moe_layer", ("--nproc", "2"), minutes=1),
     Benchmark("moe_sweep", minutes=5),
     Benchmark("moe_eval", ("--nproc", "4", "--moe", "both", "--profile"), minutes=12),

@@ -1,6 +1,8 @@
 """What stands in the cells of tables: a measured figure with its spread and marks, a prediction, a ratio."""
 
-from statistics import quantiles
+from collections.abc import Sequence
+from math import floor, log10
+from statistics import median, quantiles
 
 from benchmarks.records import Record
 from cs336_systems.console import format_bytes, format_seconds
@@ -9,6 +11,7 @@ from writeup.publications import Published
 
 NONE = "-"
 STALE, DOUBTFUL, NOISY = "†", "⚠", "\\*"
+FEW = 5  # samples below which quartiles say nothing
 STATUS = {"out-of-memory": "does not fit", "unsupported": "not supported here"}
 
 
@@ -32,15 +35,21 @@ def marks(book: Book, record: Record) -> str:
     return "".join(signs)
 
 
+def age(book: Book, record: Record) -> str:
+    """The marks but that of a noisy time, for what a record counted."""
+    return marks(book, record).replace(NOISY, "")
+
+
 def timing(book: Book, record: Record | None) -> str:
-    """`22.1 ms (21.2 to 24)`: median, quartiles, marks; or why there is none."""
+    """`22.1 ms (21.2 to 24.0)`: median, quartiles or, of few samples, range, marks; or why there is none."""
     if record is None:
         return NONE
     if record.status != "ok":
         return STATUS[record.status]
-    low, high = quartiles(record.samples_ms)
-    spread = f"{_plain(low, median_ms(record))} to {_plain(high, median_ms(record))}"
-    return f"{format_seconds(median_ms(record) / 1e3)} ({spread}){marks(book, record)}"
+    few = len(record.samples_ms) < FEW
+    low, high = (min(record.samples_ms), max(record.samples_ms)) if few else quartiles(record.samples_ms)
+    middle, unit = _digits(median_ms(record))
+    return f"{middle} {unit} ({_digits(low, unit)[0]} to {_digits(high, unit)[0]}){marks(book, record)}"
 
 
 def mean_and_deviation(book: Book, record: Record | None) -> str:
@@ -53,11 +62,11 @@ def mean_and_deviation(book: Book, record: Record | None) -> str:
     return f"{format_seconds(mean)} ± {format_seconds(deviation)}{marks(book, record)}"
 
 
-def _plain(value_ms: float, like_ms: float) -> str:
-    """A time without its unit, in the unit that `like_ms` is shown in."""
-    if like_ms < 999.5:
-        return f"{value_ms:.3g}"
-    return f"{value_ms / 1e3:.1f}" if like_ms < 59_950 else f"{value_ms / 1e3:.0f} s"
+def _digits(value_ms: float, unit: str = "") -> tuple[str, str]:
+    """A time with three digits, more than are shown elsewhere so that a spread can be seen, and its unit."""
+    unit = unit or ("ms" if value_ms < 999.5 else "s")
+    value = value_ms / 1e3 if unit == "s" else value_ms
+    return f"{value:.{max(0, 2 - floor(log10(max(value, 1e-6))))}f}" if value < 100 else f"{value:.0f}", unit
 
 
 def predicted_ms(record: Record) -> float | None:
@@ -100,6 +109,12 @@ def quoted(book: Book, found: Published | None, unit: str) -> str:
         return NONE
     space = "" if unit == "%" else " "
     return f"{found.shown(unit)}{space}{unit}{DOUBTFUL if book.doubts(found) else ''}"
+
+
+def over(ratios: Sequence[float]) -> str:
+    """`0.96 (0.93 to 1.02)`: the median of ratios, turn by turn, and their quartiles; see `words.pair_ratios`."""
+    low, high = quartiles([*ratios])
+    return f"{median(ratios):.2f} ({low:.2f} to {high:.2f})" if len(ratios) > 1 else f"{ratios[0]:.2f}"
 
 
 def ratio(record: Record | None, prefix: str = "ratio") -> str:

@@ -1,19 +1,24 @@
 """The chapters put together: each is a Jinja2 template in Markdown, filled by the Python file of the same name."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 
+from cs336_systems.errors import UserError
 from writeup.book import Book
 from writeup.contents import PARTS
 from writeup.errors import CitationError
-from writeup.figures import Figure
+from writeup.figures import Figure, plain_settings
 
 FOLDER = Path(__file__).parent / "chapters"
+# What a chapter's code raises when a record is not as its benchmark writes it today.
+MISFITS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)
 
 
 @dataclass
@@ -45,15 +50,27 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
     book.chapter = name
     file = name.replace("-", "_")
     try:
-        content: dict[str, Any] = import_module(f"writeup.chapters.{file}").content(book)
-        text = _environment().get_template(f"{file}.md").render(content)
+        with plain_settings():
+            content: dict[str, Any] = import_module(f"writeup.chapters.{file}").content(book)
+            text = _environment().get_template(f"{file}.md").render(content)
     except UndefinedError as error:
         raise CitationError(f"chapter {name}: {error.message}") from None
     except CitationError as error:
         raise CitationError(f"chapter {name}: {error}") from None
-    if not text.startswith("## ") or f"{{#{name}" not in text.splitlines()[0]:
+    except UserError:
+        raise
+    except MISFITS as error:
+        raise CitationError(f"chapter {name}: {_misfit(error)}") from error
+    if not re.match(rf"## .*\{{#{re.escape(name)}[ }}]", text):
         raise CitationError(f"chapter {name} must begin with its heading, '## Title {{#{name}}}'")
     return text, {figure.name: figure.svg for figure in _figures(content.values()) if str(figure) in text + "\n"}
+
+
+def _misfit(error: Exception) -> str:
+    """What went wrong and in which line, for the figure is in a record and the line tells which."""
+    place = extract_tb(error.__traceback__)[-1]
+    what = f"there is no {error}" if isinstance(error, LookupError) else f"{error}"
+    return f"a record does not fit, {type(error).__name__}: {what} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _figures(values: Any) -> list[Figure]:

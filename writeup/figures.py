@@ -1,9 +1,11 @@
 """Pictures of the write-up: drawn by matplotlib, the same bytes for the same data, or taken from beside the records."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import matplotlib as mpl
@@ -43,6 +45,15 @@ class Figure:
         return f'![{self.caption}](figures/{self.name}.svg){{#figure-{self.name} alt="{alt}"}}\n'
 
 
+@contextmanager
+def plain_settings(settings: Mapping[str, Any] = MappingProxyType({})) -> Iterator[None]:
+    """matplotlib as it comes, but for these settings: what its user has in a matplotlibrc changes no picture."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(settings)
+        yield
+
+
 def draw(
     name: str,
     caption: str,
@@ -57,28 +68,33 @@ def draw(
     `width` and `height` are in inches. Text of the caption is Markdown; foreign text in labels must have passed through
     `cs336_systems.text.plot_text`.
     """
-    with mpl.rc_context(STYLE):
+    with plain_settings(STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")
         axes: list[Axes] = [canvas.add_subplot(1, columns, 1 + place) for place in range(columns)]
         into(axes[0] if columns == 1 else axes)
-        text = StringIO()
-        canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return Figure(name, text.getvalue(), caption, alt)
+        return Figure(name, _svg(canvas), caption, alt)
 
 
 def picture(path: Path, name: str, caption: str, alt: str) -> Figure:
     """A picture that a benchmark left beside its records. Raises CitationError if it is not there."""
     if not path.is_file():
         raise CitationError(f"there is no picture {path}")
-    return Figure(name, path.read_text(), caption, alt)
+    return Figure(name, path.read_text(encoding="utf-8"), caption, alt)
 
 
 def drawn(name: str, canvas: Any, caption: str, alt: str) -> Figure:
-    """A matplotlib Figure that was drawn elsewhere, as the same bytes for the same data; text becomes outlines."""
-    with mpl.rc_context({key: STYLE[key] for key in ("svg.hashsalt", "svg.fonttype")}):
-        text = StringIO()
-        canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    return Figure(name, text.getvalue(), caption, alt)
+    """A matplotlib Figure that was drawn elsewhere, as the same bytes for the same data; text becomes outlines.
+
+    It must have been drawn under `plain_settings`, as all that chapters call is.
+    """
+    with plain_settings({key: STYLE[key] for key in ("svg.hashsalt", "svg.fonttype")}):
+        return Figure(name, _svg(canvas), caption, alt)
+
+
+def _svg(canvas: Canvas) -> str:
+    text = StringIO()
+    canvas.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    return text.getvalue()
 
 
 def logarithmic(axes: Axes, places: Sequence[float], x: str, y: str) -> None:

@@ -1,5 +1,6 @@
 """Is a record older than the code it measured? Asked of git."""
 
+import re
 import subprocess
 from collections.abc import Iterable
 from functools import cache
@@ -10,11 +11,11 @@ from writeup.exercised import ROOT
 @cache
 def _changes(commit: str) -> frozenset[str] | None:
     """Every file that differs from a commit, also if nobody has committed the change; None if git cannot tell."""
-    if not commit.isalnum():
+    if not re.fullmatch("[0-9a-f]{7,40}", commit):
         return None
     try:
         done = subprocess.run(
-            ["git", "diff", "--name-only", "--no-renames", commit, "--"],
+            ["git", "diff", "--name-only", "--no-renames", "--relative", commit, "--"],
             cwd=ROOT, capture_output=True, text=True, timeout=60, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -3,45 +3,80 @@
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from textwrap import shorten
 
 import pypandoc
 import typst
 
+from cs336_systems.errors import UserError
 from writeup.compose import Manuscript
 
 HERE = Path(__file__).parent
 TITLE = "cs336_systems: measured, predicted, proven"
 # A pipe table whose lines are longer than this gets columns of fixed shares of the page: none shall.
-COMMON = ["--columns=100000", f"--lua-filter={HERE / 'classes.lua'}", "--wrap=none", "--section-divs"]
-READER = "markdown-auto_identifiers+pipe_tables"
+COMMON = [
+    "--columns=100000",
+    f"--lua-filter={HERE / 'classes.lua'}",
+    "--wrap=none",
+    "--section-divs",
+    "--fail-if-warnings",
+]
+# Foreign text may be in the Markdown: no part of it is HTML, Typst or LaTeX as it stands, but for formulas.
+READER = "markdown+pipe_tables" + "".join(
+    f"-{name}" for name in ("auto_identifiers", "citations", "raw_html", "raw_attribute", "raw_tex", "native_divs",
+                            "native_spans", "latex_macros", "yaml_metadata_block", "pandoc_title_block")
+)  # fmt: skip
 
 
 def write_figures(manuscript: Manuscript, folder: Path) -> None:
-    """The pictures as files, for whoever wants one alone."""
-    (folder / "figures").mkdir(parents=True, exist_ok=True)
+    """The pictures as files, for whoever wants one alone, instead of those of an earlier build."""
+    figures = folder / "figures"
+    figures.mkdir(parents=True, exist_ok=True)
+    for path in figures.glob("*.svg"):
+        if path.stem not in manuscript.figures:
+            path.unlink()
     for name, svg in manuscript.figures.items():
-        (folder / "figures" / f"{name}.svg").write_text(svg)
+        (figures / f"{name}.svg").write_text(svg, encoding="utf-8")
 
 
 def write_html(manuscript: Manuscript, path: Path) -> None:
     """One file that needs no other: pictures, style and MathML are inside."""
     options = [
         *COMMON, "--standalone", "--embed-resources", "--mathml", "--toc", "--toc-depth=2",
-        f"--template={HERE / 'page.html'}", f"--css={HERE / 'style.css'}", f"--resource-path={path.parent}",
+        f"--template={HERE / 'page.html'}", f"--css={HERE / 'style.css'}",
         f"--metadata=title:{TITLE}", "--metadata=lang:en",
     ]  # fmt: skip
-    text = pypandoc.convert_text(manuscript.text, "html5", format=READER, extra_args=options)
-    path.write_text(text)
+    path.write_text(_converted(manuscript, "html5", options, path.parent), encoding="utf-8")
 
 
 def write_pdf(manuscript: Manuscript, path: Path) -> None:
     """The same as A4 pages, with the fonts that Typst brings along, and no date inside."""
+    source = typst_of(manuscript, path.parent)
+    with TemporaryDirectory(dir=path.parent, prefix=".typst-") as folder:
+        (Path(folder) / "paper.typ").write_text(source, encoding="utf-8")
+        os.symlink(path.parent / "figures", Path(folder) / "figures")
+        try:
+            typst.compile(Path(folder) / "paper.typ", output=path, root=path.parent, ignore_system_fonts=True)
+        except typst.TypstError as error:
+            raise UserError(f"Typst cannot set the pages: {_line(error)}; please report it with writeup.md") from None
+
+
+def typst_of(manuscript: Manuscript, folder: Path) -> str:
+    """The same in Typst's language, for a folder with figures/. Raises UserError."""
     options = [
         *COMMON, "--standalone", "--toc", "--toc-depth=2", f"--template={HERE / 'paper.typ'}",
         f"--metadata=title:{TITLE}",
     ]  # fmt: skip
-    source = pypandoc.convert_text(manuscript.text, "typst", format=READER, extra_args=options)
-    with TemporaryDirectory(dir=path.parent, prefix=".typst-") as folder:
-        (Path(folder) / "paper.typ").write_text(source)
-        os.symlink(path.parent / "figures", Path(folder) / "figures")
-        typst.compile(Path(folder) / "paper.typ", output=path, root=path.parent, ignore_system_fonts=True)
+    return _converted(manuscript, "typst", options, folder)
+
+
+def _converted(manuscript: Manuscript, to: str, options: list[str], folder: Path) -> str:
+    # Pictures are found from the folder: a path of resources is split at colons, which a folder's name may have.
+    try:
+        return str(pypandoc.convert_text(manuscript.text, to, format=READER, extra_args=options, cworkdir=str(folder)))
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"pandoc cannot write {to}: {_line(error)}; please report it with writeup.md") from None
+
+
+def _line(error: Exception) -> str:
+    return shorten(str(error), 300)

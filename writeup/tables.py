@@ -1,12 +1,12 @@
 """A table of the write-up: Markdown, then what it was measured on, how old it is, and what its marks mean."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.records import Record
 from cs336_systems.text import markdown_code, markdown_text, printable
 from writeup.book import Book, Citation
-from writeup.cells import DOUBTFUL, NOISY, STALE
+from writeup.cells import DOUBTFUL, FEW, NOISY, STALE, marks
 
 SHOWN = 3  # files named of those that changed
 
@@ -42,13 +42,20 @@ class Table:
         return [record for citation in self.citations for record in citation]
 
     def __str__(self) -> str:
-        missing = [citation for citation in self.citations if not citation]
-        parts = [*map(not_measured, dict.fromkeys(citation.command for citation in missing))]
+        parts = [missing(self.citations)]
         if self.records or self.always or not self.citations:
-            note = provenance(self.book, self.records) if self.records else ""
+            everywhere = self._everywhere()
+            rows = [[_without(everywhere, cell) for cell in row] for row in self.rows]
+            shown = {sign for sign in (STALE, NOISY) for row in rows for cell in row if sign in cell}
+            note = provenance(self.book, self.records, everywhere, shown) if self.records else ""
             caption = f"\n\n: {self.caption}" if self.caption else ""
-            parts = [markdown(self.columns, self.rows) + caption, note, *self._doubts(), *self.notes, *parts]
+            parts = [markdown(self.columns, rows) + caption, note, *self._doubts(), *self.notes, *parts]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _everywhere(self) -> list[str]:
+        """Marks that all figures bear, which are then said once, below."""
+        signs = [marks(self.book, record) for record in self.records if record.status == "ok"]
+        return [sign for sign in (STALE, NOISY) if len(signs) > 1 and all(sign in each for each in signs)]
 
     def _doubts(self) -> list[str]:
         """Where it is said why figures of others are marked."""
@@ -56,12 +63,24 @@ class Table:
         ours = any(self.book.suspicions(record) for record in self.records)
         if not marked or ours:
             return []
-        return [f"::: source\n{DOUBTFUL} [cannot be](#plausibility), though it was published.\n:::"]
+        where = "the chapter on [plausibility](#plausibility) says which, and why"
+        return [f"::: source\n{DOUBTFUL} cannot be, or does not fit its neighbours: {where}.\n:::"]
+
+
+def _without(signs: Iterable[str], cell: str) -> str:
+    for sign in signs:
+        cell = cell.replace(sign, "")
+    return cell
 
 
 def not_measured(command: str) -> str:
     """What stands where a record is missing."""
     return f"::: missing\nNot measured on this machine. Run: {markdown_code(command)}\n:::"
+
+
+def missing(citations: Iterable[Citation]) -> str:
+    """What to run for those of them that are empty, each command once; nothing if there is a record of each."""
+    return "\n\n".join(dict.fromkeys(not_measured(citation.command) for citation in citations if not citation))
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -73,19 +92,25 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def provenance(book: Book, records: Sequence[Record]) -> str:
-    """Under a table: hardware, versions, commits, dates, samples, and what the marks mean."""
+def provenance(
+    book: Book, records: Sequence[Record], everywhere: Collection[str] = (), shown: Collection[str] = ()
+) -> str:
+    """Under a table: hardware, versions, commits, dates, samples, and what the marks mean that are `shown` in it, or
+    that all figures bear, `everywhere`."""
     lines = list(dict.fromkeys(_where(record) for record in records))
     counts = sorted({len(record.samples_ms) for record in records if record.samples_ms})
     if counts:
         span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        lines.append(f"{span} sample{'s' * (counts[-1] > 1)} a figure; in brackets the quartiles")
-    lines += _age(book, records)
+        spread = "the range" if counts[-1] < FEW else "the quartiles"
+        spread += f", or the range of fewer than {FEW}" if counts[0] < FEW <= counts[-1] else ""
+        lines.append(f"{span} sample{'s' * (counts[-1] > 1)} a figure; in brackets {spread}")
+    which = {**dict.fromkeys(shown, ""), **dict.fromkeys(everywhere, " all")}
+    lines += _age(book, records, f"{STALE}{which[STALE]}" if STALE in which else "some are")
     reasons = [f"{suspect.where}: {suspect.why}" for record in records for suspect in book.suspicions(record)]
     lines += [f"{DOUBTFUL} {markdown_text(reason)}" for reason in dict.fromkeys(reasons)]
-    if any(record.flags for record in records):
+    if NOISY in which:
         kinds = dict.fromkeys(flag.split(":")[0] for record in records for flag in record.flags)
-        lines.append(f"{NOISY} flagged when it was measured: {markdown_text(', '.join(kinds))}")
+        lines.append(f"{NOISY}{which[NOISY]} flagged when it was measured: {markdown_text(', '.join(kinds))}")
     return "::: source\n" + ".\n".join(lines) + ".\n:::"
 
 
@@ -104,8 +129,8 @@ def _where(record: Record) -> str:
     return markdown_text(printable(f"Measured {kind}: {device}; {software}; {commit}, {str(where['date'])[:10]}"))
 
 
-def _age(book: Book, records: Sequence[Record]) -> list[str]:
-    """Which files have changed since the records were made."""
+def _age(book: Book, records: Sequence[Record], which: str) -> list[str]:
+    """Which files have changed since the records were made, or since `which` of them."""
     ages = [book.stale(record) for record in records]
     lines = []
     if any(age is None for age in ages):
@@ -113,6 +138,6 @@ def _age(book: Book, records: Sequence[Record]) -> list[str]:
     changed = sorted({file for age in ages for file in age or ()})
     if changed:
         named = ", ".join(f"`{file}`" for file in changed[:SHOWN])
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        lines.append(f"{STALE} older than the last change of what its benchmark exercises: {named}{more}")
+        more = f" and [{len(changed) - SHOWN} more](#sources)" if len(changed) > SHOWN else ""
+        lines.append(f"{which} older than the last change of what its benchmark exercises: {named}{more}")
     return lines

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from math import comb
 from statistics import median
 
 from benchmarks.records import Record
-from writeup.cells import median_ms, quartiles
+from writeup.cells import median_ms, predicted_ms, quartiles
 
 
 def joined(parts: Iterable[str], last: str = "and") -> str:
@@ -19,21 +20,62 @@ def times(factor: float) -> str:
     return f"{factor:.{3 if factor < 1.1 else 2}g} times" if factor < 10 else f"{factor:,.0f} times"
 
 
+def in_turn(a: Record, b: Record) -> bool:
+    """Whether two records come from one run of their benchmark, so that their samples are pairs."""
+    same = a.benchmark == b.benchmark and a.environment["date"] == b.environment["date"]
+    return same and len(a.samples_ms) == len(b.samples_ms) > 1
+
+
+def pair_ratios(a: Record, b: Record) -> list[float]:
+    """The time of `a` over that of `b`, turn by turn; of their medians alone if they did not take turns."""
+    if not in_turn(a, b):
+        return [median_ms(a) / median_ms(b)]
+    return [x / y for x, y in zip(a.samples_ms, b.samples_ms, strict=True)]
+
+
 def differ(a: Record, b: Record) -> bool:
-    """Whether the quartiles of two records' samples lie apart, so that a difference may be stated."""
-    low_a, high_a = quartiles(a.samples_ms)
-    low_b, high_b = quartiles(b.samples_ms)
-    return high_a < low_b or high_b < low_a
+    """Whether a difference in time may be stated.
+
+    Of pairs: the quartiles of their ratios exclude 1, and so many lie on one side that chance does it in one of ten
+    cases at most (sign test). Otherwise: measured within half an hour, no sample of one lies among the other's, and
+    there are four of each (a permutation does that in one of 35 cases).
+    """
+    if in_turn(a, b):
+        ratios = pair_ratios(a, b)
+        low, high = quartiles(ratios)
+        return (low > 1 or high < 1) and _by_chance(ratios) <= 0.1
+    if hours_apart(a, b) > 0.5 or min(len(a.samples_ms), len(b.samples_ms)) < 4:
+        return False
+    return max(a.samples_ms) < min(b.samples_ms) or max(b.samples_ms) < min(a.samples_ms)
+
+
+def _by_chance(ratios: Sequence[float]) -> float:
+    """How probable it is that so many ratios, or more, lie on one side of 1 if either side is as likely."""
+    above = sum(ratio > 1 for ratio in ratios)
+    most, count = max(above, len(ratios) - above), len(ratios)
+    return min(1.0, 2 * sum(comb(count, k) for k in range(most, count + 1)) / 2**count)
+
+
+def hours_apart(a: Record, b: Record) -> float:
+    """Between the beginnings of two runs."""
+    first, second = (datetime.fromisoformat(str(each.environment["date"])) for each in (a, b))
+    return abs((second - first).total_seconds()) / 3600
 
 
 def faster(name_a: str, a: Record, name_b: str, b: Record) -> str:
-    """Which of two is faster, and by how much: a clause without a full stop. Where quartiles overlap it says so."""
+    """Which of two is faster, and by how much: a clause without a full stop, which says so if it cannot be told."""
+    if hours_apart(a, b) > 0.5:
+        return f"{name_a} and {name_b} were not measured together ({_hours(a, b)} apart), so they are not compared"
+    ratios = pair_ratios(a, b)
+    if differ(a, b) and abs(median(ratios) - 1) < 0.01:
+        return f"{name_a} and {name_b} take the same time, within 1%"
     if not differ(a, b):
-        low, high = sorted([median_ms(a), median_ms(b)])
-        return f"{name_a} and {name_b} cannot be told apart (medians {high / low - 1:.0%} apart, quartiles overlap)"
-    first, second, factor = name_a, name_b, median_ms(b) / median_ms(a)
+        low, high = quartiles(ratios)
+        shown = f"{median(ratios):.2f}" + (f", {low:.2f} to {high:.2f}" if len(ratios) > 1 else "")
+        return f"{name_a} and {name_b} cannot be told apart (ratio {shown})"
+    first, second, factor = name_b, name_a, median(ratios)
     if factor < 1:
-        first, second, factor = name_b, name_a, 1 / factor
+        first, second, factor = name_a, name_b, 1 / factor
     return f"{first} is {times(factor)} as fast as {second}"
 
 
@@ -68,8 +110,16 @@ def prediction_error(pairs: Sequence[tuple[float, float]]) -> str:
         return "nothing was measured"
     ratios = sorted(predicted / measured for predicted, measured in pairs)
     middle = median(ratios)
-    where = f"lies {abs(middle - 1):.0%} {'below' if middle < 1 else 'above'}" if abs(middle - 1) >= 0.005 else "equals"
-    return f"the prediction {where} the measurement in the median ({ratios[0]:.2f} to {ratios[-1]:.2f} of it)"
+    side = "below" if middle < 1 else "above"
+    where = f"lies {abs(middle - 1):.0%} {side} the measurement" if abs(middle - 1) >= 0.005 else "hits the measurement"
+    return f"the prediction {where} in the median; single ones are {ratios[0]:.2f} to {ratios[-1]:.2f} of it"
+
+
+def error_of(records: Iterable[Record]) -> str:
+    """`prediction_error` of the times of those records that were measured and have a prediction."""
+    timed = [record for record in records if record.status == "ok"]
+    pairs = ((predicted_ms(record), median_ms(record)) for record in timed)
+    return prediction_error([(said, measured) for said, measured in pairs if said is not None])
 
 
 def span(values: Iterable[float], form: str = "{:.2g}") -> str:
@@ -79,11 +129,6 @@ def span(values: Iterable[float], form: str = "{:.2g}") -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def apart(a: Record, b: Record) -> str:
-    """That two records were not measured one after the other, as a sentence; nothing if they were."""
-    first, second = (datetime.fromisoformat(str(each.environment["date"])) for each in (a, b))
-    minutes = abs((second - first).total_seconds()) / 60
-    if minutes < 30:
-        return ""
-    span = f"{minutes:.0f} minutes" if minutes < 120 else f"{minutes / 60:.0f} hours"
-    return f"The two were measured {span} apart, not in turn: what else the machine did then is part of the difference."
+def _hours(a: Record, b: Record) -> str:
+    hours = hours_apart(a, b)
+    return f"{60 * hours:.0f} minutes" if hours < 2 else f"{hours:.0f} hours"
