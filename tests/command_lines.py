@@ -61,7 +61,7 @@ def _problem_of_python(words: list[str]) -> str | None:
         command = import_module(module).main
     except (ModuleNotFoundError, AttributeError) as error:
         return f"{module}: {error}"
-    return _problem_of_options(command, rest)
+    return _problem_of_options(command, rest) if isinstance(command, click.Command) else None
 
 
 def _problem_of_options(command: click.Command, words: list[str]) -> str | None:

@@ -5,15 +5,17 @@ from dataclasses import replace
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.profiling_pictures import TABLES
 from benchmarks.records import Record
 from cs336_systems.presets import preset
 from writeup.book import Book, Citation
 from writeup.chapters.activation_checkpointing import best, more_work, one_shape
-from writeup.chapters.function_calls import OUTSIDE, answers, changed, counted, flops_ratio
-from writeup.chapters.memory import casts
-from writeup.chapters.mixed_precision import pairs, stuck, verdicts
-from writeup.profiles import profile_picture, with_tables
+from writeup.chapters.function_calls import command_of
+from writeup.chapters.memory import casts, error, moments
+from writeup.chapters.mixed_precision import stuck, verdicts
+from writeup.operators import OUTSIDE, answers, changed, counted, flops_ratio
+from writeup.profiles import profile_picture, with_tables, without_tables
 
 SIZE = {"size": "small", "year": 2024, "norm": "rmsnorm", "attention": "naive"}
 SHAPE = SIZE | {"context": 128, "batch_size": 16, "precision": "fp32", "recompute": "none", "recompute_every": 1}
@@ -67,6 +69,8 @@ def test_pictures_are_shown_only_with_their_own_record(tmp_path):
     assert profile_picture(book, other, "flame", "caption", "alt") is None
     assert profile_picture(book, None, "flame", "caption", "alt") is None
     assert list(with_tables(book, cited(record, other, old))) == [record]
+    assert without_tables(book, cited(record, other, old)) == "", "there is a newer one"
+    assert without_tables(book, cited(old)).startswith("`small` was profiled before tables were kept")
 
 
 def test_what_the_original_says_of_the_toy_model_is_judged():
@@ -88,13 +92,6 @@ def test_what_the_original_says_of_the_toy_model_is_judged():
     assert gradients.startswith("the original has the gradients in fp16; here they are fp32. A `.grad`")
     cuda["loss"] = "fp16"
     assert len(verdicts(Book(), record)) == 1, "torch's lists decide where the two devices differ"
-
-
-def test_precisions_of_one_configuration_are_compared():
-    high = Record("e2e", SHAPE | {"mode": "step"}, {}, [2.0], {"median_ms": 2.0})
-    low = replace(high, config=high.config | {"precision": "bf16"})
-    assert pairs(cited(high, low)) == {("small", "step"): (high, low)}
-    assert pairs(cited(high, replace(low, config=low.config | {"attention": "sdpa"}))) == {}
 
 
 def test_a_sum_that_stops():
@@ -124,3 +121,24 @@ def test_the_best_segment():
     plain, other = replace(swept(1, 9), config=SHAPE), replace(swept(1, 9), config=SHAPE | {"size": "medium"})
     assert list(one_shape(cited(plain, swept(2, 8), other))) == [plain, swept(2, 8)]
     assert 0.3 < more_work(swept(1, 1)) < 1 / 3, "one more forward pass, without the head's"
+
+
+def test_the_command_for_a_gap_names_what_the_size_does_not_have_by_itself():
+    assert command_of(Record("profiling", SHAPE, {})) == "python -m benchmarks.e2e --size small"
+    tiny = Record("profiling", SHAPE | {"size": "tiny", "batch_size": 4}, {})
+    assert command_of(tiny) == "python -m benchmarks.e2e --size tiny --attention naive --batch-size 4"
+
+
+def test_all_peaks_are_judged_and_placed_in_their_step():
+    def step(precision: str, gradients: int, off: float) -> Record:
+        found = {"peak_memory_bytes": 1000, "memory_by_part": {"gradients": gradients}}
+        config = SHAPE | {"mode": "step", "precision": precision}
+        return Record("memory", config, {}, metrics=found, predicted={"peak_memory_bytes": 1000 * off})
+
+    full, low, bare = step("fp32", 0, 1.001), step("bf16", 8, 0.99), replace(step("fp16", 0, 2.0), predicted={})
+    assert error(cited(full, low, bare)) == (
+        "all 2 predicted peaks are within 1.00% of the measured ones (step of small in bf16 is the worst)"
+    )
+    before, there = moments(cited(full, low))
+    assert before.startswith("A step of small in fp32 peaks before there is any gradient")
+    assert there.startswith("A step of small in bf16 peaks with its gradients there")

@@ -1,24 +1,28 @@
 """Sentences and tables of the chapters on arithmetic, the three other systems and checkpoints, from made-up records."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from cs336_systems.cost.course import question
 from writeup import cost_runs
+from writeup.basis import example, machine_rates, sizes_table
 from writeup.book import Book, Citation
 from writeup.chapters import arithmetic, checkpoints, introduction, megatron, moe, roofline
 from writeup.cost_runs import Published, published_runs
+from writeup.megatron_study import host, predicted_step, study_table, without_recipe
 from writeup.moe_profile import published_shares, same_calls
 
 CPU = {"device": "cpu", "device_type": "cpu", "cores": 2, "commit": "abc", "dirty": False, "date": "2026-01-02"}
 
 
 def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **more: Any) -> Record:
-    """A record whose median is that of its three samples."""
-    metrics = ({"median_ms": sorted(ms)[1]} if ms else {}) | more.pop("metrics", {})
+    """A record whose median is that of its samples, an odd number."""
+    metrics = ({"median_ms": sorted(ms)[len(ms) // 2]} if ms else {}) | more.pop("metrics", {})
     return Record(benchmark, config, more.pop("environment", CPU), list(ms), metrics, **more)
 
 
@@ -30,17 +34,18 @@ def citation(*records: Record) -> Citation:
 def save(candidate: str, ms: float, said: float | None = None, nbytes: int = 2**20, **config: Any) -> Record:
     """A record of `benchmarks.checkpoints` with a narrow spread."""
     state = {"size": "tiny", "year": 2024, "ranks": 2, "d_model": 8, "layers": 1}
+    samples = [share * ms for share in (0.99, 0.995, 1.0, 1.005, 1.01)]
     return record(
-        "checkpoints", {"candidate": candidate, **state, **config}, (0.99 * ms, ms, 1.01 * ms),
+        "checkpoints", {"candidate": candidate, **state, **config}, samples,
         metrics={"bytes": nbytes}, predicted={"mean_ms": said} if said else {},
     )  # fmt: skip
 
 
 def test_which_checkpoint_is_faster_is_read_from_the_records():
-    slow = citation(save("save", 30.0), save("DCP save", 10.0), save("torch.save", 30.1))
+    slow = citation(save("save", 30.0), save("DCP save", 10.0), save("torch.save", 30.0))
     assert checkpoints.comparisons(slow, "tiny") == [
         "tiny: DCP save is 3 times as fast as this project's save",
-        "tiny: this project's save and `torch.save` cannot be told apart (medians 0% apart, quartiles overlap)",
+        "tiny: this project's save and `torch.save` cannot be told apart (ratio 1.00, 1.00 to 1.00)",
     ]
     fast = citation(save("save", 10.0), save("DCP save", 30.0))
     assert checkpoints.comparisons(fast, "tiny") == ["tiny: this project's save is 3 times as fast as DCP save"]
@@ -156,10 +161,10 @@ def test_what_is_said_of_our_layouts():
 
 def test_the_model_is_furthest_off_where_the_study_starved_its_hosts():
     study = megatron.read_runs([megatron.STUDY])
-    steps = [megatron.predicted_step(run) for run in study]
-    table = megatron.study_table(Book(machine=None), study, steps)
+    steps = [predicted_step(run) for run in study]
+    table = study_table(Book(machine=None), study, steps)
     assert [row[-1] for row in table.rows] == ["5", "", "3", "1, 4", "", "2, 4"]
-    assert "without 1 of starved hosts" in megatron.host(study, steps)[0]
+    assert "without 1 of starved hosts" in host(study, steps)[0]
 
 
 def test_families_that_are_far_off_are_named_with_a_reason_or_without(monkeypatch):
@@ -182,8 +187,52 @@ def test_totals_count_fitted_and_predicted_runs_apart():
     assert len(cost_runs.totals(fitted)) == 1
 
 
-@pytest.mark.parametrize("kind", ["wrong", "missing", "text"])
+@pytest.mark.parametrize("kind", ["wrong", "missing"])
 def test_every_difference_of_the_notebook_fills_its_columns(kind):
     table = roofline.differences(Book(machine=None), kind)
     assert table.rows
     assert all(len(row) == len(table.columns) and all(row) for row in table.rows)
+
+
+def test_recipes_for_clusters_are_left_out():
+    assert (
+        without_recipe("A launcher can do this: Open MPI binds each process. Cure: none") == "A launcher can do this."
+    )
+    assert without_recipe("Nothing: here.") == "Nothing: here."
+
+
+def test_the_largest_whole_grid_is_found_by_trying():
+    assert arithmetic.largest_grid(14.9, 6.98, max) == (15, 7)
+    assert arithmetic.largest_grid(2.0, 2.0, lambda x, y: x + y) == (2, 2)
+    assert arithmetic.largest_grid(14.9, 6.98, lambda x, y: x + y) == (9, 4)
+    assert arithmetic.largest_grid(0.5, 3.0, max) == (1, 4)
+
+
+def test_rates_of_a_machine_are_counted_once_a_run():
+    one = record("e2e", {"precision": "bf16"}, metrics={"peak_flops_per_s": 4e9, "bandwidth_bytes_per_s": 1e9})
+    later = record("e2e", {"precision": "bf16"}, metrics={"peak_flops_per_s": 6e9}, environment=CPU | {"date": "2"})
+    link = record("ddp", {"ranks": 2, "link": "1gbit tbf"}, metrics={"link_bytes_per_s": 1e8, "latency_ms": 0.5})
+    assert machine_rates([one, replace(one, config={"precision": "bf16", "mode": "step"}), later, link]) == {
+        "products in bf16": {"FLOP/s": [4e9, 6e9]},
+        "copies, read and written": {"B/s": [1e9]},
+        "between 2 ranks, 1 Gbit/s link": {"B/s": [1e8], "latency": [0.5]},
+    }
+
+
+def test_an_example_explains_the_cell_that_it_shows():
+    config = {"mode": "step", "size": "tiny", "precision": "fp32", "batch_size": 2, "context": 8}
+    noisy = record("e2e", config, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0}, flags=["noisy: 50%"])
+    plain = record("e2e", config, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0})
+    found = example(Book(machine=None), citation(plain, noisy))
+    assert found["measured"].startswith("2.00 ms (1.00 to 4.00)")
+    assert found["said"][0].startswith("the middle one of 3 samples is 2.00 ms, and all of them lie between")
+    assert any("it was flagged" in line for line in found["said"])
+    assert found["said"][-1].endswith("which is 0.50 of what was measured")
+    assert example(Book(machine=None), citation(record("e2e", config, (1.0, 2.0, 4.0)))) == {}
+
+
+def test_sizes_of_two_editions_share_a_row_only_if_they_are_one_model():
+    rows = {(row[0], row[1]): row for row in sizes_table(Book(machine=None)).rows}
+    assert rows["small", "2025, 2026"][-1] == "4 x 128, 4 x 512"
+    assert rows["xl", "2025"][2] != rows["xl", "2026"][2]
+    assert rows["tiny", "this project's"][3:5] == ["4", "128"]

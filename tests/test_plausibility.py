@@ -8,7 +8,7 @@ import pytest
 from benchmarks.records import RESULTS, Record, read_records
 from writeup import plausibility_rules as rules
 from writeup.book import Book
-from writeup.plausibility import doubtful_means, suspects_of_published, suspects_of_records
+from writeup.plausibility import doubtful_means, let_pass, suspects_of_published, suspects_of_records
 from writeup.publications import publications
 
 GB = 10**9
@@ -88,6 +88,15 @@ def test_what_is_wrong_with_the_original_is_found(published):
     assert "9.8 times too much" in said["3.4.2", "medium, 2 nodes: 9.27e-1 s"]
     assert "9.9 times too little" in said["3.4.5 (b)", "medium, 2 nodes, stage 0: 7.93 ms"]
     assert said["3.2.1", "an empty table"].startswith("one row that says Test")
+    kinds = {(each.where.split(", ")[1], each.text): each.kind for each in published}
+    assert kinds["3.1.1", "nccl, cuda, 1 GB, 2 ranks: 2.57e-4 s"] == "limit"
+    assert kinds["3.1.1", "1 node, nccl, cuda, 4 ranks, 512 KB to 1 GB: 7 figures"] == "neighbour"
+    assert kinds["3.4.2", "medium, 2 nodes: 9.27e-1 s"] == "neighbour"
+    assert kinds["3.2.1", "an empty table"] == "empty"
+
+
+def test_a_start_up_that_was_to_be_shown_is_let_pass_and_listed():
+    assert let_pass(publications()) == ["small, forward: 7.98e-2 s ± 1.03e-1 s"]
 
 
 def test_no_other_published_figure_is_accused(published):
@@ -111,7 +120,8 @@ def record(benchmark="norms", samples=(10.0, 10.0, 10.0), config=None, predicted
     middle = sorted(samples)[len(samples) // 2]
     figures = {"median_ms": middle, "mean_ms": sum(samples) / len(samples), "std_ms": 0.0, **metrics}
     said = {"bandwidth_bytes_per_s": 4e10} if predicted is None else predicted
-    return Record(benchmark, config or {}, {"device": device}, list(samples), figures, said)
+    stamp = dict.fromkeys(("commit", "date"), "unknown") | {"device": device}
+    return Record(benchmark, config or {}, stamp, list(samples), figures, said)
 
 
 def test_records_are_held_to_the_best_that_their_machine_has_measured():

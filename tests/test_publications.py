@@ -116,6 +116,11 @@ def test_a_malformed_file_is_refused_with_its_entry(folder, old, new, message):
         folder((SOURCE + TABLE).replace(old, new, 1))
 
 
+def test_what_bears_no_date_says_so(folder):
+    assert folder(SOURCE.replace("year = 2024", "")).sources["someone"].when == "undated"
+    assert folder(SOURCE).sources["someone"].when == "2024"
+
+
 def test_two_of_one_name_are_refused(folder):
     with pytest.raises(UserError, match="has a table of this name already"):
         folder(SOURCE + TABLE + TABLE)
@@ -155,4 +160,3 @@ def test_the_original_is_whole():
     printed = found.value("rod-2024", "flat again", size="medium", nodes=2)
     assert (printed.text, printed.value) == ("9.27e-1 s", 0.927)
     assert found.value("rod-2024", "memory", size="small", pass_="forward").text == "698.99 MiB"
-    assert len(found.of_problem("distributed_communication_single_node")) == 6

@@ -1,11 +1,11 @@
-"""One published table as cells to stand beside ours, and the reasons against figures of it that cannot be."""
+"""One published table as cells to stand beside ours, and the reasons against figures of it that are suspect."""
 
 from dataclasses import dataclass
 
 from cs336_systems.text import markdown_text
 from writeup.book import Book
 from writeup.cells import DOUBTFUL, quoted
-from writeup.plausibility import Suspect
+from writeup.plausibility import KINDS, Suspect
 from writeup.publications import Key, Published, PublishedTable
 
 LISTED = 2  # reasons given below a table; the rest stand in the chapter on plausibility
@@ -29,7 +29,7 @@ class Beside:
 
     @property
     def suspects(self) -> list[Suspect]:
-        """Why figures of the table cannot be, those first that are suspect together; none of an empty table."""
+        """Why figures of the table are suspect, those first that are suspect together; none of an empty table."""
         cells = {id(figure) for row in self.table.rows for figure in row.values.values()}
         found = [each for each in self.book.published_suspects if any(id(one) in cells for one in each.quoted)]
         return sorted(found, key=lambda each: -len(each.quoted))
@@ -39,7 +39,8 @@ class Beside:
         """The first reasons as a paragraph for below a table, or nothing."""
         if not self.suspects:
             return []
-        lines = [markdown_text(f"{DOUBTFUL} {each.text}: {each.why}") for each in self.suspects[:LISTED]]
+        first = self.suspects[:LISTED]
+        lines = [markdown_text(f"{DOUBTFUL} {each.text} {KINDS[each.kind]}: {each.why}") for each in first]
         more = len(self.suspects) - LISTED
         rest = f" {more} more are in the chapter on [plausibility](#plausibility)." if more > 0 else ""
         source = f"{self.table.source.author}, {self.table.where or self.table.name}"

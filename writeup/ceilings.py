@@ -1,9 +1,14 @@
-"""What a published time means: the share of a GPU's bandwidth or peak that it takes, by counted bytes and FLOPs."""
+"""What a published time means: the share of a GPU's bandwidth or peak that it takes, and what was to be expected."""
 
 from benchmarks.attention_candidates import BOTH, FORWARD, Task, flops
 from benchmarks.norm_candidates import Shape, bytes_moved
+from cs336_systems.cost.large.plan import Plan
+from cs336_systems.cost.large.step_time import step_time
 from cs336_systems.cost.large.systems import System, system_preset
-from writeup.cells import NONE
+from cs336_systems.presets import ModelConfig, Norm, model_preset
+from cs336_systems.text import markdown_text
+from writeup.book import Book
+from writeup.cells import NONE, quoted
 from writeup.publications import Key, Published
 
 PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.norm_candidates` counts them
@@ -31,6 +36,34 @@ def peak_share(found: Published, work: float, system: str, processors: int = 1) 
     return work / found.value / (processors * system_preset(system).matmul_flops)
 
 
-def floored(found: Published | None, floor: float) -> str:
-    """`0.796 ms (15%)`: a published time, and the least time over it."""
-    return f"{found.shown('ms')} ms ({floor / found.value:.0%})" if found else NONE
+def floored(book: Book, found: Published | None, floor: float) -> str:
+    """`0.796 ms (15%)`: a published time, with a mark if it is implausible, and the least time over it."""
+    return f"{quoted(book, found, 'ms')} ({floor / found.value:.0%})" if found else NONE
+
+
+def pass_seconds(config: ModelConfig, batch: int, seq: int, precision: str, what: str, system: System) -> float:
+    """Seconds of one pass over (batch seq) tokens that the model of large systems predicts for a single GPU.
+
+    float32 is taken to be TF32, which the kernels of the original's profile are. Waiting for the host is predicted for
+    forward and backward together, so that a single pass has half of it. Raises UserError for sizes that do not divide.
+    """
+    plan = Plan(micro_batch=batch, global_batch=batch, width=4 if precision == "fp32" else 2)
+    parts = step_time(config, plan, seq, system).parts
+    passes = {name: parts[name] + parts["host"] / 2 for name in ("forward", "backward")}
+    both = sum(passes.values())
+    return (passes | {"forward-backward": both, "step": both + parts["optimizer"]})[what]
+
+
+def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm = "rmsnorm") -> float:
+    """The same for a cell of the original: batch 16 and context 128 on the GPU that its kernels point to."""
+    config = model_preset(size, 2024).override(norm=norm)
+    return pass_seconds(config, 16, 128, precision, what, system_preset("H100"))
+
+
+def original(book: Book) -> str:
+    """Who is meant by the name of the original in tables, and on which GPU: a sentence, from the source's own note."""
+    source = book.published.sources["rod-2024"]
+    return (
+        f"Rød is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "
+        f"{markdown_text(source.where)}); {markdown_text(source.note)}."
+    )

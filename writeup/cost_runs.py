@@ -9,14 +9,13 @@ from typing import Any
 
 from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
 from cs336_systems.cost.large.step_time import StepTime, step_time
-from cs336_systems.text import markdown_text
+from cs336_systems.text import markdown_text, plot_text
 from writeup.book import Book
 from writeup.cells import NONE
-from writeup.figures import Figure, draw
+from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
 
 FAR = 0.1  # a family's mean size of error from which on it is named
-STYLES = ("o", "s", "^", "D", "v", "P", "X", "*")
 # Why a family is far off, where that is known; what is not here is not explained.
 REASONS = {
     "MT-NLG": "another framework",
@@ -125,27 +124,24 @@ def far_off(runs: Sequence[Published]) -> list[str]:
 
 
 def error_picture(name: str, runs: Sequence[Published]) -> Figure:
-    """Predicted over measured time of each run, over the number of accelerators; hollow: not fitted."""
+    """Predicted over published time of every run, a row for each family on a machine; hollow: not fitted."""
+    families = by_family(runs)
 
     def into(axes: Any) -> None:
-        families: dict[str, list[Published]] = {}
-        for each in runs:
-            families.setdefault(each.row["family"], []).append(each)
-        for place, (family, found) in enumerate(families.items()):
-            colour, marker = f"C{place % 8}", STYLES[(place + place // len(STYLES)) % len(STYLES)]
-            axes.plot(
-                [each.run.plan.ranks for each in found], [1 + each.error for each in found], marker, color=colour,
-                markersize=5, fillstyle="full" if found[0].fitted else "none", label=family,
-            )  # fmt: skip
-        axes.axhline(1.0, color="black", linewidth=0.8)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_xlabel("accelerators")
-        axes.set_ylabel("predicted / measured time")
-        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        for place, found in enumerate(families.values()):
+            ratios = sorted(1 + each.error for each in found)
+            # Points of a family are spread by rank, so that none hides another.
+            heights = [place + 0.5 * (rank + 0.5) / len(ratios) - 0.25 for rank in range(len(ratios))]
+            style = "full" if found[0].fitted else "none"
+            axes.plot(ratios, heights, "o", color=COLOURS[0], markersize=3.5, fillstyle=style, markeredgewidth=0.8)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(families)), [plot_text(f"{family}; {machine}") for family, machine in families])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("predicted / published time of a step")
 
     return draw(
-        name, "Predicted over published time of a step; hollow: not among the runs that constants were fitted to.",
-        "Points of predicted over measured time over the number of accelerators, by family",
-        into, width=8.2, height=max(3.6, 0.75 + 0.17 * len({each.row["family"] for each in runs})),
+        name, "Predicted over published time, a point a run; hollow: not among those that constants were fitted to.",
+        "Points of predicted over published time, a row for each family of runs and its machine",
+        into, height=0.8 + 0.2 * len(families),
     )  # fmt: skip

@@ -67,13 +67,6 @@ def course_map(path: Path = MAP) -> tuple[Problem, ...]:
     return problems
 
 
-def of_year(problems: tuple[Problem, ...], year: int) -> tuple[Problem, ...]:
-    """Those that an edition asks. Raises UserError for a year that had no edition here."""
-    if year not in COURSE_YEARS:
-        raise UserError(f"no edition of {year} is mapped; there are {', '.join(map(str, COURSE_YEARS))}")
-    return tuple(problem for problem in problems if year in problem.years)
-
-
 def _problem(where: str, entry: Any) -> Problem:
     """An entry of the file, checked as far as one can without the project's other files."""
     if not isinstance(entry, dict):

@@ -14,7 +14,7 @@ from writeup.gallery import variants
 
 MATRIX = Path(__file__).resolve().with_name("equality.toml")
 PROPERTIES = ("parameters", "gradients", "norm", "loss", "resume", "reshard")
-UNDEFINED, UNPROVEN = "not defined: ", "not proven: "
+UNDEFINED, UNPROVEN, BITS = "not defined: ", "not proven: ", "bits only"
 
 
 @dataclass(frozen=True)

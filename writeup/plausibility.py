@@ -1,10 +1,11 @@
-"""Figures that cannot be, ours and published: which rule applies to what, and which figures are neighbours.
+"""Figures that cannot be or do not fit, ours and published: which rule applies to what, and what neighbours are.
 
 The physics is in `writeup.plausibility_rules`, what a figure stands for in `writeup.plausibility_figures`.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from benchmarks.records import Record
 from cs336_systems.console import format_bytes, format_seconds
@@ -25,11 +26,16 @@ from writeup.publications import Publications, Published, PublishedTable
 AXES = ("size", "bytes", "columns", "seq")  # along which neighbours stand
 
 
+Kind = Literal["limit", "neighbour", "empty"]
+KINDS: dict[Kind, str] = {"limit": "cannot be", "neighbour": "does not fit", "empty": "is empty"}
+
+
 @dataclass(frozen=True)
 class Suspect:
-    """A figure that cannot be what it is called: where it stands, what stands there, and why.
+    """A figure that is not what it is called: where it stands, what stands there, and why.
 
-    `of` has the records that it is made of, `quoted` the published figures.
+    Of kind "limit" it breaks a limit of physics, whatever stands beside it; of kind "neighbour" it contradicts what
+    does, or itself. `of` has the records that it is made of, `quoted` the published figures.
     """
 
     where: str
@@ -37,6 +43,7 @@ class Suspect:
     why: str
     of: tuple[Record, ...] = ()
     quoted: tuple[Published, ...] = ()
+    kind: Kind = "neighbour"
 
 
 def suspects_of_published(publications: Publications) -> list[Suspect]:
@@ -46,7 +53,7 @@ def suspects_of_published(publications: Publications) -> list[Suspect]:
     for table in publications.tables.values():
         where = ", ".join(part for part in (table.source.id, table.where, f'"{table.name}"') if part)
         if not table.rows:
-            found.append(Suspect(where, "an empty table", table.note or "it has columns and no figure"))
+            found.append(Suspect(where, "an empty table", table.note or "it has columns and no figure", kind="empty"))
         figures = list(published_figures(table, where))
         found += [_suspect(each, why) for each in figures if (why := _doubtful_mean(each))]
         found += _suspects(figures, data_sheet(table.system, table.fixed.get("nodes", 1) == 1))
@@ -81,6 +88,13 @@ def doubtful_means(records: Sequence[Record]) -> list[Suspect]:
     return found
 
 
+def let_pass(publications: Publications) -> list[str]:
+    """Published means that a start-up holds most of, in words, where it was to be shown: measured without warm-up."""
+    figures = [each for table in publications.tables.values() for each in published_figures(table, table.source.id)]
+    cold = [each for each in figures if each.settings.get("warmup") == 0]
+    return [each.shown for each in cold if rules.deviation_over_mean(each.value, each.std)]
+
+
 def _by_benchmark(records: Sequence[Record]) -> list[list[Record]]:
     found: dict[str, list[Record]] = {}
     for record in records:
@@ -107,13 +121,13 @@ def _made_of(figures: Sequence[Figure]) -> tuple[tuple[Record, ...], tuple[Publi
 
 
 def _doubtful_mean(figure: Figure) -> str:
-    """Without warm-up, a start-up is what was to be shown."""
+    """Without warm-up, a start-up is what was to be shown: `let_pass` lists what this excuses."""
     return "" if figure.settings.get("warmup") == 0 else rules.deviation_over_mean(figure.value, figure.std)
 
 
 def _suspects(figures: list[Figure], ceilings: Ceilings) -> list[Suspect]:
     """What each figure of a table shows alone, and what it shows with its neighbours."""
-    found = [_suspect(each, why) for each in figures for why in _alone(each, ceilings) if why]
+    found = [replace(_suspect(each, why), kind="limit") for each in figures for why in _alone(each, ceilings) if why]
     for axis in AXES:
         for series in _series(figures, axis):
             found += _along(sorted(series, key=lambda each: each.place(axis)), axis, ceilings)

@@ -1,4 +1,4 @@
-"""What a measured figure cannot be: a function a rule, with its physics, on plain values.
+"""Which figure cannot be, and which does not fit its neighbours: a function a rule, with its physics, on plain values.
 
 So a rule is the same for our records and for published figures. Each returns its reason in words, or nothing where the
 figure may stand. A reason does not say that someone was careless: it says that the figure is not what it is called.

@@ -1,5 +1,6 @@
 """What a profile left beside its record, for any chapter: its pictures, and its tables."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,9 @@ from benchmarks.profiling_pictures import picture_beside, tables_beside
 from benchmarks.records import Record
 from writeup.book import Book, Citation
 from writeup.figures import Figure, picture
+from writeup.words import joined
+
+BELOW = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9./-]*")  # a folder below that of the records
 
 
 def folder(book: Book) -> Path:
@@ -17,7 +21,8 @@ def folder(book: Book) -> Path:
 
 def tables(book: Book, record: Record) -> dict[str, Any] | None:
     """The tables of rank 0, as `cs336_systems.profiling.tables.as_json` has them, or None if the run left none."""
-    return tables_beside(folder(book), record)
+    name = str(record.metrics.get("pictures", ""))
+    return tables_beside(folder(book), record) if BELOW.fullmatch(name) else None
 
 
 def with_tables(book: Book, cited: Citation) -> Citation:
@@ -25,7 +30,17 @@ def with_tables(book: Book, cited: Citation) -> Citation:
     return replace(cited, records=tuple(record for record in cited.measured if tables(book, record)))
 
 
+def without_tables(book: Book, cited: Citation) -> str:
+    """What was profiled and left no tables, as a sentence; nothing if all did, or if a later profile replaced them."""
+    kept = with_tables(book, cited).values("size") if with_tables(book, cited) else []
+    bare = [record.config["size"] for record in cited.measured if record.config["size"] not in kept]
+    if not bare:
+        return ""
+    sizes = joined(f"`{size}`" for size in dict.fromkeys(bare))
+    return f"{sizes} was profiled before tables were kept; profiled again, it is listed, too."
+
+
 def profile_picture(book: Book, record: Record | None, which: str, caption: str, alt: str) -> Figure | None:
     """The `timeline`, `flame` or `memory` of a profile; None if its run left none."""
-    path = picture_beside(folder(book), record, f"{which}.svg") if record else None
+    path = picture_beside(folder(book), record, f"{which}.svg") if record and tables(book, record) else None
     return picture(path, f"{book.chapter}-{path.parent.name}-{which}", caption, alt) if path else None

@@ -18,6 +18,7 @@ from cs336_systems.errors import UserError
 from writeup.errors import CitationError
 
 PUBLISHED = Path(__file__).resolve().parent / "published"
+ORIGINAL = "rod-2024"  # the hand-typed write-up that this one succeeds
 Key = str | int | bool
 # unit: (what it measures, how much of that one is)
 UNITS = {
@@ -37,16 +38,24 @@ TEXT = "text"  # the unit of words, such as the name of a type
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.large.systems`, if it has one."""
+    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.large.systems`, if it has one.
+
+    The year of what bears no date is 0.
+    """
 
     id: str
     title: str
     author: str
-    year: int
     hardware: str
     where: str
+    year: int = 0
     system: str = ""
     note: str = ""
+
+    @property
+    def when(self) -> str:
+        """The year, in words."""
+        return str(self.year or "undated")
 
 
 @dataclass(frozen=True)
@@ -148,10 +157,6 @@ class Publications:
         """One figure, as `PublishedTable.value` finds it."""
         return self.table(source, name).value(column, **keys)
 
-    def of_problem(self, problem: str) -> list[PublishedTable]:
-        """The tables of one of the course's problems, of every source."""
-        return [table for table in self.tables.values() if table.problem == problem]
-
 
 @cache
 def publications(folder: Path = PUBLISHED) -> Publications:
@@ -192,11 +197,11 @@ def _entries(content: dict[str, Any], kind: str, path: Path) -> Iterator[tuple[s
 
 def _source(entry: str, fields: dict[str, Any]) -> Source:
     texts = ("id", "title", "author", "hardware", "where")
-    _check_fields(entry, fields, (*texts, "year"), ("system", "note"))
+    _check_fields(entry, fields, texts, ("year", "system", "note"))
     for name in (*texts, "system", "note"):
         if not isinstance(fields.get(name, ""), str):
             raise UserError(f"{entry}: {name} must be text, not {fields[name]!r}")
-    if type(fields["year"]) is not int:
+    if type(fields.get("year", 0)) is not int:
         raise UserError(f"{entry}: year must be a whole number, not {fields['year']!r}")
     return Source(**fields)
 

@@ -9,7 +9,7 @@ from cs336_systems.cost import backward_flops, forward_flops, recompute_flops
 from cs336_systems.cost.memory import Sizes, block_activations
 from cs336_systems.presets import ModelConfig, preset
 from cs336_systems.text import markdown_text
-from writeup.book import Book, Citation
+from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, memory, predicted_memory
 from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
@@ -36,6 +36,7 @@ def content(book: Book) -> dict[str, Any]:
         "saved": saved(kept),
         "best": best(swept),
         "theirs": theirs(book),
+        "short": shortest(book, swept),
     }
 
 
@@ -113,10 +114,12 @@ def picture(cited: Citation, plain: Record) -> Figure:
         for record in cited.measured.only(recompute=("none", "nested")):
             name, colour = record.config["recompute"], COLOURS[1 if record is plain else 2]
             axes.axhline(record.metrics["peak_bytes"] / MIB, color=colour, linestyle="--", label=f"{name}, measured")
-        axes.axvline(
-            plain.predicted["square_root_rule"], color=COLOURS[7], linestyle=":", label="square root of L s / b"
-        )
-        axes.axvline(len(peaks) ** 0.5, color=COLOURS[3], linestyle=":", label="square root of L")
+        roots = {"$\\sqrt{L s / b}$": plain.predicted["square_root_rule"], "$\\sqrt{L}$": len(peaks) ** 0.5}
+        for place, (name, length) in enumerate(roots.items()):
+            axes.axvline(length, color=COLOURS[6 if place else 7], linestyle=":", linewidth=1)
+            below = {"xytext": (3, -14 * place), "textcoords": "offset points", "va": "top"}
+            blank = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+            axes.annotate(f"{name} = {length:.2f}", (length, max(peaks)), **below, bbox=blank)
         axes.set_xlabel("blocks in a segment")
         axes.set_ylabel("most activations at once, MiB")
         axes.set_ylim(bottom=0)
@@ -178,4 +181,15 @@ def theirs(book: Book) -> str:
         f"{row.values['peak'].shown('GiB')} GiB with segments of {row.keys['recompute_every']}" for row in table.rows
     ]
     place = f"`{table.rows[0].keys['size']}` of {table.source.year}, context {table.fixed['context']}, {table.hardware}"
-    return f"{' and '.join(rows)} ({place})" if rows else NONE
+    more = f", and {markdown_text(table.note)}" if table.note else ""
+    return f"{' and '.join(rows)}{more} ({place})" if rows else NONE
+
+
+def shortest(book: Book, swept: Citation) -> str:
+    """That both sweeps, ours and the student's, need least with the shortest segment; nothing if one does not."""
+    rows = book.published.table(STUDENT, "activation checkpointing").rows
+    needs = {int(row.keys["recompute_every"]): row.values["peak"].value for row in rows}
+    ours = {r.config["recompute_every"]: metric(r, "peak_bytes") for r in swept.measured.only(recompute="segments")}
+    if not all(len(each) > 1 and min(each) == min(each, key=lambda length: each[length]) for each in (needs, ours)):
+        return ""
+    return "In both the shortest segment needs least: a block keeps much more than its input."

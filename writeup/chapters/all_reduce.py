@@ -1,41 +1,43 @@
 """How long an all-reduce takes: over its size, the number of ranks, and a link between two nodes."""
 
-import re
 from typing import Any
 
 from benchmarks.collective import bandwidths, size_name
 from benchmarks.records import Record
 from cs336_systems.console import format_seconds
 from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.text import markdown_text
 from cs336_systems.volume import sent
 from writeup.beside import Beside, beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing
 from writeup.figures import COLOURS, Figure, draw
-from writeup.rank_runs import line_of
+from writeup.publications import ORIGINAL
+from writeup.rank_runs import PLACES, Group, group_of, line_of, link_rate, link_title
 from writeup.tables import Table
-from writeup.words import joined, prediction_error, times
+from writeup.words import error_of, hours_apart, joined, times
 
-SOURCE, ONE, TWO = "rod-2024", "all-reduce", "all-reduce, two nodes"
-STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding")
+ONE, TWO = "all-reduce", "all-reduce, two nodes"
+STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")
 SIMULATED = "python -m benchmarks.two_nodes --nproc 1 -- benchmarks/allreduce.py --sizes '1MB 10MB 50MB'"
 BACKENDS = (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"))
+TOGETHER = 0.5  # hours; what was measured further apart is not compared
 
 
 def content(book: Book) -> dict[str, Any]:
     """Ours on one node and on two, the fits, the original's, and what the commentary is made of."""
     one, two = book.cite("allreduce", nodes=1, link=""), book.cite("allreduce", nodes=2, command=SIMULATED)
-    theirs = beside(book, SOURCE, ONE, "ms")
+    theirs = beside(book, ORIGINAL, ONE, "ms")
     return {
         "one": measured(book, one, theirs),
-        "two": measured(book, two, beside(book, SOURCE, TWO, "ms")),
-        "simulated": joined({r.config["link"]: None for r in two if r.config["link"]}) if has_link(two) else "",
+        "two": measured(book, two, beside(book, ORIGINAL, TWO, "ms")),
+        "simulated": joined({markdown_text(link_title(r)): None for r in two}) if has_link(two) else "",
         "fits": fits(book, [one, two]),
         "picture": picture(one, two) if one.measured or two.measured else None,
         "published": published(book, theirs),
         "published_picture": published_picture(theirs),
-        "students": students(book),
-        "empty": book.published.table(SOURCE, TWO).note,
+        "students": students(book, one),
+        "empty": book.published.table(ORIGINAL, TWO).note,
         "said": commentary(one, two),
         "original": original(theirs),
     }
@@ -46,9 +48,10 @@ def has_link(cited: Citation) -> bool:
     return any(record.config["link"] for record in cited)
 
 
-def place(record: Record) -> str:
-    """`2 gloo cpu`: ranks, who moves the bytes, where they are."""
-    return f"{record.config['ranks']} {record.config['backend']} {record.config['device']}"
+def bus(record: Record, kind: str = "bus") -> float:
+    """Bytes/s of the median time, out of each rank; with `kind` "algorithm" of the tensor."""
+    found = bandwidths(int(record.config["bytes"]), int(record.config["ranks"]), median_ms(record))
+    return found[f"{kind}_bytes_per_s"]
 
 
 def rate(bytes_per_s: float) -> str:
@@ -59,11 +62,11 @@ def rate(bytes_per_s: float) -> str:
 def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
     """Every size and number of ranks."""
     rows = []
-    for record in sorted(cited, key=lambda r: (r.config["backend"], r.config["ranks"], r.config["bytes"])):
+    for record in sorted(cited, key=lambda r: (group_of(r), r.config["bytes"])):
         config = {name: record.config[name] for name in ("backend", "device", "bytes", "ranks")}
-        cells = [place(record), size_name(config["bytes"]), timing(book, record), prediction(record)]
+        cells = [str(group_of(record)), size_name(config["bytes"]), timing(book, record), prediction(record)]
         if record.status == "ok":
-            cells += [rate(metric(record, f"{kind}_bytes_per_s")) for kind in ("algorithm", "bus")]
+            cells += [rate(bus(record, kind)) for kind in ("algorithm", "bus")]
             cells.append(format_seconds(metric(record, "rank_spread_ms") / 1e3))
         else:
             cells += [NONE] * 3
@@ -73,11 +76,11 @@ def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
     return Table(book, columns, rows, cited)
 
 
-def families(cited: Citation) -> dict[str, list[Record]]:
-    """Records by ranks and backend, each sorted by size."""
-    found: dict[str, list[Record]] = {}
-    for record in sorted(cited.measured, key=lambda r: (r.config["backend"], r.config["ranks"], r.config["bytes"])):
-        found.setdefault(place(record), []).append(record)
+def families(cited: Citation) -> dict[Group, list[Record]]:
+    """Records by backend, device and ranks, each sorted by size."""
+    found: dict[Group, list[Record]] = {}
+    for record in sorted(cited.measured, key=lambda r: (group_of(r), r.config["bytes"])):
+        found.setdefault(group_of(record), []).append(record)
     return found
 
 
@@ -88,14 +91,14 @@ def fits(book: Book, citations: list[Citation]) -> Table:
         for name, records in families(cited).items():
             line, first = line_of(records), records[0]
             found = (
-                [format_seconds(line.overhead), rate(line.bandwidth), f"{line.residual:.0%}"]
+                [format_seconds(line.overhead), rate(line.bandwidth), f"{line.residual:.1%}"]
                 if line
                 else [NONE, NONE, "no line"]
             )
             probed = [format_seconds(metric(first, "latency_ms") / 1e3), rate(metric(first, "link_bytes_per_s"))]
             nodes = first.config["nodes"]
-            rows.append([name, f"{nodes} node{'s' * (nodes > 1)}", probed[0], found[0], probed[1], *found[1:]])
-    columns = ("<ranks", "<on", "latency, probed", "fitted", "bandwidth, probed", "fitted", "fit off by")
+            rows.append([str(name), f"{nodes} node{'s' * (nodes > 1)}", probed[0], found[0], probed[1], *found[1:]])
+    columns = ("<ranks", "<on", "latency, probed", "fitted", "bus bandwidth, probed", "fitted", "fit off by")
     return Table(book, columns, rows, [cited for cited in citations if cited] or citations[0])
 
 
@@ -106,7 +109,7 @@ def picture(one: Citation, two: Citation) -> Figure:
         for axes, cited, title in zip(both, (one, two), ("one node", "two nodes"), strict=True):
             for colour, (name, records) in zip(COLOURS, families(cited).items(), strict=False):
                 sizes = [r.config["bytes"] for r in records]
-                axes.plot(sizes, [median_ms(r) for r in records], "o-", color=colour, markersize=4, label=name)
+                axes.plot(sizes, [median_ms(r) for r in records], "o-", color=colour, markersize=4, label=str(name))
                 axes.plot(sizes, [predicted_ms(r) for r in records], "--", color=colour, linewidth=1)
             has = bool(cited.measured)
             simulated = " (simulated)" if has_link(cited) else ""
@@ -132,10 +135,11 @@ def published(book: Book, theirs: Beside) -> Table:
         bus = rate(bandwidths(nbytes, ranks, fastest.ms)["bus_bytes_per_s"]) if fastest else NONE
         least = f"{1e3 * sent('all-reduce', ranks) * nbytes / link:.3g} ms"
         rows.append([size_name(nbytes), str(ranks), *(theirs.cell(**key) for key in keys), bus, least])
-    columns = ("size", "ranks", *(f"{backend}, {device}" for backend, device in BACKENDS), "NCCL's bus", "ring, least")
+    columns = ("size", "ranks", *(f"{backend}, {PLACES[device]}" for backend, device in BACKENDS), "NCCL's bus",
+               "ring, least")  # fmt: skip
     note = (
         f"Means of {theirs.table.source.author} on {theirs.table.hardware}. The last column is a ring's bytes over the "
-        f"{rate(link)} that one such GPU has to the others by its data sheet."
+        f"{rate(link)} that one such GPU has to the others by its data sheet. {theirs.table.note}."
     )
     return Table(book, columns, rows, notes=[f"::: source\n{note}\n:::", *theirs.notes], always=True)
 
@@ -151,7 +155,7 @@ def published_picture(theirs: Beside) -> Figure:
                     for row in theirs.table.rows
                     if (row.keys["backend"], row.keys["device"], row.keys["ranks"]) == (backend, device, ranks)
                 ]
-                label = f"{backend} {device}, {ranks}"
+                label = f"{ranks} ({backend}, {PLACES[device]})"
                 axes.plot(*zip(*sorted(rows), strict=True), style, color=colour, markersize=4, label=label)
         link = system_preset(theirs.table.system).inside.bandwidth
         sizes = sorted({int(row.keys["bytes"]) for row in theirs.table.rows})
@@ -165,17 +169,23 @@ def published_picture(theirs: Beside) -> Figure:
     )  # fmt: skip
 
 
-def students(book: Book) -> Table:
-    """Other published all-reduces of 1 GB, with their bus bandwidth."""
+def students(book: Book, one: Citation) -> Table:
+    """Other published all-reduces of 1 GB, with their bus bandwidth; then ours of the same tensor on two ranks."""
     rows = []
     for source in STUDENTS:
         table = beside(book, source, ONE, "ms")
         for row in table.table.rows:
             ranks, nbytes = int(row.keys["ranks"]), int(row.keys["bytes"])
-            bus = bandwidths(nbytes, ranks, row.values["mean"].ms)["bus_bytes_per_s"]
+            sent_bytes = bandwidths(nbytes, ranks, row.values["mean"].ms)["bus_bytes_per_s"]
+            who = f"{source}, the {row.keys['extreme']}" if "extreme" in row.keys else source
             where = f"{row.keys['backend']}, {table.table.hardware}"
-            rows.append([source, where, size_name(nbytes), str(ranks), table.cell(**row.keys), rate(bus)])
-    return Table(book, ("<source", "<on", "size", "ranks", "mean", "bus"), rows, always=True)
+            rows.append([who, where, size_name(nbytes), str(ranks), table.cell(**row.keys), rate(sent_bytes)])
+    ours = one.only(bytes=10**9, ranks=2)
+    for record in ours.measured:
+        where = markdown_text(f"{record.config['backend']}, {record.environment['device']}")
+        rows.append(["this write-up, median", where, size_name(10**9), "2", timing(book, record), rate(bus(record))])
+    columns = ("<source", "<on", "size", "ranks", "mean", "bus bandwidth")
+    return Table(book, columns, rows, ours if ours else (), always=True)
 
 
 def commentary(one: Citation, two: Citation) -> list[str]:
@@ -183,46 +193,53 @@ def commentary(one: Citation, two: Citation) -> list[str]:
     said = []
     for cited, where in ((one, "On one node"), (two, "On two nodes")):
         if cited.measured:
-            error = prediction_error([(predicted_ms(r) or 0.0, median_ms(r)) for r in cited.measured])
-            said.append(f"{where}, {error}.")
+            said.append(f"{where}, {error_of(cited)}.")
     for name, records in families(one).items():
         if line := line_of(records):
             half = line.overhead * line.bandwidth / sent("all-reduce", records[0].config["ranks"])
+            sizes = [record.config["bytes"] for record in records]
+            beyond = "" if min(sizes) <= half <= max(sizes) else " (extrapolated: no such size was measured)"
             said.append(
-                f"{name}: below {size_name(float(f'{half:.2g}'))} the latency is the larger part, above it the bytes."
+                f"With {name.words} the latency is the larger part below "
+                f"{size_name(float(f'{half:.2g}'))}{beyond}, above it the bytes."
             )
     return said + more_ranks(one) + slower_link(one, two)
 
 
 def more_ranks(cited: Citation) -> list[str]:
     """The largest size on few and on many ranks, against what a ring's bytes would make of it."""
-    if not cited.measured:
-        return []
-    largest = max(record.config["bytes"] for record in cited.measured)
-    records = sorted(cited.measured.only(bytes=largest), key=lambda r: int(r.config["ranks"]))
-    if len(records) < 2:
-        return []
-    few, many = records[0], records[-1]
+    ends: dict[tuple[str, str], list[Record]] = {}
+    for group, records in families(cited).items():
+        ends.setdefault((group.backend, group.device), []).append(records[-1])
+    pairs = [(found[0], found[-1]) for found in ends.values() if len(found) > 1]
+    return [line for few, many in pairs if (line := _of_ranks(few, many))]
+
+
+def _of_ranks(few: Record, many: Record) -> str:
+    """One size on two numbers of ranks; nothing if they were measured apart."""
+    if few.config["bytes"] != many.config["bytes"] or hours_apart(few, many) > TOGETHER:
+        return ""
     a, b = few.config["ranks"], many.config["ranks"]
     ring = sent("all-reduce", b) / sent("all-reduce", a)
     cores = many.environment["cores"]
     shared = f" Here {b} ranks share {cores} cores, so that they also wait for each other's turn." if b > cores else ""
-    return [
-        f"{size_name(largest)} takes {times(median_ms(many) / median_ms(few))} as long on {b} ranks as on {a}; the "
-        f"bytes of a ring alone would make {times(ring)}.{shared}"
-    ]
+    return (
+        f"{size_name(few.config['bytes'])} takes {times(median_ms(many) / median_ms(few))} as long on {b} ranks as on "
+        f"{a}; the bytes of a ring alone would make {times(ring)}.{shared}"
+    )
 
 
 def slower_link(one: Citation, two: Citation) -> list[str]:
     """The bus bandwidth over the link against its rate, and the same all-reduce on one node."""
     if not two.measured:
         return []
-    best = max(two.measured, key=lambda r: float(metric(r, "bus_bytes_per_s")))
-    named = re.search(r"(\d+)gbit", str(best.config["link"]))
-    share = f", {metric(best, 'bus_bytes_per_s') / (int(named[1]) * 1e9 / 8):.0%} of the link's rate" if named else ""
-    said = [f"Between the two nodes the bus bandwidth reaches {rate(metric(best, 'bus_bytes_per_s'))}{share}."]
+    best = max(two.measured, key=lambda record: (record.config["bytes"], bus(record)))  # past what a link lets burst
+    full = link_rate(best)
+    share = f", {bus(best) / full:.0%} of the link's rate" if full else ""
+    said = [f"Between the two nodes the bus bandwidth reaches {rate(bus(best))}{share}."]
     same = {name: best.config[name] for name in ("ranks", "bytes", "backend", "device")}
-    if alone := one.measured.one(same):
+    alone = one.measured.one(same)
+    if alone and hours_apart(best, alone) <= TOGETHER:
         factor = median_ms(best) / median_ms(alone)
         slower = f"{times(factor)} as long as" if factor >= 1 else f"{factor:.2f} of the time"
         said.append(f"{size_name(same['bytes'])} on {same['ranks']} ranks takes {slower} on one node.")

@@ -1,6 +1,7 @@
 """The course's parallelism arithmetic: results, with the numbers of one machine, and when communication is hidden."""
 
 from collections.abc import Callable, Mapping
+from operator import add
 from typing import Any
 
 from cs336_systems.cost.course import Answer, question
@@ -60,9 +61,9 @@ def limits(book: Book, answers: Mapping[str, Answer]) -> Table:
         ["", "backward", *_devices(answers, "tensor-parallel"), ratio(tensor, "backward"),
          _whole(tensor["largest_backward"])],
         ["FSDP x TP, overlapped", "forward", *_devices(answers, "fsdp-tensor-parallel", "X", "Y"),
-         quantity(both / grid["compute"], "%"), _whole(grid["largest_overlapped"])],
+         quantity(both / grid["compute"], "%"), _grid(grid, "largest_overlapped", max)],
         ["FSDP x TP, one after another", "forward", *_devices(answers, "fsdp-tensor-parallel", "X", "Y"),
-         quantity(apart / grid["compute"], "%"), _whole(grid["largest_apart"])],
+         quantity(apart / grid["compute"], "%"), _grid(grid, "largest_apart", add)],
     ]  # fmt: skip
     columns = ("<split", "<pass", "devices", "communication / compute", "hidden up to")
     return Table(book, columns, rows)
@@ -76,6 +77,21 @@ def _whole(bound: float) -> str:
     return f"{int(bound)} devices"
 
 
+def _grid(found: Mapping[str, float], bound: str, together: Callable[[float, float], float]) -> str:
+    """The largest whole grid that is hidden, and the bound of the formula, whose X and Y need not be whole."""
+    a, b = found["a"], found["b"]
+    x, y = largest_grid(a, b, together)
+    return f"{x * y} devices, {x} x {y} (formula: {found[bound]:.4g})"
+
+
+def largest_grid(a: float, b: float, together: Callable[[float, float], float]) -> tuple[int, int]:
+    """The X and Y of most devices whose times over compute, (X - 1)/a and (Y - 1)/b, taken together are at most 1."""
+    grids = [
+        (x, y) for x in range(1, int(a) + 2) for y in range(1, int(b) + 2) if together((x - 1) / a, (y - 1) / b) <= 1
+    ]
+    return max(grids, key=lambda grid: grid[0] * grid[1])
+
+
 def readings(book: Book, answer: Answer) -> Table:
     """The answers to part (c), one for each way to read it."""
     found = answer.numbers
@@ -86,7 +102,9 @@ def readings(book: Book, answer: Answer) -> Table:
         ["X and Y free, both axes at once", "$\\alpha^2/(M_X M_Y F)$", "free_overlapped"],
     ]
     cells = [[words, formula, f"{found[key]:.0f}" if key in found else NONE] for words, formula, key in rows]
-    return Table(book, ("<what the question is taken to say", "<tokens a device", "here"), cells)
+    return Table(
+        book, ("<what the question is taken to say", "<tokens a device, at least", "with these numbers"), cells
+    )
 
 
 def _ratio(way: str) -> Callable[[Answer], float]:
@@ -117,7 +135,7 @@ def _tokens(axes: Any, answer: Answer) -> None:
     axes.plot(TOKENS, [each + found["tp_share"] for each in gather], label="one after another")
     for key in ("given_overlapped", "given_apart"):
         axes.plot([found[key]], [1.0], "o", color="black", markersize=5)
-        axes.annotate(f"{found[key]:.0f}", (found[key], 1.0), (4, 6), textcoords="offset points", fontsize="small")
+        axes.annotate(f"{found[key]:.0f}", (found[key], 1.0), (4, 6), textcoords="offset points", fontsize=8)
     axes.set_ylim(0, 3)
     axes.set_xlabel("tokens a device")
     axes.set_title("2025: the mesh as given", loc="left", fontsize="medium")
@@ -131,12 +149,12 @@ def picture(answers: Mapping[str, Answer]) -> Figure:
         _tokens(panels[1], answers["xxl-batch"])
         for axes in panels:
             axes.axhline(1.0, color=COLOURS[6], linewidth=0.8)
-            axes.legend(fontsize="small")
+            axes.legend(fontsize=8)
 
     return draw(
         "arithmetic-hidden",
         "Communication over compute; below 1 it can be hidden. Left: a layer of 2026 over devices. Right: XXL of 2025, "
         "where the two readings of the mesh as given cross 1.",
         "Two panels of communication over compute: rising with devices, falling with tokens a device",
-        into, columns=2, width=8.5,
+        into, columns=2, height=3.4,
     )  # fmt: skip

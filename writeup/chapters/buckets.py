@@ -11,15 +11,17 @@ from benchmarks.collective import size_name
 from benchmarks.records import Record
 from cs336_systems.console import format_seconds
 from cs336_systems.cost.course.buckets import best_count, overhead
+from cs336_systems.text import markdown_text, plot_text
 from cs336_systems.volume import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
-from writeup.chapters.ddp import ALONE, SOURCE
+from writeup.chapters.ddp import ALONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.line_fit import Line, fit
-from writeup.rank_runs import DDP, THROTTLED, line_of, runs_of, title
-from writeup.tables import Table
+from writeup.publications import ORIGINAL
+from writeup.rank_runs import DDP, THROTTLED, line_of, link_title, link_words, runs_of, title
+from writeup.tables import Table, missing
 from writeup.words import differ, joined
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward
@@ -57,7 +59,7 @@ def content(book: Book) -> dict[str, Any]:
     models = [model for run in runs if (model := model_of(run))]
     return {
         "sweeps": [(title(run), sweep(book, run)) for run in runs],
-        "missing": [str(Table(book, (), (), each)) for each in (plain, slow) if not each],
+        "missing": missing([plain, slow]),
         "fits": fits(book, models, single, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
         "picture": picture(models) if models else None,
@@ -130,13 +132,14 @@ def best_sizes(book: Book, models: list[Model], cited: list[Citation]) -> Table:
 
 def name(model: Model) -> str:
     """The run of a model: its width and its link."""
-    config = model.run.records[0].config
-    return f"width {config['d_model']}" + (f", {config['link']}" if config["link"] else "")
+    first = model.run.records[0]
+    link = f", {markdown_text(link_words(first))}" if first.config["link"] else ""
+    return f"width {first.config['d_model']}{link}"
 
 
 def shown(line: Line) -> list[str]:
     """Overhead, bandwidth and residual in words."""
-    return [format_seconds(line.overhead), f"{size_name(line.bandwidth)}/s", f"{line.residual:.0%}"]
+    return [format_seconds(line.overhead), f"{size_name(line.bandwidth)}/s", f"{line.residual:.1%}"]
 
 
 def nearest(model: Model) -> float | None:
@@ -166,8 +169,8 @@ def picture(models: list[Model]) -> Figure:
             for colour, (what, curve) in zip(COLOURS, curves, strict=False):
                 place.plot(counts, [1e3 * curve(float(count)) for count in counts], color=colour, label=what)
             place.plot(*zip(*found, strict=True), "o", color=COLOURS[6], label="measured") if found else None
-            link = model.run.records[0].config["link"] or "this machine's own link"
-            place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=str(link))
+            link = plot_text(link_title(model.run.records[0]))
+            place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=link)
             place.set_ylim(bottom=0)
             place.legend(fontsize=7)
 
@@ -180,7 +183,7 @@ def picture(models: list[Model]) -> Figure:
 
 def published(book: Book) -> Table:
     """The original's sweep: sizes of buckets as columns."""
-    theirs = beside(book, SOURCE, "bucketed", "ms")
+    theirs = beside(book, ORIGINAL, "bucketed", "ms")
     sizes = sorted({int(row.keys["bucket_size_mb"]) for row in theirs.table.rows})
     models = dict.fromkeys((row.keys["backend"], row.keys["size"]) for row in theirs.table.rows)
     rows = [
@@ -195,7 +198,7 @@ def published(book: Book) -> Table:
 
 def published_said(book: Book) -> str:
     """How far the original's sweep of each backend and size spreads, and where its best is."""
-    theirs, said = beside(book, SOURCE, "bucketed", "ms"), []
+    theirs, said = beside(book, ORIGINAL, "bucketed", "ms"), []
     for backend in dict.fromkeys(str(row.keys["backend"]) for row in theirs.table.rows):
         of_size: dict[str, dict[int, float]] = {}
         for row in theirs.table.rows:
@@ -214,7 +217,7 @@ def commentary(model: Model) -> list[str]:
     run, records = model.run, sweep_of(model.run)
     if not records:
         return []
-    link = run.records[0].config["link"] or "the machine's own link"
+    link = markdown_text(link_words(run.records[0])) or "the machine's own link"
     best = min(records, key=median_ms)
     apart = [size_name(bucket_bytes(each) or 0.0) for each in records if each is not best and differ(each, best)]
     slower = f"slower beyond the quartiles: {joined(apart)}" if apart else "no other size can be told apart from it"

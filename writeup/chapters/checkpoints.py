@@ -5,11 +5,12 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.console import format_bytes
+from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, ratio, timing
 from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
-from writeup.words import faster, joined, prediction_error, times
+from writeup.words import error_of, faster, joined, times
 
 COLUMNS = ("<candidate", "median (quartiles)", "predicted (of measured)", "bytes/s", "ratio to DCP, pair by pair")
 PAIRS = (("save", "DCP save"), ("save", "torch.save"), ("load", "DCP load"), ("load", "torch.load"))
@@ -21,14 +22,14 @@ def content(book: Book) -> dict[str, Any]:
     """A table for each size, the picture, and what the commentary is made of."""
     cited = book.cite("checkpoints")
     groups = by_state(cited)
-    ours = [record for record in cited.measured if predicted_ms(record)]
     still = stands_still(groups)
     return {
-        "tables": [_table(book, group) for group in groups.values()] or [Table(book, COLUMNS, [], cited)],
+        "tables": [(_title(group), _table(book, group)) for group in groups.values()]
+        or [("", Table(book, COLUMNS, [], cited))],
         "picture": picture(groups) if cited.measured else None,
         "comparisons": [line for name, group in groups.items() for line in comparisons(group, name)],
         "background": joined(still) if still else "",
-        "error": prediction_error([(predicted_ms(record) or 0.0, median_ms(record)) for record in ours]),
+        "error": error_of(cited),
         "short": shortfall(list(groups.values())),
         "measured": bool(cited.measured),
     }
@@ -50,13 +51,22 @@ def by_state(cited: Citation) -> dict[str, Citation]:
 
 def _table(book: Book, cited: Citation) -> Table:
     rows = [
-        [record.config["candidate"], timing(book, record), prediction(record), rate(record), ratio(record)]
+        [
+            markdown_text(record.config["candidate"]),
+            timing(book, record),
+            prediction(record),
+            rate(record),
+            ratio(record),
+        ]
         for record in cited
     ]
+    return Table(book, COLUMNS, rows, cited)
+
+
+def _title(cited: Citation) -> str:
     first = cited.records[0]
     nbytes = format_bytes(metric(first, "bytes")) if first.status == "ok" else NONE
-    caption = f"{first.config['size']}, {nbytes} of weights and AdamW state, {first.config['ranks']} ranks"
-    return Table(book, COLUMNS, rows, cited, caption=caption)
+    return f"{markdown_text(first.config['size'])}: {nbytes} of weights and AdamW state, {first.config['ranks']} ranks"
 
 
 def rate(record: Record) -> str:

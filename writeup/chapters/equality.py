@@ -5,10 +5,11 @@ from typing import Any
 from cs336_systems.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.cells import NONE, STALE
-from writeup.equality import PROPERTIES, Row, matrix
+from writeup.equality import BITS, PROPERTIES, Row, matrix
 from writeup.freshness import changed_since
 from writeup.proofs import COMMAND, Report, read_report
 from writeup.tables import markdown
+from writeup.words import joined
 
 TICK, FAILED, UNPROVEN = "✓", "✗", "○"
 HEADS = {"norm": "gradient norm"}
@@ -30,6 +31,7 @@ def content(book: Book) -> dict[str, Any]:
         "failed": [_link(report, node) for node in report.proofs if report.proofs[node].outcome == "failed"],
         "source": provenance(report),
         "command": markdown_code(COMMAND),
+        "published": published(book),
         **_age(report, rows),
     }
 
@@ -42,6 +44,7 @@ def _cell(report: Report, row: Row, name: str, notes: dict[str, list[str]]) -> s
     """Ticks, or a sign for why there is none; and the number of what there is to say."""
     cell = row.cells[name]
     signs = [_tick(report, row, node) for node in cell.tests] or [UNPROVEN if cell.is_defined else NONE]
+    signs += [BITS] * cell.note.startswith(BITS)
     text = cell.note.partition(": ")[2] if not cell.tests else cell.note
     if text:
         notes.setdefault(text, []).append(f"{row.strategy}, {HEADS.get(name, name)}")
@@ -61,6 +64,14 @@ def _note(number: int, text: str, where: list[str]) -> str:
 
 def _link(report: Report, node: str) -> str:
     return f"[{markdown_text(node)}](#{report.proofs[node].anchor})"
+
+
+def published(book: Book) -> str:
+    """How far a student's FSDP was off one GPU: a clause."""
+    table = book.published.table("precipice-blades", "equality")
+    found = joined(f"{row.values['difference'].text.split()[0]} on {row.keys['ranks']}" for row in table.rows)
+    where = f"`{table.source.title}`, {table.source.year}, {markdown_text(table.hardware)}"
+    return f"{found} GPUs as the largest difference to one ({where})"
 
 
 def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from cs336_systems.text import markdown_code
 from writeup.book import Book, Citation
 from writeup.cells import NONE
 from writeup.chapters.function_calls import COMMAND, SOURCE, largest
-from writeup.profiles import profile_picture, tables, with_tables
+from writeup.profiles import profile_picture, tables, with_tables, without_tables
 from writeup.tables import Table
 from writeup.words import joined
 
@@ -20,7 +20,8 @@ LEAST = 5e-4  # share of a part that is listed
 
 def content(book: Book) -> dict[str, Any]:
     """The picture, the shares of norms and softmax, and which parts take the rest."""
-    cited = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+    profiled = book.cite("profiling", wrapper="none", attention="naive", command=COMMAND)
+    cited = with_tables(book, profiled)
     main = largest(cited)
     profile = tables(book, main) if main else None
     return {
@@ -33,6 +34,7 @@ def content(book: Book) -> dict[str, Any]:
             "An icicle of one step: forward, backward and optimizer, below them modules and their operators",
         ),
         "size": main.config["size"] if main else "",
+        "bare": without_tables(book, profiled),
         "shares": shares(book, cited),
         "parts": parts(book, cited, main, profile),
         "surprises": surprises(main, profile) if main and profile else [],
@@ -81,8 +83,8 @@ def surprises(record: Record, profile: dict[str, Any]) -> list[str]:
     found.append(f"By phase: {longest}.")
     rest = 1 - metrics["share_matrix_products"] - metrics.get("share_fused_attention", 0.0)
     found.append(
-        f"What makes no product takes {rest:.0%} of the step, although it makes next to none of the FLOPs: it is bound "
-        "by memory, or by the start of each operator."
+        f"What makes no product takes {rest:.0%} of the step, although it makes next to none of the FLOPs; faster "
+        "products would leave it as it is."
     )
     rows = [row for row in profile["operators"]["step"] if ACTIVATION.search(row["name"])]
     if rows:

@@ -1,30 +1,25 @@
 """Attention: what the scores cost when they are kept, and FlashAttention-2, which forgets them."""
 
 from dataclasses import replace
+from statistics import median as middle
 from typing import Any
 
-from benchmarks.attention import COURSE_SEQUENCES
-from benchmarks.attention_candidates import Task, peak_bytes
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes
-from cs336_systems.cost.large.systems import system_preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, marks, median_ms, memory, prediction, timing
+from writeup.cells import marks, median_ms, prediction, timing
 from writeup.chapters.flash_published import boards, programs, students
+from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, limits, measured_cells, sweep
 from writeup.figures import Figure, draw, logarithmic
 from writeup.tables import Table
-from writeup.words import from_which, joined, prediction_error, times
+from writeup.words import differ, faster, from_which, joined, pair_ratios, prediction_error, times
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"
-WIDTH = {"fp32": 4, "bf16": 2}
-QUADRATIC = ("eager", "sdpa-math")  # they keep the softmax for backward
+BOTH = "forward-backward"
 NAMES = {
     "ours": "ours, Triton", "tiled": "ours, tiles in torch", "eager": "eager", "compiled": "compiled",
     "sdpa-flash": "torch's flash", "sdpa-efficient": "torch's memory-efficient", "sdpa-cudnn": "cuDNN's",
     "sdpa-math": "torch's math",
 }  # fmt: skip
 COURSE = {"grid": "course", "candidate": "eager", "dtype": "fp32", "batch": 8, "causal": False, "keeps": True}
-GPU = "H100"  # whose memory the course's grid is held against
 
 
 def content(book: Book) -> dict[str, Any]:
@@ -42,6 +37,7 @@ def content(book: Book) -> dict[str, Any]:
     shown = narrowed(flash)
     return {
         "course": sweep(book, course),
+        "measured": measured_cells(course),
         "limits": limits(),
         "kept_error": kept_error([*course.measured, *flash.measured]),
         "flash": kernels(book, shown),
@@ -54,66 +50,6 @@ def content(book: Book) -> dict[str, Any]:
         "programs": programs(book),
         "boards": boards(book),
     }
-
-
-def kept_bytes(config: dict[str, Any]) -> int | None:
-    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and a number a query.
-
-    None where the compiler decides, and for half precision with the softmax, which may be kept in two dtypes.
-    """
-    rows, width = config["batch"] * config["seq"], WIDTH[config["dtype"]]
-    if config["candidate"] == "compiled" or (config["candidate"] in QUADRATIC and config["dtype"] != "fp32"):
-        return None
-    if config["candidate"] in QUADRATIC:
-        return int(rows * width * (config["seq"] + 3 * config["dim"]))
-    return int(rows * (4 * config["dim"] * width + 4))
-
-
-def kept(book: Book, record: Record | None) -> str:
-    """What was kept for backward, and the prediction's share of it."""
-    shown = memory(book, record, "before_backward_bytes") if record else NONE
-    predicted = kept_bytes(record.config) if record else None
-    found = record.metrics.get("before_backward_bytes") if record else None
-    return f"{shown} ({predicted / found:.2f})" if predicted and found else shown
-
-
-def sweep(book: Book, cited: Citation) -> Table:
-    """The course's sweep of eager attention."""
-    rows = []
-    for record in sorted(cited.only(**{"pass": FORWARD}), key=lambda r: (r.config["dim"], r.config["seq"])):
-        config = record.config
-        back = cited.one(dim=config["dim"], seq=config["seq"], **{"pass": BACKWARD})
-        cells = [timing(book, record), prediction(record), timing(book, back), prediction(back)]
-        rows.append([f"{config['dim']}", f"{config['seq']:,}", *cells, kept(book, record)])
-    heads = (
-        "<dim",
-        "tokens",
-        "forward",
-        "predicted",
-        "backward",
-        "predicted",
-        "kept for backward (predicted / measured)",
-    )
-    return Table(book, heads, rows, cited)
-
-
-def limits() -> str:
-    """What the course's longest sequence needs, and from which on a GPU does not hold it."""
-    system, dim = system_preset(GPU), 64
-    longest = COURSE_SEQUENCES[-1]
-    task = Task("course", 8, longest, dim, "fp32", causal=False)
-    need = kept_bytes({"candidate": "eager", "batch": 8, "seq": longest, "dim": dim, "dtype": "fp32"})
-    first = longest
-    while peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False)) <= system.memory:
-        first *= 2
-    linear = kept_bytes({"candidate": "tiled", "batch": 8, "seq": first, "dim": dim, "dtype": "fp32"})
-    most = peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False))
-    return (
-        f"At the course's longest sequence, {longest:,} tokens of width {dim} and batch 8, eager attention keeps "
-        f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Of these lengths, "
-        f"doubled, the first that an {system.name} with {format_bytes(system.memory)} does not hold is {first:,}: "
-        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)} of it."
-    )
 
 
 def kept_error(records: list[Record]) -> str:
@@ -214,7 +150,10 @@ def tiled(cited: Citation) -> str:
     sizes = sorted(slow.keys() & eager.keys())
     if not sizes:
         return ""
-    factor = median_ms(slow[sizes[-1]]) / median_ms(eager[sizes[-1]])
+    one, other = slow[sizes[-1]], eager[sizes[-1]]
+    factor = middle(pair_ratios(one, other))
+    if not differ(one, other):
+        return f"Tile by tile in plain torch, {faster('it', one, 'eager attention', other)} at {sizes[-1]:,} tokens."
     if factor <= 1:
         return f"Tile by tile in plain torch, it takes {factor:.2f} of eager attention's time at {sizes[-1]:,} tokens."
     return (

@@ -12,16 +12,17 @@ from cs336_systems.cost.parallel import zero_memory
 from cs336_systems.cost.transfer import Parameter
 from cs336_systems.cost.wrapper_traffic import zero_traffic
 from cs336_systems.presets import model_preset
+from cs336_systems.text import markdown_code, markdown_text, plot_text
 from cs336_systems.volume import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NOISY, NONE, marks, median_ms, predicted_ms, prediction, ratio, timing
+from writeup.cells import NONE, age, median_ms, prediction, ratio, timing
 from writeup.chapters.sharding_published import PARTS
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture
 from writeup.rank_runs import ZERO, model_of, runs_of
-from writeup.tables import Table
-from writeup.words import faster, joined, prediction_error
+from writeup.tables import Table, missing
+from writeup.words import error_of, faster, joined
 
 STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
 FULL, TORCH = "stage 3", "torch FSDP2"
@@ -40,7 +41,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "memory": [(model_of(run), memory(book, run)) for run in runs],
         "steps": [(model_of(run), steps(book, run)) for run in runs],
-        "missing": "" if runs else str(Table(book, (), (), cited)),
+        "missing": missing([cited]),
         "picture": picture(runs) if runs else None,
         "traffic": traffic(book),
         "ahead": AHEAD,
@@ -65,14 +66,14 @@ def memory(book: Book, run: Citation) -> Table:
     """What rests on a rank, by part, in brackets predicted over measured, and what a forward pass keeps."""
     rows = []
     for record in run:
-        age = marks(book, record).replace(NOISY, "")  # what is noisy is the time
         cells = [
             f"{format_bytes(metric(record, f'{part}_bytes'))} "
             f"({record.predicted[f'{part}_bytes'] / metric(record, f'{part}_bytes'):.2f})"
             for part in PARTS
         ]
-        in_all = f"{format_bytes(total(record))}{age} ({total(record, True) / total(record):.2f})"
-        rows.append([record.config["candidate"], *cells, in_all, format_bytes(metric(record, "activations_bytes"))])
+        in_all = f"{format_bytes(total(record))}{age(book, record)} ({total(record, True) / total(record):.2f})"
+        name = markdown_text(str(record.config["candidate"]))
+        rows.append([name, *cells, in_all, format_bytes(metric(record, "activations_bytes"))])
     columns = ("<stage", *PARTS, "at rest", "kept by forward")
     return Table(book, columns, rows, run)
 
@@ -96,7 +97,7 @@ def steps(book: Book, run: Citation) -> Table:
                 gathers if found["gathers_ms"] else NONE,
                 format_bytes(sent_bytes(record)) + units,
             ]
-        name = record.config["candidate"]
+        name = markdown_text(str(record.config["candidate"]))
         rows.append([name, timing(book, record), prediction(record), ratio(record, "fsdp_ratio"), *cells])
     columns = ("<stage", "step, median (quartiles)", "predicted (of measured)", "over FSDP2", "reductions alone",
                "gathers alone (of step)", "sent (in 4P(N-1)/N)")  # fmt: skip
@@ -108,7 +109,7 @@ def picture(runs: list[Citation]) -> Figure:
 
     def into(axes: Any) -> None:
         run = runs[0]
-        names = [record.config["candidate"] for record in run]
+        names = [plot_text(str(record.config["candidate"])) for record in run]
         left = [0.0] * len(names)
         for colour, part in zip(COLOURS, PARTS, strict=False):
             sizes = [metric(record, f"{part}_bytes") / 2**20 for record in run]
@@ -165,8 +166,8 @@ def overlap(traced: Citation) -> str:
     for record in traced.measured:
         shares = joined(f"{each:.0%}" for each in metric(record, "overlap"))
         spent = joined(format_seconds(each / 1e3) for each in metric(record, "communication_ms"))
-        lines.append(f"In a profiled step of `{record.config['size']}`, {shares} of {spent} of communication overlap "
-                     "computing, by rank.")  # fmt: skip
+        model = markdown_code(str(record.config["size"]))
+        lines.append(f"In a profiled step of {model}, {shares} of {spent} of communication overlap computing, by rank.")
     return " ".join(lines)
 
 
@@ -213,8 +214,7 @@ def commentary(run: Citation) -> list[str]:
     ]
     if torch:
         said.append(f"{width}, {faster('stage 3', full, 'FSDP2', torch)}.")
-    error = prediction_error([(predicted_ms(record) or 0.0, median_ms(record)) for record in run])
-    said.append(f"{width}, over all stages, {error}.")
+    said.append(f"{width}, over all stages, {error_of(run)}.")
     return said
 
 

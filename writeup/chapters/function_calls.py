@@ -5,29 +5,26 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.console import format_count, format_seconds
-from cs336_systems.cost import forward_flops
-from cs336_systems.presets import ModelConfig, preset
+from cs336_systems.presets import preset
 from cs336_systems.text import markdown_code
 from writeup.book import Book, Citation
 from writeup.cells import NONE, marks, median_ms, quartiles
-from writeup.profiles import tables, with_tables
+from writeup.operators import Profile, answers, by_own_time, changed, clocked, config_of, flops_ratio
+from writeup.profiles import tables, with_tables, without_tables
 from writeup.tables import Table
 from writeup.words import joined, times
 
 COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
 SOURCE = "rod-2024"
 SHOWN = 8  # operators of a table
-OUTSIDE = "(Python between operators)"
-SOFTMAX_FLOPS = 5  # of an element: compare, subtract, exponentiate, add, divide
-PRODUCTS, SOFTMAX, SCORES = "matrix products", "softmax of attention", "both products"
+SOFTMAX, SCORES = "softmax of attention", "both products"
 SAME = ("size", "year", "precision", "norm", "attention", "compile", "recompute", "batch_size", "context")
-
-Profile = dict[str, Any]
 
 
 def content(book: Book) -> dict[str, Any]:
     """The tables of operators, the shares, and the answers to the course's questions."""
-    cited = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+    profiled = book.cite("profiling", wrapper="none", attention="naive", command=COMMAND)
+    cited = with_tables(book, profiled)
     main = largest(cited)
     profile = tables(book, main) if main else None
     return {
@@ -37,10 +34,11 @@ def content(book: Book) -> dict[str, Any]:
         "step": operators(book, cited, main, profile, "step"),
         "shares": shares(book, cited),
         "softmax": softmax(book, cited),
-        "steps": profile["steps"] if profile else 0,
+        "bare": without_tables(book, profiled),
         "answers": answers(main, profile) if main and profile else [],
         "agree": agree(cited, book),
         "more": more_time_than_flops(cited, book),
+        "theirs": original_share(book),
         "original": original_kernels(book),
     }
 
@@ -50,20 +48,13 @@ def largest(cited: Citation) -> Record | None:
     return max(cited, key=median_ms, default=None)
 
 
-def config_of(record: Record) -> ModelConfig:
-    """The model of a record, with the context that it ran."""
-    config = record.config
-    model = preset(config["size"], config["year"]).model
-    return model.override(context_length=config["context"], norm=config["norm"], attention=config["attention"])
-
-
 def agreement(book: Book, cited: Citation) -> Table:
     """The forward pass in the profile and in the benchmark of the same model, and what the original says of its own."""
     rows, sources = [], [cited]
     for record in cited:
         found = benchmarked(book, record)
         other = next(iter(found), None)
-        sources += [found] if found else []
+        sources.append(found)
         seen, predicted = record.metrics["forward_ms"], record.predicted.get("forward_ms")
         rows.append([
             record.config["size"], f"{format_seconds(seen / 1e3)}{marks(book, record)}",
@@ -85,22 +76,17 @@ def agreement(book: Book, cited: Citation) -> Table:
 def benchmarked(book: Book, record: Record) -> Citation:
     """The benchmark of the same model's forward pass, one record or none."""
     same = {key: record.config[key] for key in SAME}
-    command = f"python -m benchmarks.e2e --size {same['size']}"
-    found = book.cite("e2e", same, warmup=2, mode="forward", command=command).measured
+    found = book.cite("e2e", same, warmup=2, mode="forward", command=command_of(record)).measured
     plain = tuple(each for each in found if each.config.get("kernels") == record.config.get("kernels"))
     return replace(found, records=plain[:1])
 
 
-def clocked(profile: Profile) -> tuple[str, str, str]:
-    """The names of a row's own time, of its share, and of its total: the device's where anything ran on one."""
-    where = "device" if profile["clock"] == "device" else "cpu"
-    return f"{where}_self", f"{where}_self_share", f"{where}_total"
-
-
-def by_own_time(profile: Profile, period: str) -> list[dict[str, Any]]:
-    """The operators of a phase, or of the step, that themselves take longest."""
-    own, _, _ = clocked(profile)
-    return sorted(profile["operators"][period], key=lambda row: (-row[own], row["name"]))
+def command_of(record: Record) -> str:
+    """What measures the model of a profile with its tokens: the settings that its size does not have by itself."""
+    config, usual = record.config, preset(record.config["size"], record.config["year"])
+    own = {"attention": usual.model.attention, "batch_size": usual.batch_size, "context": usual.model.context_length}
+    asked = [f"--{key.replace('_', '-')} {config[key]}" for key, value in own.items() if config[key] != value]
+    return " ".join((f"python -m benchmarks.e2e --size {config['size']}", *asked))
 
 
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
@@ -157,52 +143,12 @@ def softmax(book: Book, cited: Citation) -> Table:
     return Table(book, columns, rows, cited)
 
 
-def flops_ratio(config: ModelConfig) -> float:
-    """FLOPs of the softmax over those of the two products, of any batch."""
-    scores = config.num_layers * config.num_heads * config.context_length**2
-    return SOFTMAX_FLOPS * scores / forward_flops(config, 1, config.context_length)["scores"]
-
-
-def answers(record: Record, profile: Profile) -> list[str]:
-    """The course's questions, a sentence or two each, from the profile of one model."""
-    _, own_share, _ = clocked(profile)
-    config, said = config_of(record), []
-    for period, where in (("forward", "In the forward pass"), ("step", "Over the whole step")):
-        row = by_own_time(profile, period)[0]
-        calls = row["calls"] / profile["steps"]
-        said.append(
-            f"{where} {operator(row['name'])} takes the most time, {row[own_share]:.0%}, in {calls:,.0f} calls"
-            f"{counted(row['name'], config, period, calls)}."
-        )
-    others = [row for row in by_own_time(profile, "forward") if not row["flops"] and row["name"] != OUTSIDE]
-    if others:
-        named = joined(f"{markdown_code(row['name'])} ({row[own_share]:.1%})" for row in others[:4])
-        said.append(f"Of what is no product, these take most of the forward pass: {named}.")
-    ahead, whole = (record.metrics[f"share_matrix_products{of}"] for of in ("_of_forward", ""))
-    said.append(f"With backward and the optimizer, {changed(ahead, whole)}.")
-    return said
-
-
-def changed(ahead: float, whole: float) -> str:
-    """What becomes of the products' share from the forward pass to the whole step: a clause."""
-    if abs(whole - ahead) < 0.02:
-        return f"the share of products stays about the same ({ahead:.0%} of forward, {whole:.0%} of the step)"
-    return f"the share of products {'rises' if whole > ahead else 'falls'} from {ahead:.0%} to {whole:.0%}"
-
-
-def operator(name: str) -> str:
-    """An operator's name in a sentence."""
-    return "Python between operators" if name == OUTSIDE else markdown_code(name)
-
-
-def counted(name: str, config: ModelConfig, period: str, calls: float) -> str:
-    """What the model's shape says of the number of products: one of each weight, and two more in backward."""
-    if name != "aten::mm" or config.num_experts:
-        return ""
-    weights = config.num_layers * (4 + (3 if config.feed_forward == "swiglu" else 2)) + 1
-    expected = weights * (1 if period == "forward" else 3)
-    whence = f"{weights} weights" if period == "forward" else f"three for each of {weights} weights"
-    return f", as the model's shape says ({whence})" if calls == expected else f" ({expected} by the model's shape)"
+def original_share(book: Book) -> str:
+    """What became of the products' share in the original: a clause, or nothing if it does not give both."""
+    ahead, whole = (
+        book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
+    )
+    return changed(ahead.value, whole.value) if ahead and whole else ""
 
 
 def more_time_than_flops(cited: Citation, book: Book) -> str:

@@ -6,6 +6,7 @@ from cs336_systems.text import markdown_code, markdown_text, printable
 from writeup.book import Book
 from writeup.cells import STALE
 from writeup.chapters.equality import provenance
+from writeup.freshness import changed_since
 from writeup.gallery import Variant, variants
 from writeup.proofs import COMMAND, SAW, Report, read_report
 
@@ -13,23 +14,28 @@ from writeup.proofs import COMMAND, SAW, Report, read_report
 def content(book: Book) -> dict[str, Any]:
     """Every variant, how many were seen, and what the report was made on."""
     report = read_report()
-    found = [_shown(report, variant) for variant in variants()]
+    first: dict[tuple[str, str], Variant] = {}
+    found = [_shown(report, variant, first) for variant in variants()]
     return {
         "variants": found,
         "seen": sum(each["seen_by_test"] for each in found),
         "stale": STALE if any(each["stale"] for each in found) else "",
+        "known": all(each["known"] for each in found),
         "source": provenance(report),
         "command": markdown_code(COMMAND),
     }
 
 
-def _shown(report: Report, variant: Variant) -> dict[str, Any]:
+def _shown(report: Report, variant: Variant, first: dict[tuple[str, str], Variant]) -> dict[str, Any]:
+    """What the template needs of a variant; `first` has those before it by what the test said of them."""
     catcher, saw = report.proof(variant.test), report.proof(f"{SAW}[{variant.name}]")
     old = report.older([variant.test])
+    changed = changed_since(str(report.environment.get("commit")), [variant.file])
+    earlier = first.setdefault((saw.where, saw.message), variant)
     return {
         "title": markdown_text(variant.title),
         "anchor": f"gallery-{variant.name}",
-        "file": markdown_code(variant.file),
+        "file": markdown_code(variant.file) + (STALE if changed else ""),
         "diff": variant.diff(),
         "wrong": markdown_text(variant.wrong),
         "seen": markdown_text(variant.seen),
@@ -37,6 +43,8 @@ def _shown(report: Report, variant: Variant) -> dict[str, Any]:
         "test": f"[{markdown_code(variant.test)}](#{catcher.anchor}){STALE if old else ''}",
         "where": printable(saw.where),
         "message": printable(saw.message),
+        "as_in": "" if earlier is variant else f"[{markdown_text(earlier.title)}](#gallery-{earlier.name})",
         "seen_by_test": saw.outcome == "passed",
-        "stale": bool(old),
+        "stale": bool(old) or bool(changed),
+        "known": old is not None and changed is not None,
     }

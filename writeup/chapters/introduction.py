@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.records import Record, read_records
 from cs336_systems.text import markdown_code, markdown_text, printable
+from writeup.basis import example, rates_table, sizes_table
 from writeup.book import Book, Citation, machines
 from writeup.catalogue import RUNS
 from writeup.cells import NONE, STALE, median_ms, predicted_ms, quartiles
@@ -16,6 +17,7 @@ from writeup.words import joined, prediction_error
 
 COLUMNS = ("<benchmark", "records", STALE, "<commits", "<dates", "time (predicted / measured)", "memory")
 MEMORY = ("peak_memory_bytes", "peak_bytes")
+ORIGINAL = "rod-2024"
 Pair = tuple[float, float]  # predicted, measured
 
 
@@ -34,6 +36,10 @@ def content(book: Book) -> dict[str, Any]:
         "missing": [markdown_code(found.command) for found in cited.values() if not found],
         "refused": refused(records),
         "gpu": gpu(records, elsewhere(book)),
+        "example": example(book, cited["e2e"]),
+        "rates": rates_table(book, records),
+        "sizes": sizes_table(book),
+        "original": book.published.sources[ORIGINAL],
     }
 
 

@@ -1,14 +1,19 @@
 """LayerNorm, which PyTorch has fused, against RMSNorm written operator by operator: alone, and in the model."""
 
 from dataclasses import replace
+from datetime import datetime
+from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
+from cs336_systems.console import format_seconds
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, predicted_ms, prediction, quoted, timing
+from writeup.ceilings import original_seconds
+from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing
 from writeup.figures import Figure, draw, logarithmic
+from writeup.model_pairs import as_preset, cite, in_turn, said, setup, size_and_pass, table, twins
 from writeup.tables import Table
-from writeup.words import apart, differ, faster, from_which, joined, span, times
+from writeup.words import differ, from_which, joined, pair_ratios, span, times
 
 ROD = "rod-2024"
 NORMS = {
@@ -35,14 +40,18 @@ def content(book: Book) -> dict[str, Any]:
     """Both tables, the picture, and what the commentary is chosen from."""
     norms = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": "forward"})
     models = {
-        norm: unfused(
+        norm: as_preset(
             book.cite("e2e", MODEL, norm=norm, command=f"python -m benchmarks.e2e --size small --norm {norm}")
         )
         for norm in ("rmsnorm", "layernorm")
     }
+    compared = cite(book, "norm=layernorm")
+    pairs = in_turn(compared, "norm=layernorm")
     profiled = book.cite("profiling", wrapper="none", ranks=1, norm="rmsnorm", command=PROFILE)
+    together = twins(models["rmsnorm"], models["layernorm"])
     return {
-        "alone": alone(book, norms.only(candidate=("layernorm", "eager", "torch"))),
+        "alone": alone(book, norms),
+        "rates": rates(norms),
         "picture": picture(norms) if norms.measured else None,
         "which": which(norms),
         "ratios": ratios(norms),
@@ -50,22 +59,16 @@ def content(book: Book) -> dict[str, Any]:
         "trips": f"{EAGER_TRIPS / FUSED_TRIPS:.2g}",
         "eager_trips": EAGER_TRIPS,
         "rod": original_ratios(book),
-        "model": model(book, models),
-        "swapped": swapped(models),
+        "setup": setup(compared),
+        "turns": table(book, compared, pairs, ("RMSNorm", "LayerNorm"), original_shares(book)),
+        "model_setup": setup(models["layernorm"]) if together else "",
+        "model": model(book, models, together) if together else "",
+        "original": original_table(book),
+        "swapped": said(pairs, "the model with LayerNorm", "the model with RMSNorm"),
         "share": norms_share(profiled),
         "explained": explained(norms),
         "rod_model": original_model(book),
     }
-
-
-def unfused(cited: Citation) -> Citation:
-    """Those whose norms and gates run in plain torch."""
-    return replace(cited, records=tuple(r for r in cited if r.config.get("kernels", "torch") == "torch"))
-
-
-def twin(record: Record, others: Citation) -> Record | None:
-    """The record of the same size, pass and attention among others."""
-    return others.one({key: record.config[key] for key in ("size", "mode", "attention")})
 
 
 def by_columns(cited: Citation, candidate: str) -> dict[float, Record]:
@@ -73,28 +76,49 @@ def by_columns(cited: Citation, candidate: str) -> dict[float, Record]:
     return {record.config["columns"]: record for record in cited.measured.only(candidate=candidate)}
 
 
-def over(record: Record, base: Record | None) -> str:
-    """A record's time over another's."""
-    return f"{median_ms(record) / median_ms(base):.2f}" if base and record.status == "ok" else NONE
+def least(record: Record, copy: Record | None) -> str:
+    """`3.3 ms (0.15)`: the time of the copy that took turns, which moves as many bytes, and its share of this one."""
+    if copy is None or record.status != "ok":
+        return prediction(record)
+    return f"{format_seconds(median_ms(copy) / 1e3)} ({ratio(record, 'copy_fraction').split(' ')[0]})"
 
 
-def alone(book: Book, cited: Citation) -> Table:
+def alone(book: Book, norms: Citation) -> Table:
     """Each norm by columns, and the original's beside it."""
-    base, rows = by_columns(cited, "layernorm"), []
+    cited = norms.only(candidate=("layernorm", "eager", "torch"))
+    base, copies, rows = by_columns(cited, "layernorm"), by_columns(norms, "copy"), []
     for record in sorted(cited, key=lambda each: int(each.config["columns"])):
         columns, name = record.config["columns"], record.config["candidate"]
-        cells = [timing(book, record), prediction(record), over(record, base.get(columns))]
+        first = base.get(columns)
+        share = over(pair_ratios(record, first)) if first and record.status == "ok" else NONE
+        cells = [timing(book, record), least(record, copies.get(columns)), "1" if record is first else share]
         theirs = [NONE, NONE]
         if name in PUBLISHED:
             keys = {"candidate": PUBLISHED[name], "columns": columns}
-            mean, ratio = (book.published.value(ROD, "norms", column, **keys) for column in ("mean", "ratio"))
-            theirs = [quoted(book, mean, "ms"), ratio.shown("x") if ratio else NONE]
+            mean, printed = (book.published.value(ROD, "norms", column, **keys) for column in ("mean", "ratio"))
+            theirs = [quoted(book, mean, "ms"), printed.shown("x") if printed else NONE]
         rows.append([f"{record.config['rows']} x {columns}", NORMS[name], *cells, *theirs])
-    heads = ("<rows x columns", "<norm", "median (quartiles)", "predicted (of measured)", "over LayerNorm")
-    note = (
-        "Predicted: the least bytes, x read and y written once, over the rate of a large copy. Rød's rows are 50,000."
-    )
+    heads = ("<rows x columns", "<norm", "median (quartiles)", "least: a copy in turn (of measured)", "over LayerNorm")
+    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. Rød's rows are 50,000."
     return Table(book, (*heads, "Rød, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
+
+
+def rates(cited: Citation) -> str:
+    """The machine's fastest copy beside the one that took turns, where they are apart: a sentence."""
+    found = [r for r in cited.measured.only(candidate="copy") if "bandwidth_bytes_per_s" in r.predicted]
+    if not found:
+        return ""
+    fastest, turns = (
+        median(each) / 1e9
+        for each in zip(*((r.predicted["bandwidth_bytes_per_s"], r.metrics["bytes_per_s"]) for r in found), strict=True)
+    )
+    if fastest < 1.2 * turns:
+        return ""
+    return (
+        f"The copy that took turns moves {turns:.0f} GB/s, the fastest of many copies in a row {fastest:.0f} GB/s. The "
+        "first is a median and begins each time after the norms have filled the caches with other data, as a norm "
+        "does; so it is the ceiling here, and the second that of the models' predictions."
+    )
 
 
 def picture(cited: Citation) -> Figure:
@@ -123,7 +147,7 @@ def which(cited: Citation) -> str:
 def ratios(cited: Citation) -> str:
     """Eager RMSNorm over LayerNorm, least to most."""
     fused, eager = by_columns(cited, "layernorm"), by_columns(cited, "eager")
-    found = [median_ms(eager[size]) / median_ms(fused[size]) for size in fused.keys() & eager.keys()]
+    found = [median(pair_ratios(eager[size], fused[size])) for size in fused.keys() & eager.keys()]
     return span(found) if found else ""
 
 
@@ -146,58 +170,63 @@ def original_ratios(book: Book) -> str:
     return f"{found[0].shown('x')} to {found[-1].shown('x')}"
 
 
-def model(book: Book, models: dict[str, Citation]) -> Table:
-    """The model with either norm, by size and pass."""
-    rows = []
-    for record in models["layernorm"]:
-        size, mode = record.config["size"], record.config["mode"]
-        plain = twin(record, models["rmsnorm"])
-        cells = [timing(book, plain), timing(book, record), prediction(record)]
-        share = over(record, plain if plain and plain.status == "ok" else None)
-        rows.append([size, mode, *cells, share, original(book, size, mode)])
-    heads = ("<size", "<pass", "RMSNorm", "LayerNorm", "predicted (of LayerNorm)", "ratio", "Rød: LayerNorm (ratio)")
-    used = models["rmsnorm"].only(size=models["layernorm"].values("size")) if rows else models["rmsnorm"]
-    notes = ["Ratio: LayerNorm over RMSNorm."] if rows else []
-    return Table(book, heads, rows, [used, models["layernorm"]], notes=notes)
+def model(book: Book, models: dict[str, Citation], together: list[tuple[Record, Record]]) -> Table:
+    """Every pass of the model with either norm, where both were measured within half an hour."""
+    rows = [
+        [*size_and_pass(swap), timing(book, plain), prediction(plain), timing(book, swap), prediction(swap)]
+        for plain, swap in together
+    ]
+    heads = ("<size", "<pass", "RMSNorm", "predicted (of measured)", "LayerNorm", "predicted (of measured)")
+    used = [
+        replace(models[norm], records=tuple(pair[place] for pair in together))
+        for place, norm in enumerate(("rmsnorm", "layernorm"))
+    ]
+    return Table(book, heads, rows, used, notes=["Each model was measured alone; see above for which is faster."])
 
 
-def original(book: Book, size: str, mode: str) -> str:
-    """The original's time with LayerNorm, and its share of the one with RMSNorm."""
-    keys = {"size": size, "pass": mode}
-    plain = book.published.value(ROD, "benchmarking, 1 warm-up step", **keys)
-    swapped_in = book.published.value(ROD, "model with layernorm", **keys)
-    if not plain or not swapped_in:
-        return NONE
-    return f"{swapped_in.shown('ms')} ms ({swapped_in.value / plain.value:.2f})"
-
-
-def swapped(models: dict[str, Citation]) -> list[str]:
-    """For each size, what LayerNorm does to a forward and backward pass."""
-    said = []
-    for record in models["layernorm"].measured.only(mode="forward-backward"):
-        size = record.config["size"]
-        plain = twin(record, models["rmsnorm"].measured)
+def original_shares(book: Book) -> dict[tuple[str, str], str]:
+    """The original's time with RMSNorm over the one with LayerNorm, by size and pass."""
+    found = {}
+    for row in book.published.table(ROD, "model with layernorm").rows:
+        plain = book.published.value(ROD, "benchmarking, 1 warm-up step", "", **row.keys)
         if plain:
-            clause = faster("the model with LayerNorm", record, "the one with RMSNorm", plain)
-            said.append(f"{size}: {clause}. {apart(record, plain)}".strip())
-    return said
+            found[str(row.keys["size"]), str(row.keys["pass"])] = f"{plain.value / row.values['mean'].value:.2f}"
+    return found
+
+
+def original_table(book: Book) -> Table:
+    """The original's model with LayerNorm by size: the time, and RMSNorm's over it, of each pass; with predictions."""
+    found, shares = book.published.table(ROD, "model with layernorm"), original_shares(book)
+    rows = []
+    for size in dict.fromkeys(str(row.keys["size"]) for row in found.rows):
+        cells = []
+        for what in MODES:
+            wanted = format_seconds(original_seconds(size, what, norm="layernorm"))
+            published = quoted(book, found.value(size=size, pass_=what), "ms")
+            cells.append(f"{published} ({wanted}; {shares.get((size, what), NONE)})")
+        rows.append([size, *cells])
+    note = "In brackets: predicted for an H100; the original's time with RMSNorm over it."
+    return Table(book, ("<Rød, one GPU: LayerNorm", *MODES), rows, notes=[note])
 
 
 def norms_share(profiled: Citation) -> str:
-    """What part of a step norms take at all, by the profile."""
-    shares = [f"{metric(record, 'share_RMSNorm'):.0%} at {record.config['size']}" for record in profiled.measured]
+    """What part of a step norms take at all, by the newest profile of each size."""
+    inorder = sorted(profiled.measured, key=lambda each: datetime.fromisoformat(str(each.environment["date"])))
+    newest = {record.config["size"]: record for record in inorder}
+    shares = [f"{metric(record, 'share_RMSNorm'):.0%} at `{size}`" for size, record in newest.items()]
     return joined(shares) if shares else ""
 
 
 def explained(cited: Citation) -> str:
     """How much of the fused norm's time its bytes explain, and what else it waits for, where that is known."""
-    found = [(predicted_ms(each) or 0.0) / median_ms(each) for each in by_columns(cited, "layernorm").values()]
+    measured = by_columns(cited, "layernorm").values()
+    found = [share for each in measured if (share := each.metrics.get("copy_fraction_median"))]
     if not found:
         return ""
-    share = f"the bytes explain {span(found, '{:.0%}')} of LayerNorm's time here"
+    share = f"a copy of as many bytes explains {span(found, '{:.0%}')} of LayerNorm's time here"
     if max(found) > 0.5 or any(each.environment.get("device_type") != "cpu" for each in cited.measured):
         return share
-    return f"{share}; on a CPU the system also hands out a result's memory page by page, which they leave out"
+    return f"{share}; on a CPU the system also hands out a result's memory page by page, which a copy need not wait for"
 
 
 def original_model(book: Book) -> str:

@@ -8,7 +8,7 @@ from cs336_systems.cost.memory import Sizes
 from cs336_systems.cost.parameters import largest_parameter
 from cs336_systems.presets import course_sizes, preset
 from cs336_systems.text import markdown_text, plot_text
-from writeup.book import Book, Citation
+from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, marks
 from writeup.chapters.function_calls import COMMAND, largest
 from writeup.figures import COLOURS, Figure, draw
@@ -53,7 +53,8 @@ def content(book: Book) -> dict[str, Any]:
         "tensors": tensors(book, kept),
         "weight": format_bytes(4 * largest_parameter(preset("2.7B", YEAR).model)),
         "their_weight": mebibytes(book.published.value(SOURCE, "tensors", size="2.7B", tensor="largest")),
-        "error": error(full),
+        "error": error(peaks),
+        "moments": moments(peaks),
         "theirs": original_difference(book, full),
     }  # fmt: skip
 
@@ -94,7 +95,8 @@ def picture(book: Book, cited: Citation) -> Figure:
             below = [0.0] * len(places)
             for part, colour in zip(PARTS[:4], PAINTS, strict=True):
                 heights = [records[sizes[place]].predicted["memory_by_part"].get(part, 0) / GIB for place in places]
-                axes.bar(places, heights, bottom=below, color=colour, width=0.6, label=f"{part}, predicted")
+                if any(heights):
+                    axes.bar(places, heights, bottom=below, color=colour, width=0.6, label=f"{part}, predicted")
                 below = [low + height for low, height in zip(below, heights, strict=True)]
             seen = [(place, records[sizes[place]].metrics.get("peak_memory_bytes")) for place in places]
             axes.plot(*points(seen), "o", color="black", markersize=5, label="measured")
@@ -149,16 +151,31 @@ def tensors(book: Book, cited: Citation) -> Table:
 
 def error(cited: Citation) -> str:
     """How far the predictions are off at most: a clause, or nothing."""
-    ratios = {
-        (r.config["size"], r.config["mode"]): abs(r.predicted["peak_memory_bytes"] / r.metrics["peak_memory_bytes"] - 1)
-        for r in cited.measured
-    }
-    if not ratios:
+    known = [r for r in cited.measured if r.predicted.get("peak_memory_bytes") and r.metrics.get("peak_memory_bytes")]
+    if not known:
         return ""
-    (size, mode), worst = max(ratios.items(), key=lambda item: item[1])
-    return (
-        f"all {len(ratios)} predicted peaks are within {worst:.2%} of the measured ones ({mode} at {size} is the worst)"
-    )
+    off = [abs(r.predicted["peak_memory_bytes"] / metric(r, "peak_memory_bytes") - 1) for r in known]
+    worst, config = max(off), known[off.index(max(off))].config
+    which = f"{config['mode']} of {config['size']} in {config['precision']} is the worst"
+    return f"all {len(known)} predicted peaks are within {worst:.2%} of the measured ones ({which})"
+
+
+def moments(cited: Citation) -> list[str]:
+    """At which moment of a step its peak lies, told by whether there are gradients in it: a sentence for each."""
+    groups: dict[bool, dict[str, list[str]]] = {}
+    for record in cited.only(mode="step"):
+        parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
+        sizes = groups.setdefault(bool(parts.get("gradients")), {}).setdefault(record.config["precision"], [])
+        sizes.append(record.config["size"])
+    when = {
+        False: "peaks before there is any gradient, when forward has kept all that backward needs",
+        True: "peaks with its gradients there, since these add more than backward has given back by then",
+    }
+    said = []
+    for has, found in sorted(groups.items()):
+        named = joined(f"{', '.join(sizes)} in {precision}" for precision, sizes in found.items())
+        said.append(f"A step of {named} {when[has]}.")
+    return said
 
 
 def original_difference(book: Book, cited: Citation) -> str:

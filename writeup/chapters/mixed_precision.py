@@ -1,15 +1,20 @@
 """What sums lose in half precision, which dtype every part of a model has under autocast, and what it saves in time."""
 
+from dataclasses import replace
+from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, predicted_ms, timing
+from writeup.ceilings import original
+from writeup.cells import NONE, prediction, timing
+from writeup.chapters.precision_published import SOURCE, original_shares, published, their_ratios
+from writeup.model_pairs import Pairs, as_preset, cite, in_turn, predicted_ratio, said, setup, size_and_pass, twins
+from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
-from writeup.words import differ, faster, joined, times
+from writeup.words import differ, joined, pair_ratios, times
 
-SOURCE, STUDENT = "rod-2024", "brandon-snider"
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
 MODES = ("forward", "backward", "forward-backward", "step")
 PLAIN = {"year": 2024, "norm": "rmsnorm", "compile": False, "recompute": "none", "warmup": 2}
@@ -31,14 +36,11 @@ def content(book: Book) -> dict[str, Any]:
     """Sums, dtypes, timings, and what the commentary is made of."""
     sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
     dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
-    timed = book.cite(
-        "e2e",
-        PLAIN,
-        mode=MODES,
-        precision=("fp32", "bf16"),
-        command="python -m benchmarks.e2e --size small --precision bf16",
-    )
-    both = pairs(timed)
+    command = "python -m benchmarks.e2e --size small --precision bf16"
+    timed = as_preset(book.cite("e2e", PLAIN, mode=MODES, precision=("fp32", "bf16"), command=command))
+    compared = cite(book, "precision=bf16")
+    pairs = in_turn(compared, "precision=bf16")
+    together = twins(timed.only(precision="fp32"), timed.only(precision="bf16"))
     toy = dtypes.one(model=TOY, precision="fp16")
     return {
         "sums": accumulation(book, sums),
@@ -46,9 +48,14 @@ def content(book: Book) -> dict[str, Any]:
         "verdicts": verdicts(book, toy) if toy else [],
         "parts": transformer(book, dtypes),
         "norms": norm_dtypes(dtypes),
-        "timings": timings(book, timed, both),
-        "faster": [faster_line(size, mode, pair) for (size, mode), pair in both.items() if mode == "step"],
-        "expected": expected(both),
+        "setup": setup(compared, vary=("precision",)),
+        "turns": turns_table(book, compared, pairs, ("fp32", "bf16"), original_shares(book)),
+        "timed_setup": setup(timed.only(precision="bf16"), vary=("precision",)) if together else "",
+        "timings": timings(book, timed, together) if together else "",
+        "published": published(book),
+        "original": original(book),
+        "faster": said(pairs, "bf16", "fp32"),
+        "expected": expected(pairs),
         "theirs": their_ratios(book),
         "tf32": any("tf32" in str(row.keys["kernel"]) for row in book.published.table(SOURCE, "kernels").rows),
         "stuck": stuck(sums.one()),
@@ -63,7 +70,14 @@ def accumulation(book: Book, cited: Citation) -> Table:
     for record in cited:
         for name, found in metric(record, "sums").items():
             errors = (found[key] for key in ("error", "error_of_term", "error_of_additions"))
-            rows.append([name, f"{found['sum']:.7g}", *(f"{each:.2g}" for each in errors), markdown_text(found["why"])])
+            rows.append(
+                [
+                    markdown_text(name),
+                    f"{found['sum']:.7g}",
+                    *(f"{each:.2g}" for each in errors),
+                    markdown_text(found["why"]),
+                ]
+            )
     columns = ("<sum += term", "sum", "error", "of the term", "of additions", "<why")
     return Table(book, columns, rows, cited)
 
@@ -82,7 +96,8 @@ def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
     for theirs, (part, way) in TOY_PARTS.items() if record else ():
         documented = record.metrics["documented_for_cuda"].get(part) if record and way == "forward" else None
         ours = record.metrics["parts"][part][way] if record else NONE
-        rows.append([theirs, ours, documented or NONE, published_dtype(book, theirs)])
+        cells = [markdown_text(ours), markdown_text(documented or NONE), published_dtype(book, theirs)]
+        rows.append([theirs, *cells])
     columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "Rød, one GPU")
     return Table(book, columns, rows, cited.only(model=TOY, precision="fp16"))
 
@@ -134,7 +149,7 @@ def transformer(book: Book, cited: Citation) -> Table:
 
 def ways(part: dict[str, str] | None) -> str:
     """`bf16 / bf16`: the output's dtype and its gradient's; one where nothing has a gradient."""
-    return " / ".join(each for each in (part or {}).values() if each) or NONE
+    return markdown_text(" / ".join(each for each in (part or {}).values() if each) or NONE)
 
 
 def norm_dtypes(cited: Citation) -> str:
@@ -147,54 +162,15 @@ def norm_dtypes(cited: Citation) -> str:
     return joined(f"{name} in {joined(sorted(dtypes))}" for name, dtypes in found.items()) if found else ""
 
 
-Pairs = dict[tuple[str, str], tuple[Record, Record]]
-
-
-def pairs(cited: Citation) -> Pairs:
-    """By size and pass: the records in float32 and in bfloat16, where there are both of one configuration."""
-    found: Pairs = {}
-    for low in cited.measured.only(precision="bf16"):
-        same = {key: value for key, value in low.config.items() if key != "precision"}
-        high = cited.measured.one(same, precision="fp32")
-        if high:
-            found[low.config["size"], low.config["mode"]] = high, low
-    return found
-
-
-def timings(book: Book, cited: Citation, both: Pairs) -> Table:
-    """float32 beside bfloat16, by size and pass; the original's factor beside ours."""
-    rows = []
-    for (size, mode), (high, low) in both.items():
-        wanted = predicted_ratio(high, low)
-        theirs = original_ratio(book, size, mode)
-        rows.append([
-            size, mode, timing(book, high), timing(book, low), f"{median_ms(high) / median_ms(low):.2f}",
-            f"{wanted:.2f}" if wanted else NONE, f"{theirs:.2f}" if theirs else NONE,
-        ])  # fmt: skip
-    columns = ("<size", "<pass", "fp32", "bf16", "fp32 / bf16", "predicted", "Rød, one GPU")
-    return Table(
-        book, columns, rows, cited.only(size=tuple(size for size, _ in both)) if both else cited.only(precision="bf16")
-    )
-
-
-def predicted_ratio(high: Record, low: Record) -> float | None:
-    """Predicted time in float32 over that in bfloat16."""
-    over, under = predicted_ms(high), predicted_ms(low)
-    return over / under if over and under else None
-
-
-def original_ratio(book: Book, size: str, mode: str) -> float | None:
-    """The original's time in float32 over that in bfloat16."""
-    found = [
-        book.published.value(SOURCE, table, size=size, pass_=mode)
-        for table in ("benchmarking, 1 warm-up step", "mixed precision")
+def timings(book: Book, cited: Citation, together: list[tuple[Record, Record]]) -> Table:
+    """Every pass in either precision with its prediction, where both were measured within half an hour."""
+    rows = [
+        [*size_and_pass(low), timing(book, high), prediction(high), timing(book, low), prediction(low)]
+        for high, low in together
     ]
-    return found[0].value / found[1].value if found[0] and found[1] else None
-
-
-def faster_line(size: str, mode: str, pair: tuple[Record, Record]) -> str:
-    """Which precision is faster at a size."""
-    return f"at `{size}`, for a {mode}, {faster('bf16', pair[1], 'fp32', pair[0])}"
+    heads = ("<size", "<pass", "fp32", "predicted (of measured)", "bf16", "predicted (of measured)")
+    used = replace(cited, records=tuple(record for pair in together for record in pair))
+    return Table(book, heads, rows, used, notes=["Each precision was measured alone; see above for which is faster."])
 
 
 def expected(both: Pairs) -> str:
@@ -203,23 +179,9 @@ def expected(both: Pairs) -> str:
     for (size, mode), (high, low) in both.items():
         wanted = predicted_ratio(high, low)
         if wanted and differ(high, low):
-            ratios[size, mode] = wanted * median_ms(low) / median_ms(high)
+            ratios[size, mode] = wanted / median(pair_ratios(high, low))
     if not ratios:
         return ""
     (size, mode), worst = max(ratios.items(), key=lambda item: max(item[1], 1 / item[1]))
     which = "too large" if worst > 1 else "too small"
-    return f"the predicted factor is {times(max(worst, 1 / worst))} {which} at worst, for {mode} at {size}"
-
-
-def their_ratios(book: Book) -> str:
-    """The factors that others have published: the original's range, and a student's at the largest model."""
-    sizes = [(row.keys["size"], row.keys["pass"]) for row in book.published.table(SOURCE, "mixed precision").rows]
-    ratios = sorted(found for size, mode in sizes if (found := original_ratio(book, str(size), str(mode))))
-    said = f"The original's factors are {ratios[0]:.2f} to {ratios[-1]:.2f}"
-    values = [
-        book.published.value(STUDENT, "mixed precision", size="2.7B", pass_="forward", precision=name)
-        for name in ("fp32", "bf16")
-    ]
-    if values[0] and values[1]:
-        said += f"; a later student's, forward at 2.7B, is {values[0].value / values[1].value:.2f}"
-    return said
+    return f"the predicted factor is {times(max(worst, 1 / worst))} {which} at worst, for {mode} at `{size}`"

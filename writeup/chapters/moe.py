@@ -8,12 +8,15 @@ from benchmarks.moe_sweep_plot import draw as draw_sweep
 from benchmarks.moe_sweep_table import cells as sweep_cells
 from benchmarks.records import Record
 from cs336_systems.console import format_bytes, format_count, format_seconds
+from cs336_systems.presets import model_preset
+from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
 from writeup.figures import Figure, drawn
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
+from writeup.narrow import narrowed
 from writeup.tables import Table
-from writeup.words import joined, prediction_error, times
+from writeup.words import error_of, joined, times
 
 # What each benchmark measures unless told otherwise.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -35,6 +38,7 @@ def content(book: Book) -> dict[str, Any]:
     """Tables of a layer, of evaluations, of calls and of the sweep, and what the commentary is made of."""
     layer, evaluation, sweep = (book.cite(name, settings) for name, settings in SETTINGS.items())
     counted = next((record for record in evaluation.measured if is_published(record)), None)
+    chosen = largest_cells(sweep)
     return {
         "arithmetic": arithmetic().markdown(0).partition("\n\n")[2],
         "layer": layer_table(book, layer),
@@ -46,9 +50,13 @@ def content(book: Book) -> dict[str, Any]:
         "shares": published_shares(book),
         "calls": calls_table(book, evaluation, counted),
         "same_calls": same_calls(counted),
-        "sweep": sweep_table(book, sweep),
+        "sweep": sweep_table(book, chosen),
         "sweep_picture": sweep_picture(sweep) if sweep.measured else None,
         "sweep_said": sweep_said(sweep),
+        "layer_shape": _layer_shape(layer),
+        "layer_counts": layer_counts(layer),
+        "widths": [model_preset(name).d_model for name in ("fairseq-moe-15b", "fairseq-moe-twin")],
+        "sweep_shape": f"{chosen.values('experts')[0]} experts on {chosen.values('ranks')[0]} ranks" if chosen else "",
         "layer_said": layer_said(layer),
     }
 
@@ -57,7 +65,7 @@ def layer_table(book: Book, cited: Citation) -> Table:
     """One expert layer: a row for each candidate."""
     rows = [
         [
-            record.config["candidate"], timing(book, record), prediction(record), ratio(record),
+            markdown_text(record.config["candidate"]), timing(book, record), prediction(record), ratio(record),
             format_count(record.predicted["flops"]), f"{metric(record, 'rows'):,.0f} ({record.predicted['rows']:,})",
             f"{_mb(metric(record, 'all_to_all_bytes'))} ({_mb(record.predicted['all_to_all_bytes'])})",
             format_bytes(metric(record, "peak_memory_bytes") or 0),
@@ -68,7 +76,7 @@ def layer_table(book: Book, cited: Citation) -> Table:
         "<formulation", "CPU time, median (quartiles)", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
         "rows sent (predicted)", "bytes of an all-to-all (predicted)", "memory",
     )  # fmt: skip
-    return Table(book, columns, rows, cited, caption=_layer_shape(cited))
+    return Table(book, columns, rows, cited)
 
 
 def _layer_shape(cited: Citation) -> str:
@@ -76,8 +84,8 @@ def _layer_shape(cited: Citation) -> str:
         return ""
     config = cited.records[0].config
     return (
-        f"One layer: {config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens "
-        f"a rank, {config['ranks']} ranks"
+        f"{config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
+        f"{config['ranks']} ranks"
     )
 
 
@@ -157,28 +165,34 @@ def in_turn(records: Sequence[Record]) -> list[str]:
 
 
 def sweep_table(book: Book, cited: Citation) -> Table:
-    """The sweep's rows on the most ranks."""
-    most = max(cited.values("ranks"), default=0) if cited else 0
-    chosen = cited.only(ranks=most) if cited else cited
+    """Rows of the sweep, one for each capacity."""
     rows = []
-    for cell in sweep_cells(chosen.measured.records):
+    for cell in sweep_cells(cited.measured.records):
         sort, einsum = cell["sort"], cell.get("einsum")
         config, found = sort.config, sort.metrics
+        slots = "as needed" if config["slots"] is None else str(config["slots"])
         rows.append([
-            str(config["experts"]), config["capacity"], f"{found['dropped_share']:.1%}", timing(book, sort),
+            markdown_text(config["capacity"]), slots, f"{found['dropped_share']:.1%}", timing(book, sort),
             prediction(sort), timing(book, einsum), prediction(einsum), ratio(einsum),
         ])  # fmt: skip
     columns = (
-        "experts", "capacity", "dropped", "sort, CPU time", "predicted", "one-hot, CPU time", "predicted",
+        "<capacity", "slots", "dropped", "sort, CPU time", "predicted", "one-hot, CPU time", "predicted",
         "one-hot / sort",
     )  # fmt: skip
-    return Table(book, columns, rows, chosen, caption=f"{most} ranks" if most else "")
+    return Table(book, columns, rows, cited)
+
+
+def largest_cells(cited: Citation) -> Citation:
+    """Of the sweep, the cells with the most experts on the most ranks; the figure has the others."""
+    if not cited:
+        return cited
+    return cited.only(ranks=max(cited.values("ranks")), experts=max(cited.values("experts")))
 
 
 def sweep_picture(cited: Citation) -> Figure:
     """The sweep in three panels."""
     return drawn(
-        "moe-sweep", draw_sweep(list(cited.measured)),
+        "moe-sweep", narrowed(draw_sweep(list(cited.measured))),
         "The sweep: CPU time over experts, bytes over capacity, and what is dropped over capacity.",
         "Three panels: time over the number of experts, bytes and dropped choices over capacity",
     )  # fmt: skip
@@ -195,8 +209,7 @@ def sweep_said(cited: Citation) -> list[str]:
         f"Over {len(both)} cells with both, one-hot takes {found[0]:.2g} to {times(found[-1])} the CPU time of sort, "
         f"and more in {slower} of them beyond the quartiles of the pairs"
     ]
-    pairs = [(float(r.predicted["mean_ms"]), median_ms(r)) for r in cited.measured if r.predicted.get("mean_ms")]
-    said.append(f"Of CPU time, {prediction_error(pairs)}")
+    said.append(f"Of CPU time, {error_of(cited)}")
     sent = [r for r in cited.measured if r.config["ranks"] > 1 and not metric(r, "dropped_share")]
     if sent:
         same = sum(abs(metric(r, "all_to_all_bytes") - r.predicted["all_to_all_bytes"]) < 0.5 for r in sent)
@@ -213,5 +226,17 @@ def layer_said(cited: Citation) -> str:
     share = metric(one, "system_ms") / median_ms(one)
     return (
         f"one-hot needs {times(metric(one, 'ratio_median'))} the CPU time of sort for {times(flops)} the FLOPs, and "
-        f"{share:.0%} of its time goes to the kernel, for new pages of large tensors"
+        f"{share:.0%} of that is the operating system's, which finds new pages for large tensors"
+    )
+
+
+def layer_counts(cited: Citation) -> str:
+    """How many of a layer's counts are as predicted, beside its times: a sentence, or nothing."""
+    names = ("rows", "all_to_all_bytes")
+    pairs = [(metric(r, name), r.predicted[name]) for r in cited.measured for name in names if r.predicted.get(name)]
+    if not pairs:
+        return ""
+    same = sum(abs(seen - due) < 0.5 for seen, due in pairs if seen is not None)
+    return (
+        f"Of {len(pairs)} counts of rows and bytes {same} are as predicted, exactly; of its times, {error_of(cited)}."
     )

@@ -4,13 +4,14 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
-from writeup.cells import NOISY, NONE, marks, prediction, ratio, timing
+from writeup.cells import NONE, age, prediction, ratio, timing
 from writeup.chapters import sharding_published as published
 from writeup.chapters.sharding_published import MOMENTS, PARTS, SHARDED, WHOLE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.rank_runs import ZERO, model_of, runs_of
-from writeup.tables import Table
+from writeup.tables import Table, missing
 from writeup.words import faster
 
 TORCH = "torch ZeroRedundancyOptimizer"
@@ -24,11 +25,12 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "memory": [(model_of(run), memory(book, run)) for run in runs],
         "times": [(model_of(run), measured_times(book, run)) for run in runs],
-        "missing": "" if runs else str(Table(book, (), (), cited)),
+        "missing": missing([cited]),
         "picture": picture(runs[0]) if runs else None,
         "course": published.course(book),
         "parts": published.parts(book),
         "students": published.students(book),
+        "students_said": published.students_said(book),
         "their_times": published.their_times(book),
         "collectives": published.collectives(book),
         "shares": published.shares(book),
@@ -48,13 +50,10 @@ def memory(book: Book, run: Citation) -> Table:
     """The three points, in brackets predicted over measured, then the parts that they add."""
     rows = []
     for record in run:
-        age = marks(book, record).replace(NOISY, "")  # what is noisy is the time
-        cells = [
-            f"{format_bytes(at(record, moment))}{age} ({at(record, moment, True) / at(record, moment):.2f})"
-            for moment in MOMENTS
-        ]
+        found = {moment: (at(record, moment), at(record, moment, True)) for moment in MOMENTS}
+        cells = [f"{format_bytes(there)}{age(book, record)} ({said / there:.2f})" for there, said in found.values()]
         cells += [format_bytes(metric(record, f"{part}_bytes")) for part in (*PARTS[1:], "activations")]
-        rows.append([record.config["candidate"], *cells])
+        rows.append([markdown_text(str(record.config["candidate"])), *cells])
     columns = ("<optimizer", *MOMENTS, *PARTS[1:], "activations")
     return Table(book, columns, rows, run)
 
@@ -70,7 +69,7 @@ def measured_times(book: Book, run: Citation) -> Table:
             alone = [format_seconds(found["reductions_ms"] / 1e3), NONE, format_bytes(bytes_sent)]
         if found.get("gathers_ms"):
             alone[1] = f"{format_seconds(found['gathers_ms'] / 1e3)} ({found['update_share']:.0%})"
-        name = record.config["candidate"]
+        name = markdown_text(str(record.config["candidate"]))
         rows.append([name, timing(book, record), prediction(record), ratio(record, "zero_ratio"), *alone])
     columns = ("<optimizer", "step, median (quartiles)", "predicted (of measured)", "over torch's", "all-reduces alone",
                "gathers alone (of step)", "sent")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every figure that cannot be, ours and published, with the reason."""
+"""Every figure that cannot be or does not fit, ours and published, with the reason."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +10,12 @@ from cs336_systems.presets import model_preset
 from cs336_systems.text import markdown_text
 from writeup import plausibility_rules as rules
 from writeup.book import Book
-from writeup.plausibility import Suspect, doubtful_means, suspects_of_published
-from writeup.publications import Publications
+from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass, suspects_of_published
+from writeup.plausibility_figures import label
+from writeup.publications import ORIGINAL, Publications
 from writeup.tables import markdown
+from writeup.words import joined
 
-ORIGINAL = "rod-2024"
 MOST = 20  # means listed
 
 
@@ -26,6 +27,10 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "published": listing(published),
         "count": len(published),
+        "kinds": kinds(published),
+        "let_pass": [markdown_text(each) for each in let_pass(book.published)],
+        "shifted": shifted(book.published),
+        "twice": twice(book.published),
         "figures": sum(len(row.values) for table in book.published.tables.values() for row in table.rows),
         "original": len(original),
         "original_figures": sum(len(row.values) for table in tables_of(book) for row in table.rows),
@@ -50,9 +55,37 @@ def tables_of(book: Book) -> list[Any]:
 
 
 def listing(suspects: Sequence[Suspect]) -> str:
-    """A table of suspects: where, what, why."""
-    rows = [[markdown_text(text) for text in (each.where, each.text, each.why)] for each in suspects]
-    return markdown(("<where", "<what stands there", "<why it cannot be"), rows)
+    """A table of suspects: where, what, which kind, why."""
+    rows = [[markdown_text(text) for text in (each.where, each.text, KINDS[each.kind], each.why)] for each in suspects]
+    return markdown(("<where", "<what stands there", "<it", "<why"), rows)
+
+
+def kinds(suspects: Sequence[Suspect]) -> str:
+    """How many of each kind: `12 "cannot be", 11 "does not fit" and 1 "is empty"`."""
+    counts = {words: sum(each.kind == kind for each in suspects) for kind, words in KINDS.items()}
+    return joined(f"{count} *{words}*" for words, count in counts.items() if count)
+
+
+def shifted(published: Publications) -> dict[str, str]:
+    """The original's two shifted figures, one place further right or left."""
+    large = published.value(ORIGINAL, "flat again", size="medium", nodes=2)
+    small = published.value(ORIGINAL, "sharding times", size="medium", nodes=2, candidate="stage 0")
+    assert large is not None
+    assert small is not None
+    return {"large": f"{large.ms / 10:.3g} ms", "small": f"{small.ms * 10:.3g} ms"}
+
+
+def twice(published: Publications) -> str:
+    """One figure that its author published twice, as no rule here could have told."""
+    table = published.table("damek", "published twice")
+    first, second = (table.value(edition=edition) for edition in ("first", "second"))
+    assert first is not None
+    assert second is not None
+    what = markdown_text(label(table.fixed))
+    return (
+        f"{table.source.author} published {first.text} and then {second.text} for the same ({what}); {table.note}. No "
+        "rule here would have told: it takes samples in turn, and their spread."
+    )
 
 
 def casts(published: Publications) -> dict[str, str]:

@@ -1,34 +1,44 @@
 """RMSNorm as one kernel: its two gradients derived, its speed of light, and what others reached."""
 
+from dataclasses import replace
 from typing import Any
 
+from benchmarks.records import Record
 from cs336_systems.console import format_bytes, format_seconds
 from cs336_systems.cost.large.systems import System, system_preset
+from cs336_systems.presets import Norm
+from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation
-from writeup.ceilings import COURSE_ROWS, floored, norm_bytes, norm_floor
-from writeup.cells import DOUBTFUL, prediction, quoted, ratio, timing
+from writeup.ceilings import COURSE_ROWS, floored, norm_bytes, norm_floor, original, original_seconds
+from writeup.cells import NONE, median_ms, prediction, quoted, ratio, timing
 from writeup.chapters.layernorm import ROD
 from writeup.figures import Figure, draw, logarithmic
 from writeup.publications import Published
-from writeup.tables import Table
+from writeup.tables import Table, not_measured
 from writeup.words import joined, times
 
 STUDENT = "go-akshit"
 NORMS = {"rmsnorm": "RMSNorm, eager", "layernorm": "LayerNorm", "rmsnorm triton": "RMSNorm, Triton"}
+OURS = {"eager": "RMSNorm, eager", "layernorm": "LayerNorm", "ours": "RMSNorm, Triton"}  # in our records
 AUTHORS = {"Rød": (ROD, "norms with triton"), STUDENT: (STUDENT, "norms")}
 SECTIONS = {"2.2.4": "norms, forward-backward", "2.3.1": "compiled norms, forward-backward"}
+NORMED: tuple[Norm, ...] = ("rmsnorm", "layernorm")  # that the model of cost predicts
 COLUMNS = (1024, 2048, 4096, 8192)
 FORWARD, BOTH = "forward", "forward-backward"
 
 
 def content(book: Book) -> dict[str, Any]:
-    """Tables of what others published, our own where it was measured, and the speed of light."""
+    """Tables of what others published, our own beside it, and the speed of light."""
     system = system_preset("H100")
-    ours = book.cite("norms", candidate="ours", dtype="fp32", command="python -m benchmarks.gpu_suite")
+    here = book.cite("norms", {"candidate": (*OURS, "copy"), "dtype": "fp32", "pass": (FORWARD, BOTH)})
+    kernel = here.only(candidate="ours")
     return {
-        "ours": kernel(book, ours),
+        "original": original(book),
+        "here": ours(book, here),
+        "kernel": "" if kernel.measured else not_measured(SUITE),
+        "floors": floors(),
         "forward": forward(book, system),
-        "picture": picture(book, system),
+        "picture": picture(book, system, here),
         "both": both(book, system),
         "models": models(book),
         "rows": f"{COURSE_ROWS:,}",
@@ -36,22 +46,43 @@ def content(book: Book) -> dict[str, Any]:
         "best": best(book, system),
         "crossing": crossing(book),
         "repeated": repeated(book),
-        "impossible": impossible(book, system),
+        "again": again(book),
+        "impossible": {section: impossible(book, system, section) for section in SECTIONS},
+        "student": markdown_text(book.published.sources[STUDENT].hardware),
     }
 
 
-def kernel(book: Book, ours: Citation) -> Table:
-    """This project's kernel, where a GPU has timed it."""
-    rows = [
-        [
-            f"{r.config['rows']} x {r.config['columns']}", r.config["pass"], timing(book, r), prediction(r),
-            ratio(r, "copy_fraction"),
-        ]
-        for r in ours
-    ]  # fmt: skip
-    return Table(
-        book, ("<rows x columns", "<pass", "median (quartiles)", "predicted", "a copy's time over it"), rows, ours
-    )
+SUITE = "python -m benchmarks.gpu_suite"
+
+
+def ours(book: Book, cited: Citation) -> Table:
+    """What was measured here: each norm by columns and pass, with the share of a copy's speed that it reaches."""
+    rows = []
+    for record in sorted(cited, key=lambda r: (str(r.config["pass"]), int(r.config["columns"]))):
+        name = OURS.get(record.config["candidate"])
+        where = {key: record.config[key] for key in ("pass", "rows", "columns")}
+        if name:
+            copy = cited.measured.one(where, candidate="copy")
+            cells = [timing(book, record), format_seconds(median_ms(copy) / 1e3) if copy else prediction(record)]
+            rows.append([f"{where['rows']} x {where['columns']}", where["pass"], name, *cells, share(record)])
+    heads = ("<rows x columns", "<pass", "<norm", "median (quartiles)", "least: a copy in turn")
+    used = replace(cited, records=tuple(r for r in cited if r.config["candidate"] in OURS))
+    return Table(book, (*heads, "of the copy's speed (quartiles)"), rows, used)
+
+
+def share(record: Record) -> str:
+    """The time of the copy that took turns over the record's."""
+    return ratio(record, "copy_fraction") if record.status == "ok" else NONE
+
+
+def floors() -> Table:
+    """The least time of each norm of the course by columns, by the data sheets of two GPUs."""
+    heads = [f"{what}, {name}" for what in (FORWARD, BOTH) for name in ("H100", "H200")]
+    rows = []
+    for columns in COLUMNS:
+        found = [norm_floor(columns, what, system_preset(n)) for what in (FORWARD, BOTH) for n in ("H100", "H200")]
+        rows.append([f"{columns:,}", *map(format_seconds, found)])
+    return Table(Book(machine=None), ("<columns", *heads), rows)
 
 
 def forward(book: Book, system: System) -> Table:
@@ -61,12 +92,12 @@ def forward(book: Book, system: System) -> Table:
         floor = norm_floor(columns, FORWARD, system)
         for who, source in AUTHORS.items():
             found = [book.published.value(*source, "", candidate=name, columns=columns) for name in NORMS]
-            rows.append([f"{columns:,}", format_seconds(floor), who, *(floored(each, floor) for each in found)])
+            rows.append([f"{columns:,}", format_seconds(floor), who, *(floored(book, each, floor) for each in found)])
     return Table(book, ("<columns", f"least on an {system.name}", "<who", *NORMS.values()), rows)
 
 
-def picture(book: Book, system: System) -> Figure:
-    """The share of the bandwidth over columns."""
+def picture(book: Book, system: System, here: Citation) -> Figure:
+    """The share of the bandwidth over columns: published, and here of what a copy reaches."""
 
     def into(axes: Any) -> None:
         for (who, where), line in zip(AUTHORS.items(), ("o-", "s--"), strict=True):
@@ -77,33 +108,36 @@ def picture(book: Book, system: System) -> Figure:
                 known = [(columns, time) for columns, time in found if time]
                 shares = [norm_floor(columns, FORWARD, system) / time.value for columns, time in known]
                 axes.plot([columns for columns, _ in known], shares, line, color=f"C{place}", label=f"{who}: {title}")
-        logarithmic(axes, COLUMNS, "columns", f"share of the {system.name}'s bandwidth")
+        for place, (name, title) in enumerate(OURS.items()):
+            records = here.measured.only(candidate=name, **{"pass": FORWARD})
+            found_here = {r.config["columns"]: r.metrics.get("copy_fraction_median") for r in records}
+            points = sorted((columns, value) for columns, value in found_here.items() if value)
+            if points:
+                axes.plot(*zip(*points, strict=True), "^:", color=f"C{place}", label=f"here: {title}")
+        logarithmic(axes, COLUMNS, "columns", "share of the ceiling")
         axes.set_yscale("linear")
         axes.set_ylim(0, 1)
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     return draw(
-        "rmsnorm-bandwidth", f"Published forward passes of norms, as a share of the bandwidth of an {system.name}.",
-        "Lines of the share of bandwidth over columns for three norms of two authors", into,
+        "rmsnorm-bandwidth", f"Forward passes of norms: the published ones as a share of the bandwidth of an "
+        f"{system.name}, ours as a share of the speed of a copy that took turns with them.",
+        "Lines of the share of bandwidth over columns for three norms of two authors and of this machine", into,
     )  # fmt: skip
 
 
 def both(book: Book, system: System) -> Table:
     """Forward with backward: the original's two tables, one of which repeats the forward pass."""
-    rows, doubtful = [], False
+    rows = []
     for columns in COLUMNS:
         floor = norm_floor(columns, BOTH, system)
         for section, table in SECTIONS.items():
-            cells = []
-            for name in NORMS:
-                found = book.published.value(ROD, table, candidate=name, columns=columns)
-                short = bool(found and found.value < floor)
-                cells.append(floored(found, floor) + DOUBTFUL * short)
-                doubtful |= short
+            found = [book.published.value(ROD, table, candidate=name, columns=columns) for name in NORMS]
+            cells = [floored(book, each, floor) for each in found]
             rows.append([f"{columns:,}", format_seconds(floor), section, *cells])
-    note = f"{DOUBTFUL} less than the bytes of forward and backward take at the full bandwidth of an {system.name}."
+    note = f"Above 100%: less than the bytes of both passes take at the full bandwidth of an {system.name}."
     heads = ("<columns", f"least on an {system.name}", "<section", *NORMS.values())
-    return Table(book, heads, rows, notes=[note] * doubtful)
+    return Table(book, heads, rows, notes=[note])
 
 
 def models(book: Book) -> Table:
@@ -114,8 +148,11 @@ def models(book: Book) -> Table:
         if eager_and_triton := _ends(found):
             eager, triton = eager_and_triton
             cells = [quoted(book, each, "ms") for each in found]
+            for place, norm in enumerate(NORMED):
+                cells[place] += f" ({format_seconds(original_seconds(str(size), str(what), norm=norm))})"
             rows.append([str(size), str(what), *cells, f"{triton.value / eager.value:.2f}"])
-    return Table(book, ("<size", "<pass", *NORMS.values(), "Triton / eager"), rows)
+    note = "In brackets: predicted by the large model of cost, for an H100 with products in TF32."
+    return Table(book, ("<size", "<pass", *NORMS.values(), "Triton / eager"), rows, notes=[note])
 
 
 def _ends(found: list[Published | None]) -> tuple[Published, Published] | None:
@@ -129,9 +166,10 @@ def example(system: System) -> str:
     moved, floor = norm_bytes(columns, FORWARD, system), norm_floor(columns, FORWARD, system)
     back = norm_floor(columns, BOTH, system)
     return (
-        f"{COURSE_ROWS:,} rows of {columns:,} columns in float32 are {format_bytes(moved)}, which the "
-        f"{system.bandwidth / 1e9:,.0f} GB/s of an {system.name} move in {format_seconds(floor)}; with the backward "
-        f"pass, which reads x and dy and writes dx, {format_seconds(back)}"
+        f"{COURSE_ROWS:,} rows of {columns:,} columns in float32 are {format_bytes(4 * COURSE_ROWS * columns)}; to "
+        f"read x and write y is {format_bytes(moved)}, which the {system.bandwidth / 1e9:,.0f} GB/s of an "
+        f"{system.name} move in {format_seconds(floor)}; with the backward pass, which reads x and dy and writes dx, "
+        f"{format_seconds(back)}"
     )
 
 
@@ -172,8 +210,18 @@ def repeated(book: Book) -> str:
     return f"{same} of {len(pairs)}"
 
 
-def impossible(book: Book, system: System) -> str:
-    """How many of them would need more than the bandwidth there is."""
-    rows = book.published.table(ROD, "norms, forward-backward").rows
+def again(book: Book) -> str:
+    """In how many forward cells of the original's models its two sections agree, and how far the others do not."""
+    names = ("models with each norm, forward", "models with each norm")
+    one, other = (book.published.table(ROD, name) for name in names)
+    pairs = [(row.values["mean"], found) for row in one.rows if (found := other.value("", **row.keys))]
+    same = sum(a.value == b.value for a, b in pairs)
+    apart = max(abs(b.value / a.value - 1) for a, b in pairs)
+    return f"{same} of {len(pairs)} of its times stand there again, and no other is more than {apart:.1%} apart"
+
+
+def impossible(book: Book, system: System, section: str) -> str:
+    """How many figures of a section with backward would need more than the bandwidth there is."""
+    rows = book.published.table(ROD, SECTIONS[section]).rows
     short = sum(row.values["mean"].value < norm_floor(int(row.keys["columns"]), BOTH, system) for row in rows)
     return f"{short} of {len(rows)}"

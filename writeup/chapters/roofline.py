@@ -1,30 +1,33 @@
 """The roofline notebook: its tables, the corrected physics beside them, and how far off the model is for real runs."""
 
-from typing import Any, get_args
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
 
 from cs336_systems.cost.commands.notebook_page import MACHINE, compared
 from cs336_systems.cost.large.plan import Plan
 from cs336_systems.cost.large.systems import system_preset
 from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import COLUMNS, SUMMED, UNITS, notebook_tables, show, show_total
+from cs336_systems.cost.notebook.tables import COLUMNS, UNITS, notebook_tables
 from cs336_systems.cost.notebook.tables import Table as NotebookTable
 from cs336_systems.cost.plots import breakdown, roofline
 from cs336_systems.presets import model_preset
 from cs336_systems.text import markdown_code, markdown_text
 from writeup.book import Book
-from writeup.cost_runs import error_picture, families_table, far_off, published_runs, totals
+from writeup.cost_runs import Published, by_family, error_picture, far_off, published_runs, totals
 from writeup.figures import drawn
+from writeup.narrow import narrowed
 from writeup.tables import Table
 from writeup.words import joined
 
 SHOWN = (
     "flops_fwd", "total_mem_fwd", "intensity", "t_comp_fwd", "t_mem_fwd", "t_comm_fwd", "t_total_fwd", "t_total_bwd",
 )  # fmt: skip
+TOTALS = ("activation_buffer", "weights_mem", "flops_fwd", "flops_bwd", "t_total_fwd", "t_total_bwd")
 HEADS: dict[Kind, tuple[str, ...]] = {
     "wrong": ("<", "<the notebook", "<right", "<effect"),
     "missing": ("<left out", "<right", "<effect"),
-    "text": ("<", "<its code", "<its output", "<effect"),
 }
 
 
@@ -35,7 +38,7 @@ def content(book: Book) -> dict[str, Any]:
     runs = published_runs()
     return {
         "config": notebook,
-        "tables": [operators(book, each) for each in tables.values()],
+        "tables": [(f"{each.title}, one layer, one GPU", operators(book, each)) for each in tables.values()],
         "shares": {key: f"{each.communication:.2%}" for key, each in tables.items()},
         "cells": sum(len(each.rows) for each in tables.values()) * len(COLUMNS),
         "columns": len(COLUMNS),
@@ -43,35 +46,36 @@ def content(book: Book) -> dict[str, Any]:
         "machine": MACHINE,
         "compared": corrected(book, notebook),
         "changed": changed(notebook),
-        "differences": {kind: differences(book, kind) for kind in get_args(Kind)},
+        "differences": {kind: differences(book, kind) for kind in HEADS},
+        "older": [markdown_text(each.name) for each in DIFFERENCES if each.kind == "text"],
         "roofline": picture(notebook),
         "breakdown": drawn(
-            "roofline-breakdown", breakdown.draw(breakdown.published()),
+            "roofline-breakdown", narrowed(breakdown.draw(breakdown.published())),
             "What a step is made of, as predicted, for the runs of Korthikanti et al. (arXiv:2205.05198); marks are "
             "their measurements.",
             "Stacked bars of the parts of a step of published runs, with marks where they were measured",
         ),
-        "families": families_table(book, runs),
         "totals": totals(runs),
         "wrong": far_off(runs),
+        "near": near(runs),
         "runs_picture": error_picture("roofline-runs", runs),
     }  # fmt: skip
 
 
 def operators(book: Book, table: NotebookTable) -> Table:
     """A row for each operator of one of the notebook's tables, of its columns those that make the time."""
-    rows = [[markdown_code(str(row["layer"])), *(show(row[name]) for name in SHOWN)] for row in table.rows]
+    rows = [[markdown_code(str(row["layer"])), *(f"{row[name]:.3g}" for name in SHOWN)] for row in table.rows]
     heads = [f"{markdown_code(name)}{f', {UNITS[name]}' if UNITS[name] else ''}" for name in SHOWN]
-    return Table(book, ("<layer", *heads), rows, caption=f"{table.title}, one layer, one GPU")
+    return Table(book, ("<layer", *heads), rows)
 
 
 def sums(book: Book, tables: list[NotebookTable]) -> Table:
-    """The columns that the notebook adds up, over all layers."""
+    """Of the columns that the notebook adds up, over all layers, those that say what a step needs."""
     found = [each.totals() for each in tables]
     rows = [
-        [f"{markdown_code(name)}, {UNITS[name]}", *(show_total(each[name]) for each in found),
-         show_total(sum(each[name] for each in found))]
-        for name in SUMMED
+        [f"{markdown_code(name)}, {UNITS[name]}", *(f"{each[name]:.4g}" for each in found),
+         f"{sum(each[name] for each in found):.4g}"]
+        for name in TOTALS
     ]  # fmt: skip
     return Table(book, ("<total", *(each.title for each in tables), "both"), rows)
 
@@ -106,13 +110,20 @@ def differences(book: Book, kind: Kind) -> Table:
     return Table(book, HEADS[kind], rows)
 
 
+def near(runs: Sequence[Published]) -> str:
+    """How many of the families are predicted within 5% on average: a clause."""
+    families = by_family(runs).values()
+    within = [found for found in families if fmean(abs(each.error) for each in found) <= 0.05]
+    return f"{len(within)} of {len(families)} families of runs within 5% on average"
+
+
 def picture(notebook: Notebook) -> Any:
     """The operators of the notebook's layer under the roofs of its machine."""
     config = model_preset("gpt3-175b").override(context_length=notebook.seq, attention="naive", dropout=0.1)
     plan = Plan(tp=notebook.tp, sequence=True, micro_batch=notebook.batch, global_batch=notebook.batch)
     canvas = roofline.draw(config, plan, notebook.seq, system_preset(MACHINE))
     return drawn(
-        "roofline-operators", canvas,
+        "roofline-operators", narrowed(canvas),
         "Every operator of the notebook's layer, and the head that it leaves out, under the roofs of its machine: "
         "dashed the data sheet's, solid what is attainable. On the slope an operator waits for memory.",
         "Operators as points of FLOP/s over FLOPs a byte, under two rooflines",

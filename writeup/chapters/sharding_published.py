@@ -11,10 +11,11 @@ from cs336_systems.volume import sent
 from writeup.beside import beside
 from writeup.book import Book
 from writeup.cells import DOUBTFUL, NONE
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined
 
-SOURCE, YEAR, RANKS = "rod-2024", 2024, 2
+YEAR, RANKS = 2024, 2
 WHOLE, SHARDED = "stage 0", "stage 1"
 STUDENTS = {"brandon-snider": 2025, "damek": 2025, "enzo-ding": 2026}
 PARTS = ("parameters", "gradients", "optimizer")
@@ -30,7 +31,7 @@ def parameters(size: str, year: int) -> list[Parameter]:
 
 def course(book: Book) -> Table:
     """What the formula says of the original's sizes, with its own figures where it has them."""
-    theirs, rows = beside(book, SOURCE, "sharding memory", "GiB"), []
+    theirs, rows = beside(book, ORIGINAL, "sharding memory", "GiB"), []
     for size in course_sizes(YEAR):
         for candidate, stage in ((WHOLE, 0), (SHARDED, 1)):
             found = zero_memory(parameters_of(size, YEAR), 0, RANKS, stage)
@@ -51,7 +52,7 @@ def course(book: Book) -> Table:
 
 def parts(book: Book) -> Table:
     """The original's breakdown of the xl model, each part with its prediction."""
-    theirs, rows = beside(book, SOURCE, "sharding memory by part", "GiB"), []
+    theirs, rows = beside(book, ORIGINAL, "sharding memory by part", "GiB"), []
     names = {"parameters": "parameters", "gradients": "gradients", "optimizer state": "optimizer"}
     for row in theirs.table.rows:
         stage = 0 if row.keys["candidate"] == WHOLE else 1
@@ -79,16 +80,31 @@ def students(book: Book) -> Table:
     return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows, always=True)
 
 
+def students_said(book: Book) -> str:
+    """Whose step got slower with a sharded state, by how much, and how many calls a broadcast for each tensor makes."""
+    said = []
+    for source, year in STUDENTS.items():
+        theirs = book.published.table(source, "sharding")
+        whole, sharded = (theirs.value("time", candidate=name, size="xl") for name in (WHOLE, SHARDED))
+        if whole and sharded and sharded.value > whole.value:
+            calls = next(iter(schemes("xl", year).values()))[1].total()
+            how = f" ({theirs.note}: {calls} calls)" if theirs.note else ""
+            said.append(f"{source}'s step takes {sharded.value / whole.value - 1:.0%} longer{how}")
+    if not said:
+        return "None of these steps got slower with a sharded state."
+    return f"With a sharded state {joined(said)}: each call pays its latency, and no backward hides its bytes."
+
+
 def their_times(book: Book) -> Table:
     """The original's steps, whole and sharded, on one node and on two."""
-    theirs, rows = beside(book, SOURCE, "sharding times", "ms"), []
+    theirs, rows = beside(book, ORIGINAL, "sharding times", "ms"), []
     for size in course_sizes(YEAR):
         cells = []
         for nodes in (1, 2):
             pair = [theirs.value(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
             cells += [theirs.cell(size=size, nodes=nodes, candidate=name) for name in (WHOLE, SHARDED)]
-            cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] else NONE)
-            cells[-1] += DOUBTFUL * any(DOUBTFUL in cell for cell in cells[-3:-1])
+            sound = not any(DOUBTFUL in cell for cell in cells[-2:])  # of a doubtful figure there is no ratio to quote
+            cells.append(f"{pair[1].value / pair[0].value:.2f}" if pair[0] and pair[1] and sound else NONE)
         rows.append([size, *cells])
     columns = ("<size", "1 node, whole", "sharded", "ratio", "2 nodes, whole", "sharded", "ratio")
     return Table(book, columns, rows, notes=theirs.notes, always=True)
@@ -143,7 +159,7 @@ def collectives(book: Book) -> Table:
 
 def shares(book: Book) -> str:
     """The original's two shares of the state against tensors dealt out largest first."""
-    theirs = book.published.table(SOURCE, "sharding memory by part")
+    theirs = book.published.table(ORIGINAL, "sharding memory by part")
     found = [theirs.value(part="optimizer state", candidate=SHARDED, rank=rank) for rank in range(RANKS)]
     loads = dealt([tensor.elements for tensor in parameters("xl", YEAR)], RANKS)
     ours = joined(f"{8 * load / GIB:.3f}" for load in sorted(loads))
@@ -156,7 +172,7 @@ def shares(book: Book) -> str:
 
 def their_said(book: Book) -> str:
     """What the original measured beyond the formula, at each point."""
-    theirs = book.published.table(SOURCE, "sharding memory")
+    theirs = book.published.table(ORIGINAL, "sharding memory")
     beyond = []
     for moment, alive in MOMENTS.items():
         for name, stage in ((WHOLE, 0), (SHARDED, 1)):

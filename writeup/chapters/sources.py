@@ -37,7 +37,7 @@ def content(book: Book) -> dict[str, Any]:
 
 def _published(source: Source) -> list[str]:
     name = markdown_text(f"{source.author}: {source.title}")
-    return [name, str(source.year), markdown_text(source.hardware), markdown_text(source.where)]
+    return [name, source.when, markdown_text(source.hardware), markdown_text(source.where)]
 
 
 def _row(name: str, records: list[Record], chapters: list[str]) -> list[str]:

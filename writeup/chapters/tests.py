@@ -1,5 +1,6 @@
 """The appendix of tests: the source of each that is cited, and what came of it."""
 
+import re
 from typing import Any
 
 from cs336_systems.text import markdown_code, markdown_text
@@ -29,14 +30,15 @@ def content(book: Book) -> dict[str, Any]:
 
 def _shown(report: Report, function: str, proofs: list[Proof]) -> dict[str, Any]:
     file, _, name = function.partition("::")
-    first = proofs[0]
+    first, source = proofs[0], source_of(function)
     return {
         "name": markdown_code(name),
         "anchor": anchor(function),
         "says": "" if first.says == in_words(name) else f"{markdown_text(first.says)} ",
         "file": markdown_code(f"{file}:{first.line}"),
         "runs": [_run(report, proof) for proof in proofs],
-        "source": source_of(function),
+        "source": source,
+        "fence": "~" * max(4, 1 + max(map(len, re.findall("~+", source)), default=0)),
     }
 
 

@@ -1,0 +1,114 @@
+"""What a reader must know before the first table: how to read a cell, the machine's rates, the names of the models."""
+
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.console import format_count, format_seconds
+from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.presets import COURSE_YEARS, course_sizes, preset
+from cs336_systems.text import markdown_text, printable
+from writeup.book import Book, Citation
+from writeup.cells import DOUBTFUL, FEW, NOISY, NONE, STALE, marks, median_ms, predicted_ms, prediction, timing
+from writeup.tables import Table
+
+
+def example(book: Book, cited: Citation) -> dict[str, Any]:
+    """A measured cell and the predicted one beside it, and what each of their parts means; empty without a record.
+
+    The one with the most marks is taken, since those are what is to be explained.
+    """
+    known = [record for record in cited.measured if predicted_ms(record)]
+    if not known:
+        return {}
+    record = max(known, key=lambda each: (len(marks(book, each)), len(each.samples_ms)))
+    expected, count = predicted_ms(record) or 0.0, len(record.samples_ms)
+    spread = f"all of them lie between the two in brackets (of fewer than {FEW} the range is shown)"
+    if count >= FEW:
+        spread = "half of them lie between the two in brackets, which are their quartiles"
+    said = [f"the middle one of {count} samples is {timing(book, record).partition(' (')[0]}, and {spread}"]
+    old = book.stale(record) or []
+    if old:
+        changed = f"{len(old)} files of it have changed since" if len(old) > 1 else f"{old[0]} has changed since"
+        said.append(f"{STALE} the code that was measured is not today's: {markdown_text(changed)}")
+    said += [f"{DOUBTFUL} {markdown_text(each.why)}" for each in book.suspicions(record)]
+    if record.flags:
+        said.append(f"{NOISY} it was flagged: {markdown_text(record.flags[0])}")
+    said.append(
+        f"the model of cost said {format_seconds(expected / 1e3)}, which is {expected / median_ms(record):.2f} of what "
+        "was measured"
+    )
+    config = record.config
+    what = f"{config['mode']} of {config['size']}, {config['precision']}, {config['batch_size']} x {config['context']}"
+    return {
+        "what": f"{markdown_text(what)} tokens",
+        "measured": timing(book, record),
+        "predicted": prediction(record),
+        "said": said,
+    }
+
+
+def machine_rates(records: Iterable[Record]) -> dict[str, dict[str, list[float]]]:
+    """Every rate that runs measured of their machine, by what it is of and which; a run measures each once."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for record in records:
+        run = f"{record.benchmark} {record.environment.get('date')}"
+        for what, which, value in _rates_of(record):
+            found.setdefault(what, {}).setdefault(which, {})[run] = value
+    return {what: {each: list(runs.values()) for each, runs in which.items()} for what, which in found.items()}
+
+
+def _rates_of(record: Record) -> Iterator[tuple[str, str, float]]:
+    config, known = record.config, {**record.predicted, **record.metrics}
+    if "peak_flops_per_s" in known:
+        yield f"products in {config.get('precision') or config.get('dtype')}", "FLOP/s", known["peak_flops_per_s"]
+    if "bandwidth_bytes_per_s" in known:
+        yield "copies, read and written", "B/s", known["bandwidth_bytes_per_s"]
+    if "link_bytes_per_s" in known:
+        link = f", {plain_link(config['link'])}" if config.get("link") else ""
+        yield f"between {config['ranks']} ranks{link}", "B/s", known["link_bytes_per_s"]
+        yield f"between {config['ranks']} ranks{link}", "latency", known["latency_ms"]
+
+
+def plain_link(name: str) -> str:
+    """What a record calls its link, in the words of the text."""
+    return markdown_text(printable(name.replace("1gbit tbf", "1 Gbit/s link")))
+
+
+def rates_table(book: Book, records: Iterable[Record]) -> Table:
+    """What all predictions rest on: the machine's rates, each the median over the runs, and how far these lie apart."""
+    rows = []
+    for what, which in sorted(machine_rates(records).items(), reverse=True):
+        unit, values = next(iter(which.items()))
+        low, high = (f"{format_count(each)}{unit}" for each in (min(values), max(values)))
+        late = format_seconds(median(which["latency"]) / 1e3) if "latency" in which else NONE
+        spread = f"{low} to {high}" if len(values) > 1 else NONE
+        rows.append([what, f"{format_count(median(values))}{unit}", spread, late, str(len(values))])
+    columns = ("<rate of this machine", "median of the runs", "least to greatest", "latency of a call", "runs")
+    return Table(book, columns, rows)
+
+
+def sizes_table(book: Book) -> Table:
+    """The models that tables name: which editions have them, their parameters and their shape."""
+    first = COURSE_YEARS[0]
+    shapes: dict[tuple[str, ...], list[tuple[str, str]]] = {_shape("tiny", first): [("this project's", _batch("tiny"))]}
+    for year in COURSE_YEARS:
+        for size in course_sizes(year):
+            shapes.setdefault(_shape(size, year), []).append((str(year), _batch(size, year)))
+    rows = []
+    for (size, *shape), found in shapes.items():
+        editions, batches = (", ".join(dict.fromkeys(column)) for column in zip(*found, strict=True))
+        rows.append([size, editions, *shape, batches])
+    return Table(book, ("<size", "<editions", "parameters", "layers", "width", "heads", "batch x context"), rows)
+
+
+def _shape(size: str, year: int) -> tuple[str, ...]:
+    model = preset(size, year).model
+    parameters = format_count(sum(count_parameters(model).values()), "B")
+    return size, parameters, str(model.num_layers), str(model.d_model), str(model.num_heads)
+
+
+def _batch(size: str, year: int = COURSE_YEARS[0]) -> str:
+    chosen = preset(size, year)
+    return f"{chosen.batch_size} x {chosen.model.context_length}"

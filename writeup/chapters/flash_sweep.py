@@ -1,0 +1,104 @@
+"""The course's sweep of attention whose scores are kept: times, what backward needs, and where a GPU ends."""
+
+from typing import Any
+
+from benchmarks.attention import COURSE_SEQUENCES, DIMS
+from benchmarks.attention_candidates import Task, flops, peak_bytes
+from benchmarks.records import Record
+from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.cost.large.systems import system_preset
+from writeup.book import Book, Citation
+from writeup.cells import NONE, memory, prediction, timing
+from writeup.tables import Table
+from writeup.words import joined
+
+FORWARD, BACKWARD = "forward", "backward"
+WIDTH = {"fp32": 4, "bf16": 2}
+QUADRATIC = ("eager", "sdpa-math")  # they keep the softmax for backward
+GRID = [(dim, seq) for dim in DIMS for seq in COURSE_SEQUENCES]  # of the course: 4 widths, 5 lengths
+GPU = "H100"  # whose memory the course's grid is held against
+
+
+def kept_bytes(config: dict[str, Any]) -> int | None:
+    """Bytes that forward keeps for backward: q, k, v, and the softmax, or the output and a number a query.
+
+    None where the compiler decides, and for half precision with the softmax, which may be kept in two dtypes.
+    """
+    rows, width = config["batch"] * config["seq"], WIDTH[config["dtype"]]
+    if config["candidate"] == "compiled" or (config["candidate"] in QUADRATIC and config["dtype"] != "fp32"):
+        return None
+    if config["candidate"] in QUADRATIC:
+        return int(rows * width * (config["seq"] + 3 * config["dim"]))
+    return int(rows * (4 * config["dim"] * width + 4))
+
+
+def kept(book: Book, record: Record | None) -> str:
+    """What was kept for backward, and the prediction's share of it."""
+    shown = memory(book, record, "before_backward_bytes") if record else NONE
+    predicted = kept_bytes(record.config) if record else None
+    found = record.metrics.get("before_backward_bytes") if record else None
+    return f"{shown} ({predicted / found:.2f})" if predicted and found else shown
+
+
+def sweep(book: Book, cited: Citation) -> Table:
+    """The course's sweep of eager attention, every cell: what was not measured is predicted."""
+    rows = []
+    for dim, seq in GRID if cited else ():
+        record, back = (cited.one(dim=dim, seq=seq, **{"pass": what}) for what in (FORWARD, BACKWARD))
+        if record:
+            cells = [timing(book, record), prediction(record), timing(book, back), prediction(back), kept(book, record)]
+        else:
+            need = kept_bytes({"candidate": "eager", "batch": 8, "seq": seq, "dim": dim, "dtype": "fp32"})
+            ahead, behind = (expected(cited, dim, seq, what) for what in (FORWARD, BACKWARD))
+            cells = [NONE, ahead, NONE, behind, f"predicted {format_bytes(need or 0)}"]
+        rows.append([f"{dim}", f"{seq:,}", *cells])
+    heads = (
+        "<dim",
+        "tokens",
+        "forward",
+        "predicted",
+        "backward",
+        "predicted",
+        "kept for backward (predicted / measured)",
+    )
+    return Table(book, heads, rows, cited)
+
+
+def expected(cited: Citation, dim: int, seq: int, what: str) -> str:
+    """The predicted time of a cell that was not measured, at the rate that the other cells were predicted with."""
+    rates = [rate for record in cited if (rate := record.predicted.get("peak_flops_per_s"))]
+    work = flops(Task("course", 8, seq, dim, "fp32", causal=False), what)
+    return format_seconds(work / max(rates)) if rates else NONE
+
+
+def measured_cells(cited: Citation) -> str:
+    """Which cells of the course's grid were measured: a sentence."""
+    cells = sorted({(r.config["dim"], r.config["seq"]) for r in cited.measured} & set(GRID))
+    if not cells or len(cells) == len(GRID):
+        return ""
+    dims, lengths = (sorted({cell[place] for cell in cells}) for place in (0, 1))
+    whole = len(cells) == len(dims) * len(lengths)
+    at = f"widths {joined(map(str, dims))} at {joined(f'{length:,}' for length in lengths)} tokens"
+    which = at if whole else joined(f"{seq:,} tokens of width {dim}" for dim, seq in cells)
+    count = f"{len(cells)} of the {len(GRID)} cells of the course's grid"
+    return f"Measured are {count}: {which}. The others are predicted."
+
+
+def limits() -> str:
+    """What the course's longest sequence needs, and from which on a GPU does not hold it."""
+    system, dim = system_preset(GPU), 64
+    longest = COURSE_SEQUENCES[-1]
+    task = Task("course", 8, longest, dim, "fp32", causal=False)
+    need = kept_bytes({"candidate": "eager", "batch": 8, "seq": longest, "dim": dim, "dtype": "fp32"})
+    first = longest
+    while peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False)) <= system.memory:
+        first *= 2
+    linear = kept_bytes({"candidate": "tiled", "batch": 8, "seq": first, "dim": dim, "dtype": "fp32"})
+    most = peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False))
+    return (
+        f"At the course's longest sequence, {longest:,} tokens of width {dim} and batch 8, eager attention keeps "
+        f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Doubling "
+        f"the length further, the first that does not fit in an {system.name} with {format_bytes(system.memory)} is "
+        f"{first:,}: "
+        f"{format_bytes(most)}. FlashAttention would keep {format_bytes(linear or 0)} of it."
+    )

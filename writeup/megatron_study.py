@@ -1,0 +1,77 @@
+"""The published scaling study of BERT-345M: its rows with this project's model beside them, and why they differ."""
+
+from collections.abc import Sequence
+from statistics import fmean
+
+from benchmarks.scaling_anomalies import anomalies
+from benchmarks.scaling_plot import marks
+from benchmarks.scaling_run import Run, bubble, efficiency, ideal_bubble, utilisation
+from benchmarks.scaling_table import find_base, percent
+from cs336_systems.console import format_seconds
+from cs336_systems.cost.large.plan import Plan
+from cs336_systems.cost.large.step_time import StepTime, step_time
+from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.presets import model_preset
+from writeup.book import Book
+from writeup.cells import NONE
+from writeup.tables import Table
+
+SYSTEM = "ThetaGPU"
+
+
+def predicted_step(run: Run) -> StepTime:
+    """The model's step for a row of the study."""
+    config = model_preset("bert-345m").override(recompute="segments")
+    system = system_preset(SYSTEM)
+    plan = Plan(
+        tp=run.tp, pp=run.pp, dp=run.dp, micro_batch=run.micro_batch_size, global_batch=run.global_batch_size,
+        overlap=system.overlap,
+    )  # fmt: skip
+    return step_time(config, plan, run.seq_length or config.context_length, system)
+
+
+def study_table(book: Book, study: Sequence[Run], steps: Sequence[StepTime]) -> Table:
+    """The published rows with the model's step beside them."""
+    base, found = find_base(study), marks(study)
+    rows = []
+    for index, (run, step) in enumerate(zip(study, steps, strict=True)):
+        scaled = percent(efficiency(run, base) if run.world >= base.world else None)
+        cells = [str(run.world), run.layout, str(run.global_batch_size), f"{run.ms_per_sample:g} ms"]
+        cells += [
+            f"{run.iteration_ms:.1f} ms",
+            f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
+        ]
+        cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", found.get(index, "")]
+        rows.append(cells)
+    columns = (
+        "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
+        "bubble", "ideal", "MFU", "nvidia-smi", "see",
+    )  # fmt: skip
+    return Table(book, columns, rows, always=True)
+
+
+def host(study: Sequence[Run], steps: Sequence[StepTime]) -> list[str]:
+    """Why the model is wrong for the study: what the same work took on different numbers of GPUs."""
+    starved = {index for each in anomalies(study) if each.kind == "starved" for index in each.runs}
+    pairs = [pair for index, pair in enumerate(zip(study, steps, strict=True)) if index not in starved]
+    ratios = [run.iteration_ms / (step.total * 1e3) for run, step in pairs]
+    aside = f" (without {len(starved)} of starved hosts)" if starved else ""
+    said = [f"the study's iterations take {min(ratios):.2g} to {max(ratios):.2g} times as long as predicted{aside}"]
+    alike = [(run, step) for run, step in pairs if (run.tp, run.pp) == (study[-1].tp, study[-1].pp)]
+    if len(alike) > 1:
+        # Of three passes over a block (forward, again, backward) each has as many tensor-parallel sums.
+        alone = fmean(step.parts["forward"] + step.parts["tensor-parallel"] / 3 for _, step in alike)
+        seen = [run.timers["forward-compute"] / 1e3 for run, _ in alike]
+        said.append(
+            f"the rows that are split alike give a GPU the same forward pass, predicted at {format_seconds(alone)}; "
+            f"their timers have {format_seconds(min(seen))} to {format_seconds(max(seen))} for it, so what decides is "
+            "not computing"
+        )
+    return said
+
+
+def without_recipe(text: str) -> str:
+    """A finding without how to cure it on a cluster, which the benchmark's own output says in full."""
+    cause, colon, _ = text.partition(": Open MPI binds")
+    return f"{cause}." if colon else text
