@@ -17,10 +17,10 @@ $(VENV)/.installed: pyproject.toml
 	@$(RUN) -m pip install --quiet --quiet --editable '.[dev]'
 	@touch $@
 
-demo: $(VENV)/.installed ## train a small language model and print a benchmark table (under two minutes)
-	$(RUN) -m cs336_systems.train --size tiny
+demo: $(VENV)/.installed ## train a small language model and print a benchmark table (about a minute)
+	$(RUN) -m cs336_systems.train --size tiny --steps 300 --decay-steps 300
 	$(RUN) -m benchmarks.e2e --size tiny --results runs/demo
-	$(RUN) -m benchmarks.e2e --size small --batch-size 2 --steps 2 --results runs/demo
+	$(RUN) -m benchmarks.e2e --size small --batch-size 1 --steps 2 --results runs/demo
 
 # The version of the GPU machines, for the test that reads kernels' generated code; there is none but for Linux.
 $(VENV)/.other-triton: $(VENV)/.installed
