@@ -2,7 +2,7 @@
 
     python -m tests.report
 
-It takes about three minutes on two cores and writes writeup/reports/equality.json, which is committed.
+It takes about two minutes on two cores and writes writeup/reports/equality.json, which is committed.
 """
 
 import json
@@ -20,7 +20,7 @@ from writeup.errors import CitationError
 from writeup.proofs import REPORT, ROOT, SCHEMA, in_words, read_report
 
 GALLERY = "tests/test_gallery.py"
-USUAL = 180.0  # seconds on two cores
+USUAL = 90.0  # seconds on two cores
 
 
 class Recorder:
