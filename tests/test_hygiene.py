@@ -123,7 +123,7 @@ def test_a_leak_is_seen():
     assert found["files"] == {"pipe:[N]": 2}
     assert len(found["children"]) == 1
     assert sum(found["threads"].values()) == 1
-    assert not more(held(), before)
+    assert not what_stays(before)  # a thread that was joined may still be on its way out of the kernel
 
 
 def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):
