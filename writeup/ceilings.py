@@ -9,7 +9,7 @@ from cs336_systems.presets import ModelConfig, Norm, model_preset
 from cs336_systems.text import markdown_text
 from writeup.book import Book
 from writeup.cells import NONE, quoted
-from writeup.publications import Key, Published
+from writeup.publications import ORIGINAL, Key, Published
 
 PARTIAL_ROWS = 2  # of a weight's gradient for each multiprocessor, as `benchmarks.norm_candidates` counts them
 COURSE_ROWS = 50_000  # of the course's problems on norms
@@ -62,7 +62,7 @@ def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm =
 
 def original(book: Book) -> str:
     """Who is meant by the name of the original in tables, and on which GPU: a sentence, from the source's own note."""
-    source = book.published.sources["rod-2024"]
+    source = book.published.sources[ORIGINAL]
     return (
         f"Rød is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "
         f"{markdown_text(source.where)}); {markdown_text(source.note)}."

@@ -5,12 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_suite import ended_politely
 from benchmarks.records import machine_name
 from cs336_systems import console
 from cs336_systems.console import format_seconds
@@ -101,17 +102,3 @@ def stop(process: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-@contextmanager
-def ended_politely() -> Iterator[None]:
-    """SIGTERM, with which schedulers end a job, becomes an exception, so that the command under way is stopped, too."""
-
-    def leave(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -11,11 +11,12 @@ from writeup.book import Book, Citation
 from writeup.cells import NONE, marks, median_ms, quartiles
 from writeup.operators import Profile, answers, by_own_time, changed, clocked, config_of, flops_ratio
 from writeup.profiles import tables, with_tables, without_tables
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined, times
 
 COMMAND = "python -m benchmarks.profiling_run --size small --wrapper none --attention naive"
-SOURCE = "rod-2024"
+SOURCE = ORIGINAL
 SHOWN = 8  # operators of a table
 SOFTMAX, SCORES = "softmax of attention", "both products"
 SAME = ("size", "year", "precision", "norm", "attention", "compile", "recompute", "batch_size", "context")

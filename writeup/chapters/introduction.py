@@ -12,12 +12,12 @@ from writeup.book import Book, Citation, machines
 from writeup.catalogue import RUNS
 from writeup.cells import NONE, STALE, median_ms, predicted_ms, quartiles
 from writeup.figures import COLOURS, Figure, draw
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined, prediction_error
 
 COLUMNS = ("<benchmark", "records", STALE, "<commits", "<dates", "time (predicted / measured)", "memory")
 MEMORY = ("peak_memory_bytes", "peak_bytes")
-ORIGINAL = "rod-2024"
 Pair = tuple[float, float]  # predicted, measured
 
 

@@ -12,10 +12,11 @@ from writeup.ceilings import original_seconds
 from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing
 from writeup.figures import Figure, draw, logarithmic
 from writeup.model_pairs import as_preset, cite, in_turn, said, setup, size_and_pass, table, twins
+from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import differ, from_which, joined, pair_ratios, span, times
 
-ROD = "rod-2024"
+ROD = ORIGINAL
 NORMS = {
     "layernorm": "LayerNorm",
     "eager": "RMSNorm, eager",

@@ -13,11 +13,11 @@ from writeup.cells import NONE, STATUS, marks
 from writeup.chapters.function_calls import COMMAND, largest
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture, with_tables
-from writeup.publications import Published
+from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
 from writeup.words import joined
 
-SOURCE, YEAR = "rod-2024", 2024
+SOURCE, YEAR = ORIGINAL, 2024
 MODES = ("forward", "step")
 PASSES = {"forward": "forward pass", "step": "step"}
 PARTS = ("parameters", "gradients", "optimizer state", "activations", "other")

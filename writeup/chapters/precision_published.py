@@ -5,11 +5,11 @@ from cs336_systems.text import markdown_text
 from writeup.book import Book
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, quoted
-from writeup.publications import Published
+from writeup.publications import ORIGINAL, Published
 from writeup.tables import Table
 from writeup.words import span
 
-SOURCE, STUDENT = "rod-2024", "brandon-snider"
+SOURCE, STUDENT = ORIGINAL, "brandon-snider"
 Times = tuple[Published | None, Published | None]  # in fp32, in bf16
 
 
