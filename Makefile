@@ -4,10 +4,10 @@ PYTHON ?= python3
 RUN := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test writeup lint format types bench readme clean
+.PHONY: help demo test proof test-all writeup lint format types bench readme clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
 $(VENV)/.installed: pyproject.toml
 	@echo "Setting up $(VENV) (once; a minute or two) ..."
@@ -28,8 +28,16 @@ $(VENV)/.other-triton: $(VENV)/.installed
 		$(RUN) -m pip install --quiet --quiet --no-deps --upgrade --target $(VENV)/triton-3.6.0 triton==3.6.0
 	@touch $@
 
-test: $(VENV)/.installed $(VENV)/.other-triton ## run the test suite (no GPU needed)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 2 --dist worksteal
+
+test: $(VENV)/.installed ## run the tests (no GPU needed; about eight minutes on two cores)
+	$(PYTEST) -m "not slow"
+
+proof: $(VENV)/.installed ## run the proof alone: equality, misuse, kernels against float64, crashes, broken variants
+	$(PYTEST) -m "proof and not slow"
+
+test-all: $(VENV)/.installed $(VENV)/.other-triton ## run all tests, the slow ones too
+	$(PYTEST)
 
 $(VENV)/.writeup: $(VENV)/.installed
 	@echo "Adding what the write-up needs (once; some seconds) ..."

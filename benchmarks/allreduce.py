@@ -13,14 +13,14 @@ from rich.table import Table
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot, plot
 from benchmarks.collective import COURSE_SIZES, SMOKE_SIZES, Job, Settings, parse_sizes, size_name, work
 from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
-from cs336_systems import console
 from cs336_systems.comm import CommError, Place, find_place
-from cs336_systems.comm.launch import run_in_one_voice, run_ranks
+from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.comm.startup import Backend
-from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, environment
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.machine import choose_device, environment
+from cs336_systems.host.text import printable
 
 COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
 RANKS = (2, 4, 6)
@@ -178,4 +178,4 @@ def main(more_sizes: tuple[str, ...], **options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

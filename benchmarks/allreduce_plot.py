@@ -9,8 +9,8 @@ from typing import Any
 
 from benchmarks.collective import size_name
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_seconds
-from cs336_systems.text import plot_text
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
 # Told apart by every common colour vision (Okabe and Ito 2008), and by their markers where printed in grey.

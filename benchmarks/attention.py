@@ -33,9 +33,9 @@ from benchmarks.kernel_run import (
     time_cells,
 )
 from benchmarks.records import Record
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, setting
-from cs336_systems.machine import choose_device
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, setting
+from cs336_systems.host.machine import choose_device
 
 Grid = Literal["course", "flash", "leaderboard"]
 COURSE_SEQUENCES, FLASH_SEQUENCES = (256, 1024, 4096, 8192, 16384), tuple(2**power for power in range(7, 17))

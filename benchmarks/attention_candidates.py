@@ -15,10 +15,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.contest import OURS, Entry, UnavailableError, compiled, spread
 from benchmarks.harness import require_close
 from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
-from cs336_systems.attention import naive_attention
-from cs336_systems.machine import PeakMemory
-from kernels.backend import HAVE_TRITON
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.model.attention import naive_attention
 from kernels.flash_attention import MAX_DIM, FlashAttention2
+from kernels.launch import HAVE_TRITON
 from kernels.tiled_attention import TiledAttentionFunction
 
 FORWARD, BACKWARD, BOTH = "forward", "backward", "forward-backward"

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 from benchmarks.harness import WrongResultError
 from cs336_systems.checkpoint import Saver, list_checkpoints, open_checkpoint, save
 from cs336_systems.comm import Group, agree
-from cs336_systems.recipe import Recipe
-from cs336_systems.run_state import RunState
-from cs336_systems.trainer import Trainer
+from cs336_systems.train.recipe import Recipe
+from cs336_systems.train.run_state import RunState
+from cs336_systems.train.trainer import Trainer
 
 PROBE = 1 << 26  # bytes that the probes write, hash and copy
 OURS, BACKGROUND, LOAD = "save", "save in the background", "load"

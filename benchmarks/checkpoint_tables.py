@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.table import Table
 
 HEADS = ("candidate", "time", "predicted", "bytes/s", "/ DCP's", "quartiles")
 NOTE = (
@@ -23,7 +23,7 @@ def row(record: Record) -> list[str]:
     return [record.config["candidate"], time, predicted, speed, f"{metrics['ratio_median']:.2f}", quartiles]
 
 
-def checkpoint_sheet(records: list[Record]) -> Sheet:
+def checkpoint_sheet(records: list[Record]) -> Table:
     """All candidates of one size and number of ranks."""
     where, config = records[0].environment, records[0].config
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
@@ -32,7 +32,7 @@ def checkpoint_sheet(records: list[Record]) -> Sheet:
         f"ranks on {where['device']}, torch {where['torch']}, commit {commit}, {str(where['date'])[:10]}"
     )
     noisy = "\n\\*: noisy, trust the ratios." if any(record.flags for record in records) else ""
-    return Sheet(title, HEADS, [row(record) for record in records], NOTE + noisy)
+    return Table(title, HEADS, [row(record) for record in records], NOTE + noisy)
 
 
 def checkpoint_tables(results: Path) -> list[str]:

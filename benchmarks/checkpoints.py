@@ -19,12 +19,13 @@ from benchmarks.harness import noise, ratios, summarise
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record, append_record, appended
-from cs336_systems import console
 from cs336_systems.comm import Place, agree, all_reduce, distributed
-from cs336_systems.comm.launch import run_in_one_voice
-from cs336_systems.console import setting
-from cs336_systems.machine import choose_device, environment
-from cs336_systems.recipe import Recipe
+from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.train.__main__ import require_fit
+from cs336_systems.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, l
 def recipe_of(settings: Settings, ranks: int, device: str) -> Recipe:
     """The run whose state is saved."""
     config = settings.config()
-    return Recipe(
+    return Recipe.of(
         size=settings.size,
         year=settings.year,
         d_model=config.d_model,
@@ -65,7 +66,7 @@ def recipe_of(settings: Settings, ranks: int, device: str) -> Recipe:
         data=("random",),
         batch_size=settings.batch_size * ranks,
         context=config.context_length,
-        device=device,  # type: ignore[arg-type]
+        device=device,
     )
 
 
@@ -93,6 +94,9 @@ def work(place: Place, settings: Settings) -> None:
     """One rank's part."""
     device = choose_device(settings.device)
     where = settings.folder_of_files or Path.cwd()
+    recipe = recipe_of(settings, place.world_size, device.type)
+    usable = usable_memory(device) // (place.world_size if device.type == "cpu" else 1)
+    require_fit(recipe, place.world_size, usable)  # before the ranks join, since it observes one of them alone
     stamp = environment(device, settings.commit)  # while the folder is not there, which would be a change of the code
     with (
         distributed(device, settings.backend, settings.timeout, place) as group,
@@ -100,9 +104,7 @@ def work(place: Place, settings: Settings) -> None:
     ):
         folder = Path(agree("folder", mine, group)[0])
         stamp |= {"world_size": group.size(), "backend": settings.backend or "gloo"}
-        records = measured(
-            Bench(recipe_of(settings, group.size(), device.type), group, device, folder), settings, stamp
-        )
+        records = measured(Bench(recipe, group, device, folder), settings, stamp)
         if group.rank() == 0:
             console.console().print(checkpoint_sheet(records).table())
             if not settings.smoke:
@@ -121,4 +123,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

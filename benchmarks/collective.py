@@ -14,14 +14,14 @@ from torch import Tensor
 from benchmarks.harness import WrongResultError, noise, require_close, summarise
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record
-from cs336_systems import console
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.console import format_bytes, format_count, setting
-from cs336_systems.cost.parallel import Link
+from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
-from cs336_systems.machine import environment, out_of_memory, usable_memory
-from cs336_systems.volume import sent
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, setting
+from cs336_systems.host.machine import environment, out_of_memory, usable_memory
+from cs336_systems.traffic import sent
 
 COURSE_SIZES = "512KB 1MB 10MB 50MB 100MB 500MB 1GB"
 SMOKE_SIZES = "4KB 256KB"

@@ -16,12 +16,12 @@ from benchmarks.harness import interleave, ratios
 from benchmarks.plan import Bench, Settings, make_bench
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
-from cs336_systems import console
-from cs336_systems.console import format_seconds
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, usable_memory
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.machine import choose_device, usable_memory
 
 CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
 
@@ -103,7 +103,7 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     usable = usable_memory(device) // len(cases)
     for name, case in cases.items():
         seq = case.config.context_length
-        require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.precision, usable)
+        require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.needs, usable)
     folder = settings.results or RESULTS / machine_name(device, settings.machine)
     path = None if settings.smoke else open_records(folder, "compare")
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}

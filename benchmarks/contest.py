@@ -14,9 +14,9 @@ import torch
 from benchmarks.harness import Timer, WrongResultError, interleave, ratios
 from benchmarks.records import Status
 from benchmarks.workload import compile_model
-from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
-from cs336_systems.machine import out_of_memory
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.machine import out_of_memory
 
 OURS = "ours"
 FOREIGN = ("liger", "quack", "sdpa")  # whose failures are not this project's faults

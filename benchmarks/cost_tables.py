@@ -11,12 +11,11 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
-from cs336_systems.cost.large.step_time import CONSTANTS, step_time
-from cs336_systems.cost.large.systems import SYSTEMS, System
+from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
 from cs336_systems.cost.notebook.differences import DIFFERENCES
-from cs336_systems.text import markdown_row
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.host.text import markdown_row
 
 Row = dict[str, Any]  # of the published runs
 OWN = ("kort22", "mlm2020")
@@ -94,13 +93,13 @@ def constants_table() -> str:
     return markdown(("constant", "meaning", "value"), rows, 1)
 
 
-def off(run: Run) -> float:
+def off(run: TrainingRun) -> float:
     """Predicted over measured, less one."""
     assert run.seconds is not None, f"{run.id} was not measured"
     return step_time(run.config, run.plan, run.seq, run.system).total / run.seconds - 1
 
 
-def families_table(rows: list[Row], runs: dict[str, Run]) -> str:
+def families_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
     """The error of each family; those that constants were fitted to first."""
     found: dict[tuple[bool, str, str, str], list[float]] = {}
     for row in rows:
@@ -116,7 +115,7 @@ def families_table(rows: list[Row], runs: dict[str, Run]) -> str:
     return "\n\n".join([markdown(columns, lines, 4), _together(rows, runs)])
 
 
-def _together(rows: list[Row], runs: dict[str, Run]) -> str:
+def _together(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
     """One sentence on those that were fitted, and one on those that were not."""
     said = []
     for fitted, words in ((True, "were fitted"), (False, "were only predicted")):
@@ -129,7 +128,7 @@ def _together(rows: list[Row], runs: dict[str, Run]) -> str:
     return " ".join([*said, f"{unchecked} of all figures are quoted from memory of the table that is named."])
 
 
-def runs_table(rows: list[Row], runs: dict[str, Run]) -> str:
+def runs_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
     """Predicted and measured seconds of some runs."""
     lines = []
     for row in rows:

@@ -17,12 +17,12 @@ from benchmarks.parallel_run import ParallelSettings, Run, start, worker_run
 from benchmarks.peers import ALONE, TORCH_DDP, ddp_candidates
 from benchmarks.records import Record
 from benchmarks.turns import Turns
-from cs336_systems import console
 from cs336_systems.comm import Place
-from cs336_systems.comm.launch import run_in_one_voice
-from cs336_systems.console import format_bytes, format_seconds, setting
-from cs336_systems.cost.parallel import exposed_seconds
+from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_seconds, setting
 
 COLUMNS = ("candidate", "step", "± std", "predicted", "/ torch DDP", "quartiles")
 COMMUNICATION = ("collectives", "sent", "alone", "exposed")
@@ -57,7 +57,7 @@ def predicted_ms(run: Run, name: str, turns: Turns) -> float:
     total = sum(seconds.values())
     if name == ALONE:
         return 1e3 * total
-    events = [event for event in turns.events[name] if event.verb == "all-reduce" and event.label != "ballot"]
+    events = [event for event in turns.events[name] if event.verb == "all-reduce" and event.label != "used parameters"]
     buckets = [event.nbytes for event in events] or run.gradient_buckets(25e6)
     times = [run.link.seconds(nbytes, run.ranks) for nbytes in buckets]
     overlap = name not in ("naive", "flat")
@@ -68,7 +68,7 @@ def make_record(run: Run, name: str, turns: Turns) -> Record:
     """One candidate's record, with its ratio to PyTorch's and what of its communication shows."""
     samples = turns.steps[name]
     metrics: dict[str, Any] = summarise(samples) | ratios(samples, turns.steps[TORCH_DDP])
-    events = [event for event in turns.events[name] if event.label != "ballot"]
+    events = [event for event in turns.events[name] if event.label != "used parameters"]
     if name != ALONE:
         exposed = [a - b for a, b in zip(samples, turns.steps[ALONE], strict=True)]
         metrics["exposed_ms"] = summarise(exposed)["median_ms"]
@@ -117,4 +117,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -13,12 +13,12 @@ from benchmarks.gate import check
 from benchmarks.plan import Bench, Settings, make_bench, peak_of
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts, require_fit
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
 from cs336_systems.presets import course_sizes
 
 COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
@@ -137,7 +137,7 @@ def run(settings: Settings) -> list[Record]:
     if settings.mode and not settings.all_sizes:
         case = cases[settings.size]
         seq = case.config.context_length
-        require_fit(settings.size, case.config, case.batch, seq, settings.mode, settings.precision, usable)
+        require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
     folder = settings.results or RESULTS / machine_name(device, settings.machine)
     path = None if settings.smoke else open_records(folder, "e2e")
     bench = make_bench(settings, device, usable)

@@ -9,11 +9,11 @@ from benchmarks.moe_eval_counts import BATCHES, OF_WORDS, PUBLISHED, RANKS, expe
 from benchmarks.moe_layer import LINES
 from benchmarks.moe_sweep_table import COLUMNS, OF_BOTH, cells, row
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_bytes, format_count
 from cs336_systems.cost import experts as cost
+from cs336_systems.host.console import format_bytes, format_count
+from cs336_systems.host.table import Table
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, model_preset
-from cs336_systems.profiling.sheet import Sheet
-from cs336_systems.text import markdown_text
 
 NOT_YET = (
     "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
@@ -28,7 +28,7 @@ HALF = 2  # bytes of a number in the published run
 
 def expert_tables(results: Path) -> list[str]:
     """The arithmetic of the published profile, then every machine's layers, evaluations and sweeps."""
-    kinds: dict[str, Callable[[list[Record]], Sheet]] = {
+    kinds: dict[str, Callable[[list[Record]], Table]] = {
         "moe_layer": layers,
         "moe_eval": evaluations,
         "moe_sweep": sweep,
@@ -43,7 +43,7 @@ def expert_tables(results: Path) -> list[str]:
     return [arithmetic().markdown(3), *(found or [NOT_YET])]
 
 
-def arithmetic() -> Sheet:
+def arithmetic() -> Table:
     """What follows from the published run's shape, computed: what its all-to-alls and products were made of."""
     config, tokens = model_preset("fairseq-moe-15b"), model_preset("fairseq-moe-15b").context_length
     einsum = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
@@ -61,10 +61,10 @@ def arithmetic() -> Sheet:
         f"Computed, not measured: {config.num_experts} experts of {config.d_model} x {config.expert_d_ff}, {tokens} "
         f"tokens a rank, {cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
     )
-    return Sheet("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
+    return Table("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
 
 
-def layers(records: list[Record]) -> Sheet:
+def layers(records: list[Record]) -> Table:
     """One expert layer, the candidates side by side."""
     config = records[0].config
     heads = ["", *(record.config["candidate"] + "*" * bool(record.flags) for record in records)]
@@ -73,10 +73,10 @@ def layers(records: list[Record]) -> Sheet:
         f"One layer: {config['experts']} experts of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens "
         f"a rank, {config['ranks']} ranks"
     )
-    return Sheet(title, heads, rows, LAYER_NOTE)
+    return Table(title, heads, rows, LAYER_NOTE)
 
 
-def evaluations(records: list[Record]) -> Sheet:
+def evaluations(records: list[Record]) -> Table:
     """Each evaluation in a row."""
     heads = ["ranks", "tp x ep", "blocks", "formulation", "tokens/s", "CPU ms a batch", "CPU ms an expert layer"]
     heads += ["all-to-all", "predicted", "waiting", "loss (base 2)"]
@@ -88,7 +88,7 @@ def evaluations(records: list[Record]) -> Sheet:
     )
     shape = order[0].config
     title = f"Evaluation: {shape['size']}, {shape['num_experts']} experts, blocks of {shape['context']} tokens"
-    return Sheet(title, heads, [_evaluation(each) for each in order], note)
+    return Table(title, heads, [_evaluation(each) for each in order], note)
 
 
 def _evaluation(record: Record) -> list[str]:
@@ -110,7 +110,7 @@ def is_published(record: Record) -> bool:
     return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)
 
 
-def calls(record: Record) -> Sheet:
+def calls(record: Record) -> Table:
     """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
     config: ModelConfig = model_preset(record.config["size"])
     due, found = expected(replace(config, attention="naive"), record.config["ep"], record.config["batches"]), []
@@ -120,10 +120,10 @@ def calls(record: Record) -> Sheet:
         found.append([name, mine, f"{published:,}", due[name].why if name in due else "reads of words, mostly"])
     heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
     note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
-    return Sheet("Operators of the one-hot formulation", heads, found, note, names=True)
+    return Table("Operators of the one-hot formulation", heads, found, note, names=True)
 
 
-def sweep(records: list[Record]) -> Sheet:
+def sweep(records: list[Record]) -> Table:
     """A line for each cell of the grid."""
     config = records[0].config
     heads = (*COLUMNS, *OF_BOTH)
@@ -132,7 +132,7 @@ def sweep(records: list[Record]) -> Sheet:
         f"Sweep: layers of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, router skewed by "
         f"{config['skew']:g}"
     )
-    return Sheet(title, heads, rows, "CPU time of a layer and rank; slots: of an expert; bytes: of an all-to-all.")
+    return Table(title, heads, rows, "CPU time of a layer and rank; slots: of an expert; bytes: of an all-to-all.")
 
 
 def notes(records: list[Record]) -> list[str]:

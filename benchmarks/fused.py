@@ -24,9 +24,9 @@ from benchmarks.kernel_run import (
 )
 from benchmarks.norm_candidates import BOTH
 from benchmarks.records import Record
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, setting
-from cs336_systems.machine import choose_device
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, setting
+from cs336_systems.host.machine import choose_device
 
 ROUNDS = 15
 COLUMNS = (

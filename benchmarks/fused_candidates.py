@@ -25,8 +25,8 @@ from benchmarks.fused_rows import (
 from benchmarks.harness import require_close
 from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF
 from benchmarks.norm_candidates import BOTH, FORWARD
-from cs336_systems.machine import PeakMemory
-from cs336_systems.optim import AdamW
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.optim.adamw import AdamW
 from kernels.adamw import FusedAdamW
 from kernels.cross_entropy import LinearCrossEntropyFunction, chunk_tokens
 

@@ -15,8 +15,8 @@ from benchmarks.harness import require_close
 from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
 from benchmarks.norm_candidates import BOTH, FORWARD, partial_rows
 from kernels import reference
-from kernels.add_rmsnorm import TritonAddRMSNormFunction
-from kernels.backend import HAVE_TRITON
+from kernels.launch import HAVE_TRITON
+from kernels.rmsnorm import TritonAddRMSNormFunction
 from kernels.swiglu import SwiGLUFunction
 
 COPY = "copy"

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from benchmarks.harness import require_close
 from benchmarks.workload import Case, compile_model
-from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.precision import autocast, set_matmul_precision
+from cs336_systems.model.precision import autocast, set_matmul_precision
+from cs336_systems.model.transformer import TransformerLM, lm_loss
 
 CONTEXT = 128  # tokens at most: the reference keeps every score, in float64
 # Roundings that follow one another through one block, its norms, the head and the loss, and back.

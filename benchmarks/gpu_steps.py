@@ -28,7 +28,7 @@ def choices(option: str, *values: str) -> tuple[str, ...]:
 # torch.compile takes seconds for every shape. So only the course's normalisations are compiled; elsewhere the time goes
 # into more shapes. What matters most comes first, since what comes last may find no time left.
 STEPS = (
-    Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/test_{name}.py" for name in TESTS)), 90),
+    Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/kernels/test_{name}.py" for name in TESTS)), 90),
     Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 40, takes_budget=True),
     Step(
         "norms bf16",
@@ -47,7 +47,7 @@ STEPS = (
         35,
         takes_budget=True,
     ),
-    Step("machine", ("cs336_systems.probe_system", "--budget", "10"), 20, leaves="machine.json", records=False),
+    Step("machine", ("cs336_systems.cost.probe_system", "--budget", "10"), 20, leaves="machine.json", records=False),
     Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 35),
     Step(
         "model",

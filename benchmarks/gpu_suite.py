@@ -23,10 +23,10 @@ from rich.table import Table
 
 from benchmarks.gpu_steps import STEPS, Step
 from benchmarks.records import RESULTS, machine_name
-from cs336_systems import console
-from cs336_systems.console import format_seconds, setting
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds, setting
+from cs336_systems.host.text import printable
 
 ROOT = Path(__file__).resolve().parents[1]
 # A command with a budget needs more: to start, measure the ceilings, and finish the shape that it has begun.

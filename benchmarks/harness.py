@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
-from cs336_systems.machine import PeakMemory
+from cs336_systems.host.machine import PeakMemory
 
 Phases = Mapping[str, Callable[[], object]]
 

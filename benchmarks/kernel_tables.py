@@ -12,8 +12,8 @@ from benchmarks.attention import LEADERBOARD
 from benchmarks.contest import OURS, format_ms
 from benchmarks.norm_candidates import BOTH, FORWARD
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_count
-from cs336_systems.text import markdown_row, markdown_text
+from cs336_systems.host.console import format_count
+from cs336_systems.host.text import markdown_row, markdown_text
 
 GPU_MACHINE = "nvidia-h200"
 GOAL_COLUMNS = range(1024, 32_769)

@@ -21,14 +21,14 @@ from benchmarks.harness import summarise, suspicions
 from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
 from benchmarks.plan import measure_once
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, setting
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, environment, usable_memory
-from cs336_systems.precision import set_matmul_precision
-from cs336_systems.text import printable
-from kernels.backend import INTERPRETED
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, setting
+from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.text import printable
+from cs336_systems.model.precision import set_matmul_precision
+from kernels.launch import INTERPRETED
 
 TASK = LEADERBOARD[0]
 ATTENTION, STEP = "attention-2025", "step-2026"

@@ -10,12 +10,12 @@ from benchmarks.gate import STAGES, make_it_matter
 from benchmarks.harness import measure, require_close
 from benchmarks.kernel_run import UNIT_ROUNDOFF
 from benchmarks.workload import compile_model
-from cs336_systems import console
-from cs336_systems.console import format_bytes
 from cs336_systems.cost import Hardware, count_parameters, forward_flops, least_forward_flops, recompute_flops
 from cs336_systems.errors import UserError
-from cs336_systems.machine import PeakMemory
-from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from kernels.adamw import FusedAdamW
 

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.turns import Arena
 from cs336_systems.comm import all_gather
-from cs336_systems.model import lm_loss
+from cs336_systems.model.transformer import lm_loss
 
 
 @dataclass(frozen=True)

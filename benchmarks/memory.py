@@ -23,15 +23,15 @@ from benchmarks.plan import Bench, make_bench
 from benchmarks.plan import Settings as PlanSettings
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import Case, Workload
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_seconds, setting
-from cs336_systems.cost import Mode, Precision, saved_activations
+from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, out_of_memory, usable_memory
-from cs336_systems.presets import Recompute, course_sizes
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_seconds, setting
+from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
+from cs336_systems.presets import Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
-from cs336_systems.profiling.allocations import Timeline, timeline
+from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
 from cs336_systems.profiling.residuals import model_residuals
 from cs336_systems.profiling.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 
@@ -121,7 +121,7 @@ def take_passes(load: Workload, mode: Mode, capture: Capture | None = None) -> N
         phase("optimizer", load.update)
 
 
-def profiled(case: Case, mode: Mode) -> Timeline:
+def profiled(case: Case, mode: Mode) -> MemoryTimeline:
     """The memory of one pass over time; of a step the second."""
     load = Workload(case)
     losses = [load.loss]  # held: torch complains of what was there before and is freed while it looks
@@ -131,7 +131,7 @@ def profiled(case: Case, mode: Mode) -> Timeline:
                 with capture.step():
                     take_passes(load, mode, capture)
                 losses.append(load.loss)
-        return timeline(read_trace(trace_files(Path(folder))[0]))
+        return memory_timeline(read_trace(trace_files(Path(folder))[0]))
 
 
 def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
@@ -214,7 +214,7 @@ def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any
             "largest": largest,
             "largest_of": inside or "model",
         }
-        figures = {"kept_bytes": saved_activations(chosen, case.batch, seq, case.precision)[0]}
+        figures = {"kept_bytes": strategy(config, case.batch, seq, recompute, every, case.precision).kept}
         about = record_config(size, year, "residuals", replace(case, config=chosen))
         yield Record("memory", about, environment, metrics=metrics, predicted=figures)
 

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_bytes
 from cs336_systems.cost.capacity import describe_parts
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.table import Table
 from cs336_systems.presets import preset
-from cs336_systems.profiling.sheet import Sheet
 
 PEAKS = ("size", "pass", "precision", "peak memory", "predicted", "of which", "one activation")
 LARGEST = ("recomputed", "the largest of", "kept by", "shape", "dtype", "bytes", "made by")
@@ -45,12 +45,12 @@ def peak_row(record: Record) -> list[str]:
     return [*start, f"{format_bytes(peak)} ({peak / predicted - 1:+.1%})", format_bytes(predicted), *end]
 
 
-def peak_sheet(records: list[Record], where: str) -> Sheet:
+def peak_sheet(records: list[Record], where: str) -> Table:
     """Peak memory of forward passes and steps."""
     remarks = []
     if any(record.status != "ok" for record in records):
         remarks.append("(computed): does not fit this machine; the figures are the memory model's.")
-    return Sheet(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], "\n".join(remarks))
+    return Table(f"Peak memory, {where}", PEAKS, [peak_row(record) for record in records], "\n".join(remarks))
 
 
 def recompute_name(record: Record) -> str:
@@ -74,7 +74,7 @@ def largest_rows(record: Record) -> list[list[str]]:
     ]
 
 
-def residual_sheets(records: list[Record]) -> list[Sheet]:
+def residual_sheets(records: list[Record]) -> list[Table]:
     """What one shape keeps for backward, by block and inside a block, for every way of recomputing; the largest."""
     first, names = records[0].metrics, [recompute_name(record) for record in records]
     title, casts = shape_title(records[0]), first["weight_casts_bytes"]
@@ -86,9 +86,9 @@ def residual_sheets(records: list[Record]) -> list[Sheet]:
     inside = grouped([record.metrics["modules"] for record in records])
     largest = [row for record in records for row in largest_rows(record)]
     return [
-        Sheet(f"Bytes kept for backward by block, {title}", ("kept by", *names), rows, "\n".join(remarks)),
-        Sheet(f"Inside {first['block']}, {title}", ("kept by", *names), inside),
-        Sheet(f"The five largest, {title}", LARGEST, largest),
+        Table(f"Bytes kept for backward by block, {title}", ("kept by", *names), rows, "\n".join(remarks)),
+        Table(f"Inside {first['block']}, {title}", ("kept by", *names), inside),
+        Table(f"The five largest, {title}", LARGEST, largest),
     ]
 
 
@@ -121,7 +121,7 @@ def segment_row(record: Record) -> list[str]:
     return [*cells, format_bytes(measured), f"{measured / predicted['peak_bytes'] - 1:+.1%}"]
 
 
-def segment_sheet(records: list[Record]) -> Sheet:
+def segment_sheet(records: list[Record]) -> Table:
     """The best length of a segment and its neighbours, of one shape."""
     predicted = records[0].predicted
     peaks = predicted["peak_by_length"]
@@ -132,7 +132,7 @@ def segment_sheet(records: list[Record]) -> Sheet:
         f"Predicted peak by length: {shown}.",
     ]
     title = f"Activations at their most, {shape_title(records[0])}"
-    return Sheet(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
+    return Table(title, SEGMENTS, [segment_row(record) for record in records], "\n".join(remarks))
 
 
 def place(record: Record) -> str:
@@ -152,7 +152,7 @@ def groups(records: Iterable[Record], key: Any) -> list[list[Record]]:
     return list(found.values())
 
 
-def sheets(records: list[Record]) -> list[Sheet]:
+def sheets(records: list[Record]) -> list[Table]:
     """All tables of some records: of one machine and commit at a time, peaks, residuals, segments."""
     found = []
     for group in groups(records, place):

@@ -26,10 +26,10 @@ from benchmarks.mixed_precision_parts import (
     documented_for_cuda,
 )
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
-from cs336_systems import console
-from cs336_systems.console import setting
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, environment
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import choose_device, environment
 
 COUNT, TERM = 1000, 0.01
 ACCUMULATION, DTYPES_LESSON = "accumulation", "dtypes"

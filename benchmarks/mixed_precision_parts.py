@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.precision import autocast, set_matmul_precision
+from cs336_systems.model.precision import autocast, set_matmul_precision
+from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 
 Format = Literal["fp32", "bf16", "fp16"]

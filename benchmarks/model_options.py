@@ -7,9 +7,8 @@ import click
 import torch
 
 from benchmarks.workload import Case
-from cs336_systems.console import setting
-from cs336_systems.cost import Precision, memory
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Recompute, preset
+from cs336_systems.host.console import setting
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, Kernels, Norm, Precision, Recompute, preset
 
 
 @dataclass(frozen=True)
@@ -42,9 +41,7 @@ class ModelOptions:
             recompute=self.recompute,
             recompute_every=self.recompute_every,
         )
-        batch = self.batch_size or chosen.batch_size
-        memory(config, batch, config.context_length, "forward")  # refuses what is not counted before anything is timed
-        return Case(config, batch, self.precision, self.compile, device)
+        return Case(config, self.batch_size or chosen.batch_size, self.precision, self.compile, device)
 
 
 def model_config(case: Case) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from math import ceil
 import numpy as np
 import torch
 
-from cs336_systems.data import IGNORED, Batch, check_length, load_corpus
+from cs336_systems.data.corpus import IGNORED, Batch, check_length, load_corpus
 
 KEPT = 0.1  # of the text, at its end, is what is evaluated
 NO_BLOCK = -1  # the number of a row that is padding

@@ -22,16 +22,16 @@ from benchmarks.moe_eval_record import make_records
 from benchmarks.moe_eval_report import write_profile, write_words
 from benchmarks.moe_eval_tables import show
 from benchmarks.records import append_record, appended, open_records
-from cs336_systems import console
 from cs336_systems.comm import Mesh, Place, agree, distributed, find_place
-from cs336_systems.comm.launch import run_in_one_voice, start_ranks
+from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import choose_backend
-from cs336_systems.console import format_count
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, environment, usable_memory
-from cs336_systems.mixture import Dispatch
-from cs336_systems.profiling.collect import collect_files
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import format_count
+from cs336_systems.host.machine import choose_device, environment, usable_memory
+from cs336_systems.host.text import printable
+from cs336_systems.presets import Dispatch
+from cs336_systems.profiling.capture import collect_files
 
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
@@ -157,4 +157,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

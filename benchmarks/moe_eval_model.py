@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from cs336_systems.comm import Mesh
-from cs336_systems.console import format_bytes
 from cs336_systems.cost.experts import padded_rows
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import ExpertParallel, expert_parallel
-from cs336_systems.mixture import Dispatch
-from cs336_systems.model import Block, TransformerLM
-from cs336_systems.moe import MoELayer
-from cs336_systems.presets import ModelConfig
-from cs336_systems.tensor_parallel import tensor_parallel
+from cs336_systems.host.console import format_bytes
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.transformer import Block, TransformerLM
+from cs336_systems.presets import Dispatch, ModelConfig
+from cs336_systems.tensor_parallel.plan import tensor_parallel
 
 # What the published profile of fairseq's eval_lm tagged, by its names; each call is a span of the trace.
 RUN, DECODER, WITH, WITHOUT, ATTENTION, MOE = TAGS = (

@@ -12,12 +12,11 @@ from benchmarks.moe_words import How
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.console import setting
-from cs336_systems.cost.layout import check_divides, check_experts
 from cs336_systems.errors import UserError
-from cs336_systems.mixture import Dispatch
-from cs336_systems.mixture_options import COUNT, NATURAL, MixtureOptions
-from cs336_systems.presets import Attention, ModelConfig, preset
+from cs336_systems.host.console import setting
+from cs336_systems.layout import check_divides, check_experts
+from cs336_systems.presets import Attention, Dispatch, ModelConfig, preset
+from cs336_systems.train.options import COUNT, NATURAL, ExpertOptions
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What makes a smoke run short, in place of what was said.
@@ -32,7 +31,7 @@ SMOKE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings(MixtureOptions):
+class Settings(ExpertOptions):
     """What is evaluated; every field is an option of the command line."""
 
     size: str = setting("fairseq-moe-twin", "Model preset.")

@@ -18,11 +18,11 @@ from benchmarks.moe_eval_model import RUN, tagged
 from benchmarks.moe_eval_rank import Scorer
 from benchmarks.moe_words import How
 from cs336_systems.comm import agree
-from cs336_systems.mixture import Dispatch
+from cs336_systems.presets import Dispatch
 from cs336_systems.profiling import Capture
+from cs336_systems.profiling.module_spans import parse_tag
 from cs336_systems.profiling.names import parse_collective, step_number
-from cs336_systems.profiling.quiet import quiet_profiler
-from cs336_systems.profiling.tags import parse_tag
+from cs336_systems.profiling.sanitize import quiet_profiler
 
 Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
 
@@ -86,7 +86,7 @@ def calls_of(run: profile) -> Calls:
             operators[name] += 1
             continue
         if collective := parse_collective(name):
-            name = f"{collective.what} {collective.verb}"
+            name = f"{collective.action} {collective.verb}"
         if event.device_type() == DeviceType.CPU and not parse_tag(name) and step_number(name) is None:
             entry = found.setdefault(name, [0, 0])
             entry[0] += 1

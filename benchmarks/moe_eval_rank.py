@@ -19,8 +19,8 @@ from benchmarks.moe_blocks import NO_BLOCK, Blocks
 from benchmarks.moe_eval_model import Evaluated, LayerClock
 from benchmarks.moe_words import How, Words, make_words
 from cs336_systems.comm import Event, Mesh, agree, all_gather, all_reduce, record
-from cs336_systems.data import IGNORED
-from cs336_systems.mixture import Dispatch
+from cs336_systems.data.corpus import IGNORED
+from cs336_systems.presets import Dispatch
 
 SEPARATOR = " | "  # between a collective's verb and its label
 EXTREME = 0.2  # of the experts: the most and the least loaded

@@ -14,8 +14,7 @@ from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer
 from benchmarks.records import Record
 from benchmarks.scaling_record import affinity
 from cs336_systems.cost import experts as cost
-from cs336_systems.mixture import Dispatch
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import Dispatch, ModelConfig
 
 ROWS = ("dispatch", "combine")  # the labels of the all-to-alls that carry tokens
 

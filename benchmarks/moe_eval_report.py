@@ -6,15 +6,15 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.moe_blocks import Blocks
-from cs336_systems.console import console as make_console
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import console as make_console
+from cs336_systems.host.table import Table
 from cs336_systems.profiling import Trace, read_trace, trace_files
-from cs336_systems.profiling.op_table import OUTSIDE, OpRow, Sort, op_rows
+from cs336_systems.profiling.operators import OUTSIDE, OpRow, Sort, op_rows
 from cs336_systems.profiling.overlap import overlaps
 from cs336_systems.profiling.report import MERGED, PAGE, write_report
-from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import uncollected
-from cs336_systems.profiling.work import on_device
 
 SHOWN = 25  # operators of a table, as many as were published
 TABLES = "eval_lm.md"
@@ -52,10 +52,10 @@ def write_profile(folder: Path, dispatch: str, console: Console) -> None:
 
 
 @uncollected()
-def operators(traces: Sequence[Trace], dispatch: str, sort: Sort) -> Sheet | None:
+def operators(traces: Sequence[Trace], dispatch: str, sort: Sort) -> Table | None:
     """Operators and tags by their total on the CPU or the device, the largest mean over ranks first; None for a device
     that is not there. Columns are those of torch.profiler, with the least and the most over ranks."""
-    if sort == "device" and not any(on_device(trace) for trace in traces):
+    if sort == "device" and not any(timeline(trace).on_device for trace in traces):
         return None
     ranks = [{row.name: row for row in op_rows(trace) if row.name != OUTSIDE} for trace in traces]
     names = dict.fromkeys(name for rows in ranks for name in rows)
@@ -65,7 +65,7 @@ def operators(traces: Sequence[Trace], dispatch: str, sort: Sort) -> Sheet | Non
     clock = "CPU" if sort == "cpu" else "CUDA"
     heads = ("name", f"self {clock} %", f"self {clock}", f"{clock} total %", "min", "mean", "max", f"{clock} time avg")
     note = f"Milliseconds; means over {len(ranks)} ranks, and the least and the most {clock} total of a rank."
-    return Sheet(f"{dispatch}: sorted by {clock} total", (*heads, "# of calls"), cells, note, names=True)
+    return Table(f"{dispatch}: sorted by {clock} total", (*heads, "# of calls"), cells, note, names=True)
 
 
 def _cells(name: str, rows: Sequence[OpRow], ranks: int, sort: Sort) -> list[str]:

@@ -10,11 +10,11 @@ from benchmarks.moe_eval_profile import Calls, calls, seconds, waiting
 from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer, Tally
 from benchmarks.moe_eval_record import bytes_each
 from benchmarks.records import Record
-from cs336_systems.console import console, format_bytes, format_count, format_seconds
 from cs336_systems.cost import experts as cost
-from cs336_systems.mixture import Dispatch
-from cs336_systems.profiling.sheet import Sheet
-from cs336_systems.text import printable
+from cs336_systems.host.console import console, format_bytes, format_count, format_seconds
+from cs336_systems.host.table import Table
+from cs336_systems.host.text import printable
+from cs336_systems.presets import Dispatch
 
 COSTLY = 5  # words that are named
 PUBLISHED_NOTE = (
@@ -90,7 +90,7 @@ def costly_words(tally: Tally) -> str:
     return f"{len(tally.words.words):,} words read on rank 0; most of their loss is of {', '.join(named)}"
 
 
-def formulations(scorer: Scorer, outcomes: Sequence[Outcome], found: dict[Dispatch, list[Calls]], width: int) -> Sheet:
+def formulations(scorer: Scorer, outcomes: Sequence[Outcome], found: dict[Dispatch, list[Calls]], width: int) -> Table:
     """Times and bytes of each formulation."""
     config, tokens = scorer.config, scorer.rows * scorer.blocks.context
     heads = ["formulation", "ms a batch", "CPU ms a batch", "CPU ms an expert layer", "bytes an all-to-all"]
@@ -111,7 +111,7 @@ def formulations(scorer: Scorer, outcomes: Sequence[Outcome], found: dict[Dispat
         "CPU time is of one process, all its threads, the mean over ranks. Predicted with a balanced router; useful is "
         "what experts then take. Wait: of the time under the profiler, what a rank stood in all-to-all."
     )
-    return Sheet("Formulations, in turn on the same ranks", heads, rows, note, names=True)
+    return Table("Formulations, in turn on the same ranks", heads, rows, note, names=True)
 
 
 def ratio_line(ratios: dict[str, Any]) -> str:
@@ -121,7 +121,7 @@ def ratio_line(ratios: dict[str, Any]) -> str:
     return "einsum over sort: " + ", ".join(f"{words[name]} {value:.1f} x" for name, value in ratios.items())
 
 
-def counted(settings: Settings, scorer: Scorer, found: dict[Dispatch, list[Calls]]) -> Sheet:
+def counted(settings: Settings, scorer: Scorer, found: dict[Dispatch, list[Calls]]) -> Table:
     """Calls of operators on the ranks beside what follows from the shape, and beside the published numbers."""
     config, sizes, ranks = scorer.config, scorer.mesh.sizes, found["einsum"]
     batches = calls(ranks, DECODER)[0]
@@ -142,10 +142,10 @@ def counted(settings: Settings, scorer: Scorer, found: dict[Dispatch, list[Calls
     heads = ["einsum calls", f"each of {len(ranks)} ranks", "derived", "published", "beside it"]
     heads += ["sort", "why"] if "sort" in found else ["why"]
     note = PUBLISHED_NOTE if same else f"{PUBLISHED_NOTE} Shape, ranks or batches are others here."
-    return Sheet("Operators of the one-hot formulation", heads, rows, note, names=True)
+    return Table("Operators of the one-hot formulation", heads, rows, note, names=True)
 
 
-def collectives(outcome: Outcome) -> Sheet:
+def collectives(outcome: Outcome) -> Table:
     """Every collective of the evaluation by verb and label, on the rank with the fewest and with the most bytes."""
     names = dict.fromkeys(name for rank in outcome.ranks for name in rank["collectives"])
     rows = []
@@ -157,7 +157,7 @@ def collectives(outcome: Outcome) -> Sheet:
         verb, label = name.split(SEPARATOR)
         rows.append([verb, label, str(times), format_bytes(sizes[0]), format_bytes(sizes[-1]), format_bytes(mean)])
     heads = ("verb", "label", "times", "bytes, least rank", "most", "mean of one")
-    return Sheet(f"{outcome.dispatch}: collectives of each rank", heads, rows)
+    return Table(f"{outcome.dispatch}: collectives of each rank", heads, rows)
 
 
 def diagnosis(scorer: Scorer, outcome: Outcome, ranks: list[Calls], width: int, words: str) -> list[str]:

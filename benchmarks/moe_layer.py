@@ -20,13 +20,13 @@ from benchmarks.moe_layer_options import COUNT, LayerSettings
 from benchmarks.moe_layer_run import DEVICE, Bench, Way, ceilings, check_ranks, predict, shape, too_large
 from benchmarks.moe_layer_turns import Contender, play
 from benchmarks.records import Record, append_record, appended, open_records
-from cs336_systems import console
 from cs336_systems.comm import Place, distributed, find_place
-from cs336_systems.comm.launch import run_in_one_voice, start_ranks
-from cs336_systems.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.errors import UserError
-from cs336_systems.machine import environment
-from cs336_systems.mixture import Mixture
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.host.machine import environment
+from cs336_systems.presets import Mixture
 
 SMOKE: dict[str, Any] = {"experts": 8, "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 2, "steps": 1}
 CAPTION = (
@@ -185,4 +185,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -8,7 +8,7 @@ import click
 from benchmarks.moe_layer_run import DEVICE
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm.startup import TIMEOUT
-from cs336_systems.console import setting
+from cs336_systems.host.console import setting
 
 COUNT = click.IntRange(1)
 

@@ -16,8 +16,8 @@ from benchmarks.rank_times import gather_times
 from benchmarks.records import Record
 from benchmarks.turns import Advance
 from cs336_systems.comm import Event, all_reduce, record
-from cs336_systems.gating import gate
-from cs336_systems.machine import PeakMemory
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.model.routing import gate
 
 
 class Lap(NamedTuple):

@@ -33,14 +33,14 @@ from benchmarks.moe_sweep_plot import save
 from benchmarks.moe_sweep_table import show
 from benchmarks.records import Record, append_record, appended, open_records, read_records
 from benchmarks.scaling_plot import SUFFIXES
-from cs336_systems import console
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
-from cs336_systems.comm.launch import run_in_one_voice, run_ranks
-from cs336_systems.console import setting
+from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
 from cs336_systems.errors import UserError
-from cs336_systems.machine import environment
-from cs336_systems.mixture import Mixture
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import environment
+from cs336_systems.host.text import printable
+from cs336_systems.presets import Mixture
 
 RANKS = (1, 2, 4)
 SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff": 32, "rounds": 1, "steps": 1}
@@ -242,4 +242,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -8,9 +8,9 @@ from typing import Any
 from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
 from benchmarks.collective import size_name
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
-from cs336_systems.text import plot_text
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import plot_text
 
 CANDIDATES = {"einsum": "black", "sort": "#E69F00"}  # which no number of experts has
 DASHES = ("-", "--", ":")

@@ -7,8 +7,8 @@ from rich.table import Table
 
 from benchmarks.collective import size_name
 from benchmarks.records import Record
-from cs336_systems import console
-from cs336_systems.console import format_seconds
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds
 
 COLUMNS = ("ranks", "experts", "capacity", "slots", "dropped")
 OF_BOTH = ("sort", "predicted", "einsum", "predicted", "einsum / sort", "bytes, sort", "bytes, einsum", "einsum / sort")

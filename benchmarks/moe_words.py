@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import numpy as np
 from torch import Tensor
 
-from cs336_systems.data import IGNORED
+from cs336_systems.data.corpus import IGNORED
 
 How = Literal["none", "fast", "slow"]
 

@@ -12,7 +12,7 @@ from benchmarks.contest import OURS, Entry, Stopwatch, UnavailableError, compile
 from benchmarks.harness import require_close
 from benchmarks.kernel_run import DTYPES, UNIT_ROUNDOFF, DtypeName
 from kernels import reference
-from kernels.backend import HAVE_TRITON
+from kernels.launch import HAVE_TRITON
 from kernels.rmsnorm import TritonRMSNormFunction
 
 EPS = 1e-5

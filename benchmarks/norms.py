@@ -35,9 +35,9 @@ from benchmarks.norm_candidates import (
     prepare_copy,
 )
 from benchmarks.records import Record
-from cs336_systems import console
-from cs336_systems.console import format_bytes, setting
-from cs336_systems.machine import choose_device
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, setting
+from cs336_systems.host.machine import choose_device
 
 COPY = "copy"
 ROUNDS = 15

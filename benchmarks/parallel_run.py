@@ -15,17 +15,18 @@ from benchmarks.collective import room
 from benchmarks.peers import Build
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.turns import UNTIMED, Arena, Turns, check
-from cs336_systems import console
+from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
-from cs336_systems.console import format_bytes, format_count, format_seconds, setting
-from cs336_systems.cost import Hardware, count_parameters, memory, predict
-from cs336_systems.cost.parallel import Link
+from cs336_systems.cost import Hardware, count_parameters, predict
+from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
-from cs336_systems.flat import plan_buckets
-from cs336_systems.machine import choose_device, device_name, environment
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.host.machine import choose_device, device_name, environment
+from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 
@@ -94,12 +95,9 @@ class Run:
         return f"{parameters} parameters, {shape}, {where}; {link}{words}"
 
     def compute_seconds(self) -> dict[str, float]:
-        """The analytic model's forward, backward and optimizer, without communication."""
-        config, batch, seq = self.config, self.settings.batch_size, self.config.context_length
-        parts = {
-            mode: sum(predict(config, batch, seq, mode, "fp32", self.hardware).values())
-            for mode in ("forward", "backward")
-        }
+        """Seconds predicted for forward, backward and optimizer, without communication."""
+        passes = observe_passes(self.config, self.settings.batch_size, self.config.context_length)
+        parts = {mode: sum(predict(passes.of(mode), self.hardware).values()) for mode in ("forward", "backward")}
         # A fused AdamW reads and writes weight and moments once, and reads the gradient.
         return parts | {"optimizer": 7 * 4 * self.arena.trainable / self.hardware.bandwidth}
 
@@ -158,7 +156,7 @@ def start(work: Callable[[Place, Any], None], settings: ParallelSettings, benchm
 
 def require_room(config: ModelConfig, settings: ParallelSettings, group: Group, device: torch.device) -> None:
     """Raises UserError on every rank if two copies of the model and one candidate's training state do not fit."""
-    need = sum(memory(config, settings.batch_size, config.context_length, "step").values())
+    need = sum(observe_passes(config, settings.batch_size, config.context_length).memory("step").values())
     need += 2 * 4 * sum(count_parameters(config).values())
     have = room(group, device)
     if need > have:

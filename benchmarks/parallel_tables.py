@@ -5,8 +5,8 @@ from pathlib import Path
 
 from benchmarks.collective import size_name
 from benchmarks.records import Record, read_records
-from cs336_systems.console import format_bytes, format_count, format_seconds
-from cs336_systems.text import markdown_row, markdown_text
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.text import markdown_row, markdown_text
 
 Row = Callable[[Record], list[str]]
 KINDS = ("parameters", "gradients", "optimizer")

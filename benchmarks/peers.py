@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from cs336_systems.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336_systems.model import TransformerLM
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
 

@@ -12,21 +12,20 @@ from benchmarks.harness import Measurement, summarise, suspicions
 from benchmarks.model_options import ModelOptions, model_config
 from benchmarks.records import Record
 from benchmarks.workload import PHASES, Case
-from cs336_systems.console import setting
 from cs336_systems.cost import (
     Hardware,
     Mode,
-    Precision,
     backward_flops,
     forward_flops,
     least_forward_flops,
-    memory,
     predict,
 )
 from cs336_systems.cost.probe import probe
-from cs336_systems.machine import device_name, environment
-from cs336_systems.precision import set_matmul_precision
-from kernels.backend import INTERPRETED
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import device_name, environment
+from cs336_systems.model.precision import set_matmul_precision
+from cs336_systems.presets import Precision
+from kernels.launch import INTERPRETED
 
 PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
@@ -63,10 +62,8 @@ class Bench:
     environment: dict[str, Any]
 
     def predicted(self, case: Case, mode: Mode) -> dict[str, Any]:
-        """The analytic model's figures under the names of the record's metrics, and what they are made of."""
-        seq = case.config.context_length
-        seconds = predict(case.config, case.batch, seq, mode, case.precision, self.hardware)
-        parts = memory(case.config, case.batch, seq, mode, case.precision)
+        """What the counts predict, under the names of the record's metrics, and what it is made of."""
+        seconds, parts = predict(case.passes.of(mode), self.hardware), case.passes.memory(mode)
         return {
             "mean_ms": 1e3 * sum(seconds.values()),
             "peak_memory_bytes": sum(parts.values()),

@@ -10,14 +10,15 @@ from benchmarks.model_options import model_config
 from benchmarks.records import Record
 from benchmarks.workload import Case
 from cs336_systems.comm import Event
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.cost import Hardware, Mode, memory, predict
-from cs336_systems.cost.parallel import Link, exposed_seconds, zero_memory
-from cs336_systems.model import TransformerLM
-from cs336_systems.profiling.allocations import timeline
-from cs336_systems.profiling.attribution import PHASES
+from cs336_systems.cost import Hardware, Mode, predict
+from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.profiling.breakdown import share_rows
+from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.overlap import overlaps
-from cs336_systems.profiling.shares import share_rows
 from cs336_systems.profiling.trace import Trace
 
 REDUCTIONS = ("all-reduce", "reduce-scatter")
@@ -42,7 +43,7 @@ def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     """What the traces say, of rank 0 where one rank stands for all, and of every rank where they differ."""
     first = traces[0]
     metrics: dict[str, Any] = summarise(step_times(first)) | phase_times(first)
-    metrics["peak_memory_bytes"] = max(timeline(trace).peak for trace in traces)
+    metrics["peak_memory_bytes"] = max(memory_timeline(trace).peak for trace in traces)
     for row in share_rows(first):
         name = row.name.replace(" ", "_")
         metrics |= {f"share_{name}": row.of_step, f"share_{name}_of_forward": row.of_forward}
@@ -62,7 +63,8 @@ def predicted_peak(case: Case, wrapper: str, ranks: int) -> float:
     2 that are on their way.
     """
     config, keeps_gradients = case.config, wrapper not in ("none", *UNBUCKETED)
-    parts = memory(config, case.batch, config.context_length, "step", case.precision, keeps_gradients)
+    device, seq = case.device.type, config.context_length
+    parts = observe_passes(config, case.batch, seq, case.precision, device, keeps_gradients).memory("step")
     if not keeps_gradients or wrapper in ("flat", "bucketed"):
         return sum(parts.values())
     stage, shapes = int(wrapper[-1]), [p.shape for p in TransformerLM(config, "meta").parameters()]
@@ -78,15 +80,14 @@ def predicted_peak(case: Case, wrapper: str, ranks: int) -> float:
 def predicted(
     case: Case, hardware: Hardware, wrapper: str, link: Link | None, events: Sequence[Event], ranks: int
 ) -> dict[str, Any]:
-    """The analytic model's figures under the names of the metrics.
+    """What the counts predict, under the names of the metrics.
 
     What communication adds to a step of zero3 or torch-ddp is not predicted, and so neither is the step; nor what
     torch-ddp holds.
     """
-    seq = case.config.context_length
 
     def seconds(mode: Mode) -> dict[str, float]:
-        return predict(case.config, case.batch, seq, mode, case.precision, hardware)
+        return predict(case.passes.of(mode), hardware)
 
     forward, backward, step = (seconds(mode) for mode in ("forward", "backward", "step"))
     if wrapper.startswith("zero"):
@@ -103,7 +104,7 @@ def predicted(
     mean_ms = result.pop("mean_ms")
     if wrapper == "torch-ddp":  # reduces by itself, so that no event tells of it
         return result
-    reductions = [event for event in events if event.verb in REDUCTIONS and event.label != "ballot"]
+    reductions = [event for event in events if event.verb in REDUCTIONS and event.label != "used parameters"]
     times = [link.seconds(event.nbytes, ranks, event.verb) for event in reductions]
     gathers = sum(link.seconds(e.nbytes, ranks, e.verb) for e in events if e.verb == "all-gather")
     result["communication_ms"] = 1e3 * (sum(times) + gathers)

@@ -23,23 +23,22 @@ from benchmarks.profiling_record import beside_measured, make_record, predicted
 from benchmarks.records import RESULTS, append_record, appended, machine_name, open_records
 from benchmarks.turns import ADAMW, check
 from benchmarks.workload import Case, compile_model
-from cs336_systems import console
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
-from cs336_systems.comm.launch import run_in_one_voice, start_ranks
+from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
-from cs336_systems.console import setting
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device, device_name, environment, usable_memory
-from cs336_systems.model import lm_loss
-from cs336_systems.precision import autocast, set_matmul_precision
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.machine import choose_device, device_name, environment, usable_memory
+from cs336_systems.model.precision import autocast, set_matmul_precision
+from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
-from cs336_systems.profiling.collect import collect_files
+from cs336_systems.profiling.capture import collect_files, memory_snapshot
 from cs336_systems.profiling.report import write_report
-from cs336_systems.profiling.snapshot import memory_snapshot
-from cs336_systems.timers import Timers
+from cs336_systems.train.timers import Timers
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
 Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3", "torch-ddp"]
@@ -157,7 +156,7 @@ def work(place: Place, settings: Settings) -> None:
     build = builder(wrapper, settings.bucket_size_mb)
     share = place.local_world_size if device.type == "cpu" else 1
     seq, usable = case.config.context_length, usable_memory(device) // share
-    require_fit(settings.size, case.config, case.batch, seq, "step", case.precision, usable, modes=())
+    require_fit(settings.size, case.config, case.batch, seq, "step", case.needs, usable, modes=())
     with distributed(device, backend, settings.timeout, place) as group:
         first = group.rank() == 0
         error, tolerance = check_model(case)
@@ -208,4 +207,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from cs336_systems.errors import UserError
-from cs336_systems.machine import device_name
-from cs336_systems.text import printable
+from cs336_systems.host.machine import device_name
+from cs336_systems.host.text import printable
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -23,13 +23,16 @@ from benchmarks.scaling_plot import SUFFIXES, save
 from benchmarks.scaling_record import Layout, gate, make_record, predict, study_run
 from benchmarks.scaling_show import show
 from benchmarks.scaling_table import import_log
-from cs336_systems import console
 from cs336_systems.comm import Place, find_place
-from cs336_systems.comm.launch import run_in_one_voice
+from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import choose_backend
+from cs336_systems.cost.capacity import require_layout_fits
 from cs336_systems.errors import UserError
-from cs336_systems.recipe import Recipe
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.machine import usable_memory
+from cs336_systems.host.text import printable
+from cs336_systems.train.options import ParallelOptions
+from cs336_systems.train.recipe import Recipe
 
 GATE_STEPS = 2
 PROBE_SECONDS = 0.3
@@ -70,6 +73,15 @@ def check_gpus(layouts: list[Layout], settings: Settings, device: torch.device, 
             layout.wrong, layout.status = str(error), "unsupported"
 
 
+def check_memory(layouts: list[Layout], device: torch.device) -> None:
+    """Raises UserError for the first layout of which a rank does not fit, before any rank starts."""
+    for layout in (each for each in layouts if not each.wrong):
+        usable = usable_memory(device) // (layout.ranks if device.type == "cpu" else 1)
+        parts = max((seen.memory() for seen in layout.stages), key=lambda each: sum(each.values()))
+        shape, name = layout.recipe.layout(layout.ranks), layout.recipe.model.name
+        require_layout_fits(name, layout.config, shape, layout.seq, parts, usable)
+
+
 class Study:
     """The turns of a grid of layouts. Every rank that torchrun started constructs it and calls its methods alike."""
 
@@ -95,17 +107,18 @@ class Study:
             return self.launcher.run(take_turn, task, ranks)
         except UserError as error:
             recipe = task.recipe
-            raise UserError(f"layout {recipe.tp}x{recipe.pp}x{recipe.dp}: {error}") from None
+            degrees = f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
+            raise UserError(f"layout {degrees}: {error}") from None
 
     def check(self) -> None:
         """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
         with console.progress("gate", len(self.layouts), quiet=self.quiet) as advance:
             for layout in self.layouts:
-                for precision in dict.fromkeys(("fp32", layout.recipe.precision)):
+                for precision in dict.fromkeys(("fp32", layout.recipe.model.precision)):
                     if layout.wrong:
                         break
-                    recipe = replace(layout.recipe, precision=precision)
-                    alone = replace(recipe, tp=1, pp=1, dp=1, zero=0, schedule=None, chunks=1, sequence_parallel=False)
+                    recipe = layout.recipe.change(precision=precision)
+                    alone = replace(recipe, parallel=ParallelOptions(dp=1))
                     want = self.first_steps(alone, 1)
                     layout.gate = self.first_steps(recipe, layout.ranks)
                     layout.wrong = gate(layout.gate, want, layout.config, recipe)
@@ -116,7 +129,7 @@ class Study:
         settings = self.settings
         found: dict[str, Answer] = {}
         for layout in self.layouts:
-            precision = layout.recipe.precision
+            precision = layout.recipe.model.precision
             if precision not in found:
                 budget, together = 0.02 if settings.smoke else PROBE_SECONDS, self.launcher.here.world_size > 1
                 task = Task(layout.recipe, 0, 0, settings.threads, budget, settings.commit, together)
@@ -138,7 +151,7 @@ class Study:
         """A record for each layout, the ones that are not right included, with the anomalies among their flags."""
         found: list[Record] = []
         for precision, peak in peaks.items():
-            layouts = [layout for layout in self.layouts if layout.recipe.precision == precision]
+            layouts = [layout for layout in self.layouts if layout.recipe.model.precision == precision]
             base = next((layout for layout in layouts if not layout.wrong), None)
             records = [self._record(layout, base, peak) for layout in layouts]
             measured = [record for record in records if record.samples_ms]
@@ -191,6 +204,7 @@ def measure(settings: Settings, given: Collection[str] = ()) -> None:
         settings = settings.shortened(given, here.world_size == 1)
         layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)
+    check_memory(layouts, device)
     path = None
     if here.rank == 0 and not settings.smoke:
         path = open_records(settings.folder(device), "scaling")
@@ -225,4 +239,4 @@ def main(context: click.Context, /, **options: Any) -> None:
 main.add_command(import_log)
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -21,9 +21,9 @@ from cs336_systems.comm.launch import run_ranks
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
-from cs336_systems.machine import PeakMemory, choose_device, device_name, environment, out_of_memory
-from cs336_systems.recipe import Recipe
-from cs336_systems.trainer import Trainer
+from cs336_systems.host.machine import PeakMemory, choose_device, device_name, environment, out_of_memory
+from cs336_systems.train.recipe import Recipe
+from cs336_systems.train.trainer import Trainer
 
 Answer = dict[str, Any]  # what JSON can hold
 
@@ -57,7 +57,7 @@ def take_turn(place: Place, task: Task) -> Answer:
     included. Raises UserError for a run that cannot be made.
     """
     device = use(task)
-    with distributed(device, task.recipe.backend, task.recipe.timeout, place) as group:
+    with distributed(device, task.recipe.launch.backend, task.recipe.launch.timeout, place) as group:
         try:
             memory = PeakMemory(device)
             trainer = Trainer(task.recipe)
@@ -71,14 +71,14 @@ def take_turn(place: Place, task: Task) -> Answer:
             raise UserError("out of memory; choose a smaller --size or --micro-batch-size") from error
         answer |= {"vocab_size": trainer.config.vocab_size, "link": None}
         if not task.steps and group.size() > 1:
-            backend = choose_backend(task.recipe.backend, device, place)
+            backend = choose_backend(task.recipe.launch.backend, device, place)
             answer["link"] = asdict(probe_link(group, device, "nccl" if backend == "nccl" else "gloo"))
     return answer
 
 
 def use(task: Task) -> torch.device:
     """The task's device, a CPU with the task's threads."""
-    device = choose_device(task.recipe.device)
+    device = choose_device(task.recipe.launch.device)
     if device.type == "cpu":
         torch.set_num_threads(task.threads)
     return device
@@ -151,13 +151,13 @@ def measure_peak(place: Place, task: Task) -> Answer:
     """What this machine can do: `rank` is the ceiling of a rank by itself, with its threads; `machine_flops` that of
     all cores at once, None where ranks are measured side by side or have a GPU each."""
     device = use(task)
-    rank = probe(device, task.recipe.precision, device_name(device), budget=task.budget)
+    rank = probe(device, task.recipe.model.precision, device_name(device), budget=task.budget)
     answer: Answer = {"rank": asdict(rank), "machine_flops": None}
     answer["environment"] = environment(device, task.commit)
     answer["gpus"] = torch.cuda.device_count() if device.type == "cuda" else 0
     if device.type == "cpu" and cores_allowed() > task.threads and not task.side_by_side:
         torch.set_num_threads(cores_allowed())
-        whole = probe(device, task.recipe.precision, device_name(device), budget=task.budget)
+        whole = probe(device, task.recipe.model.precision, device_name(device), budget=task.budget)
         answer["machine_flops"] = max(whole.matmul_flops, rank.matmul_flops)
     return answer
 

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.console import setting
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import setting
 from cs336_systems.presets import Recompute, preset
-from cs336_systems.recipe import Recipe
+from cs336_systems.train.recipe import Recipe
 
 COUNT = click.IntRange(1)
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
@@ -91,10 +91,10 @@ class Settings:
         """What a layout trains; options that it has no use for are left at their defaults."""
         tp, pp, dp = degrees
         vocabulary = VOCABULARY if self.objective == "bert" and preset(self.size).model.causal else None
-        return Recipe(
+        return Recipe.of(
             size=self.size, objective=self.objective, context=self.context, vocab_size=self.vocab_size or vocabulary,
             data=self.data, batch_size=self.batch(dp), micro_batch_size=self.micro_batch_size, recompute=self.recompute,
-            tp=tp, pp=pp, dp=dp, precision=precision,  # type: ignore[arg-type]
+            tp=tp, pp=pp, dp=dp, precision=precision,
             # The first update at full rate, as the gate assumes; a loss scale at which fp16 skips no step.
             lr=1e-3, min_lr=1e-3, warmup_steps=0, initial_loss_scale=2.0**16,
             zero=self.zero if dp > 1 else 0, schedule=self.schedule if pp > 1 else None,

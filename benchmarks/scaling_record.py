@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
@@ -15,13 +16,14 @@ from benchmarks.scaling_measure import Answer, cores_allowed
 from benchmarks.scaling_run import RECOMPUTED, Run
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
-from cs336_systems.cost import layout as cost
+from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import recompute_flops
-from cs336_systems.cost.layout_step import predict_step
-from cs336_systems.cost.parallel import Link
+from cs336_systems.cost.rank_step import predict_step
+from cs336_systems.layout import Observation
 from cs336_systems.presets import ModelConfig
-from cs336_systems.recipe import Recipe
 from cs336_systems.schedule import bubble_fraction
+from cs336_systems.train.observation import observe
+from cs336_systems.train.recipe import Recipe
 
 Timers = Mapping[str, Sequence[float | None]]  # milliseconds of a step by name and rank, None where it is not used
 
@@ -45,17 +47,17 @@ class Layout:
     def degrees(self) -> str:
         """`2x1x4`: tp x pp x dp."""
         recipe = self.recipe
-        return f"{recipe.tp}x{recipe.pp}x{recipe.dp}"
+        return f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
 
     @property
     def label(self) -> str:
         """The degrees, with the precision unless it is fp32."""
-        return self.degrees + ("" if self.recipe.precision == "fp32" else f" {self.recipe.precision}")
+        return self.degrees + ("" if self.recipe.model.precision == "fp32" else f" {self.recipe.model.precision}")
 
     @property
     def batch(self) -> int:
         """Sequences in a step, of all replicas."""
-        return self.recipe.batches(self.ranks)[0]
+        return self.recipe.batch_sizes(self.ranks)[0]
 
     @property
     def seq(self) -> int:
@@ -65,8 +67,14 @@ class Layout:
     @property
     def microbatches(self) -> int:
         """That a replica takes in a step."""
-        batch, micro = self.recipe.batches(self.ranks)
-        return batch // (mesh_sizes(self.ranks, self.recipe.tp, self.recipe.pp)["dp"] * micro)
+        batch, micro = self.recipe.batch_sizes(self.ranks)
+        return batch // (mesh_sizes(self.ranks, self.recipe.parallel.tp, self.recipe.parallel.pp)["dp"] * micro)
+
+    @cached_property
+    def stages(self) -> list[Observation]:
+        """A rank of each stage, observed: what it keeps, computes and sends. To be asked for before ranks start."""
+        shape = self.recipe.layout(self.ranks)
+        return [observe(self.recipe, self.config, shape, stage * shape.tp * shape.data) for stage in range(shape.pp)]
 
     def turn_ms(self) -> list[float]:
         """Milliseconds of a step, the mean of each turn."""
@@ -92,20 +100,20 @@ def gate(got: Answer, want: Answer, config: ModelConfig, recipe: Recipe) -> str:
     Adam's first is lr g / |g| for each weight: an error d in a gradient g changes it by lr min(2, 2 d / |g|) at most,
     and so the loss, to first order, by 2 lr d. Over all P weights that is at most 2 lr sqrt(P) |d|, with |d| = t |g|.
     """
-    tolerance = gate_tolerance(config, recipe.precision)
+    tolerance = gate_tolerance(config, recipe.model.precision)
     weights = sum(count_parameters(config).values())
     figures = [("first loss", got["losses"][0], want["losses"][0], 0.0)]
     figures += [("gradient norm", got["norms"][0], want["norms"][0], 0.0)]
-    moved = 2 * recipe.lr * math.sqrt(weights) * (want["norms"][0] or 0.0)
+    moved = 2 * recipe.optimizer.lr * math.sqrt(weights) * (want["norms"][0] or 0.0)
     figures += [("second loss", got["losses"][1], want["losses"][1], moved)]
     for name, mine, one, more in figures:
         if mine is None or one is None:
-            return f"the {name} is not finite ({recipe.precision})"
+            return f"the {name} is not finite ({recipe.model.precision})"
         allowed = tolerance * (abs(one) + more)
         if not abs(mine - one) <= allowed:
             return (
                 f"the {name} is {mine:.6g} and {one:.6g} on one rank: off by {abs(mine - one):.1e}, more than "
-                f"{allowed:.1e} ({recipe.precision}); no speed reported"
+                f"{allowed:.1e} ({recipe.model.precision}); no speed reported"
             )
     return ""
 
@@ -171,11 +179,12 @@ def make_record(
     predicted: dict[str, Any],
 ) -> Record:
     """The record of a layout; `about` is what all layouts have in common, without anomalies among its flags."""
-    recipe, config = layout.recipe, layout.config
+    parallel, config = layout.recipe.parallel, layout.config
     what = about | {
-        "layout": layout.degrees, "tp": recipe.tp, "pp": recipe.pp, "dp": recipe.dp, "ranks": layout.ranks,
-        "global_batch_size": layout.batch, "precision": recipe.precision, "schedule": recipe.schedule_name,
-        "chunks": recipe.chunks, "sequence_parallel": recipe.sequence_parallel, "zero": recipe.zero,
+        "layout": layout.degrees, "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp,
+        "ranks": layout.ranks, "global_batch_size": layout.batch, "precision": layout.recipe.model.precision,
+        "schedule": parallel.schedule_name,
+        "chunks": parallel.chunks, "sequence_parallel": parallel.sequence_parallel, "zero": parallel.zero,
         "threads": threads,
     }  # fmt: skip
     stamp = peak["environment"] | {"world_size": layout.ranks, "backend": about["backend"], "threads": threads}
@@ -196,7 +205,7 @@ def make_record(
         "mfu": 1e3 * flops / per_step / together,
         "hfu": 1e3 * spent / per_step / together,
         "peak_flops": together,
-        "bubble": pipeline_bubble(typical["timers_ms"], recipe.pp),
+        "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
         "timers_ms": typical["timers_ms"],
         "memory_bytes": typical["memory_bytes"],
         "gpu_utilisation": typical["gpu_utilisation"],
@@ -225,23 +234,18 @@ def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
 
     No time for ZeRO stage 3, nor for a layout that did not run.
     """
-    recipe = layout.recipe
+    recipe, parallel = layout.recipe, layout.recipe.parallel
     predicted: dict[str, Any] = {
-        "bubble": bubble_fraction(recipe.schedule_name, recipe.pp, layout.microbatches, recipe.chunks)
+        "bubble": bubble_fraction(parallel.schedule_name, parallel.pp, layout.microbatches, parallel.chunks)
     }
-    if layout.wrong or recipe.zero == 3:
+    if layout.wrong or parallel.zero == 3:
         return predicted
     rank, link = Hardware(**peak["rank"]), layout.gate["link"]
     share = peak_flops(peak, layout.ranks, threads) / layout.ranks / rank.matmul_flops
     hardware = replace(rank, matmul_flops=share * rank.matmul_flops, bandwidth=share * rank.bandwidth)
-    shape = cost.Layout(
-        recipe.tp, recipe.pp, recipe.dp or 1, recipe.chunks, recipe.schedule_name, recipe.sequence_parallel,
-        recipe.zero, recipe.micro_batch_size or 1, layout.batch, recipe.pad_vocabulary if recipe.tp > 1 else 1,
-    )  # fmt: skip
+    shape = replace(recipe.layout(layout.ranks), micro_batch=recipe.data.micro_batch_size or 1)
     # One rank sends nothing, whatever the link.
-    found = predict_step(
-        layout.config, shape, layout.seq, hardware, Link(**link) if link else Link(0.0, 1.0), recipe.precision
-    )
+    found = predict_step(shape, layout.stages, hardware, Link(**link) if link else Link(0.0, 1.0))
     parts = {name: 1e3 * seconds for name, seconds in found.items()}
     return predicted | {"mean_ms": parts.pop("total"), "parts_ms": parts}
 

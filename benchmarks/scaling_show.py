@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.megatron_log import read_runs
 from benchmarks.records import Record, read_records
 from benchmarks.scaling_anomalies import anomalies
+from benchmarks.scaling_logs import read_runs
 from benchmarks.scaling_record import MEBIBYTE, study_run
 from benchmarks.scaling_table import NONE, PUBLISHED, find_base, findings, markdown, percent, timer_sheet
-from cs336_systems import console
-from cs336_systems.console import format_count, format_seconds
-from cs336_systems.profiling.sheet import Sheet
+from cs336_systems.host import console
+from cs336_systems.host.console import format_count, format_seconds
+from cs336_systems.host.table import Table
 
 NOT_YET = "Not measured yet: `python -m benchmarks.scaling`, then `make readme`."
 APART = (  # what a table's records have in common, layouts aside
@@ -35,7 +35,7 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-def summary(records: Sequence[Record]) -> Sheet:
+def summary(records: Sequence[Record]) -> Table:
     """One row a layout; without a column for the GPUs' utilisation where there are none."""
     config, where = records[0].config, records[0].environment
     ranks = f"{config['backend']} ranks" + (f" of {config['threads']} thread(s)" if config["device"] == "cpu" else "")
@@ -51,7 +51,7 @@ def summary(records: Sequence[Record]) -> Sheet:
     )
     columns = {name: cell for name, cell in COLUMNS.items() if name != "util." or config["device"] == "cuda"}
     rows = [[str(record.config["layout"]), *row(record, list(columns.values()))] for record in records]
-    return Sheet(title, ["layout", *columns], rows, note)
+    return Table(title, ["layout", *columns], rows, note)
 
 
 def row(record: Record, columns: Sequence[Cell]) -> list[str]:

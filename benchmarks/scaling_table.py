@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
-from benchmarks.megatron_log import read_runs
 from benchmarks.scaling_anomalies import anomalies
+from benchmarks.scaling_logs import read_runs
 from benchmarks.scaling_plot import save
 from benchmarks.scaling_run import (
     Run,
@@ -22,11 +22,11 @@ from benchmarks.scaling_run import (
     top_level_ms,
     utilisation,
 )
-from cs336_systems import console
-from cs336_systems.console import format_count
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.sheet import Sheet
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import format_count
+from cs336_systems.host.table import Table
+from cs336_systems.host.text import printable
 
 PUBLISHED = Path(__file__).parent / "published" / "megatron_bert_345m.json"
 NONE = "-"
@@ -51,7 +51,7 @@ def find_base(runs: Sequence[Run], world: int | None = None) -> Run:
     raise UserError(f"--base {world}: no run has {world} ranks; choose from {have}")
 
 
-def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Sheet:
+def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Table:
     """A row for each run: how fast, how well it scales from the first run and from `base`, where the rest went.
 
     A row smaller than `base` has no efficiency relative to it. Raises UserError without a run.
@@ -85,7 +85,7 @@ def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Sheet:
     notes = [", ".join(str(n) for n, each in enumerate(found, 1) if i in each.runs) for i in range(len(runs))]
     rows = [[cell(run) for cell in columns.values()] + [note] for run, note in zip(runs, notes, strict=True)]
     sources = "; ".join(dict.fromkeys(run.source for run in runs if run.source))
-    return Sheet(f"Scaling: {sources or 'measured here'}", [*map(str.strip, columns), "see"], rows, explanation(runs))
+    return Table(f"Scaling: {sources or 'measured here'}", [*map(str.strip, columns), "see"], rows, explanation(runs))
 
 
 def explanation(runs: Sequence[Run]) -> str:
@@ -108,7 +108,7 @@ def explanation(runs: Sequence[Run]) -> str:
     return " ".join(parts)
 
 
-def timer_sheet(runs: Sequence[Run]) -> Sheet:
+def timer_sheet(runs: Sequence[Run]) -> Table:
     """A row for each timer, a column for each run; then what no timer knows, and the memory."""
     names = list(dict.fromkeys(name for run in sorted(runs, key=lambda run: -len(run.timers)) for name in run.timers))
     rows = [
@@ -124,7 +124,7 @@ def timer_sheet(runs: Sequence[Run]) -> Sheet:
     note = f"Memory: least and most over the ranks, of {totals.pop():,.0f} MiB each." if len(totals) == 1 else ""
     whose = "the most over the ranks" if any(run.over_ranks for run in runs) else "the last rank"
     heads = ["timer", "inside", *run_heads(runs)]
-    return Sheet(f"Timers of {whose}, ms an iteration", heads, rows, note, names=True)
+    return Table(f"Timers of {whose}, ms an iteration", heads, rows, note, names=True)
 
 
 def run_heads(runs: Sequence[Run]) -> list[str]:

@@ -14,11 +14,11 @@ from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import Settings
 from benchmarks.records import RESULTS, Record, read_records
 from benchmarks.scaling_show import scaling_tables
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, format_seconds
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.text import markdown_row, markdown_text
 from cs336_systems.presets import DEFAULT_YEAR, preset
-from cs336_systems.text import markdown_row, markdown_text
 
 BEGIN, END = "<!-- measured: begin (make readme writes this) -->", "<!-- measured: end -->"
 FIRST = {
@@ -87,7 +87,7 @@ def row(record: Record) -> list[str]:
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
     """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts or checkpoints, or those of
-    the model of cost; with passes, the kernels' goals.
+    the cost model; with passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
@@ -123,7 +123,7 @@ def insert(text: str, tables: str) -> str:
     "--what",
     type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, memory, layouts, experts, the model of cost, or checkpoints.",
+    help="Whole passes, several ranks, kernels, memory, layouts, experts, the cost model, or checkpoints.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

@@ -22,10 +22,10 @@ from typing import Any
 
 import click
 
-from cs336_systems import console
-from cs336_systems.console import setting
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import setting
+from cs336_systems.host.text import printable
 
 TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}  # by package
 DEVICE, ADDRESS, PORT = "wire", "10.0.0.{}", 29500  # seen by nobody outside of the namespaces

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import Measurement, measure
-from cs336_systems.cost import Mode, Precision
+from cs336_systems.cost import Mode
 from cs336_systems.errors import UserError
-from cs336_systems.machine import PeakMemory
-from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.optim import AdamW
-from cs336_systems.precision import autocast, set_matmul_precision
-from cs336_systems.presets import ModelConfig
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.model.observed import Passes, observe_passes
+from cs336_systems.model.precision import autocast, set_matmul_precision
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.presets import ModelConfig, Precision
 
 # The phases that a mode's sample adds up; backward is timed after a forward that is not counted.
 PHASES: dict[Mode, tuple[str, ...]] = {
@@ -36,6 +37,15 @@ class Case:
     compiled: bool
     device: torch.device
     seed: int = 0
+
+    @property
+    def passes(self) -> Passes:
+        """Counts of the passes, before they are run."""
+        return observe_passes(self.config, self.batch, self.config.context_length, self.precision, self.device.type)
+
+    def needs(self, config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
+        """Bytes by part of a mode of another model over (batch seq) tokens, in the same precision."""
+        return observe_passes(config, batch, seq, self.precision, self.device.type).memory(mode)
 
     def make_model(self, config: ModelConfig) -> TransformerLM:
         torch.manual_seed(self.seed)

@@ -18,11 +18,11 @@ from benchmarks.parallel_tables import KINDS
 from benchmarks.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.records import Record
 from benchmarks.turns import OF_GRADIENTS, Turns
-from cs336_systems import console
 from cs336_systems.comm import Place
-from cs336_systems.comm.launch import run_in_one_voice
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.cost.parallel import exposed_seconds, zero_memory
+from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.cost.closed_forms import exposed_seconds, zero_memory
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_seconds
 
 STAGE_OF = {"stage 0": 0, "stage 1": 1, "stage 1, whole": 1, "stage 2": 2, "stage 3": 3, TORCH_ZERO: 1, TORCH_FSDP: 3}
 TIMES = ("candidate", "step", "± std", "predicted", "/ ZeroRedundancy", "/ FSDP2", "reductions", "gathers", "sent")
@@ -130,4 +130,4 @@ def main(**options: Any) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_in_one_voice(main))
+    sys.exit(run_command_on_ranks(main))

@@ -1,16 +1,16 @@
 """Expert parallelism: the experts of a layer are split over the ranks of a group, and tokens travel to them.
 
-    rank 0    its tokens -> plan -> rows ->              -> experts 0 1 ->             -> its tokens
-                                            all-to-all                     all-to-all
-    rank 1    its tokens -> plan -> rows ->              -> experts 2 3 ->             -> its tokens
+    rank 0    tokens -> routing -> rows ->            -> experts 0 1 ->            -> tokens
+                                          all-to-all                   all-to-all
+    rank 1    tokens -> routing -> rows ->            -> experts 2 3 ->            -> tokens
+                                          (dispatch)                   (combine)
 
-(Lepikhin et al., GShard, arXiv:2006.16668, section 3.2.) Only rows that an expert takes are sent: first the counts, a
-few numbers, then the rows, uneven. Each rank of the group has other tokens, so for all other parameters it is a
-data-parallel group.
+(Lepikhin et al., GShard, arXiv:2006.16668, section 3.2.) Only rows that an expert takes are sent: first their counts,
+then the rows, uneven. The ranks of the group have different tokens, so for all other parameters it is a data-parallel
+group.
 
-Backward brings to an expert what the losses of all ranks of the group say, added up. Data parallelism takes the mean
-over the ranks, so an expert's gradient is divided by the group's size: then every gradient is the sum over the ranks
-that hold a replica, divided by all data-parallel ranks, as in one process.
+An expert's gradient is the sum over the losses of all ranks of the group, where data parallelism takes their mean: it
+is divided by the group's size, so that all gradients are means over the data-parallel ranks, as in one process.
 """
 
 import math
@@ -21,68 +21,71 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
-from cs336_systems.cost.layout import check_experts
-from cs336_systems.experts import Experts, GroupedLinear
-from cs336_systems.model import Block, TransformerLM
-from cs336_systems.moe import MoELayer
+from cs336_systems.layout import check_experts
+from cs336_systems.model.feed_forward import Experts, GroupedLinear, even_shares
+from cs336_systems.model.moe import Dispatched, LocalDispatcher, MoELayer
+from cs336_systems.model.transformer import Block, TransformerLM
 
 
-class AllToAll(pairs.SharesGroup):
-    """A mover of rows between the tokens of a group's ranks and the experts, of which each has `local` in turn."""
+class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
+    """Sends rows to the ranks of their experts, of which each rank has `local`, and the results back."""
 
     def __init__(self, group: Group, local: int) -> None:
         self.group, self.local = group, local
 
-    def send(self, rows: Tensor, counts: Tensor) -> "Travel":
-        """Begin to send rows to the ranks that have their experts. The host waits once for the device: it must know
-        how many rows go where."""
-        ranks, theirs = self.group.size(), torch.empty_like(counts)
+    def dispatch(self, rows: Tensor, counts: Tensor) -> "AllToAllDispatched":
+        """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each. The host waits once
+        for the device, to know how many rows go where."""
+        ranks, received = self.group.size(), torch.empty_like(counts)
         even = [self.local] * ranks
-        all_to_all(theirs, counts, even, even, self.group, "expert counts").wait()
-        theirs = theirs.view(ranks, self.local)
-        given, taken = torch.stack((counts.view(ranks, self.local).sum(1), theirs.sum(1))).tolist()
-        return Travel(Exchange(rows, given, taken, self.group, "dispatch"), theirs)
+        all_to_all(received, counts, even, even, self.group, "expert counts").wait()
+        received = received.view(ranks, self.local)
+        if counts.is_meta:  # without values: as if the router were balanced
+            to_send = even_shares(len(rows), ranks)
+            to_receive = [to_send[self.group.rank()]] * ranks
+        else:
+            to_send, to_receive = torch.stack((counts.view(ranks, self.local).sum(1), received.sum(1))).tolist()
+        return AllToAllDispatched(Exchange(rows, to_send, to_receive, self.group, "dispatch"), received)
 
-    def spread(self, slots: Tensor) -> Tensor:
-        """(experts slots d_model) of every rank -> (local (ranks slots) d_model): each expert's slots of all ranks,
-        which must be as many on each."""
+    def dispatch_slots(self, slots: Tensor) -> Tensor:
+        """(experts slots d_model) of every rank -> (local (ranks slots) d_model), all slots of the experts here."""
         ranks, even = self.group.size(), [self.local] * self.group.size()
         received = Exchange(slots, even, even, self.group, "dispatch").wait()
         return received.view(ranks, self.local, *slots.shape[1:]).transpose(0, 1).flatten(1, 2)
 
-    def collect(self, slots: Tensor) -> Tensor:
+    def combine_slots(self, slots: Tensor) -> Tensor:
         """The way back: (local (ranks slots) d_model) -> (experts slots d_model)."""
         ranks, even = self.group.size(), [self.local] * self.group.size()
         by_rank = slots.view(self.local, ranks, -1, slots.shape[-1]).transpose(0, 1).flatten(0, 1)
         return Exchange(by_rank, even, even, self.group, "combine").wait()
 
 
-class Travel:
-    """Rows on their way: counts (ranks local) of what each rank sends to each expert here."""
+class AllToAllDispatched(Dispatched):
+    """Rows in an all-to-all, and counts (ranks local) of those that each rank sends to each expert here."""
 
     def __init__(self, exchange: Exchange, counts: Tensor) -> None:
         self.exchange, self.counts = exchange, counts
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
-        """What has come by rank and expert is put in the order of experts; within one, in that of ranks."""
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Sort the received rows by expert; within an expert they are in the order of ranks."""
         rows = self.exchange.wait()
         ranks, local = self.counts.shape
         expert = torch.arange(local, device=rows.device).repeat(ranks)
         self.order = expert.repeat_interleave(self.counts.flatten(), output_size=len(rows)).argsort(stable=True)
         return rows.index_select(0, self.order), self.counts.sum(0)
 
-    def bring_back(self, rows: Tensor) -> Tensor:
-        """Back to the ranks that sent them, in their order."""
-        there = torch.empty_like(self.order)
-        there[self.order] = torch.arange(len(there), device=there.device)
+    def combine(self, rows: Tensor) -> Tensor:
+        """Send the experts' results back to the ranks of their tokens, in the order in which the rows were sent."""
+        inverse = torch.empty_like(self.order)
+        inverse[self.order] = torch.arange(len(inverse), device=inverse.device)
         sent = self.exchange.route
-        return Exchange(rows.index_select(0, there), sent.taken, sent.given, sent.group, "combine").wait()
+        return Exchange(rows.index_select(0, inverse), sent.taken, sent.given, sent.group, "combine").wait()
 
 
 @dataclass
 class ExpertParallel:
-    """What `expert_parallel` did to a model. A parameter's name is the same as in the whole model; `names` are the
-    experts' parameters, (experts ...), of which this rank has `local` from `first` on, by their global numbers."""
+    """A model whose experts are split. Parameters keep their names in the whole model; `names` are those of experts,
+    (experts ...), of which this rank has `local`, beginning with number `first`."""
 
     model: TransformerLM
     group: Group
@@ -97,28 +100,22 @@ class ExpertParallel:
                 yield block.feed_forward
 
     def experts(self) -> nn.ModuleList:
-        """The experts of all layers, to be wrapped apart from what else the model has."""
+        """The experts of all layers, for a data-parallel wrapper of their own."""
         return nn.ModuleList(layer.experts for layer in self.layers())
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's experts of a tensor for all (experts ...), such as a parameter or an optimizer's state of it;
-        other tensors as they are."""
+        """This rank's experts' part of a tensor (experts ...) of the whole model; other tensors unchanged."""
         return whole.narrow(0, self.first, self.local) if name in self.names and whole.dim() else whole
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """All experts' of a tensor (local ...), by global number. Every rank must call this."""
-        if name not in self.names or not part.dim():
-            return part
-        return pairs.gather(part.detach(), 0, self.group, name)
+        """The tensor of the whole model from its parts (local ...). Every rank must call this."""
+        return pairs.gather(part.detach(), 0, self.group, name) if name in self.names and part.dim() else part
 
 
 def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
-    """Split the experts of a model over a group, in place; every rank has the same whole model before.
+    """Split the experts of a model (or of a pipeline's stage), which every rank has whole, over a group, in place.
 
-    `data` are the ranks that see different tokens (default: the group itself); it may hold the group several times, and
-    each time has all experts. Of a pipeline's stage, what is there is split.
-
-    Raises UserError, with the numbers, if the experts do not divide.
+    `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not divide.
     """
     config, data = model.config, data or group
     check_experts(config, group.size())
@@ -128,7 +125,7 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
         _split(layer.experts, plan, scale / group.size())
         if group.size() > 1:
-            layer.mover = AllToAll(group, local)
+            layer.dispatcher = AllToAllDispatcher(group, local)
         if config.mixture.aux_scope == "global":
             layer.average = Mean(data)
     plan.names = {name for name, _ in model.named_parameters() if ".experts." in name}
@@ -136,7 +133,7 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
 
 
 class Mean(pairs.SharesGroup):
-    """The mean of a tensor over a group, whose ranks count alike; it has no gradient."""
+    """Mean of a tensor over a group, each rank with the same weight; without a gradient."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -149,9 +146,7 @@ class Mean(pairs.SharesGroup):
 
 def _split(experts: Experts, plan: ExpertParallel, gradient_scale: float) -> None:
     experts.first = plan.first
-    for layer in experts.modules():
-        if not isinstance(layer, GroupedLinear):
-            continue
+    for layer in (layer for layer in experts.modules() if isinstance(layer, GroupedLinear)):
         layer.gradient_scale = gradient_scale
         for name, parameter in list(layer.named_parameters(recurse=False)):
             part = parameter.detach().narrow(0, plan.first, plan.local).clone()

@@ -1,44 +1,44 @@
-"""Pipeline parallelism: the model's blocks in stages, one a rank, and microbatches that pass through them.
+"""Pipeline parallelism: the model's blocks in stages, one per rank, and microbatches that pass through them.
 
-`Stage` is what a rank keeps of a model; `Pipeline` walks its stage's list of a schedule (see `schedule.py`): receive,
-compute, send. Activations go from stage to stage, gradients back, as (rows seq d_model), each under a label that says
-which microbatch it is. Sends do not block, and a receive is posted one action ahead, so that it arrives while another
+`Stage` is a rank's part of a model. `Pipeline` walks its stage's list of a schedule (`schedule.py`): receive, compute,
+send. Activations go to the next stage and gradients to the one before, (rows seq d_model) each, under a label that
+names the microbatch. Sends do not block, and a receive is posted one action ahead, so that it arrives while another
 microbatch computes. (Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.)
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Mesh, Work, receive, send
-from cs336_systems.data import Batch
-from cs336_systems.dropout import DropoutKey
-from cs336_systems.heads import BertOutput, Losses
-from cs336_systems.model import TransformerLM
+from cs336_systems.data.corpus import Batch
+from cs336_systems.model.dropout import DropoutKey
+from cs336_systems.model.heads import BertOutput, Losses
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.schedule import Action, blocks_of, receives_from, schedule, sends_to
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
-class Elsewhere(nn.Module):
-    """In the place of what another stage has, so that names and numbers stay those of the whole model."""
+class OtherStage(nn.Module):
+    """Placeholder for a layer of another stage: parameters keep the names and numbers of the whole model."""
 
     def forward(self, *inputs: Any) -> NoReturn:
         raise AssertionError("this layer is on another stage of the pipeline")
 
 
 class Stage(nn.Module):
-    """One stage's part of a model: its blocks, on the first stage the embedding, on the last what follows the blocks.
+    """One stage of a model, which is changed in place: some blocks, on the first stage the embedding, on the last the
+    head and the loss.
 
-    With a tied head the last stage keeps the embedding's weight as well; the gradients of the two are to be added.
-    `module(batch, hidden, chunk, key)` runs one chunk of its blocks: hidden (rows seq d_model) is what the chunk before
-    gave, None for the first one. The last one returns `Losses`, or the logits of a batch without targets. The model is
-    changed in place.
-
-    Raises UserError if the blocks do not divide over all chunks of all stages.
+    With a tied head the last stage has the embedding's weight, too; the gradients of the two copies are to be added.
+    `stage(batch, hidden, chunk, key)` runs a chunk of its blocks. hidden (rows seq d_model) is the output of the chunk
+    before, None for the first; the last chunk returns `Losses`, or logits for a batch without targets. Raises UserError
+    if the blocks do not divide over all chunks of all stages.
     """
 
     def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1) -> None:
@@ -49,15 +49,15 @@ class Stage(nn.Module):
         self.has_first, self.has_last = stage == 0, stage == stages - 1
         mine = {block for span in self.spans for block in span}
         for number in set(range(config.num_layers)) - mine:
-            model.blocks[number] = Elsewhere()
+            model.blocks[number] = OtherStage()
         if not self.has_first:
             tokens = model.embedding.tokens
-            model.set_submodule("embedding", Elsewhere())
+            model.set_submodule("embedding", OtherStage())
             if self.has_last and config.tied_head:
                 model.embedding.tokens = tokens
         if not self.has_last:
-            model.final_norm = Elsewhere()
-            model.set_submodule("token_loss", Elsewhere())
+            model.final_norm = OtherStage()
+            model.set_submodule("token_loss", OtherStage())
             model.bert_heads = model.head = model.tied_head = None
 
     def forward(
@@ -66,31 +66,27 @@ class Stage(nn.Module):
         model = self.model
         if hidden is None:
             hidden = model.embed(batch.tokens, batch.token_types, key)
-        shared = model.shared_inputs(hidden, batch.tokens, batch.padding_mask)
-        hidden = model.run_blocks(hidden, *shared, self.spans[chunk], key)
+        shared = model.shared_inputs(hidden, batch.tokens, batch.padding_mask, key)
+        hidden = model.run_blocks(hidden, shared, self.spans[chunk])
         if not (self.has_last and chunk == self.chunks - 1):
             return hidden
         return model.finish(hidden) if batch.targets is None else model.losses(hidden, batch)
 
 
+@dataclass
 class Pipeline:
-    """Runs microbatches through the stages of a mesh's pp axis; with one stage it accumulates gradients.
+    """Runs microbatches through the stages of a mesh's pp axis; one stage alone accumulates gradients.
 
-    `module` is the stage or a wrapper of it. `sequence` is how many parts the sequence is split into between blocks.
-    `timer` times each part under its name in Megatron-LM. Raises UserError for a schedule that cannot be.
+    `module` is the stage or its data-parallel wrapper. Between blocks the sequence is split into `sequence` parts (by
+    sequence parallelism). `timer` times each part under its name in Megatron-LM.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        module: nn.Module,
-        mesh: Mesh,
-        name: str = "1f1b",
-        sequence: int = 1,
-        timer: Timer = lambda name: nullcontext(),
-    ) -> None:
-        self.stage, self.module, self.mesh = stage, module, mesh
-        self.name, self.sequence, self.timer = name, sequence, timer
+    stage: Stage
+    module: nn.Module
+    mesh: Mesh
+    name: str = "1f1b"
+    sequence: int = 1
+    timer: Timer = lambda name: nullcontext()
 
     def run(
         self,
@@ -99,126 +95,112 @@ class Pipeline:
         keys: Sequence[DropoutKey] | None = None,
         accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Losses]:
-        """Forward and backward of all microbatches; on the last stage returns each one's losses, in order, detached.
+        """Forward and backward of all microbatches; the last stage returns their losses in order, detached.
 
-        `loss` makes of them the scalar that backward begins with; None runs forward only, without gradients.
-        `accumulate` is around every backward but the last, after which gradients may be reduced.
+        `loss` maps losses to the scalar that backward starts from; None runs forward only, without gradients.
+        `accumulate` surrounds every backward but the last, after which gradients may be reduced. Raises UserError for
+        a schedule that does not exist for these stages, chunks and microbatches.
         """
         lists = schedule(self.name, self.stage.stages, len(microbatches), self.stage.chunks)
-        run = _Run(self, microbatches, loss, keys, lists)
+        execution = _Execution(self, microbatches, loss, keys, lists)
         actions = [each for each in lists[self.stage.stage] if loss is not None or each.kind == "forward"]
-        # With several chunks each has a last backward of its own, and they are not the last actions.
+        # With chunks, each chunk's gradients end at another action, so none may be reduced early.
         final = actions[-1] if self.stage.chunks == 1 else None
         with torch.set_grad_enabled(loss is not None):
-            for number, action in enumerate(actions):
-                before = actions[number - 1].kind if number else ""
-                after = actions[number + 1] if number + 1 < len(actions) else None
-                received = run.take(action, before, after)
+            for before, action, after in zip([None, *actions], actions, [*actions[1:], None], strict=False):
+                received = execution.recv_next(action, before, after)
                 if action.kind == "forward":
-                    result = run.forward(action, received)
+                    result = execution.forward(action, received)
                 else:
                     with nullcontext() if action is final else accumulate():
-                        result = run.backward(action, received)
-                run.give(action, result, after)
-        run.finish()
-        return run.losses
+                        result = execution.backward(action, received)
+                execution.send(action, result, after)
+        for _, _, work in execution.sent:
+            work.wait()
+        return execution.losses
 
 
-class _Run:
-    """One pass of microbatches through this stage: what is alive, and what is under way."""
+@dataclass
+class _Execution:
+    """Execution of one stage's list: the activations that await a backward, and the messages in flight."""
 
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        microbatches: Sequence[Batch],
-        loss: Callable[[Losses], Tensor] | None,
-        keys: Sequence[DropoutKey] | None,
-        lists: Sequence[Sequence[Action]],
-    ) -> None:
-        self.stage, self.module, self.mesh = pipeline.stage, pipeline.module, pipeline.mesh
-        self.timer, self.lists = pipeline.timer, lists
-        self.microbatches, self.loss, self.keys = microbatches, loss, keys
-        config = self.stage.model.config
-        rows, seq = microbatches[0].tokens.shape
-        self.shape = rows, seq // pipeline.sequence, config.d_model
-        self.like = next(self.stage.parameters())
-        self.live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}  # inputs and outputs that await a backward
-        self.posted: dict[Action, tuple[Work, Tensor]] = {}
-        self.sent: list[tuple[int, int, Work]] = []  # to which stage, for which number in its list
-        self.losses: list[Losses] = []
+    pipeline: Pipeline
+    microbatches: Sequence[Batch]
+    loss: Callable[[Losses], Tensor] | None
+    keys: Sequence[DropoutKey] | None
+    lists: Sequence[Sequence[Action]]
+    live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # (microbatch, chunk)
+    posted: dict[Action, tuple[tuple[int, Action], Work, Tensor]] = field(default_factory=dict)
+    sent: list[tuple[int, int, Work]] = field(default_factory=list)  # (receiving stage, place in its list, send)
+    losses: list[Losses] = field(default_factory=list)
 
-    def take(self, action: Action, before: str, after: Action | None) -> Tensor | None:
-        """What another stage sends for the action, None for the batch and the loss; the next receive is posted, too."""
-        self._post(action)
-        if after is not None:
-            self._post(after)
+    def recv_next(self, action: Action, before: Action | None, after: Action | None) -> Tensor | None:
+        """Receive the action's input, None for the batch or the loss, and post the receive of the action after it."""
+        for each in (action, after):
+            if each is not None and each not in self.posted:
+                self.post_recv(each)
         if action not in self.posted:
             return None
-        work, tensor = self.posted.pop(action)
+        source, work, tensor = self.posted.pop(action)
         other = "backward" if action.kind == "forward" else "forward"
-        with self.timer(f"{other}-send-{action.kind}-recv" if before == other else f"{action.kind}-recv"):
+        alternates = before is not None and before.kind == other
+        with self.pipeline.timer(f"{other}-send-{action.kind}-recv" if alternates else f"{action.kind}-recv"):
             work.wait()
-        self._let_go(action)
+        self.release_sent(*source)
         return tensor
 
-    def _let_go(self, action: Action) -> None:
-        """Drop what was sent and has arrived: a stage that sends has done all that stands before it in its list."""
-        source = receives_from(self.stage.stage, action, self.stage.stages, self.stage.chunks)
-        assert source is not None
-        stage, done = source[0], self.lists[source[0]].index(source[1])
-        for to, number, work in self.sent:
-            if to == stage and number < done:
+    def post_recv(self, action: Action) -> None:
+        """Start to receive the action's input (rows seq d_model), if another stage sends it."""
+        stage, (rows, seq) = self.pipeline.stage, self.microbatches[0].tokens.shape
+        source = receives_from(stage.stage, action, stage.stages, stage.chunks)
+        if source is not None:
+            shape = rows, seq // self.pipeline.sequence, stage.model.config.d_model
+            tensor = next(stage.parameters()).new_empty(shape)
+            group = self.pipeline.mesh.channel(action.kind, source[0], stage.stage)
+            self.posted[action] = source, receive(tensor, source[0], group, str(action)), tensor
+
+    def release_sent(self, stage: int, action: Action) -> None:
+        """Free messages to a stage that it has consumed: those for actions before `action`."""
+        done = self.lists[stage].index(action)
+        for to, place, work in self.sent:
+            if to == stage and place < done:
                 work.wait()
         self.sent = [each for each in self.sent if each[0] != stage or each[1] >= done]
 
-    def _post(self, action: Action) -> None:
-        source = receives_from(self.stage.stage, action, self.stage.stages, self.stage.chunks)
-        if source is None or action in self.posted:
-            return
-        tensor = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
-        group = self.mesh.channel(action.kind, source[0], self.stage.stage)
-        self.posted[action] = receive(tensor, source[0], group, str(action)), tensor
-
-    def give(self, action: Action, result: Tensor | None, after: Action | None) -> None:
-        """Send the action's result to the stage that waits for it. The tensor is kept until it has left."""
-        target = sends_to(self.stage.stage, action, self.stage.stages, self.stage.chunks)
+    def send(self, action: Action, result: Tensor | None, after: Action | None) -> None:
+        """Send the action's result to the stage that needs it, and keep the tensor until it has left."""
+        stage = self.pipeline.stage
+        target = sends_to(stage.stage, action, stage.stages, stage.chunks)
         if target is None:
             return
         assert result is not None
         result = result.detach().contiguous()
         other = "backward" if action.kind == "forward" else "forward"
-        turns = after is not None and after.kind == other
-        with self.timer(f"{action.kind}-send-{other}-recv" if turns else f"{action.kind}-send"):
-            group = self.mesh.channel(action.kind, self.stage.stage, target[0])
-            number = self.lists[target[0]].index(target[1])
-            self.sent.append((target[0], number, send(result, target[0], group, str(target[1]))))
+        alternates = after is not None and after.kind == other
+        with self.pipeline.timer(f"{action.kind}-send-{other}-recv" if alternates else f"{action.kind}-send"):
+            group = self.pipeline.mesh.channel(action.kind, stage.stage, target[0])
+            place = self.lists[target[0]].index(target[1])
+            self.sent.append((target[0], place, send(result, target[0], group, str(target[1]))))
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor | None:
-        """The chunk's output, or None and its losses noted where it is the last."""
+        """Forward of a chunk: its output or, after the last chunk, None, with the losses kept."""
         microbatch, chunk = action.microbatch, action.chunk
         if hidden is not None and self.loss is not None:
             hidden.requires_grad_()
         key = self.keys[microbatch] if self.keys else None
-        with self.timer("forward-compute"):
-            output = self.module(self.microbatches[microbatch], hidden, chunk, key)
+        with self.pipeline.timer("forward-compute"):
+            result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
             if isinstance(output, Losses):
                 pair = None if output.pair is None else output.pair.detach()
                 self.losses.append(Losses(output.tokens.detach(), pair))
-                output, result = output.tokens if self.loss is None else self.loss(output), None
-            else:
-                result = output
+                result, output = None, output.tokens if self.loss is None else self.loss(output)
         if self.loss is not None:
             self.live[microbatch, chunk] = hidden, output
         return result
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of the chunk's input, None for the first one."""
+        """Backward of a chunk: the gradient of its input, None for the first chunk."""
         hidden, output = self.live.pop((action.microbatch, action.chunk))
-        with self.timer("backward-compute"):
+        with self.pipeline.timer("backward-compute"):
             torch.autograd.backward(output, gradient)
         return None if hidden is None else hidden.grad
-
-    def finish(self) -> None:
-        """Wait until everything has left."""
-        for _, _, work in self.sent:
-            work.wait()

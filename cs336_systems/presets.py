@@ -1,13 +1,14 @@
-"""Model shapes by name: the course's sizes of each year and the published models that this project reproduces.
+"""Models by name: the shape of a transformer, the settings of its expert layers, and the presets that use them.
 
-No torch here, so that the analytic model (cost/) can read a shape without loading it.
+The course's sizes of each year and the published models that this project reproduces. No torch here, so that the cost
+model can read a shape without loading it.
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, field, fields, replace
+from math import ceil, floor
+from typing import Any, Literal, get_args, get_origin
 
 from cs336_systems.errors import UserError
-from cs336_systems.mixture import Mixture
 
 Positions = Literal["learned", "rotary", "sinusoidal", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -16,10 +17,81 @@ Attention = Literal["naive", "sdpa", "flash"]
 Kernels = Literal["torch", "triton"]
 Recompute = Literal["none", "segments", "nested", "attention"]
 
+SecondPolicy = Literal["all", "sampling", "random"]
+Normalize = Literal["after", "before"]
+AuxScope = Literal["local", "global"]
+Dispatch = Literal["sort", "einsum"]
+ExpertGradient = Literal["exact", "sqrt"]
+
+# Arithmetic of matrix products; bf16 and fp16 are mixed precision.
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
+
+
+def _check_choices(settings: Any) -> None:
+    """Raises UserError for a field whose value is none of its literals."""
+    for each in fields(settings):
+        if get_origin(each.type) is Literal and getattr(settings, each.name) not in get_args(each.type):
+            known = ", ".join(get_args(each.type))
+            raise UserError(f"{each.name} {getattr(settings, each.name)!r} does not exist; choose from {known}")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How expert layers route tokens, in the words of GShard (Lepikhin et al., arXiv:2006.16668, section 2.2) and of
+    fairseq (branch moe); checked on construction.
+
+    Raises UserError for a choice that does not exist and a number out of range.
+    """
+
+    top_k: int = 2  # experts that a token is sent to; 1 is Switch Transformer's (arXiv:2101.03961)
+    expert_d_ff: int = 0  # hidden width of an expert; 0: the model's d_ff
+    gating_fp32: bool = True  # logits and probabilities in float32 at least, whatever the activations' precision
+    second_policy: SecondPolicy = "all"  # in training: noise before the second choice; drop an improbable one
+    normalize: Normalize = "after"  # top_k 2: the two weights add up to one before or after tokens are dropped
+    capacity_factor: float = 0.0  # in training an expert takes factor x ceil(tokens / experts); 0: all (dropless)
+    eval_fraction: float = 0.0  # in evaluation ceil(fraction x tokens); 0: as in training
+    mask_padding: bool = False  # padded tokens are sent to no expert
+    prioritized: bool = False  # the surest tokens take the slots, not the first ones (arXiv:2106.05974, section 4)
+    aux_weight: float = 0.01  # of the balancing loss, per layer
+    aux_scope: AuxScope = "local"  # balance within a rank's microbatch, or over those of all ranks
+    shared_expert: bool = False  # an expert of the dense width that every token passes through as well
+    dispatch: Dispatch = "sort"  # einsum: the one-hot formulation, with an expert at a time
+    expert_gradient: ExpertGradient = "exact"  # sqrt: larger by the root of the ranks, fairseq's heuristic
+
+    def __post_init__(self) -> None:
+        if self.top_k not in (1, 2):
+            raise UserError(f"a token is sent to 1 or 2 experts, not {self.top_k}")
+        _check_choices(self)
+        for name in ("expert_d_ff", "capacity_factor", "aux_weight"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise UserError(f"{name} must be a finite number of at least 0, not {getattr(self, name)}")
+        if not 0 <= self.eval_fraction <= 1:
+            raise UserError(f"eval_fraction must lie in [0, 1], not {self.eval_fraction}")
+
+    def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
+        """Slots of an expert for a group of tokens: rounded up in evaluation and down in training, at least one and at
+        most `tokens`; None for as many as are needed.
+
+        As in fairseq, the group is what one rank routes at once, and `experts` counts those of all ranks.
+        """
+        # Rounded to what was meant first: in floats 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
+        if not training and self.eval_fraction:
+            return min(tokens, max(1, ceil(round(self.eval_fraction * tokens, 6))))
+        if not self.capacity_factor:
+            return None
+        asked = min(tokens, self.capacity_factor * ceil(tokens / experts))
+        return min(tokens, max(1, floor(round(asked, 6))))
+
+    @property
+    def is_random(self) -> bool:
+        """True if training routes with random numbers."""
+        return self.top_k == 2 and self.second_policy != "all"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A transformer's shape and the implementations chosen for its parts; checked on construction.
+    """Shape of a transformer and the implementation of each of its parts; checked on construction.
 
     Raises UserError if the sizes do not divide or a choice does not exist.
     """
@@ -44,23 +116,15 @@ class ModelConfig:
     dropout: float = 0.0  # on the embeddings, the attention weights and both branches of a block
     num_experts: int = 0  # 0: every feed-forward layer is dense
     expert_every: int = 2  # with experts: every k-th layer's feed-forward is a mixture
-    mixture: Mixture = field(default_factory=Mixture)  # how those layers route
+    mixture: Mixture = field(default_factory=Mixture)  # settings of those layers
     attention: Attention = "naive"  # flash is this project's FlashAttention-2
     kernels: Kernels = "torch"  # triton: RMSNorm, SwiGLU, and the head with its loss are fused
     recompute: Recompute = "none"  # activation checkpointing (arXiv:1604.06174): what backward runs again
     recompute_every: int = 1  # blocks in a segment, for "segments"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "context_length",
-            "d_model",
-            "d_ff",
-            "num_layers",
-            "num_heads",
-            "recompute_every",
-            "expert_every",
-        ):
+        sizes = "vocab_size", "context_length", "d_model", "d_ff", "num_layers", "num_heads"
+        for name in (*sizes, "recompute_every", "expert_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.d_model % self.num_heads:
@@ -83,20 +147,10 @@ class ModelConfig:
             )
         if self.bert_heads and not (self.tied_head and self.bias):
             raise UserError("bert_heads need tied_head=True and bias=True, as BERT has them")
-        for name, choices in (
-            ("positions", Positions),
-            ("norm", Norm),
-            ("feed_forward", FeedForwardKind),
-            ("attention", Attention),
-            ("kernels", Kernels),
-            ("recompute", Recompute),
-        ):
-            if getattr(self, name) not in get_args(choices):
-                known = ", ".join(get_args(choices))
-                raise UserError(f"{name} {getattr(self, name)!r} does not exist; choose from {known}")
+        _check_choices(self)
 
     def override(self, **changes: Any) -> "ModelConfig":
-        """The same with every change that is not None, checked anew."""
+        """A copy with every change that is not None, checked anew."""
         return replace(self, **{name: value for name, value in changes.items() if value is not None})
 
     @property
@@ -108,7 +162,7 @@ class ModelConfig:
         return self.num_kv_heads or self.num_heads
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts: the k-th, the 2k-th and so on."""
+        """True for a layer with experts, counted from 0: the k-th, the 2k-th and so on."""
         return bool(self.num_experts) and (layer + 1) % self.expert_every == 0
 
     @property
@@ -118,7 +172,7 @@ class ModelConfig:
 
     @property
     def expert_layers(self) -> int:
-        """How many layers have experts in place of the dense feed-forward."""
+        """Number of layers with experts in place of the dense feed-forward."""
         return self.num_layers // self.expert_every if self.num_experts else 0
 
 
@@ -148,76 +202,30 @@ _COURSE_SHAPES = {
 
 
 def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> Preset:
-    model = ModelConfig(
-        vocab_size=10_000, context_length=128, d_model=d_model, d_ff=d_ff, num_layers=num_layers, num_heads=num_heads
-    )
+    model = ModelConfig(10_000, 128, d_model, d_ff, num_layers, num_heads)
     if year == 2024:
         return Preset(model, batch_size=16, source="CS336 assignment 2, 2024 edition")
     # From 2025 on the course's model has rotary positions, a gated feed-forward of the same d_ff and its own head.
-    model = replace(
-        model,
-        positions="rotary",
-        feed_forward="swiglu",
-        tied_head=False,
-        context_length=512 if year == 2026 else 128,
-    )
+    context = 512 if year == 2026 else 128
+    model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False, context_length=context)
     return Preset(model, batch_size=4, source=f"CS336 assignment 2, {year} edition")
 
 
-_TINY = ModelConfig(
-    vocab_size=256, context_length=128, d_model=128, d_ff=512, num_layers=4, num_heads=4, attention="sdpa"
+# vocab_size, context_length, d_model, d_ff, num_layers, num_heads; then what differs from the defaults.
+_TINY = ModelConfig(256, 128, 128, 512, 4, 4, attention="sdpa")
+_GPT = ModelConfig(50_257, 2048, 12_288, 49_152, 96, 96, bias=True, norm="layernorm", feed_forward="gelu-tanh")
+_BERT = ModelConfig(29_056, 512, 1024, 4096, 24, 16, causal=False, token_types=2).override(
+    bias=True, norm="layernorm", bert_heads=True, dropout=0.1
 )
-_GPT = ModelConfig(
-    vocab_size=50_257,
-    context_length=2048,
-    d_model=12_288,
-    d_ff=49_152,
-    num_layers=96,
-    num_heads=96,
-    bias=True,
-    norm="layernorm",
-    feed_forward="gelu-tanh",
+_LLAMA = ModelConfig(128_256, 8192, 4096, 14_336, 32, 32, num_kv_heads=8, rotary_base=500_000.0).override(
+    positions="rotary", feed_forward="swiglu", tied_head=False
 )
-_BERT = ModelConfig(
-    vocab_size=29_056,
-    context_length=512,
-    d_model=1024,
-    d_ff=4096,
-    num_layers=24,
-    num_heads=16,
-    causal=False,
-    token_types=2,
-    bias=True,
-    norm="layernorm",
-    bert_heads=True,
-    dropout=0.1,
-)
-_FAIRSEQ_MOE = ModelConfig(
-    vocab_size=51_200,
-    context_length=2048,
-    d_model=768,
-    d_ff=3072,
-    num_layers=12,
-    num_heads=12,
+_FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512).override(
     positions="sinusoidal",
     bias=True,
     norm="layernorm",
     dropout=0.1,
-    num_experts=512,
     mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05),
-)
-_LLAMA = ModelConfig(
-    vocab_size=128_256,
-    context_length=8192,
-    d_model=4096,
-    d_ff=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    positions="rotary",
-    rotary_base=500_000.0,
-    feed_forward="swiglu",
-    tied_head=False,
 )
 
 # The same in every year.

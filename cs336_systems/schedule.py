@@ -1,31 +1,31 @@
-"""Pipeline schedules as data: what each stage computes and in which order, and a simulator that says what it costs.
+"""Pipeline schedules as data: GPipe, 1F1B and interleaved 1F1B, their closed forms, a simulator and a drawing.
 
-A schedule is a list of actions for every stage. All three run some forwards first, then a forward and a backward in
-turn, then the backwards that are left; they differ in how many forwards come first. An executor walks its own stage's
-list, `simulate` walks them all.
-
-Sends must not block. Were each to wait for its receiver, stage 0 of 2 in 1F1B would offer its second forward while
-stage 1 offers its first backward, and neither would take the other's.
+A schedule is a list of actions per stage. All three have a warm-up of forwards, a steady state in which a forward and
+a backward alternate, and a cool-down of backwards; they differ in the length of the warm-up. `pipeline.py` executes one
+stage's list, `simulate` plays all of them. Sends must not block: in 1F1B with two stages, stage 0 sends its second
+forward while stage 1 sends its first backward.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
+from string import ascii_lowercase
 from typing import Literal, NamedTuple
 
 from cs336_systems.errors import UserError
-from cs336_systems.schedule_drawing import Cell, draw
 
 NAMES = ("gpipe", "1f1b", "interleaved")
+LEGEND = "0> forward and 0< backward of microbatch 0; with chunks, 0a and 0A in chunk a, 0b and 0B in chunk b; . idle"
 
 
 class ScheduleError(ValueError):
-    """Lists of actions that no pipeline can run; says at which stage and action."""
+    """A schedule that no pipeline can run; the message names the stage and the action."""
 
 
 class Action(NamedTuple):
-    """One microbatch's pass, in one direction, through one chunk of a stage's layers."""
+    """Forward or backward of one microbatch through one chunk of a stage's layers."""
 
     kind: Literal["forward", "backward"]
     microbatch: int
@@ -36,19 +36,18 @@ class Action(NamedTuple):
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Every forward, then every backward (arXiv:1811.06965, section 2.2).
+    """GPipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2).
 
-    Backwards run in the order of the microbatches, as in the other two schedules, so that gradients are added up in
-    the order of one process. Raises UserError, as the others do, for a count below 1 and a stage that does not exist.
+    Backwards run in the order of the microbatches, so that gradients are added in the order of one process. Raises
+    UserError, as the others do, for a count below 1 and a stage that does not exist.
     """
     return _one_stage("gpipe", stage, stages, microbatches, 1)
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """1F1B: each backward as early as it can be; stage r of p holds p - r microbatches at most.
+    """1F1B: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
 
-    PipeDream-Flush (arXiv:2006.09503), as in arXiv:2104.04473, section 2.2.1: as fast as GPipe, with activation
-    memory that does not grow with the number of microbatches.
+    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory.
     """
     return _one_stage("1f1b", stage, stages, microbatches, 1)
 
@@ -56,28 +55,27 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
     """Interleaved 1F1B: a stage has several chunks of layers, and the pipeline fills and drains `chunks` times as fast.
 
-    arXiv:2104.04473, section 2.2.2, in the order of Megatron-LM v2.5: a stage takes as many microbatches as there are
-    stages through one chunk, then through the next, so that microbatches must be a multiple of stages, else UserError.
-    Stage r of p runs 2 (p - 1 - r) + (v - 1) p forwards of v chunks first or, as in Megatron, all of them where
-    microbatches == stages. One chunk leaves nothing to interleave: that is 1F1B, for any number of microbatches.
+    arXiv:2104.04473, section 2.2.2, as in Megatron-LM v2.5: for p stages, p microbatches pass one chunk, then the next
+    chunk, and so on; raises UserError if microbatches are not a multiple of p. The warm-up of stage r is 2 (p - 1 - r)
+    + (v - 1) p forwards for v chunks, or all where microbatches == p. One chunk: 1F1B, for any number of microbatches.
     """
     return _one_stage("interleaved", stage, stages, microbatches, chunks)
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The lists of all stages, for the name "gpipe", "1f1b" or "interleaved".
+    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved".
 
-    Raises UserError for another name, a count below 1, chunks where the schedule has none, and microbatches that are
-    no multiple of the stages where chunks are interleaved.
+    Raises UserError for another name, a count below 1, more than one chunk where the schedule has one, and
+    microbatches that are not a multiple of the stages where chunks are interleaved.
     """
     _check(name, stages, microbatches, chunks)
     return [list(_one_stage(name, stage, stages, microbatches, chunks)) for stage in range(stages)]
 
 
 def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int) -> range:
-    """The layers that a stage's chunk owns: chunk 0 of all stages comes first, then chunk 1 of all stages, and so on.
+    """Layers of a stage's chunk: the model begins with chunk 0 of every stage, then chunk 1 of every stage, and so on.
 
-    Raises UserError if the layers do not divide evenly over all chunks of all stages, or there is no such chunk.
+    Raises UserError if the layers do not divide evenly over all chunks of all stages, or the chunk does not exist.
     """
     _check("interleaved", stages, stages, chunks, stage)
     if not 0 <= chunk < chunks:
@@ -91,7 +89,7 @@ def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int)
 
 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The idle share of the pipeline's time, with stages of equal speed and messages that take no time.
+    """Idle share of the pipeline's time for stages of equal speed and messages that take no time.
 
     ((p - 1) / v) / (m + (p - 1) / v) for p stages, m microbatches and v chunks. arXiv:2104.04473, section 2.2, divides
     the same idle time by the busy time instead of the whole: (p - 1) / (v m).
@@ -101,31 +99,31 @@ def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) 
 
 
 def peak_live(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1) -> int:
-    """The most passes through a chunk whose activations stage r holds at once; each is 1 / chunks of its layers.
+    """Largest number of forwards whose activations stage r holds at once, each of 1 / chunks of its layers.
 
-    m for GPipe, min(p - r, m) for 1F1B (arXiv:2104.04473, section 2.2.1); interleaved with v > 1 it is the warm-up
-    and one more, 2 (p - 1 - r) + (v - 1) p + 1, but m v where m = p.
+    m for GPipe, min(p - r, m) for 1F1B (arXiv:2104.04473, section 2.2.1); interleaved with v > 1 the warm-up plus one,
+    2 (p - 1 - r) + (v - 1) p + 1, but m v where m = p.
     """
     _check(name, stages, microbatches, chunks, stage)
     return min(_warm_up(name, stage, stages, microbatches, chunks) + 1, microbatches * chunks)
 
 
 def receives_from(stage: int, action: Action, stages: int, chunks: int) -> tuple[int, Action] | None:
-    """The stage and the action whose output this action takes in; None where that is the batch or the loss.
+    """Stage and action whose output this action receives; None where the input is the batch or the loss.
 
-    The last stage hands chunk c's output to chunk c + 1 of stage 0, and gradients travel the same way back.
+    The last stage sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back.
     """
     return _next_to(stage, action, stages, chunks, -1 if action.kind == "forward" else 1)
 
 
 def sends_to(stage: int, action: Action, stages: int, chunks: int) -> tuple[int, Action] | None:
-    """The stage and the action that take in this action's output; None after the last chunk and before the first."""
+    """Stage and action that receive this action's output; None after the last chunk and before the first."""
     return _next_to(stage, action, stages, chunks, 1 if action.kind == "forward" else -1)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """When a stage ran an action, in the unit of the times that were given to `simulate`."""
+    """Start and end of an action on a stage, in the unit of the times given to `simulate`."""
 
     stage: int
     action: Action
@@ -135,39 +133,56 @@ class Timed:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule played out: one list of timed actions for every stage, in the order of time."""
+    """Result of `simulate`: a list of timed actions for each stage, in the order of time."""
 
     timeline: list[list[Timed]]
     chunks: int
 
     @property
     def makespan(self) -> float:
-        """The time from the first action's start to the last one's end."""
+        """Time from the start of the first action to the end of the last one."""
         return max(row[-1].end for row in self.timeline)
 
     @property
     def idle(self) -> list[float]:
-        """For each stage, how much of the makespan it computes nothing."""
+        """Idle time of each stage within the makespan."""
         gaps = [sum(after.start - before.end for before, after in pairwise(row)) for row in self.timeline]
         return [row[0].start + gap + self.makespan - row[-1].end for row, gap in zip(self.timeline, gaps, strict=True)]
 
     @property
     def bubble(self) -> float:
-        """The idle share of all stages' time, from 0 to 1."""
+        """Idle share of all stages' time, from 0 to 1."""
         return sum(self.idle) / (len(self.timeline) * self.makespan)
 
     @property
     def peak_live(self) -> list[int]:
-        """For each stage, the most passes through a chunk whose forward has begun and whose backward has not ended."""
+        """Of each stage, the largest number of forwards begun whose backward has not ended."""
         return [max(accumulate(1 if each.action.kind == "forward" else -1 for each in row)) for row in self.timeline]
 
     def drawing(self, width: int = 100) -> str:
-        """The timeline as text, at most `width` columns wide; `schedule_drawing.LEGEND` says how to read it.
+        """Timeline as text, at most `width` columns: a row per stage, characters per action (`LEGEND`), dots for idle.
 
-        An action too narrow for its number shows its direction and chunk alone.
+        The shortest action takes a whole number of columns, so that equal times look equal, unless `width` is too small
+        for that. An action too narrow for its number shows only its direction and chunk.
         """
-        rows = [[Cell(each.start, each.end, *each.action) for each in row] for row in self.timeline]
-        return draw(rows, self.chunks, width)
+        margin = len(f"stage {len(self.timeline) - 1} ")
+        shortest = min(each.end - each.start for row in self.timeline for each in row)
+        scale = max(width - margin, 1) / self.makespan
+        columns = math.floor(scale * shortest + 1e-9)  # the small term undoes the rounding of times such as a third
+        if columns:
+            scale = columns / shortest
+        lines = []
+        for stage, row in enumerate(self.timeline):
+            line = f"stage {stage}".ljust(margin)
+            for each in row:
+                start, end = (margin + round(time * scale) for time in (each.start, each.end))
+                letter = ascii_lowercase[each.action.chunk % len(ascii_lowercase)]
+                forward, backward = "><" if self.chunks == 1 else (letter, letter.upper())
+                number = str(each.action.microbatch) if len(str(each.action.microbatch)) < end - start else ""
+                mark = forward if each.action.kind == "forward" else backward
+                line = line.ljust(start, ".") + number.ljust(end - start, mark)
+            lines.append(line.ljust(margin + round(self.makespan * scale), "."))
+        return "\n".join(lines)
 
 
 def simulate(
@@ -176,18 +191,22 @@ def simulate(
     backward: float | Sequence[float] = 2.0,
     transfer: float = 0.0,
 ) -> Simulation:
-    """Run every stage's list, each action as soon as its stage is free and its input has come.
+    """Play the lists of all stages, each action as soon as its stage is free and its input has arrived.
 
     `forward` and `backward` are the times of one microbatch in a whole stage, all chunks together, in any unit: one
-    number, or one for each stage. A message between stages takes `transfer` and keeps neither of them busy.
+    number, or one per stage. A message between stages takes `transfer` and keeps neither of them busy.
 
-    Raises ScheduleError if a list repeats or lacks an action or has a backward before its forward, and, naming what
-    every stage waits for, if the lists deadlock. Raises UserError for times that cannot be.
+    Raises ScheduleError if a list repeats or lacks an action, has a backward before its forward, or if the lists
+    deadlock, naming the action that each stage waits for. Raises UserError for a time that is not positive.
     """
     stages, chunks = len(schedules), _count_chunks(schedules)
     if transfer < 0:
         raise UserError(f"transfer must be at least 0, not {transfer}")
-    times = {"forward": _of_each("forward", forward, stages), "backward": _of_each("backward", backward, stages)}
+    times = {}
+    for kind, time in (("forward", forward), ("backward", backward)):
+        times[kind] = list(time) if isinstance(time, Sequence) else [time] * stages
+        if len(times[kind]) != stages or min(times[kind]) <= 0:
+            raise UserError(f"{kind} must be a time above 0, or one for each of the {stages} stages, not {time}")
     timeline: list[list[Timed]] = [[] for _ in schedules]
     ends: dict[tuple[int, Action], float] = {}
     moved = True
@@ -198,14 +217,18 @@ def simulate(
                 source = receives_from(stage, action, stages, chunks)
                 if source is not None and source not in ends:
                     break
-                come = 0.0 if source is None else ends[source] + (transfer if source[0] != stage else 0.0)
-                start = max(come, timeline[stage][-1].end if timeline[stage] else 0.0)
+                arrival = 0.0 if source is None else ends[source] + (transfer if source[0] != stage else 0.0)
+                start = max(arrival, timeline[stage][-1].end if timeline[stage] else 0.0)
                 ends[stage, action] = start + times[action.kind][stage] / chunks
                 timeline[stage].append(Timed(stage, action, start, ends[stage, action]))
                 moved = True
-    stuck = [(stage, row[len(timeline[stage])]) for stage, row in enumerate(schedules) if row[len(timeline[stage]) :]]
+    stuck = [
+        f"stage {stage} cannot run {row[len(done)]} before stage {source[0]} has run {source[1]}"
+        for stage, (row, done) in enumerate(zip(schedules, timeline, strict=True))
+        if len(done) < len(row) and (source := receives_from(stage, row[len(done)], stages, chunks))
+    ]
     if stuck:
-        raise ScheduleError(f"deadlock: {'; '.join(_waits(*each, stages, chunks) for each in stuck)}")
+        raise ScheduleError(f"deadlock: {'; '.join(stuck)}")
     return Simulation(timeline, chunks)
 
 
@@ -221,56 +244,42 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, stage: int = 
         raise UserError(f"{name} has one chunk per stage, not {chunks}: use interleaved for more")
     if chunks > 1 and microbatches % stages:
         below = microbatches // stages * stages
+        numbers = f"microbatches {microbatches} is not a multiple of stages {stages}"
         near = f"{below} or {below + stages}" if below else str(stages)
-        raise UserError(
-            f"microbatches {microbatches} is not a multiple of stages {stages}, as interleaved needs: use {near}"
-        )
+        raise UserError(f"{numbers}, as interleaved needs: use {near}")
 
 
 def _warm_up(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> int:
-    """How many forwards a stage runs before its first pair of a forward and a backward."""
+    """Number of forwards that a stage runs before it alternates."""
     if name == "gpipe" or (chunks > 1 and microbatches == stages):
         return microbatches * chunks
-    if chunks == 1:
-        return min(stages - 1 - stage, microbatches)
-    return 2 * (stages - 1 - stage) + (chunks - 1) * stages
-
-
-def _micro_steps(group: int, microbatches: int, chunks: int) -> tuple[list[Action], list[Action]]:
-    """All forwards and all backwards of a stage: `group` microbatches through one chunk, then through the next."""
-    forwards, backwards = [], []
-    for step in range(microbatches * chunks):
-        rounds, place = divmod(step, group * chunks)
-        chunk, microbatch = place // group, rounds * group + place % group
-        forwards.append(Action("forward", microbatch, chunk))
-        backwards.append(Action("backward", microbatch, chunks - 1 - chunk))
-    return forwards, backwards
+    return min(stages - 1 - stage, microbatches) if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
 
 
 def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+    """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
     _check(name, stages, microbatches, chunks, stage)
-    forwards, backwards = _micro_steps(stages, microbatches, chunks)
-    warm_up = _warm_up(name, stage, stages, microbatches, chunks)
-    pairs = zip(forwards[warm_up:], backwards, strict=False)
-    return chain(forwards[:warm_up], chain.from_iterable(pairs), backwards[len(forwards) - warm_up :])
+    # `stages` microbatches through one chunk, then the same through the next; backwards begin at the last chunk.
+    forwards, backwards = [], []
+    for step in range(microbatches * chunks):
+        group, place = divmod(step, stages * chunks)
+        chunk, microbatch = place // stages, group * stages + place % stages
+        forwards.append(Action("forward", microbatch, chunk))
+        backwards.append(Action("backward", microbatch, chunks - 1 - chunk))
+    ahead = _warm_up(name, stage, stages, microbatches, chunks)
+    warm_up = forwards[:ahead]
+    steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))  # one forward, one backward
+    cool_down = backwards[len(forwards) - ahead :]
+    return chain(warm_up, steady, cool_down)
 
 
 def _next_to(stage: int, action: Action, stages: int, chunks: int, step: int) -> tuple[int, Action] | None:
     place = action.chunk * stages + stage + step
-    if not 0 <= place < stages * chunks:
-        return None
-    return place % stages, action._replace(chunk=place // stages)
-
-
-def _of_each(what: str, time: float | Sequence[float], stages: int) -> list[float]:
-    times = list(time) if isinstance(time, Sequence) else [time] * stages
-    if len(times) != stages or min(times) <= 0:
-        raise UserError(f"{what} must be a time above 0, or one for each of the {stages} stages, not {time}")
-    return times
+    return (place % stages, action._replace(chunk=place // stages)) if 0 <= place < stages * chunks else None
 
 
 def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:
-    """How many chunks the lists speak of, once each is seen to have every action once, forward before backward."""
+    """Number of chunks; raises ScheduleError unless each list has every action once, forward before backward."""
     everything = [action for actions in schedules for action in actions]
     if not everything:
         raise ScheduleError("a schedule needs at least one stage and one action")
@@ -288,9 +297,3 @@ def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:
             if order[each] > order[each._replace(kind="backward")]:
                 raise ScheduleError(f"stage {stage} has a backward before the {each}")
     return chunks
-
-
-def _waits(stage: int, action: Action, stages: int, chunks: int) -> str:
-    source = receives_from(stage, action, stages, chunks)
-    assert source is not None, "an action without a source never waits"
-    return f"stage {stage} cannot run {action} before stage {source[0]} has run {source[1]}"

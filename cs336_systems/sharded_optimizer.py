@@ -6,7 +6,7 @@ is one all-gather of the parameters a step (Rajbhandari et al., arXiv:1910.02054
 Parameters live in one flat buffer, and the two layouts differ only in where it is cut:
 
     flat     equal slices, wherever they fall: balanced to the element, one all-gather; for elementwise optimizers
-    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank, balanced as luck has it
+    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank; balanced as sizes allow
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,13 +15,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.bucket import ScattersGradients
+from cs336_systems.buffers.flat import FlatLayout
+from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
+from cs336_systems.buffers.state import gather_state, slice_state
+from cs336_systems.buffers.wrapper import Wrapper
 from cs336_systems.comm import Group, default_group
-from cs336_systems.elementwise import require_elementwise
 from cs336_systems.errors import UserError
-from cs336_systems.flat import FlatLayout
-from cs336_systems.optimizer_state import gather_state, slice_state
-from cs336_systems.param_store import ParamStore, Part
+from cs336_systems.optim.elementwise import require_elementwise
 
 Layout = Literal["flat", "whole"]
 
@@ -41,11 +41,10 @@ def refuse(optimizer_cls: type[torch.optim.Optimizer], layout: str, options: dic
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer class, of which each rank of a group runs a share.
 
-    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`. Parameters
-    are moved into a flat buffer (each stays the same object), so move or cast the module before. `state_dict` and
-    `load_state_dict` have the format of the unsharded optimizer and load at any number of ranks; every rank must call
-    them. With `wrapper`, a data-parallel wrapper that scatters, gradients are taken from its shards (stage 2).
-
+    Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`; with
+    `wrapper`, a data-parallel wrapper whose gradients are sharded, they are taken from there (stage 2). Parameters are
+    moved into a flat buffer (each stays the same object), so move or cast the module before. `state_dict` and
+    `load_state_dict` have the unsharded optimizer's format and load at any number of ranks; every rank must call them.
     Raises UserError for an optimizer that cannot be sharded, ValueError for a parameter in two groups.
     """
 
@@ -55,15 +54,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         optimizer_cls: type[torch.optim.Optimizer],
         group: Group | None = None,
         layout: Layout = "flat",
-        wrapper: ScattersGradients | None = None,
+        wrapper: Wrapper | None = None,
         **kwargs: Any,
     ) -> None:
         refuse(optimizer_cls, layout, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
-        self.stores: list[ParamStore] = []
+        self.buffers: list[ParameterBuffer] = []
         self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
         self.inner: torch.optim.Optimizer | None = None
-        # Made for one number only: it checks the settings and knows those that were not given.
+        # Made for one number only: it checks the options and knows the defaults of those that were not given.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             self._take_shards(wrapper)
@@ -78,11 +77,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]
         self.owners.append(list(added["params"]))
         if self.wrapper is None:
-            self._store(added["params"])
+            self._move_into_buffers(added["params"])
         if self.inner is not None:
             self.inner.add_param_group(self._share(added))
 
-    def _store(self, parameters: Sequence[nn.Parameter]) -> None:
+    def _move_into_buffers(self, parameters: Sequence[nn.Parameter]) -> None:
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in parameters:
             if parameter.requires_grad:
@@ -90,14 +89,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ranks, whole = self.group.size(), self.layout == "whole"
         for same in kinds.values():
             layout = FlatLayout.whole(same, ranks) if whole else FlatLayout.pack(same, ranks)
-            self.stores.append(ParamStore(same, layout, self.group, equal=not whole))
+            self.buffers.append(ParameterBuffer(same, layout, self.group, equal=not whole))
 
-    def _take_shards(self, wrapper: ScattersGradients) -> None:
+    def _take_shards(self, wrapper: Wrapper) -> None:
         """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
-        known = {parameter for owners in self.owners for parameter in owners}
-        if any(parameter not in known for parameter in wrapper.bucket_of):
+        if not wrapper.bucket_of.keys() <= self._numbers().keys():
             raise UserError("the wrapper synchronises parameters that the optimizer was not given")
-        self.stores = [ParamStore(list(b.parameters), b.layout, self.group, equal=True) for b in wrapper.buckets]
+        self.buffers = [ParameterBuffer(list(b.parameters), b.layout, self.group, equal=True) for b in wrapper.buckets]
         parts = {part.owner: part.tensor for part in self._parts()}
         for group, owners in zip(self.param_groups, self.owners, strict=True):
             group["params"] = [parts[owner] for owner in owners if owner in parts]
@@ -106,50 +104,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group of parameters as the inner optimizer has it: this rank's parts of them."""
         owners = set(self.owners[next(i for i, g in enumerate(self.param_groups) if g is group)])
-        mine = [part.tensor for store in self.stores for part in store.parts if part.owner in owners]
-        return {**group, "params": mine}
+        return {**group, "params": [part.tensor for part in self._parts() if part.owner in owners]}
 
     def _parts(self) -> Iterable[Part]:
-        return (part for store in self.stores for part in store.parts)
+        return (part for buffer in self.buffers for part in buffer.parts)
 
     @torch.no_grad()
     def _attach_gradients(self) -> None:
         """Give each part its piece of the gradient, as a view. None stays None: the inner optimizer skips it."""
-        if self.wrapper is None:
-            for part in self._parts():
-                gradient = part.owner.grad
-                if gradient is not None and not part.whole:
-                    gradient = gradient.reshape(-1)[part.start : part.stop]
-                part.tensor.grad = gradient
-            return
-        for bucket, store in zip(self.wrapper.buckets, self.stores, strict=True):
-            for part in store.parts:
-                part.tensor.grad = None
-                if bucket.shard is not None and part.owner in bucket.used:
-                    first = bucket.layout.offsets[bucket.index[part.owner]] + part.start - store.first
-                    part.tensor.grad = bucket.shard[first : first + part.tensor.numel()].view_as(part.tensor)
+        shards = {each.parameter: each.gradient for each in self.wrapper.kept_gradients()} if self.wrapper else {}
+        for part in self._parts():
+            whole, shard = part.owner.grad, shards.get(part.owner)
+            if self.wrapper is None and whole is not None:
+                shard = part.slice_of(whole)
+            part.tensor.grad = None if shard is None else shard.view_as(part.tensor)
 
     def _check(self) -> None:
         if self.wrapper is not None and not self.wrapper.synchronised:
             raise UserError("step() before finish_gradient_synchronization(): the shards are not complete")
-        for store in self.stores:
-            store.check_in_place()
-        stored = {parameter for store in self.stores for parameter in store.parameters}
-        for owner in (owner for owners in self.owners for owner in owners):
+        for buffer in self.buffers:
+            buffer.check_in_place()
+        stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}
+        for owner in self._numbers():
             if owner.grad is not None and owner not in stored:
                 raise UserError(
                     f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "
                     "a gradient now; make the optimizer anew"
                 )
 
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, **kwargs: Any
-    ) -> float | None:
-        """Update this rank's share and get the others'; the closure, if any, is run first and its loss returned.
-
-        Every rank must call it. `kwargs` go to the optimizer's own step. Raises UserError for gradients that are not
-        synchronised and parameters that have been moved.
-        """
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
+        """Update this rank's share and get the others'; a closure is run first and its loss returned. `kwargs` go to
+        the optimizer's own step. Every rank must call this. Raises UserError for gradients that are not synchronised
+        and for parameters that have been moved."""
         assert self.inner is not None
         loss = None
         if closure is not None:
@@ -161,9 +147,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._copy_settings(self.param_groups, self.inner.param_groups)
         self.inner.step(**kwargs)
         self._copy_settings(self.inner.param_groups, self.param_groups)
-        for store in self.stores:
-            store.send_round()
-            torch.autograd.graph.increment_version(store.parameters)  # for graphs from before the step
+        for buffer in self.buffers:
+            buffer.all_gather()
+            torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
         if self.wrapper is None:
             for part in self._parts():
                 part.tensor.grad = None
@@ -177,12 +163,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the model, and of the wrapper's shards."""
-        if self.wrapper is not None:
-            self.wrapper.zero_grad(set_to_none)
-            for part in self._parts():
-                part.tensor.grad = None
-        else:
+        if self.wrapper is None:
             super().zero_grad(set_to_none)
+            return
+        self.wrapper.zero_grad(set_to_none)
+        for part in self._parts():
+            part.tensor.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
@@ -192,13 +178,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in owners]}
             for group, owners in zip(self.param_groups, self.owners, strict=True)
         ]
-        return {"state": gather_state(self.inner, self.stores, numbers), "param_groups": groups}
+        return {"state": gather_state(self.inner, self.buffers, numbers), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state, from any number of ranks or the unsharded optimizer.
-
-        Raises ValueError if it belongs to other parameters.
-        """
+        """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters."""
         assert self.inner is not None
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
@@ -206,9 +189,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers = {
             p: n for g, owners in zip(saved, self.owners, strict=True) for p, n in zip(owners, g["params"], strict=True)
         }
-        slice_state(self.inner, self.stores, numbers, state_dict["state"])
+        slice_state(self.inner, self.buffers, numbers, state_dict["state"])
         self._copy_settings(saved, self.param_groups)
         self._copy_settings(saved, self.inner.param_groups)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
+        """The model's parameters, numbered as the unsharded optimizer's state numbers them."""
         return {parameter: i for i, parameter in enumerate(p for owners in self.owners for p in owners)}

@@ -1,4 +1,4 @@
-"""ZeRO is a table of where things rest: each of parameters, gradients and optimizer state is replicated or sharded.
+"""ZeRO is a table of placements: each of parameters, gradients and optimizer state is replicated or sharded.
 
     stage   parameters   gradients    optimizer    moves each step                         fp32 AdamW, bytes a parameter
     0       replicated   replicated   replicated   all-reduce                              4 + 4 + 8
@@ -6,17 +6,19 @@
     2       replicated   sharded      sharded      reduce-scatter, all-gather              4 + (4 + 8)/N
     3       sharded      sharded      sharded      2 all-gathers, reduce-scatter           (4 + 4 + 8)/N
 
-(Rajbhandari et al., arXiv:1910.02054, figure 1.) A gradient that is to be replicated is all-reduced and one that is to
-be sharded reduce-scattered; what is sharded and needed whole is all-gathered.
+(Rajbhandari et al., arXiv:1910.02054, figure 1.) A gradient that rests replicated is all-reduced, one that rests
+sharded is reduce-scattered; what is sharded and needed whole is all-gathered.
 """
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from cs336_systems.comm import Group, reduce_scatter
+from cs336_systems.buffers.placements import REPLICATED, SHARDED, Placement
+from cs336_systems.buffers.wrapper import Parameters
+from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
@@ -25,10 +27,20 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-class ScatteredDDP(BucketedDDP):
-    """Bucketed data parallelism with one verb changed: each rank keeps its slice of every bucket's mean and no more."""
+class Placements(NamedTuple):
+    """Where the three rest between the steps of a stage."""
 
-    scatters, verb = True, staticmethod(reduce_scatter)
+    parameters: Placement
+    gradients: Placement
+    optimizer: Placement
+
+
+STAGES = (
+    Placements(REPLICATED, REPLICATED, REPLICATED),
+    Placements(REPLICATED, REPLICATED, SHARDED),
+    Placements(REPLICATED, SHARDED, SHARDED),
+    Placements(SHARDED, SHARDED, SHARDED),
+)
 
 
 def zero(
@@ -37,8 +49,8 @@ def zero(
     stage: int,
     group: Group | None = None,
     param_groups: ParamGroups | None = None,
-    apart: Collection[nn.Parameter] = (),
-    ignored: Collection[nn.Parameter] = (),
+    apart: Parameters = (),
+    ignored: Parameters = (),
     **kwargs: Any,
 ) -> tuple[DataParallel | FSDP, torch.optim.Optimizer]:
     """The module and its optimizer with a stage's placements; the loop that trains them is the same for all four:
@@ -49,17 +61,17 @@ def zero(
     gradients of `apart` are cut by themselves and `ignored` ones left alone (see `DataParallel`); `kwargs` go to the
     optimizer. Raises UserError for a stage that does not exist or an optimizer that cannot be sharded.
     """
-    if stage not in (0, 1, 2, 3):
+    if stage not in range(len(STAGES)):
         raise UserError(f"ZeRO has stages 0 to 3, not {stage}")
+    parameters, gradients, optimizer = STAGES[stage]
     wrapped: DataParallel | FSDP
-    if stage == 3:
+    if parameters == SHARDED:
         wrapped = FSDP(module, group=group, ignored=ignored)
     else:
-        wrapped = (ScatteredDDP if stage == 2 else BucketedDDP)(module, group=group, apart=apart, ignored=ignored)
+        wrapped = BucketedDDP(module, group=group, apart=apart, ignored=ignored, gradients=gradients)
     groups = param_groups(wrapped) if param_groups else [{"params": list(wrapped.parameters())}]
-    left_out = set(ignored)
-    groups = [each | {"params": [p for p in each["params"] if p not in left_out]} for each in groups]
-    if stage in (0, 3):
+    groups = [each | {"params": [p for p in each["params"] if p not in wrapped.guard.ignored]} for each in groups]
+    if optimizer == parameters:  # state rests where the optimizer's parameters do
         return wrapped, optimizer_cls(groups, **kwargs)
-    wrapper = wrapped if isinstance(wrapped, ScatteredDDP) else None
-    return wrapped, ShardedOptimizer(groups, optimizer_cls, group, wrapper=wrapper, **kwargs)
+    source = wrapped if gradients == SHARDED else None
+    return wrapped, ShardedOptimizer(groups, optimizer_cls, group, wrapper=source, **kwargs)

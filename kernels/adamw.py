@@ -4,24 +4,22 @@
     v = b2 v + (1 - b2) g^2
     p = (1 - lr decay) p - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
 
-The update is a dozen operations for 28 bytes of memory, and a model has hundreds of parameters, most of them small. So
-what costs time is a pass over memory for every operation, and a launch for every parameter. Here a kernel is given
-tables of addresses instead of tensors: a program looks up which chunk of which parameter is its own.
-
-Parameters and gradients may be of half precision. The moments m and v are float32 always: b2 v + (1 - b2) g^2 with
-b2 = 0.999 changes v by less than bfloat16 can tell apart, so that v would stand still.
+A pass over memory for every operation and a launch for every parameter would cost the time. So the kernel is given
+tables of addresses instead of tensors: a program looks up which chunk of which parameter is its own. Parameters and
+gradients may be of half precision, the moments m and v are float32: b2 v + (1 - b2) g^2 with b2 = 0.999 changes v by
+less than bfloat16 can tell apart, so that v would stand still.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
-from kernels.backend import jit, runs_triton, tl
-from kernels.launch import launch
+from kernels.launch import jit, launch, runs_triton, tl
 
 BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
 CHUNK = 8 * BLOCK  # elements of a program, so that what it looks up is little beside what it updates
@@ -49,12 +47,9 @@ def adamw_kernel(
     programs_ptr, places_ptr, grads_ptr, settings_ptr,
     PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program updates CHUNK elements of one tensor.
-
-    programs (programs 2): which tensor, which of its chunks. places (tensors 5): the addresses of p, m and v, the
-    number of elements, the row of the settings. grads (tensors): the addresses of g. settings (rows 9):
-    `settings_row`.
-    """
+    """One program updates CHUNK elements of one tensor. programs (programs 2): which tensor, which of its chunks.
+    places (tensors 5): the addresses of p, m and v, the number of elements, the row of the settings. grads (tensors):
+    the addresses of g. settings (rows 9): `settings_row`."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0))
     start = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * CHUNK
     place = places_ptr + 5 * tensor
@@ -81,7 +76,7 @@ def adamw_kernel(
 
 
 def settings_row(group: dict[str, Any], step: int) -> tuple[float, ...]:
-    """What the update needs besides its tensors, in float64: sign of g, b1, 1 - b1, b2, 1 - b2, 1 - lr decay,
+    """Numbers of the update, in float64: sign of g, b1, 1 - b1, b2, 1 - b2, 1 - lr decay,
     lr / (1 - b1^t), sqrt(1 - b2^t), eps."""
     lr, eps, (beta1, beta2) = group["lr"], group["eps"], group["betas"]
     sign, shrink = -1.0 if group["maximize"] else 1.0, 1 - lr * group["weight_decay"]
@@ -100,7 +95,7 @@ def plain_update(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, sett
 
 
 class Kind(NamedTuple):
-    """What the tensors of a launch have in common."""
+    """Properties that the tensors of one launch share."""
 
     device: torch.device
     param_dtype: torch.dtype
@@ -108,63 +103,48 @@ class Kind(NamedTuple):
     aligned: bool
 
 
-class Batch:
-    """The tables of a launch. They stay on the device, and each is sent anew only when it has changed: the addresses of
-    parameters and moments never do, those of gradients seldom, although they are made anew for every step."""
+class Tables:
+    """Tables of the launches of one kind, on the device. Each is sent only when it has changed: the addresses of
+    parameters and moments never do, those of gradients seldom."""
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.sent: dict[str, tuple[list[Any], Tensor]] = {}
 
     def table(self, name: str, numbers: list[Any], make: Callable[[list[Any]], Tensor]) -> Tensor:
-        """The table `make(numbers)` on the device. The copy does not wait for the GPU to catch up: it starts from
-        pinned memory that torch takes back only after the copy."""
-        known = self.sent.get(name)
-        if known is None or known[0] != numbers:
+        """The table `make(numbers)` on the device, copied from pinned memory without waiting for the GPU."""
+        if name not in self.sent or self.sent[name][0] != numbers:
             host = make(numbers)
             if self.kind.device.type == "cuda":
                 host = host.pin_memory().to(self.kind.device, non_blocking=True)
-            known = self.sent[name] = numbers, host
-        return known[1]
+            self.sent[name] = numbers, host
+        return self.sent[name][1]
 
-    def update(self, rows: Sequence[Sequence[int]], settings: list[tuple[float, ...]]) -> None:
-        """Launch for rows of (p, m, v, elements, row of the settings, g), where tensors are given by address."""
+    def launch(self, rows: Sequence[Sequence[int]], settings: list[tuple[float, ...]]) -> None:
+        """Update the tensors of rows (p, m, v, elements, row of the settings, g), given by address."""
+        addresses = partial(torch.tensor, dtype=torch.int64, device="cpu")
         programs = self.table("programs", [row[3] for row in rows], program_table)
         places = self.table("places", list(chain.from_iterable(row[:5] for row in rows)), addresses)
         grads = self.table("grads", [row[5] for row in rows], addresses)
-        values = self.table("settings", settings, floats)
+        values = self.table("settings", settings, partial(torch.tensor, dtype=torch.float32, device="cpu"))
         if programs.numel():
-            types = {"PARAM": type_of(self.kind.param_dtype), "GRAD": type_of(self.kind.grad_dtype)}
-            constants = {**types, "ALIGNED": self.kind.aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
+            types = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in self.kind[1:3])
+            constants = dict(zip(("PARAM", "GRAD"), types, strict=True))
+            constants |= {"ALIGNED": self.kind.aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
             tables = (programs, places, grads, values)
             launch(adamw_kernel, (programs.shape[0], 1, 1), *tables, num_warps=NUM_WARPS, **constants)
 
 
 def program_table(sizes: list[int]) -> Tensor:
-    """(programs 2): for every program the tensor and the chunk that are its own, from the tensors' sizes."""
+    """(programs 2): the tensor and the chunk of every program, from the tensors' sizes."""
     chunks = [-(-size // CHUNK) for size in sizes]
     tensor = torch.tensor(range(len(chunks)), dtype=torch.int32, device="cpu")
     chunk = [torch.arange(n, dtype=torch.int32, device="cpu") for n in chunks]
     return torch.stack((tensor.repeat_interleave(torch.tensor(chunks, device="cpu")), torch.cat(chunk)), dim=1)
 
 
-def addresses(numbers: list[int]) -> Tensor:
-    """A table of addresses, which are 64 bits wide."""
-    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-
-
-def floats(rows: list[tuple[float, ...]]) -> Tensor:
-    """A table of `settings_row`s, rounded to what the kernel computes with."""
-    return torch.tensor(rows, dtype=torch.float32, device="cpu")
-
-
-def type_of(dtype: torch.dtype) -> Any:
-    """Triton's name of a dtype."""
-    return getattr(tl, str(dtype).removeprefix("torch."))
-
-
 def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """The parameter's state with one step more counted, and with moments that the kernel can read."""
+    """The parameter's state after one more step is counted, with moments that the kernel can read."""
     wide = torch.promote_types(param.dtype, torch.float32)
     for name in MOMENTS:
         moment = state.get(name)
@@ -176,43 +156,13 @@ def advance(param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-class Work:
-    """What one step has to do, by kind of launch."""
-
-    def __init__(self) -> None:
-        self.settings: list[tuple[float, ...]] = []
-        self.row_of: dict[int, int] = {}  # by step, for parameters may have been left out of some
-        self.rows: dict[Kind, list[tuple[int, ...]]] = {}
-        self.fused: list[Tensor] = []
-        self.alive: list[Tensor] = []  # gradients of which the kernel knows no more than an address
-
-    def add(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
-        """Note the addresses of one parameter for the kernel, or update it at once where that cannot."""
-        step, mean, square, grad = state["step"], *(state[name] for name in MOMENTS), param.grad
-        assert grad is not None
-        if step not in self.row_of:
-            self.row_of[step] = len(self.settings)
-            self.settings.append(settings_row(group, step))
-        row = self.row_of[step]
-        if type(param) not in (Tensor, nn.Parameter) or not param.is_contiguous() or not runs_triton(param):
-            plain_update(param, grad, mean, square, self.settings[row])
-            return
-        grad = grad.contiguous().resolve_neg()
-        self.fused.append(param)
-        self.alive.append(grad)
-        p, m, v, g = param.data_ptr(), mean.data_ptr(), square.data_ptr(), grad.data_ptr()
-        kind = Kind(param.device, param.dtype, grad.dtype, (p | m | v | g) % 16 == 0)
-        self.rows.setdefault(kind, []).append((p, m, v, param.numel(), row, g))
-
-
 class FusedAdamW(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2), all in one launch.
 
-    Options, groups and state are those of `torch.optim.AdamW`, and so is the update, but for float32 moments whatever
-    the parameter's dtype. State dicts load both ways. Parameters that differ in dtype, device or whether they begin at
-    a multiple of 16 bytes take a launch each kind. float64, tensors that are not contiguous, subclasses such as DTensor
-    and CPUs without Triton's interpreter take plain torch. Not capturable in a CUDA graph: steps are counted on the
-    host. `torch.amp.GradScaler` works, as with any optimizer, by leaving steps out.
+    Options, groups, state and update are those of `torch.optim.AdamW`, but moments are float32 at least. State dicts
+    load both ways. Parameters that differ in dtype, device or alignment to 16 bytes take a launch each kind. float64,
+    tensors that are not contiguous, subclasses such as DTensor and CPUs without Triton's interpreter take plain torch.
+    Steps are counted on the host, so CUDA graphs cannot capture them.
 
     Raises ValueError for a hyperparameter out of range and a state with amsgrad, TypeError for a learning rate that is
     a tensor, a parameter that is no real floating-point number, and a sparse gradient.
@@ -221,29 +171,23 @@ class FusedAdamW(torch.optim.Optimizer):
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        *,
-        maximize: bool = False,
-    ) -> None:
-        self._batches: dict[Kind, Batch] = {}
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+        *, maximize: bool = False,
+    ) -> None:  # fmt: skip
+        self._tables: dict[Kind, Tables] = {}
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own; those that are not given are the optimizer's."""
+        """Add parameters with hyperparameters of their own, by default the optimizer's."""
         group = self.defaults | param_group
         lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
         if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
             raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
         if not (min(lr, eps, decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            raise ValueError(
-                f"lr {lr}, eps {eps} and weight_decay {decay} must not be negative, two betas, {betas}, lie in [0, 1)"
-            )
+            numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
+            raise ValueError(f"{numbers} must not be negative, two betas, {betas}, lie in [0, 1)")
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if not param.dtype.is_floating_point:
@@ -252,7 +196,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._batches = {}
+        self._tables = {}
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -287,12 +231,27 @@ class FusedAdamW(torch.optim.Optimizer):
         for param in chain.from_iterable(params for _, params in used):
             if param.grad.layout != torch.strided:
                 raise TypeError(f"FusedAdamW keeps dense moments; a gradient of layout {param.grad.layout} has none")
-        work = Work()
+        settings: list[tuple[float, ...]] = []
+        rows: dict[Kind, list[tuple[int, ...]]] = {}
+        fused, alive = [], []  # of gradients the kernel knows no more than an address
         for group, params in used:
+            row_of: dict[int, int] = {}  # by step, since parameters may have been left out of some
             for param in params:
-                work.add(param, group, advance(param, self.state[param]))
-            work.row_of.clear()  # the next group has settings of its own
-        for kind, rows in work.rows.items():
-            self._batches.setdefault(kind, Batch(kind)).update(rows, work.settings)
-        torch.autograd.graph.increment_version(work.fused)  # for graphs from before the step
+                state, grad = advance(param, self.state[param]), param.grad
+                step, mean, square = (state[name] for name in ("step", *MOMENTS))
+                row = row_of.setdefault(step, len(settings))
+                if row == len(settings):
+                    settings.append(settings_row(group, step))
+                if type(param) not in (Tensor, nn.Parameter) or not param.is_contiguous() or not runs_triton(param):
+                    plain_update(param, grad, mean, square, settings[row])
+                    continue
+                grad = grad.contiguous().resolve_neg()
+                fused.append(param)
+                alive.append(grad)
+                p, m, v, g = (each.data_ptr() for each in (param, mean, square, grad))
+                kind = Kind(param.device, param.dtype, grad.dtype, (p | m | v | g) % 16 == 0)
+                rows.setdefault(kind, []).append((p, m, v, param.numel(), row, g))
+        for kind, some in rows.items():
+            self._tables.setdefault(kind, Tables(kind)).launch(some, settings)
+        torch.autograd.graph.increment_version(fused)  # for graphs from before the step
         return loss

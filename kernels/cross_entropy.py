@@ -2,15 +2,13 @@
 
     z = hidden weight^T,    loss = mean over kept tokens of log sum_j exp(z_j) - z_target
 
-With a vocabulary of 128,256 the logits of 16,384 tokens are 4 GB in bfloat16, and a loss that keeps them, their softmax
-and their gradient needs three times that. Here a chunk of tokens makes its logits, one kernel replaces them by their
-gradient in place, and two matrix products turn that into the gradients of hidden and weight, before the next chunk
-overwrites it. So both gradients are computed in forward, for dL/dloss = 1, and backward merely scales them.
-
-Floor of n tokens: three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers of traffic, logits read and
-gradients written. At 4096 x 128,256 x 4096 in bfloat16 on an H200 (790 TFLOP/s, 4.3 TB/s) that is 16.3 ms and 0.49 ms.
+With a vocabulary of 128,256 the logits of 16,384 tokens are 4 GB in bfloat16, thrice that with softmax and gradient.
+Here a chunk of tokens makes its logits, one kernel replaces them by their gradient in place, and two matrix products
+turn that into the gradients of hidden and weight, for dL/dloss = 1, which backward merely scales. The floor of n tokens
+is three matrix products, 6 n vocab d_model FLOPs, and 2 n vocab numbers read and written.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,11 +16,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.backend import jit, runs_triton, tl
-from kernels.checks import require_floating, require_same_device, require_shape
-from kernels.elementwise import launch_over
-from kernels.launch import ceil_power_of_2, launch
-from kernels.ops import define
+from kernels.launch import (
+    ceil_power_of_2,
+    check_device,
+    check_shape,
+    check_tensors,
+    define,
+    jit,
+    launch,
+    launch_over,
+    new_like,
+    runs_triton,
+    tl,
+)
 
 
 @jit
@@ -32,9 +38,9 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """One program takes one token: its loss, and with NEED_GRAD dL/dz_j = softmax(z)_j - [j = target] in place of z_j.
 
-    The sum of exponentials is kept relative to the largest logit so far, m, and rescaled when m grows (Milakov and
-    Gimelshein, arXiv:1805.02867, algorithm 3), so nothing overflows and one pass yields log sum_j exp(z_j) = m + log s.
-    The second pass runs backwards, to find in the cache what the first one read last.
+    The sum of exponentials, s, is kept relative to the largest logit so far, m, and rescaled when m grows (Milakov and
+    Gimelshein, arXiv:1805.02867, algorithm 3): log sum_j exp(z_j) = m + log s. The second pass runs backwards, to find
+    in the cache what the first one read last.
     """
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
@@ -83,19 +89,10 @@ def scale_kernel(x_ptr, factor_ptr, y_ptr, units, UNIT: tl.constexpr, BLOCK: tl.
 
 
 def chunk_tokens(vocab: int, d_model: int, itemsize: int) -> int:
-    """How many tokens' logits exist at the same time: as many as weigh no more than 512 MiB or than the weight itself,
-    whichever is more, but 1024 at least and 4096 at most, for which matrix products run at full speed."""
+    """Tokens whose logits exist at the same time: up to 512 MiB or the weight's size, whichever is more, but 1024 to
+    4096, for which matrix products run at full speed."""
     budget = max(512 * 2**20, vocab * d_model * itemsize)
     return min(4096, max(1024, budget // (vocab * itemsize) // 128 * 128))
-
-
-def add_product(total: Tensor, a: Tensor, b: Tensor, is_first: bool) -> None:
-    """total += a b in float32, or total = a b for the first chunk; a and b may be in half precision."""
-    beta = 0 if is_first else 1
-    if a.is_cuda and a.dtype != total.dtype:
-        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)  # the CPU has no product of mixed dtypes
-    else:
-        torch.addmm(total, a.to(total.dtype), b.to(total.dtype), beta=beta, out=total)
 
 
 def rows_in_place(logits: Tensor, targets: Tensor, losses: Tensor, ignore_index: int, need_grad: bool) -> None:
@@ -130,30 +127,34 @@ def in_chunks(
         rows_in_place(logits, targets[some], losses[some], ignore_index, need_hidden or need_weight)
         if need_hidden:
             torch.mm(logits, weight, out=grad_hidden[some])
-        if need_weight:
-            add_product(grad_weight, logits.T, chunk, is_first=first == 0)
+        if need_weight and logits.is_cuda and logits.dtype != torch.float32:
+            torch.addmm(grad_weight, logits.T, chunk, torch.float32, beta=int(first > 0), out=grad_weight)
+        elif need_weight:  # the CPU has no product of mixed dtypes
+            torch.addmm(grad_weight, logits.T.float(), chunk.float(), beta=int(first > 0), out=grad_weight)
     return losses, grad_hidden, grad_weight
 
 
-def require_words(targets: Tensor, vocab: int, ignore_index: int) -> None:
-    """Raises ValueError on a CPU for a target that is no row of weight; to look at a GPU's would be to wait for it."""
-    if targets.device.type == "cpu":
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
-        if wrong.numel():
-            raise ValueError(f"targets contains {wrong[0]}, neither in [0, {vocab}) nor ignore_index={ignore_index}")
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, _: int, *need: bool) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    loss, kept = hidden.new_empty((), dtype=wide), targets.new_empty(())
+    return loss, kept, new_like(hidden, need[0]), new_like(weight, need[1], wide)
 
 
-def _linear_cross_entropy(
+@define("linear_cross_entropy", _fake)
+def _forward_op(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
-    require_words(targets, len(weight), ignore_index)
+    if targets.device.type == "cpu":  # to look at a GPU's would be to wait for it
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))]
+        if wrong.numel():
+            inside = f"[0, {len(weight)})"
+            raise ValueError(f"targets contains {wrong[0]}, neither in {inside} nor ignore_index={ignore_index}")
     kept = (targets != ignore_index).sum()
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+    with torch.no_grad(), nullcontext() if hidden.is_meta else torch.autocast(hidden.device.type, enabled=False):
         if runs_triton(hidden):
-            losses, grad_hidden, grad_weight = in_chunks(
-                hidden, weight, targets, ignore_index, need_hidden, need_weight
-            )
+            arguments = hidden, weight, targets, ignore_index, need_hidden, need_weight
+            losses, grad_hidden, grad_weight = in_chunks(*arguments)
             return losses.sum() / kept, kept, grad_hidden, grad_weight
         wide = reference.widen(weight)
         loss = reference.cross_entropy(hidden, wide, targets, ignore_index)
@@ -165,63 +166,37 @@ def _linear_cross_entropy(
         return loss, kept, grad_hidden, grad_weight
 
 
-def _fake_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, need_hidden: bool, need_weight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    grad_hidden = hidden.new_empty(hidden.shape if need_hidden else 0)
-    grad_weight = weight.new_empty(weight.shape if need_weight else 0, dtype=wide)
-    return hidden.new_empty((), dtype=wide), targets.new_empty(()), grad_hidden, grad_weight
-
-
-def _scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    y = x.new_empty(x.shape, dtype=dtype)
+@define("scaled", lambda x, _, dtype: new_like(x, dtype=dtype))
+def _scaled_op(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    y = new_like(x, dtype=dtype)
     if not runs_triton(x) or dtype == torch.float64:
         return y.copy_(reference.widen(x) * factor)
     launch_over(scale_kernel, x, factor, y)
     return y
 
 
-def _fake_scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-_forward_op = define(
-    "linear_cross_entropy(Tensor hidden, Tensor weight, Tensor targets, int ignore_index, bool need_hidden, "
-    "bool need_weight) -> (Tensor, Tensor, Tensor, Tensor)",
-    _linear_cross_entropy,
-    _fake_linear_cross_entropy,
-)
-_scaled_op = define("scaled(Tensor x, Tensor factor, ScalarType dtype) -> Tensor", _scaled, _fake_scaled)
-
-
 def check(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """Raises TypeError or ValueError for hidden (... d_model), weight (vocab d_model) and targets (...) that do not
-    belong together."""
-    require_floating(hidden=hidden, weight=weight)
-    require_same_device(hidden=hidden, weight=weight, targets=targets)
+    """Raises TypeError or ValueError if hidden (... d_model), weight (vocab d_model) and targets (...) do not fit."""
+    check_tensors(hidden=hidden, weight=weight)
+    check_device(hidden=hidden, targets=targets)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets must be of dtype torch.int64, not {targets.dtype}")
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"weight has shape {tuple(weight.shape)}, not (vocab, d_model) with at least one of each")
-    require_shape("hidden", hidden, (*hidden.shape[:-1], weight.shape[1]), "weight's last dimension")
-    require_shape("targets", targets, tuple(hidden.shape[:-1]), "hidden without its last dimension")
+    check_shape("hidden", hidden, (*hidden.shape[:-1], weight.shape[1]), "weight's last dimension")
+    check_shape("targets", targets, tuple(hidden.shape[:-1]), "hidden without its last dimension")
 
 
 def as_linear_would(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden and weight in the dtype of their product: that of autocast where it is on, else their own.
-
-    Raises ValueError where they differ.
-    """
+    """hidden and weight in the dtype of their product: autocast's, or their own. Raises ValueError if these differ."""
     device = hidden.device.type
     casts = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if casts and torch.float64 not in (hidden.dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(device)
         return hidden.to(dtype), weight.to(dtype)
     if hidden.dtype != weight.dtype:
-        raise ValueError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}; cast one to the other's dtype or use torch.autocast"
-        )
+        dtypes = f"hidden is {hidden.dtype} and weight {weight.dtype}"
+        raise ValueError(f"{dtypes}; cast one to the other's dtype or use torch.autocast")
     return hidden, weight
 
 
@@ -229,15 +204,13 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     """`reference.cross_entropy` in chunks: apply(hidden, weight, targets, ignore_index=-100), hidden (... d_model),
     weight (vocab d_model), targets (...) of int64 -> the mean loss, a float32 scalar.
 
-    What needs a gradient gets it in forward, before backward is asked; `linear_cross_entropy` skips that under no_grad.
-    Kept until backward: the gradient of hidden in its dtype and that of weight in float32. As in torch, logits are
-    rounded to the dtype of the product, and if every token is ignored, the loss is 0 / 0 and the gradients are zero.
-    An ignored token's gradient is zero whatever its hidden is; but the weight's gets 0 times it, which is NaN for NaN.
+    Gradients are computed in forward and kept until backward: that of hidden in its dtype, that of weight in float32.
+    As in torch, logits are rounded to the dtype of the product, and if every token is ignored, the loss is 0 / 0 and
+    the gradients are zero. (The weight's gets 0 times an ignored hidden, which is NaN for NaN.) float64, and a computer
+    without Triton, take the reference, which does hold all logits.
 
-    Raises TypeError for integers in place of floating point and for targets of another dtype, ValueError for shapes or
-    devices that do not fit, for dtypes that differ outside autocast, and on a CPU for a target outside [0, vocab). On
-    a GPU, which is not waited for, such a target makes the loss NaN. float64, and a computer without Triton, take the
-    reference, which does hold all logits.
+    Raises TypeError for dtypes that do not fit, ValueError for such shapes or devices, for dtypes that differ outside
+    autocast, and on a CPU for a target outside [0, vocab); on a GPU, which is not waited for, it makes the loss NaN.
     """
 
     @staticmethod
@@ -258,12 +231,8 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         need_hidden, need_weight, *_ = ctx.needs_input_grad
         kept, grad_hidden, grad_weight = ctx.saved_tensors
         factor = grad / kept.clamp(min=1)
-        return (
-            _scaled_op(grad_hidden, factor, ctx.dtypes[0]).view(ctx.shape) if need_hidden else None,
-            _scaled_op(grad_weight, factor, ctx.dtypes[1]) if need_weight else None,
-            None,
-            None,
-        )
+        grad_hidden = _scaled_op(grad_hidden, factor, ctx.dtypes[0]).view(ctx.shape) if need_hidden else None
+        return grad_hidden, _scaled_op(grad_weight, factor, ctx.dtypes[1]) if need_weight else None, None, None
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:

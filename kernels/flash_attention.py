@@ -2,9 +2,8 @@
 
     O = softmax(Q K^T / sqrt(dim)) V,   L_i = log sum_j exp(S_ij)
 
-Written out, the scores are (queries keys) numbers that travel to memory and back; here a tile of them lives in the
-registers between two products of matrices. `tiled_attention.py` explains the algorithm in plain torch and is to be read
-first; backward's kernels are in `flash_attention_backward.py`.
+A tile of scores lives in the registers between two products of matrices. `tiled_attention.py` explains the algorithm in
+plain torch and is to be read first; backward's kernels are in `flash_attention_backward.py`.
 
 A kernel's loop is compiled twice: for tiles that are seen as a whole, and with masks for those that the diagonal or the
 sequence's end cuts through. Tiles beyond the diagonal are never read. exp(S / sqrt(dim)) is computed as exp2(S scale)
@@ -18,10 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.backend import jit, runs_triton, tl
 from kernels.flash_attention_backward import keys_kernel, queries_kernel, rows_kernel
-from kernels.launch import ceil_power_of_2, launch
-from kernels.ops import define
+from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, runs_triton, tl
 from kernels.tiled_attention import check
 
 MAX_DIM = 128  # beyond, the sums of one tile no longer fit the registers
@@ -122,15 +119,18 @@ def launch_pass(
     tile = tile_of(name, dim, is_causal, kind)
     programs = -(-keys // tile.keys) if name == "keys" else -(-queries // tile.queries)
     grid = (q.shape[:-2].numel() * programs, 1, 1)
-    constants |= {"SCALE": dim**-0.5, "DIM": dim, "IS_CAUSAL": is_causal, "PRECISION": "ieee"}
-    constants |= {"BLOCK_DIM": max(16, ceil_power_of_2(dim)), "BLOCK_QUERIES": tile.queries, "BLOCK_KEYS": tile.keys}
-    if kind == "tf32":
-        constants["PRECISION"] = "tf32"
+    constants |= {"SCALE": dim**-0.5, "DIM": dim, "IS_CAUSAL": is_causal}
+    constants |= {"PRECISION": "tf32" if kind == "tf32" else "ieee", "BLOCK_DIM": max(16, ceil_power_of_2(dim))}
+    constants |= {"BLOCK_QUERIES": tile.queries, "BLOCK_KEYS": tile.keys}
     launch(kernel, grid, *tensors, queries, keys, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """O (... queries dim) and L (... queries) of contiguous tensors; without keys, zeros and minus infinity."""
+@define("flash_attention", lambda q, *_: (new_like(q), reference.widen(q.new_empty(q.shape[:-1]))))
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """The operator: O (... queries dim) and L (... queries); without keys, zeros and minus infinity."""
+    if not runs_triton(q):
+        return reference.attention(q, k, v, is_causal)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     if not k.shape[-2]:
         return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
     o, log_sum_exp = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -139,14 +139,21 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     return o, log_sum_exp
 
 
-def backward(
+@define("flash_attention_backward", lambda _, q, k, v, *rest: tuple(map(new_like, (q, k, v), (*rest[-2:], rest[-1]))))
+def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, is_causal: bool,
     need_q: bool, need_kv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dL/dq, dL/dk and dL/dv of contiguous tensors, each empty where it is not needed."""
+    """The operator: dL/dq, dL/dk and dL/dv, each empty where it is not needed."""
+    if not runs_triton(q):
+        grads = reference.attention_backward(grad, q, k, v, o, log_sum_exp, is_causal)
+        needed = zip(grads, (need_q, need_kv, need_kv), strict=True)
+        grad_q, grad_k, grad_v = (each if need else new_like(each, False) for each, need in needed)
+        return grad_q, grad_k, grad_v
+    grad, q, k, v, o, log_sum_exp = (each.contiguous() for each in (grad, q, k, v, o, log_sum_exp))
     make = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
-    grad_q = make(q) if need_q else q.new_empty(0)
-    grad_k, grad_v = (make(k), make(v)) if need_kv else (k.new_empty(0), v.new_empty(0))
+    grad_q = make(q) if need_q else new_like(q, False)
+    grad_k, grad_v = (make(k), make(v)) if need_kv else (new_like(k, False), new_like(v, False))
     if not (q.numel() and k.numel()):
         return grad_q, grad_k, grad_v
     (queries, dim), batch = q.shape[-2:], q.shape[:-2].numel()
@@ -161,48 +168,6 @@ def backward(
     if need_q:
         launch_pass(queries_kernel, "queries", (*inputs, grad_q), q, k, is_causal, PADDING=PADDING)
     return grad_q, grad_k, grad_v
-
-
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    if runs_triton(q):
-        return forward(q.contiguous(), k.contiguous(), v.contiguous(), is_causal)
-    return reference.attention(q, k, v, is_causal)
-
-
-def _flash_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, is_causal: bool,
-    need_q: bool, need_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if runs_triton(q):
-        grad, q, k, v = grad.contiguous(), q.contiguous(), k.contiguous(), v.contiguous()
-        return backward(grad, q, k, v, o.contiguous(), log_sum_exp.contiguous(), is_causal, need_q, need_kv)
-    grad_q, grad_k, grad_v = reference.attention_backward(grad, q, k, v, o, log_sum_exp, is_causal)
-    if not need_kv:
-        grad_k, grad_v = k.new_empty(0), v.new_empty(0)
-    return grad_q if need_q else q.new_empty(0), grad_k, grad_v
-
-
-def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), reference.widen(q.new_empty(q.shape[:-1]))
-
-
-def _fake_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, log_sum_exp: Tensor, is_causal: bool,
-    need_q: bool, need_kv: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    keys = k.shape if need_kv else (0,)
-    return q.new_empty(q.shape if need_q else 0), k.new_empty(keys), v.new_empty(keys)
-
-
-flash_attention = define(
-    "flash_attention(Tensor q, Tensor k, Tensor v, bool is_causal) -> (Tensor, Tensor)", _flash_attention, _fake_forward
-)
-flash_attention_backward = define(
-    "flash_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor log_sum_exp, bool is_causal, "
-    "bool need_q, bool need_kv) -> (Tensor, Tensor, Tensor)",
-    _flash_attention_backward,
-    _fake_backward,
-)
 
 
 class FlashAttention2(torch.autograd.Function):

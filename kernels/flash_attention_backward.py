@@ -3,13 +3,12 @@
     P = exp(S - L),  dV = P^T dO,  dP = dO V^T,  D = rowsum(dO O),  dS = P (dP - D),
     dQ = dS K / sqrt(dim),  dK = dS^T Q / sqrt(dim)        with S = Q K^T / sqrt(dim)
 
-One kernel prepares L and D. In one pass every program owns a tile of keys and sums dK and dV over the queries; in the
-other it owns a tile of queries and sums dQ over the keys. Both make P and dS anew: seven products of matrices, where a
-single pass would take five, but its programs would have to add to each other's dQ. `tiled_attention.py` does the same
-in plain torch.
+As in `tiled_attention.py`, one pass owns a tile of keys and sums dK and dV over the queries, the other owns a tile of
+queries and sums dQ over the keys. Both make P and dS anew: seven products of matrices, where a single pass would take
+five, but its programs would have to add to each other's dQ.
 """
 
-from kernels.backend import jit, tl
+from kernels.launch import jit, tl
 
 
 @jit
@@ -17,11 +16,8 @@ def rows_kernel(
     grad_ptr, o_ptr, log_sum_exp_ptr, log2_sum_exp_ptr, row_dot_ptr, queries,
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PADDING: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What the two passes need of a row: L log2(e), for exp2 is the cheaper instruction, and D.
-
-    Each sequence is padded with zeros to a multiple of PADDING, so that the passes read both without a mask. Padding
-    adds nothing to their sums, because dO, Q and D are 0 there.
-    """
+    """L log2(e), for exp2 is the cheaper instruction, and D of each row. Sequences are padded with zeros to a multiple
+    of PADDING, so that the passes read both without a mask; dO, Q and D of 0 add nothing to their sums."""
     log2_e: tl.constexpr = 1.4426950408889634
     padded = tl.cdiv(queries, PADDING) * PADDING
     tiles = padded // BLOCK_ROWS

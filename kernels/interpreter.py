@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHand
 
 
 def to_float32(bits: NDArray[Any]) -> NDArray[Any]:
-    """bfloat16 given as 16-bit integers: it is the upper half of a float32."""
+    """bfloat16 given as 16-bit integers, the upper half of a float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -54,7 +54,7 @@ def through_float32(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mend_casts() -> None:
-    """Conversions from bfloat16 widen first; those to bfloat16 go to float32 and are rounded once."""
+    """Constants, and conversions: those from bfloat16 widen first, those to it are rounded once, from float32."""
     cast = InterpreterBuilder.cast_impl
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
@@ -70,6 +70,10 @@ def mend_casts() -> None:
             return cast_impl(self, source, target)
         return convert(self, source, target, rounding)
 
+    def get_bf16(self: Any, value: float) -> TensorHandle:
+        return TensorHandle(to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16)
+
+    InterpreterBuilder.get_bf16 = get_bf16
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
@@ -93,35 +97,21 @@ def mend_arithmetic() -> None:
     ReduceOps.sum = mended_sum
 
 
-def mend_ranges() -> None:
-    """`for i in range(n)` over a value that is known only when the kernel runs (triton PR 9172, in 3.7)."""
-    patch = interpreter._patch_lang_tensor
+def mend_interpreter() -> None:
+    """Mend the interpreter of this process; call once, after Triton was imported with TRITON_INTERPRET=1."""
+    mend_casts()
+    mend_arithmetic()
+    patch, run = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
 
-    def mended(tensor: Any, *scope: Any) -> None:
+    def patch_tensor(tensor: Any, *scope: Any) -> None:
+        """`for i in range(n)` over a value that is known only when the kernel runs (triton PR 9172, in 3.7)."""
         patch(tensor, *scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
-    interpreter._patch_lang_tensor = mended
-
-
-def silence_numpy() -> None:
-    """A kernel that divides by zero or overflows gets an infinity, as on a GPU, and no warning of NumPy's."""
-    run = interpreter.GridExecutor.__call__
-
     def quietly(self: Any, *args: Any, **options: Any) -> None:
+        """A kernel that divides by zero or overflows gets an infinity, as on a GPU, and no warning of NumPy's."""
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "All-NaN", RuntimeWarning)  # the maximum of a row of not-a-numbers
             run(self, *args, **options)
 
-    interpreter.GridExecutor.__call__ = quietly
-
-
-def mend_interpreter() -> None:
-    """Mend the interpreter of this process; call once, after Triton was imported with TRITON_INTERPRET=1."""
-    InterpreterBuilder.get_bf16 = lambda self, value: TensorHandle(
-        to_bfloat16(np.array([value], dtype=np.float32)), tl.bfloat16
-    )
-    mend_casts()
-    mend_arithmetic()
-    mend_ranges()
-    silence_numpy()
+    interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__ = patch_tensor, quietly

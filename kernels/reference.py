@@ -1,8 +1,7 @@
 """The maths of the hot spots in plain torch, each with its gradient in closed form.
 
-What a fused kernel has to equal, the baseline it has to beat, and what runs where there is no Triton. Arithmetic is in
-float32 at least, because a mean of a few thousand squares in half precision loses most of its digits; results have the
-dtype of what they belong to.
+A fused kernel has to equal it and beat it; it runs where there is no Triton. Arithmetic is in float32 at least, for a
+mean of squares in half precision loses most of its digits; results have the dtype of what they belong to.
 """
 
 import math
@@ -58,8 +57,7 @@ def causal_mask(scores: Tensor) -> Tensor:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple[Tensor, Tensor]:
-    """Attention and the log-sum-exp of its scores: q (... queries dim), k and v (... keys dim) -> (... queries dim),
-    (... queries).
+    """Attention and its log-sum-exp: q (... queries dim), k, v (... keys dim) -> (... queries dim), (... queries).
 
     S = Q K^T / sqrt(dim),  L_i = log sum_j exp(S_ij),  P_ij = exp(S_ij - L_i),  O = P V
 
@@ -93,8 +91,7 @@ def attention_backward(
 
 
 def cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean cross entropy in nats of a language model's head: hidden (... d_model), weight (vocab d_model) and targets
-    (...) -> a wide scalar.
+    """Mean cross entropy in nats: hidden (... d_model), weight (vocab d_model) and targets (...) -> a wide scalar.
 
     z = hidden weight^T,  loss = mean over kept tokens of log sum_j exp(z_j) - z_target
 

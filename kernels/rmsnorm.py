@@ -1,10 +1,10 @@
-"""RMSNorm in Triton, forward and backward, each row read once: kernels, launchers, autograd.Function, nn.Module.
+"""RMSNorm in Triton, also of a sum, forward and backward, each row read once.
 
     y_j = w_j x_j r        with r = 1 / sqrt(mean_j(x_j^2) + eps)
 
-Nothing here is worth computing for itself: a row is a few thousand numbers, and the time goes into reading x and
-writing y. So the row stays in registers between its two uses, which is all that plain torch misses. Rows too long
-for the registers are in `rmsnorm_wide.py`.
+The time goes into reading x and writing y, so the row stays in registers between its two uses, which is all that plain
+torch misses. Rows too long for the registers are in `rmsnorm_wide.py`. A pre-norm block norms the sum x + residual and
+needs it again after the norm: with ADD the kernels write both at once, and backward adds the stream's gradient.
 """
 
 from typing import Any
@@ -14,11 +14,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.backend import jit, runs_triton, tl
-from kernels.checks import require_floating, require_same_device, require_shape
-from kernels.column_sum import column_sum
-from kernels.launch import ceil_power_of_2, launch, num_multiprocessors
-from kernels.ops import define
+from kernels.launch import (
+    ceil_power_of_2,
+    check_shape,
+    check_tensors,
+    define,
+    jit,
+    launch,
+    new_like,
+    num_multiprocessors,
+    runs_triton,
+    tl,
+)
 from kernels.rmsnorm_wide import halves_backward_kernel, slices_backward, wide_forward_kernel
 
 
@@ -55,8 +62,7 @@ def backward_kernel(
     """dL/dx_j = r (g_j w_j - x_j r^2 mean_i(g_i w_i x_i)) and a part of dL/dw_j = sum over rows of g_j x_j r.
 
     A program takes every num_programs-th block of rows, so that its sum for the weight stays in registers until it
-    stores it as one row of `partial`: no atomics, the same bits every time. With ADD, the gradient of the sum that
-    forward stored is added to dL/dx.
+    stores it as one row of `partial`: no atomics, the same bits every time. With ADD, the sum's gradient is added.
     """
     column = tl.arange(0, BLOCK_COLUMNS)
     in_row = column < COLUMNS
@@ -73,14 +79,28 @@ def backward_kernel(
             mean = tl.sum(x * grad * weight[None, :], axis=1) * inverse_rms * inverse_rms / COLUMNS
             grad_x = (grad * weight[None, :] - x * mean[:, None]) * inverse_rms[:, None]
             if ADD:
-                grad_x += tl.load(grad_sum_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first").to(
-                    tl.float32
-                )
+                grad_sum = tl.load(grad_sum_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
+                grad_x += grad_sum.to(tl.float32)
             tl.store(grad_x_ptr + at, grad_x, mask=inside, eviction_policy="evict_first")
         if NEED_WEIGHT:
             total += grad * x * inverse_rms[:, None]
     if NEED_WEIGHT:
         tl.store(partial_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(total, axis=0), mask=in_row)
+
+
+@jit
+def column_sum_kernel(
+    partial_ptr, total_ptr, programs,
+    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The programs' parts of dL/dw (programs columns) added up, always in the same order."""
+    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
+    for first in range(0, programs, BLOCK_ROWS):
+        row = first + tl.arange(0, BLOCK_ROWS)
+        inside = (row < programs)[:, None] & (column < COLUMNS)[None, :]
+        total += tl.load(partial_ptr + row.to(tl.int64)[:, None] * COLUMNS + column[None, :], mask=inside, other=0.0)
+    tl.store(total_ptr + column, tl.sum(total, axis=0), mask=column < COLUMNS)
 
 
 # What a multiprocessor holds of a row without spilling, in columns (the code-generation tests see to it): forward x,
@@ -110,31 +130,25 @@ def forward(
 
 
 def backward(
-    grad: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    inverse_rms: Tensor,
-    grad_sum: Tensor | None,
-    need_x: bool,
-    need_weight: bool,
-) -> tuple[Tensor, Tensor]:
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None,
+    need_x: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dL/dx (... columns) and dL/dw (columns) of contiguous tensors, each empty where it is not needed."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    grad_x = torch.empty_like(x) if need_x else x.new_empty(0)
+    grad_x = torch.empty_like(x) if need_x else new_like(x, False)
     if not x.numel():
-        return grad_x, torch.zeros_like(weight) if need_weight else weight.new_empty(0)
+        return grad_x, torch.zeros_like(weight) if need_weight else new_like(weight, False)
     block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
     block_rows = max(1, 1024 // block_columns)
     num_warps = block_rows * block_columns // 256  # 8 elements a thread, since backward holds three numbers for each
-    programs = num_programs(-(-rows // block_rows), num_warps, x.device)
+    # As many programs as run side by side share the blocks, 32 warps to a multiprocessor. But each adds a row of
+    # float32 to the traffic, so of a small batch a program takes several blocks.
+    blocks, side_by_side = -(-rows // block_rows), num_multiprocessors(x.device)
+    programs = min(blocks, side_by_side * (32 // num_warps), max(side_by_side, blocks // 8))
     partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
     arguments = (grad, x, weight, inverse_rms, grad_sum, grad_x, partial, rows)
-    constants: dict[str, Any] = {
-        "COLUMNS": columns,
-        "ADD": grad_sum is not None,
-        "NEED_X": need_x,
-        "NEED_WEIGHT": need_weight,
-    }
+    constants: dict[str, Any] = {"COLUMNS": columns, "ADD": grad_sum is not None}
+    constants |= {"NEED_X": need_x, "NEED_WEIGHT": need_weight}
     if columns > 2 * BACKWARD_COLUMNS:
         slices_backward(*arguments, **constants)
     elif columns > BACKWARD_COLUMNS:
@@ -143,75 +157,75 @@ def backward(
     else:
         constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
         launch(backward_kernel, (programs, 1, 1), *arguments, num_warps=num_warps, **constants)
-    return grad_x, column_sum(partial, weight.dtype) if need_weight else weight.new_empty(0)
+    return grad_x, column_sum(partial, weight.dtype) if need_weight else new_like(weight, False)
 
 
-def num_programs(blocks: int, num_warps: int, device: torch.device) -> int:
-    """Programs that share the blocks of backward: as many as run side by side (32 warps to a multiprocessor). But each
-    adds a row of float32 to the traffic, so of a small batch a program takes several blocks."""
-    side_by_side = num_multiprocessors(device)
-    return min(blocks, side_by_side * (32 // num_warps), max(side_by_side, blocks // 8))
+def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of the rows of partial (programs columns), float32: (columns), rounded once to the dtype. Atomic additions in
+    the backward kernel would give other bits every time, in the order in which programs finish."""
+    programs, columns = partial.shape
+    total = partial.new_empty(columns, dtype=dtype)
+    # Few columns make few programs, which then should not be wide.
+    block_rows, block_columns = (32, 128) if columns <= 16_384 else (4, 1024)
+    sizes = {"COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+    launch(column_sum_kernel, (-(-columns // block_columns), 1, 1), partial, total, programs, num_warps=4, **sizes)
+    return total
 
 
-def _rmsnorm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _fake(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return new_like(x), reference.widen(x.new_empty(x.shape[:-1]))
+
+
+@define("rmsnorm", _fake)
+def _forward_op(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = x.contiguous(), weight.contiguous()
     if runs_triton(x, weight):
         return forward(x, weight, eps)
     return reference.rmsnorm(x, weight, eps), reference.inverse_rms(x, eps).squeeze(-1)
 
 
-def _rmsnorm_backward(
+@define("add_rmsnorm", lambda x, *_: (new_like(x), *_fake(x)))
+def _add_op(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
+    if runs_triton(x, residual, weight):
+        total = torch.empty_like(x)
+        y, inverse_rms = forward(x, weight, eps, residual, total)
+        return y, total, inverse_rms
+    total = (reference.widen(x) + residual).to(x.dtype)
+    return reference.rmsnorm(total, weight, eps), total, reference.inverse_rms(total, eps).squeeze(-1)
+
+
+@define("rmsnorm_backward", lambda grad, x, weight, *rest: tuple(map(new_like, (x, weight), rest[-2:])))
+def rmsnorm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, eps: float,
     need_x: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x (... columns) and weight (columns), with `grad_sum` added to the first; empty where not needed."""
     grad, x, weight = grad.contiguous(), x.contiguous(), weight.contiguous()
     if runs_triton(x, weight):
         grad_sum = None if grad_sum is None else grad_sum.contiguous()
         return backward(grad, x, weight, inverse_rms, grad_sum, need_x, need_weight)
-    grad_x = reference.rmsnorm_backward_x(grad, x, weight, eps) if need_x else x.new_empty(0)
+    grad_x = reference.rmsnorm_backward_x(grad, x, weight, eps) if need_x else new_like(x, False)
     if grad_sum is not None and need_x:
         grad_x = (reference.widen(grad_x) + grad_sum).to(x.dtype)
-    return grad_x, reference.rmsnorm_backward_g(grad, x, weight, eps) if need_weight else weight.new_empty(0)
-
-
-def fake_rmsnorm(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Tensors like those of the operator, y (... columns) and 1 / rms (...), without values."""
-    return x.new_empty(x.shape), reference.widen(x.new_empty(x.shape[:-1]))
-
-
-def _fake_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, eps: float,
-    need_x: bool, need_weight: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
-
-
-_forward_op = define("rmsnorm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", _rmsnorm, fake_rmsnorm)
-rmsnorm_backward = define(
-    "rmsnorm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse_rms, Tensor? grad_sum, float eps, "
-    "bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    _rmsnorm_backward,
-    _fake_backward,
-)
+    return grad_x, reference.rmsnorm_backward_g(grad, x, weight, eps) if need_weight else new_like(weight, False)
 
 
 def check(weight: Tensor, **inputs: Tensor) -> None:
-    """Raises TypeError or ValueError for inputs (... columns) and weight (columns) that do not belong together."""
-    require_floating(**inputs, weight=weight)
-    require_same_device(**inputs, weight=weight)
+    """Raises TypeError for integers, ValueError for inputs (... columns) and weight (columns) that do not fit."""
+    check_tensors(**inputs, weight=weight)
     (name, x), *others = inputs.items()
     if x.dim() == 0:
         raise ValueError(f"{name} has no dimensions; its last one is normalised")
     for other, tensor in others:
-        require_shape(other, tensor, tuple(x.shape), f"{name}")
-    require_shape("weight", weight, tuple(x.shape[-1:]), f"{name}'s last dimension")
+        check_shape(other, tensor, tuple(x.shape), f"{name}")
+    check_shape("weight", weight, tuple(x.shape[-1:]), f"{name}'s last dimension")
 
 
 class TritonRMSNormFunction(torch.autograd.Function):
     """`reference.rmsnorm` fused: apply(x, weight, eps=1e-5), x (... d_model), weight (d_model) -> (... d_model).
 
-    Any mix of float32, float16 and bfloat16; y has x's dtype. Keeps x, weight and 1 / rms for backward. Raises
-    TypeError for integers, ValueError for a weight of another shape or device.
+    Any mix of dtypes; y has x's. Keeps x, weight and 1 / rms for backward. Errors: see `check`.
     """
 
     @staticmethod
@@ -228,6 +242,28 @@ class TritonRMSNormFunction(torch.autograd.Function):
         need_x, need_weight, *_ = ctx.needs_input_grad
         grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, None, ctx.eps, need_x, need_weight)
         return grad_x if need_x else None, grad_weight if need_weight else None, None
+
+
+class TritonAddRMSNormFunction(torch.autograd.Function):
+    """The norm of a sum, and the sum: apply(x, residual, weight, eps=1e-5) -> (rmsnorm(x + residual), x + residual),
+    all (... d_model) but weight (d_model); of x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+        check(weight, x=x, residual=residual)
+        y, total, inverse_rms = _add_op(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, inverse_rms)
+        ctx.eps, ctx.residual_dtype = eps, residual.dtype
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
+        need_x, need_residual, need_weight, *_ = ctx.needs_input_grad
+        need_sum = need_x or need_residual
+        grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, grad_sum, ctx.eps, need_sum, need_weight)
+        grad_residual = grad_x.to(ctx.residual_dtype) if need_residual else None
+        return grad_x if need_x else None, grad_residual, grad_weight if need_weight else None, None
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """RMSNorm's kernels for rows that do not fit the registers of a multiprocessor: each row is read twice, in chunks.
 
-The second reading goes backwards, so that it starts with what was read last and is still in the cache. Beyond 16,384
-columns, backward gives that up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
+The second reading goes backwards, to begin with what is still in the cache. Beyond 16,384 columns, backward gives that
+up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
 """
 
 from typing import Any
@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.backend import jit, tl
-from kernels.launch import launch
+from kernels.launch import jit, launch, tl
 
 
 @jit
@@ -147,9 +146,7 @@ def slices_backward(
     if constants["NEED_X"]:
         sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
         launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, num_warps=16, **sizes)
-    block_columns = 2048
     # Without sums to share, a program could take a row, but a grid's second axis ends at 65,535.
-    programs = partial.shape[0] if constants["NEED_WEIGHT"] else min(rows, 1024)
-    grid = (-(-columns // block_columns), programs, 1)
+    grid = (-(-columns // 2048), partial.shape[0] if constants["NEED_WEIGHT"] else min(rows, 1024), 1)
     arguments = (grad, x, weight, inverse_rms, mean, grad_sum, grad_x, partial, rows)
-    launch(slice_backward_kernel, grid, *arguments, num_warps=8, **constants, BLOCK_COLUMNS=block_columns)
+    launch(slice_backward_kernel, grid, *arguments, num_warps=8, **constants, BLOCK_COLUMNS=2048)

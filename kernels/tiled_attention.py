@@ -2,10 +2,9 @@
 
     O = softmax(Q K^T / sqrt(dim)) V
 
-The matrix of scores has (queries keys) entries and is needed by nobody: a row of O wants one row of it, once. So scores
-are made a tile at a time and forgotten. What makes this possible is that a softmax can be summed up in pieces, each
-rescaled when a larger score turns up, and that backward can make any tile anew from one number a row, the logarithm of
-the softmax's denominator.
+The (queries keys) scores are made a tile at a time and forgotten. This is possible because a softmax can be summed up
+in pieces, each rescaled when a larger score turns up, and because backward can make any tile anew from one number a
+row, the logarithm of the softmax's denominator.
 """
 
 import math
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.checks import require_floating, require_same_device, require_shape
+from kernels.launch import check_shape, check_tensors
 from kernels.reference import widen
 
 QUERY_TILE, KEY_TILE = 64, 32
@@ -28,7 +27,7 @@ def tiles(length: int, size: int) -> Iterator[slice]:
 
 
 def is_visible(query_tile: slice, key_tile: slice, is_causal: bool) -> bool:
-    """Whether any query of the one tile sees any key of the other: its last query is not before the first key."""
+    """True if any query of the one tile sees any key of the other: its last query is not before the first key."""
     return not is_causal or key_tile.start < query_tile.stop
 
 
@@ -75,71 +74,59 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     return output, log_sum_exp
 
 
-def grad_keys(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum_exp: Tensor, row_dot: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor]:
-    """dL/dK and dL/dV, each tile of keys summed over the tiles of queries that see it (algorithm 2 without dQ).
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum_exp: Tensor, is_causal: bool,
+    need_q: bool, need_kv: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK and dV (algorithm 2, in two passes), zero where not needed. A tile of P is made anew from S and L:
 
-        P = exp(S - L),  dV = P^T dO,  dP = dO V^T,  dS = P (dP - D),  dK = dS^T Q / sqrt(dim)
+        P = exp(S - L),  dP = dO V^T,  dS = P (dP - D)        with D = rowsum(dO O) of `reference.attention_backward`
+        dV = P^T dO,  dK = dS^T Q / sqrt(dim),  dQ = dS K / sqrt(dim)
 
-    with D = rowsum(dO O) of `reference.attention_backward`. P is made anew: L holds its whole row's maximum and sum.
+    Each tile of keys sums over the tiles of queries that see it; for dQ the tiles of P are made a second time. To add
+    to dQ in the first pass, tiles of keys that run side by side would have to take turns at the same rows.
     """
-    grad_k, grad_v = torch.zeros_like(k), torch.zeros_like(v)
-    for key_tile in tiles(k.shape[-2], KEY_TILE):
+    row_dot, root = (widen(grad) * widen(output)).sum(dim=-1), math.sqrt(q.shape[-1])
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    query_tiles, key_tiles = list(tiles(q.shape[-2], QUERY_TILE)), list(tiles(k.shape[-2], KEY_TILE))
+
+    def tile_gradients(query_tile: slice, key_tile: slice) -> tuple[Tensor, Tensor]:
+        s = scores(q, k, query_tile, key_tile, is_causal)
+        weights = (s - log_sum_exp[..., query_tile, None]).exp()
+        grad_weights = widen(grad[..., query_tile, :]) @ widen(v[..., key_tile, :]).mT
+        return weights, weights * (grad_weights - row_dot[..., query_tile, None])
+
+    for key_tile in key_tiles if need_kv else ():
         total_k, total_v = widen(grad_k[..., key_tile, :]), widen(grad_v[..., key_tile, :])
-        for query_tile in tiles(q.shape[-2], QUERY_TILE):
-            if not is_visible(query_tile, key_tile, is_causal):
-                continue
-            s = scores(q, k, query_tile, key_tile, is_causal)
-            weights = (s - log_sum_exp[..., query_tile, None]).exp()
-            grad_tile = widen(grad[..., query_tile, :])
-            grad_weights = grad_tile @ widen(v[..., key_tile, :]).mT
-            grad_scores = weights * (grad_weights - row_dot[..., query_tile, None])
-            total_v = total_v + weights.mT @ grad_tile
-            total_k = total_k + grad_scores.mT @ widen(q[..., query_tile, :])
-        grad_k[..., key_tile, :] = (total_k / math.sqrt(q.shape[-1])).to(k.dtype)
-        grad_v[..., key_tile, :] = total_v.to(v.dtype)
-    return grad_k, grad_v
-
-
-def grad_queries(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, log_sum_exp: Tensor, row_dot: Tensor, is_causal: bool
-) -> Tensor:
-    """dL/dQ = dS K / sqrt(dim), each tile of queries summed over the tiles of keys that it sees.
-
-    The tiles of P are made a second time. To add to dQ in the other pass, tiles of keys that run side by side would
-    have to take turns at the same rows, in an order that differs from run to run.
-    """
-    grad_q = torch.zeros_like(q)
-    for query_tile in tiles(q.shape[-2], QUERY_TILE):
+        for query_tile in query_tiles:
+            if is_visible(query_tile, key_tile, is_causal):
+                weights, grad_scores = tile_gradients(query_tile, key_tile)
+                total_v = total_v + weights.mT @ widen(grad[..., query_tile, :])
+                total_k = total_k + grad_scores.mT @ widen(q[..., query_tile, :])
+        grad_k[..., key_tile, :], grad_v[..., key_tile, :] = (total_k / root).to(k.dtype), total_v.to(v.dtype)
+    for query_tile in query_tiles if need_q else ():
         total = widen(grad_q[..., query_tile, :])
-        for key_tile in tiles(k.shape[-2], KEY_TILE):
-            if not is_visible(query_tile, key_tile, is_causal):
-                continue
-            s = scores(q, k, query_tile, key_tile, is_causal)
-            weights = (s - log_sum_exp[..., query_tile, None]).exp()
-            grad_weights = widen(grad[..., query_tile, :]) @ widen(v[..., key_tile, :]).mT
-            grad_scores = weights * (grad_weights - row_dot[..., query_tile, None])
-            total = total + grad_scores @ widen(k[..., key_tile, :])
-        grad_q[..., query_tile, :] = (total / math.sqrt(q.shape[-1])).to(q.dtype)
-    return grad_q
+        for key_tile in key_tiles:
+            if is_visible(query_tile, key_tile, is_causal):
+                total = total + tile_gradients(query_tile, key_tile)[1] @ widen(k[..., key_tile, :])
+        grad_q[..., query_tile, :] = (total / root).to(q.dtype)
+    return grad_q, grad_k, grad_v
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
     """Raises TypeError for integers and for a mask in place of is_causal, ValueError for q (... queries dim), k and v
     (... keys dim) that differ in dtype, device, leading dimensions or dim."""
-    require_floating(q=q, k=k, v=v)
+    check_tensors(q=q, k=k, v=v)
     if not isinstance(is_causal, bool):
         raise TypeError(f"is_causal must be True or False, not a {type(is_causal).__name__}: there are no other masks")
-    require_same_device(q=q, k=k, v=v)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise ValueError(f"{name} is {tensor.dtype}, q {q.dtype}; cast one of them")
     for name, tensor in (("q", q), ("k", k)):
         if tensor.ndim < 2:
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}; (... sequence dim) is demanded")
-    require_shape("k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), f"q's {tuple(q.shape)}")
-    require_shape("v", v, tuple(k.shape), "k")
+    check_shape("k", k, (*q.shape[:-2], k.shape[-2], q.shape[-1]), f"q's {tuple(q.shape)}")
+    check_shape("v", v, tuple(k.shape), "k")
 
 
 class TiledAttentionFunction(torch.autograd.Function):
@@ -161,8 +148,6 @@ class TiledAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_q, need_k, need_v, *_ = ctx.needs_input_grad
-        q, k, v, output, log_sum_exp = ctx.saved_tensors
-        row_dot = (widen(grad) * widen(output)).sum(dim=-1)
-        kept = (grad, q, k, v, log_sum_exp, row_dot, ctx.is_causal)
-        grad_k, grad_v = grad_keys(*kept) if need_k or need_v else (None, None)
-        return grad_queries(*kept) if need_q else None, grad_k if need_k else None, grad_v if need_v else None, None
+        kept = (*ctx.saved_tensors, ctx.is_causal, need_q, need_k or need_v)
+        grad_q, grad_k, grad_v = backward(grad, *kept)
+        return grad_q if need_q else None, grad_k if need_k else None, grad_v if need_v else None, None

@@ -3,11 +3,8 @@
     y_i = sum_j w_j x_ij
 
 A Triton kernel is written for one *program*. The launch starts many copies of it, side by side and in no order; each
-asks `tl.program_id` which one it is and takes its share of the work, here some rows of x. There are no threads to
-think of, and instead of single numbers a program handles whole *blocks* of them: `tl.arange(0, 8)` is one of eight
-integers.
-
-Three things are unlike plain torch:
+asks `tl.program_id` which one it is and takes its share of the work, here some rows of x. A program handles whole
+*blocks* of numbers: `tl.arange(0, 8)` is one of eight integers. Three things are unlike plain torch:
 
 - A kernel knows no tensors but *pointers*, addresses of a first element. Element (i, j) of a contiguous matrix lies
   i * COLUMNS + j elements behind it, so `x_ptr + row[:, None] * COLUMNS + column[None, :]` is a block of addresses.
@@ -25,13 +22,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.backend import jit, runs_triton, tl
-from kernels.checks import require_floating, require_same_device, require_shape
-from kernels.launch import ceil_power_of_2, launch
-from kernels.ops import define
+from kernels.launch import ceil_power_of_2, check_shape, check_tensors, define, jit, launch, new_like, runs_triton, tl
 
-TILE = 2048  # elements of x that a program holds at once, 16 for each of its 128 threads
-NUM_WARPS = 4  # of 32 threads
+TILE, NUM_WARPS = 2048, 4  # elements of x that a program holds at once: 16 for each thread of 4 * 32
 
 
 @jit
@@ -61,9 +54,9 @@ def backward_kernel(
 ):  # fmt: skip
     """dL/dx_ij = g_i w_j, and this program's part of dL/dw_j = sum_i g_i x_ij, where g_i is dL/dy_i.
 
-    Every row has a part in dL/dw, but programs cannot see each other's registers. So each stores the sum over its own
-    rows as one row of `partial` (programs columns), and those few rows are added up afterwards. Adding straight to
-    dL/dw (`tl.atomic_add`) would do so in whatever order programs finish: each run would give other last digits.
+    Programs cannot see each other's registers. So each stores the sum over its own rows as one row of `partial`
+    (programs columns), and those are added up afterwards. Adding straight to dL/dw (`tl.atomic_add`) would do so in
+    whatever order programs finish: each run would give other last digits.
     """
     program = tl.program_id(0)
     row = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -89,7 +82,8 @@ def cut(rows: int, columns: int) -> tuple[int, dict[str, int]]:
     return -(-rows // block_rows), {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
 
 
-def _weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+@define("weighted_sum", lambda x, weight: x.new_empty(x.shape[:-1]))
+def _forward_op(x: Tensor, weight: Tensor) -> Tensor:
     if not runs_triton(x, weight):
         return reference.weighted_sum(x, weight)
     if not x.numel():
@@ -101,53 +95,34 @@ def _weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def _weighted_sum_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool
-) -> tuple[Tensor, Tensor]:
+@define("weighted_sum_backward", lambda grad, x, weight, *needs: tuple(map(new_like, (x, weight), needs)))
+def _backward_op(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
     wide_grad = reference.widen(grad).unsqueeze(-1)
     if not runs_triton(x, weight) or not x.numel():
-        grad_x = (wide_grad * reference.widen(weight)).to(x.dtype) if need_x else x.new_empty(0)
+        grad_x = (wide_grad * reference.widen(weight)).to(x.dtype) if need_x else new_like(x, False)
         each_row = (wide_grad * reference.widen(x)).reshape(x.shape[:-1].numel(), x.shape[-1])
-        return grad_x, each_row.sum(dim=0).to(weight.dtype) if need_weight else weight.new_empty(0)
+        return grad_x, each_row.sum(dim=0).to(weight.dtype) if need_weight else new_like(weight, False)
     columns, rows = x.shape[-1], x.shape[:-1].numel()
     programs, block = cut(rows, columns)
-    grad_x = x.new_empty(x.shape if need_x else 0)
+    grad_x = new_like(x, need_x)
     partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
     arguments = (grad.contiguous(), x.contiguous(), weight.contiguous(), grad_x, partial, rows)
     constants = {"COLUMNS": columns, "NEED_X": need_x, "NEED_WEIGHT": need_weight, **block}
     launch(backward_kernel, (programs, 1, 1), *arguments, num_warps=NUM_WARPS, **constants)
     # torch's sum is a good kernel, adds in a fixed order, and has a sixteenth of x's numbers to read, or fewer.
-    return grad_x, partial.sum(dim=0).to(weight.dtype) if need_weight else weight.new_empty(0)
-
-
-def _fake_backward(grad: Tensor, x: Tensor, weight: Tensor, need_x: bool, need_weight: bool) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape if need_x else 0), weight.new_empty(weight.shape if need_weight else 0)
-
-
-_forward_op = define(
-    "weighted_sum(Tensor x, Tensor weight) -> Tensor", _weighted_sum, lambda x, weight: x.new_empty(x.shape[:-1])
-)
-_backward_op = define(
-    "weighted_sum_backward(Tensor grad, Tensor x, Tensor weight, bool need_x, bool need_weight) -> (Tensor, Tensor)",
-    _weighted_sum_backward,
-    _fake_backward,
-)
+    return grad_x, partial.sum(dim=0).to(weight.dtype) if need_weight else new_like(weight, False)
 
 
 class WeightedSumFunction(torch.autograd.Function):
     """`reference.weighted_sum` in Triton: apply(x, weight), x (... columns), weight (columns) -> (...), in x's dtype.
-
-    Raises TypeError for integers, ValueError for a weight of another length or device and for an x
-    without dimensions.
-    """
+    Raises TypeError for integers, ValueError for a weight of another length or device and an x without dimensions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         if not x.dim():
             raise ValueError("x is a single number, with no dimension to sum over")
-        require_floating(x=x, weight=weight)
-        require_same_device(x=x, weight=weight)
-        require_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
+        check_tensors(x=x, weight=weight)
+        check_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
         ctx.save_for_backward(x, weight)
         return _forward_op(x, weight)
 

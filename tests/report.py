@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.machine import environment
+from cs336_systems.host.machine import environment
 from writeup.equality import cited
 from writeup.errors import CitationError
 from writeup.proofs import REPORT, ROOT, SCHEMA, in_words, read_report

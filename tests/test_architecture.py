@@ -1,4 +1,4 @@
-"""The house rules, read from the source with ast: ARCHITECTURE.md's table of layers is the law that this enforces."""
+"""House rules, read from the source with ast: ARCHITECTURE.md's table of rooms, floors and budgets is enforced here."""
 
 import ast
 import re
@@ -6,15 +6,25 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
+
+from tests.sizes import TOLERANCE, lines_of, parts, rooms, week_end
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "cs336_systems", "benchmarks", "writeup")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-ROW = re.compile(r"^\| L(\d+) \| `([\w/]+?)(\.py|/)` \|", re.MULTILINE)
-LAYERS = {name: int(layer) for layer, name, _ in ROW.findall((ROOT / "ARCHITECTURE.md").read_text())}
-TORCH_FREE = ("cs336_systems/presets", "cs336_systems/errors", "cs336_systems/console", "cs336_systems/cost")
+FLOORS = {room.name: room.floor for room in rooms()}
+LESSONS = ("ddp", "sharded_optimizer", "fsdp", "tensor_parallel", "pipeline", "expert_parallel")
+PREDICTORS = ("cs336_systems/cost", "cs336_systems/profiling")
+TORCH_FREE = tuple(
+    f"cs336_systems/{name}"
+    for name in ("presets", "errors", "traffic", "schedule", "layout", "host/console", "host/text", "cost")
+)
+MEASURES = ("probe.py", "probe_system.py")  # of cost/, run by commands of their own
 
 
 def ids(path: Path) -> str:
@@ -22,10 +32,10 @@ def ids(path: Path) -> str:
 
 
 @cache
-def place(path: Path) -> str:
+def room_of(path: Path) -> str:
     """The row of the table that a file belongs to: its own, or its folder's."""
     name = path.relative_to(ROOT).with_suffix("").as_posix()
-    while name not in LAYERS and "/" in name:
+    while name not in FLOORS and "/" in name:
         name = name.rsplit("/", 1)[0]
     return name
 
@@ -59,47 +69,62 @@ def ours(name: str) -> Path | None:
     return path / "__init__.py" if (path / "__init__.py").exists() else None
 
 
-def climbing(path: Path) -> list[str]:
-    """What a file imports from its own floor or above."""
-    here = place(path)
-    if path.name == "__init__.py" and here not in LAYERS:
-        return [f"{ids(path)}, a package's front, imports {name}" for name in imports(path) if ours(name)]
-    if here not in LAYERS:
-        return [f"{ids(path)} has no row in ARCHITECTURE.md"]
-    found = []
-    for name in imports(path):
-        target = ours(name)
-        if target is None or place(target) == here or (target.name == "__init__.py" and place(target) not in LAYERS):
-            continue
-        if LAYERS[place(target)] >= LAYERS[here]:
-            found.append(f"{ids(path)} on floor {LAYERS[here]} imports {name} on floor {LAYERS[place(target)]}")
-    return found
+@cache
+def arrows() -> list[tuple[Path, Path]]:
+    """Every import of one file of ours by another."""
+    found = ((path, ours(name)) for path in FILES for name in imports(path))
+    return [(path, target) for path, target in found if target and target != path]
+
+
+def test_every_file_has_a_room_and_every_room_exists():
+    assert [ids(path) for path in FILES if room_of(path) not in FLOORS] == ["cs336_systems/__init__.py"]
+    assert not [room.name for room in rooms() if not all(path.exists() for path in room.files) or not room.files]
+    assert len(FLOORS) == len(rooms()) <= 30
+    assert sorted(set(FLOORS.values())) == list(range(1, max(FLOORS.values()) + 1))
+    assert max(FLOORS.values()) <= 10
 
 
 def test_imports_go_down():
-    assert not [line for path in FILES for line in climbing(path)]
+    crossing = [(path, target) for path, target in arrows() if room_of(path) != room_of(target)]
+    assert not [
+        f"{ids(path)} on floor {FLOORS[room_of(path)]} imports {ids(target)} on floor {FLOORS[room_of(target)]}"
+        for path, target in crossing
+        if ids(target) != "cs336_systems/__init__.py" and FLOORS[room_of(target)] >= FLOORS[room_of(path)]
+    ]
 
 
-def test_the_table_names_what_exists():
-    for name in LAYERS:
-        there = (ROOT / f"{name}.py").exists() or (ROOT / name / "__init__.py").exists()
-        assert there, f"{name} is in ARCHITECTURE.md only"
+def test_the_library_knows_no_predictor():
+    """Nothing imports the cost model or the profiler but the command line of train, benchmarks and the write-up."""
+    outside = ("benchmarks/", "writeup/", "cs336_systems/train/__main__.py", *(f"{name}/" for name in PREDICTORS))
+    users = [(path, target) for path, target in arrows() if not ids(path).startswith(outside)]
+    assert not [f"{ids(path)} imports {ids(target)}" for path, target in users if ids(target).startswith(PREDICTORS)]
+    cost = [target for path, target in arrows() if ids(path).startswith("cs336_systems/cost/")]
+    assert not [ids(target) for target in cost if ids(target).startswith("cs336_systems/profiling/")]
 
 
-def test_modules_of_a_folder_import_each_other_without_cycles():
-    graph = {path: {target for name in imports(path) if (target := ours(name)) and target != path} for path in FILES}
-    done: set[Path] = set()
+def test_lessons_do_not_import_each_other():
+    lessons = {f"cs336_systems/{name}" for name in LESSONS}
+    assert lessons < FLOORS.keys()
+    pairs = {(room_of(path), room_of(target)) for path, target in arrows()}
+    assert not {(one, other) for one, other in pairs if {one, other} <= lessons and one != other}
 
-    def visit(path: Path, trail: tuple[Path, ...]) -> None:
-        assert path not in trail, " -> ".join(ids(each) for each in (*trail, path))
-        if path not in done:
-            for target in graph.get(path, ()):
-                if target.name != "__init__.py":
-                    visit(target, (*trail, path))
-            done.add(path)
 
-    for path in FILES:
-        visit(path, ())
+@pytest.mark.parametrize("room", rooms(), ids=lambda room: room.name)
+def test_a_room_keeps_its_budget(room):
+    assert lines_of(room.files) <= room.budget * TOLERANCE
+
+
+def test_each_part_keeps_its_limit():
+    assert not {name: sizes for name, sizes in parts().items() if sizes[0] > sizes[1]}
+    assert len(week_end()) > 20
+
+
+def test_files_import_each_other_without_cycles():
+    graph: dict[str, set[str]] = {}
+    for path, target in arrows():
+        if target.name != "__init__.py":
+            graph.setdefault(ids(path), set()).add(ids(target))
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 def run_python(code: str) -> None:
@@ -111,7 +136,7 @@ def test_everything_imports_without_triton():
     extra = all(find_spec(name) for name in ("jinja2", "matplotlib", "pypandoc", "typst"))
     files = [path for path in FILES if extra or ROOT / "writeup" not in path.parents]
     modules = [path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".") for path in files]
-    # The one file that is about Triton itself; kernels/backend.py imports it only where Triton interprets.
+    # The one file that is about Triton itself; kernels/launch.py imports it only where Triton interprets.
     names = ", ".join(sorted({name.removesuffix(".__init__") for name in modules} - {"kernels.interpreter"}))
     run_python(f"import sys; sys.modules['triton'] = None; import {names}")
 
@@ -132,9 +157,9 @@ def test_one_door_to_torch_distributed():
 
 def test_what_must_not_load_torch_does_not():
     for path in FILES:
-        if ids(path).startswith(TORCH_FREE) and path.name != "probe.py":
+        if ids(path).startswith(TORCH_FREE) and path.name not in MEASURES:
             assert not {name.split(".")[0] for name in imports(path)} & {"torch", "einops", "triton"}, ids(path)
-    for name in ("parameters", "flops", "memory", "step", "capacity"):
+    for name in ("parameters", "flops", "step", "closed_forms"):
         assert "cs336_systems.cost.probe" not in imports(ROOT / f"cs336_systems/cost/{name}.py")
 
 

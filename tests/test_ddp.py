@@ -1,19 +1,22 @@
 """The four data-parallel wrappers: equal to one process, and in the order that their lesson claims."""
 
 import gc
+import inspect
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.comm import Event, record
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero
-from tests import ranks
-from tests.parallel_cases import loss_of, make, naive_mean, spread
-from tests.tolerances import bound
+from tests.support import ranks
+from tests.support.parallel_cases import loss_of, make, naive_mean, spread
+from tests.support.tolerances import bound
 
 WRAPPERS = {
     "naive": NaiveDDP,
@@ -83,16 +86,47 @@ def trace_case(group, wrapper: str) -> str:
         model(torch.ones(3)).sum().backward()
         events.append("|")
         model.finish_gradient_synchronization()
-    ballots = [each for each in events if isinstance(each, Event) and each.label == "ballot"]
-    assert len(ballots) == 1
-    reductions = [each for each in events if isinstance(each, Event) and each not in ballots]
+    flags = [each for each in events if isinstance(each, Event) and each.label == "used parameters"]
+    assert len(flags) == 1
+    reductions = [each for each in events if isinstance(each, Event) and each not in flags]
     assert sum(each.nbytes for each in reductions) == 8 * 4
-    return " ".join(each if isinstance(each, str) else "R" for each in events if each not in ballots)
+    return " ".join(each if isinstance(each, str) else "R" for each in events if each not in flags)
 
 
 @pytest.mark.parametrize("wrapper", TRACES)
-def test_the_order_of_gradients_and_reductions_is_the_lesson(wrapper):
+def test_order_of_gradients_and_reductions(wrapper):
     assert ranks.run(trace_case, 2, wrapper=wrapper) == [TRACES[wrapper]] * 2
+
+
+def frames_case(group, wrapper: str) -> list[list[str]]:
+    """The library's frames, outermost first, above each all-reduce that backward launches: FILE function."""
+    found, real = [], dist.all_reduce
+
+    def all_reduce(*arguments, **named):
+        stack = [(Path(frame.filename), frame.function) for frame in inspect.stack()[::-1]]
+        found.append([f"{file.name} {function}" for file, function in stack if "cs336_systems" in file.parts])
+        return real(*arguments, **named)
+
+    chain = nn.Sequential(*(Scale() for _ in range(8)))
+    model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
+    dist.all_reduce = all_reduce
+    try:
+        model(torch.ones(3)).sum().backward()
+    finally:
+        dist.all_reduce = real
+    model.finish_gradient_synchronization()
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "reductions"), [("overlapped", 8), ("bucketed", 4)])
+def test_five_frames_at_most_lead_from_a_hook_to_its_all_reduce(wrapper, reductions):
+    found = ranks.run(frames_case, 2, wrapper=wrapper)[0]
+    assert len(found) == reductions
+    for frames in found:
+        assert frames[0] == "guards.py hook"
+        assert frames[-1] == "verbs.py all_reduce"
+        assert len(frames) <= 5
+        assert len({frame.split()[0] for frame in frames}) <= 4
 
 
 def views_case(group) -> None:

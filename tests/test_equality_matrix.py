@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.errors import UserError
-from cs336_systems.text import markdown_text
-from tests import state_cases, test_expert_layouts, test_layouts
-from tests.gallery import QUIETLY, WITHOUT
+from cs336_systems.host.text import markdown_text
+from tests import test_expert_layouts, test_layouts
+from tests.support import state_cases
+from tests.support.gallery import QUIETLY, WITHOUT
 from writeup import proofs as proofs_of
 from writeup.book import Book
 from writeup.chapters import equality
@@ -20,7 +21,7 @@ from writeup.proofs import REPORT, ROOT, SAW, anchor, read_report, source_of
 
 DENSE = "tests/test_layouts.py::test_layouts_learn_what_one_process_learns"
 EXPERTS = "tests/test_expert_layouts.py::test_experts_over_ranks_learn_what_one_process_learns"
-SAVED = "tests/test_run_state.py::"
+SAVED = "tests/train/test_run_state.py::"
 ROWS = {row.strategy: row for row in matrix()}
 
 

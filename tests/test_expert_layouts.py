@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cs336_systems.comm import record
-from cs336_systems.cost.layout_traffic import gradient_traffic
-from cs336_systems.loss_scaler import ConstantScale
-from tests import ranks
-from tests.expert_cases import (
+from cs336_systems.optim.loss_scaler import LossScaler
+from tests.support import ranks
+from tests.support.expert_cases import (
     Layout,
     Watched,
     amplification_case,
@@ -24,7 +23,7 @@ from tests.expert_cases import (
     reference_case,
     rounding,
 )
-from tests.layout_cases import errors, load, relative, wide, write_text
+from tests.support.layout_cases import errors, load, relative, wide, write_text
 
 LAYOUTS = (
     Layout("sampling", dropout=0.1),  # one process that sorts, where the reference has one-hot tensors
@@ -134,7 +133,7 @@ def precision_case(group, folder: str) -> None:
     found = []
     for scale in (1.0, 1024.0):
         trainer = Watched(layout.recipe(folder))
-        trainer.scaler = ConstantScale(scale)
+        trainer.scaler = LossScaler(scale)
         norm = trainer.step(0).norm
         found.append((norm, {name: each[0] / scale for name, each in trainer.seen.items()}))
     (norm, gradients), (other_norm, others) = found
@@ -154,7 +153,7 @@ def forgotten_case(group, folder: str) -> None:
     for spoiled in (False, True):
         trainer = Watched(Layout("shared", model="llama", ep=2, dp=2, zero=2).recipe(folder))
         if spoiled:
-            batch = trainer.feed.batch(7, group.rank(), group.size())
+            batch = trainer.batches.batch(7, group.rank(), group.size())
             trainer.model(batch).tokens.backward()
             trainer.model.zero_grad()
         norm = trainer.step(0).norm
@@ -173,10 +172,9 @@ def once_case(group, folder: str) -> None:
     trainer = Watched(Layout("shared", model="llama", ep=2, dp=2).recipe(folder, micro_batch_size=1))
     with record() as events:
         trainer.step(0)
-    want = gradient_traffic(trainer.config, trainer.recipe.layout(group.size()), 0)
-    buckets = {each.axis: times for each, times in want.items() if each.what == "bucket"}
+    dense, experts = trainer.model.wrappers
     found = Counter(event.ranks for event in events if event.label.startswith("bucket"))
-    assert found == {4: buckets["data"], 2: buckets["dp"]}
+    assert found == {4: len(dense.buckets), 2: len(experts.buckets)}
 
 
 def test_gradients_of_several_microbatches_are_reduced_once(proof):

@@ -11,15 +11,14 @@ from torch import Tensor
 from cs336_systems.comm import Mesh, Work, all_reduce, exchange, record
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
-from cs336_systems.mixture import Mixture
-from cs336_systems.model import TransformerLM
-from cs336_systems.moe import MoELayer
-from cs336_systems.presets import ModelConfig
-from cs336_systems.recipe import Recipe
-from cs336_systems.tensor_parallel import tensor_parallel
-from tests import ranks
-from tests.layout_cases import wide
-from tests.tolerances import bound
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.presets import Mixture, ModelConfig
+from cs336_systems.tensor_parallel.plan import tensor_parallel
+from cs336_systems.train.recipe import Recipe
+from tests.support import ranks
+from tests.support.layout_cases import wide
+from tests.support.tolerances import bound
 
 D, SEQ, EXPERTS = 8, 2, 4
 CONFIG = ModelConfig(16, SEQ, D, 12, 1, 2, num_experts=EXPERTS, expert_every=1, bias=True, norm="layernorm")
@@ -176,8 +175,8 @@ def check_copy(group) -> None:
     expert_parallel(model, group)
     twin, x = copy.deepcopy(model), inputs(group.rank(), 2, False)
     assert torch.equal(layer_of(twin)(x), layer_of(model)(x))
-    assert layer_of(twin).mover is not layer_of(model).mover
-    assert layer_of(twin).mover.group is layer_of(twin).average.group is group
+    assert layer_of(twin).dispatcher is not layer_of(model).dispatcher
+    assert layer_of(twin).dispatcher.group is layer_of(twin).average.group is group
 
 
 @pytest.mark.parametrize("size", ROWS)
@@ -267,7 +266,7 @@ REFUSED = {
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(line):
     settings, world = REFUSED[line]
-    recipe = Recipe(batch_size=16, **settings)
+    recipe = Recipe.of(batch_size=16, **settings)
     with pytest.raises(UserError) as refused:
         recipe.check_layout(recipe.model_config(), world)
     assert str(refused.value) == line

@@ -4,7 +4,7 @@ every rank before the optimizer can step. CASES is the catalogue: what happens, 
 import pytest
 import torch
 
-from tests.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
+from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
 
 REDUCED = " | ".join(REDUCES_EARLY)
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.fault_cases import ALL, SCATTERS, Case, Net, Replica, Run, check
-from tests.parallel_cases import batch, rows_of
+from tests.support.fault_cases import ALL, SCATTERS, Case, Net, Replica, Run, check
+from tests.support.parallel_cases import batch, rows_of
 
 
 def steps(number: int = 2, **options):

@@ -5,12 +5,14 @@ import pytest
 import torch
 from torch import nn
 
+from cs336_systems.buffers.placements import SHARDED
+from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.sharded_optimizer import ShardedOptimizer
-from cs336_systems.zero import ScatteredDDP, zero
-from tests import ranks
-from tests.fault_cases import TOLERANCE, Net
-from tests.parallel_cases import loss_of, spread
+from cs336_systems.zero import zero
+from tests.support import ranks
+from tests.support.fault_cases import TOLERANCE, Net
+from tests.support.parallel_cases import loss_of, spread
 
 both_layouts = pytest.mark.parametrize("layout", ["flat", "whole"])
 
@@ -46,7 +48,7 @@ def refusal_case(group) -> None:
         assert words in str(error.value)
 
 
-def test_what_cannot_be_sharded_is_refused_by_name():
+def test_unshardable_optimizers_are_refused_by_name():
     ranks.run(refusal_case, 2)
 
 
@@ -185,7 +187,7 @@ def test_a_closure_that_synchronises_is_right_in_every_stage():
 
 
 def left_out_case(group) -> None:
-    model = ScatteredDDP(Net())
+    model = BucketedDDP(Net(), gradients=SHARDED)
     ShardedOptimizer([model.module.scale], torch.optim.SGD, lr=0.1, wrapper=model)
 
 

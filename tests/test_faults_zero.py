@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cs336_systems.fsdp import FSDP
-from tests import ranks
-from tests.fault_cases import ALL, MODES, TOLERANCE, Case, Net, Replica, Run, check, full_parameters, start
-from tests.parallel_cases import batch, rows_of, spread
+from tests.support import ranks
+from tests.support.fault_cases import ALL, MODES, TOLERANCE, Case, Net, Replica, Run, check, full_parameters, start
+from tests.support.parallel_cases import batch, rows_of, spread
 from tests.test_faults_backward import stale_graph, two_backwards
 from tests.test_faults_ddp import steps
 

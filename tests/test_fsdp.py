@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from cs336_systems.comm import record
-from cs336_systems.fsdp import FSDP
-from cs336_systems.model import TransformerLM, lm_loss
+from cs336_systems.errors import UserError
+from cs336_systems.fsdp import FSDP, Phase
+from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
-from tests import ranks
-from tests.parallel_cases import loss_of, make, one_process
-from tests.tolerances import bound
+from tests.support import ranks
+from tests.support.parallel_cases import loss_of, make, one_process
+from tests.support.tolerances import bound
 
 TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
 LLAMA = {"tied_head": False, "positions": "rotary", "feed_forward": "swiglu"}
@@ -25,21 +26,21 @@ def empty(unit) -> bool:
 
 def freed_case(group) -> None:
     model = FSDP(make(seed=group.rank()))
-    assert all(map(empty, model.units))
+    assert all(map(empty, model.sharded))
     loss = loss_of(model, 0, group.rank(), group.size())
-    assert all(map(empty, model.units)), "autograd keeps the weights, but not their memory"
+    assert all(map(empty, model.sharded)), "autograd keeps the weights, but not their memory"
     loss.backward()
-    assert all(empty(unit) for unit in model.units if not unit.name.startswith("unused"))
-    assert all(unit.gradients.flat is None or unit.gradients.work for unit in model.units)
+    assert all(empty(unit) for unit in model.sharded if not unit.name.startswith("unused"))
+    assert all(unit.gradients.flat is None or unit.gradients.work for unit in model.sharded)
     model.finish_gradient_synchronization()
-    assert all(map(empty, model.units))
-    assert all(unit.gradients.flat is None for unit in model.units)
+    assert all(map(empty, model.sharded))
+    assert all(unit.gradients.flat is None for unit in model.sharded)
     for parameter in model.parameters():
         if parameter.grad is not None:
             assert parameter.grad.shape == parameter.shape
             assert parameter.grad.dtype == parameter.dtype
-    rows = [unit.rows[1] - unit.rows[0] for unit in model.units]
-    assert [len(unit.shard) for unit in model.units] == rows
+    rows = [unit.rows[1] - unit.rows[0] for unit in model.sharded]
+    assert [len(unit.shard) for unit in model.sharded] == rows
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -53,7 +54,7 @@ def ahead_case(group) -> list[int]:
     most = {"forward": 0, "backward": 0}
 
     def watch(phase: str) -> None:
-        most[phase] = max(most[phase], sum(not empty(unit) for unit in model.units))
+        most[phase] = max(most[phase], sum(not empty(unit) for unit in model.sharded))
 
     def watch_backward(layer, args, output) -> None:
         output.register_hook(lambda gradient: watch("backward"))
@@ -98,7 +99,7 @@ def check_transformer(group, changes: dict, recompute: str) -> None:
         model.zero_grad()
         lm_loss(model, tokens.chunk(group.size())[group.rank()], targets.chunk(group.size())[group.rank()]).backward()
         model.finish_gradient_synchronization()
-    units = {unit.shard: unit for unit in model.units}
+    units = {unit.shard: unit for unit in model.sharded}
     for (name, want), p in zip(reference.named_parameters(), model.parameters(), strict=True):
         if want.grad is None:
             assert p.grad is None, (recompute, name)
@@ -136,7 +137,7 @@ def precision_case(group, dtype: str) -> None:
     assert ("reduce-scatter", compute) not in kinds
     reference = make(dtype=torch.float32)
     loss_of(reference, 0).backward()
-    full = {unit.name: unit for unit in model.units}
+    full = {unit.name: unit for unit in model.sharded}
     for name, p in reference.named_parameters():
         if p.grad is None or name not in full:
             continue
@@ -228,3 +229,32 @@ def memory_case(group) -> None:
 
 def test_evaluation_between_steps_changes_nothing():
     ranks.run(memory_case, 2)
+
+
+class Nested(nn.Module):
+    """A module that calls its own wrapper in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.wrapper = nn.Linear(2, 2), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wrapper[0](self.layer(x))
+
+
+def nested_case(group) -> None:
+    model = FSDP(Nested())
+    model.module.wrapper.append(model)
+    assert model.phase is Phase.RESTING
+    with pytest.raises(UserError, match="FSDP is inside `forward`: it cannot begin another pass"):
+        model(torch.ones(1, 2))
+    assert model.phase is Phase.RESTING
+    model.module.wrapper[0] = nn.Identity()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.phase is Phase.BACKWARD
+    model.finish_gradient_synchronization()
+    assert model.phase is Phase.RESTING
+
+
+def test_a_forward_inside_a_forward_is_refused():
+    ranks.run(nested_case, 2)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.errors import UserError
-from tests.gallery import changes, run_broken
+from tests.support.gallery import changes, run_broken
 from writeup.gallery import GALLERY, variants
 
 VARIANTS = {variant.name: variant for variant in variants()}
@@ -34,7 +34,9 @@ def test_a_slow_network_alone_breaks_nothing(name, tmp_path):
 def test_a_variant_of_a_file_that_has_changed_is_refused(tmp_path):
     variant = VARIANTS["missing-wait"]
     for lines, times in (("        self.work.wait_for_all()", 0), ("        self.expect_all()", 2)):
-        with pytest.raises(UserError, match=rf"from '.*' on are {times} times in cs336_systems/bucket.py, not once"):
+        with pytest.raises(
+            UserError, match=rf"from '.*' on are {times} times in cs336_systems/buffers/bucket.py, not once"
+        ):
             run_broken(replace(variant, changes=((lines, "pass"),)), tmp_path)
     old, _ = variant.changes[0]
     with pytest.raises(AssertionError, match="changes nothing that is run"):

@@ -17,8 +17,8 @@ import torch
 from cs336_systems.comm import Place, all_reduce, distributed, launch, subgroup
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
-from tests import leftovers, ranks
-from tests.test_startup import free_port
+from tests.comm.test_startup import free_port
+from tests.support import leftovers, ranks
 
 ROUNDS, WARM = 100, 4  # starts and stops, and those before the first count: what is made once stays
 SETTLING = 10.0  # seconds that threads of the communication library get to end; they take milliseconds
@@ -133,7 +133,7 @@ def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):
     for name in ("TMPDIR", leftovers.MARK, "PYTEST_DEBUG_TEMPROOT", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "to be put back")
     run = leftovers.Run()
-    before = run.leftovers()  # what the server of tests/ranks.py is, for one
+    before = run.leftovers()  # what the server of tests/support/ranks.py is, for one
     assert all(line.startswith("process") for line in before)
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     (tmp_path / "new.txt").touch()

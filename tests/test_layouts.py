@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import ranks
-from tests.layout_cases import (
+from tests.support import ranks
+from tests.support.layout_cases import (
     TIED,
     assemble,
     batched,
@@ -26,7 +26,7 @@ from tests.layout_cases import (
     traffic_case,
     write_text,
 )
-from tests.layout_table import STEPS, WRITTEN, Layout, existing, pairs_of, table
+from tests.support.layout_table import STEPS, WRITTEN, Layout, existing, pairs_of, table
 
 AT_ONCE = 6  # layouts that the same ranks run one after another
 TOGETHER = [

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cs336_systems.fsdp import FSDP
-from cs336_systems.trainer import STUBBORN
-from tests import ranks
-from tests.layout_cases import Watched, assemble, load, write_text
-from tests.layout_table import Layout
-from tests.tolerances import UNIT_ROUNDOFF, bound
+from cs336_systems.train.trainer import MOST_OVERFLOWS
+from tests.support import ranks
+from tests.support.layout_cases import Watched, assemble, load, write_text
+from tests.support.layout_table import Layout
+from tests.support.tolerances import UNIT_ROUNDOFF, bound
 
 LAYOUTS = (
     Layout(tp=2, sequence_parallel=True),
@@ -35,7 +35,7 @@ def mixed_case(group, folder: str, layout: dict, changes: dict, steps: int, pois
     name = next(n for n, _ in trainer.stage.model.named_parameters() if n.endswith("query.weight"))
     target = trainer.stage.model.get_parameter(name)
     if isinstance(trainer.model, FSDP):
-        target = next(unit.full for unit in trainer.model.units if unit.name.endswith(name))
+        target = next(unit.full for unit in trainer.model.sharded if unit.name.endswith(name))
     now = [0]
     target.register_hook(lambda gradient: gradient / 0.0 if poison and now[0] in poisoned else gradient)
     found = []
@@ -148,7 +148,7 @@ def test_a_run_that_overflows_for_ever_is_given_up(folder):
     changes = {**ALONE, "precision": "fp16", "initial_loss_scale": 2.0**15, "min_loss_scale": 8.0}
     layout = Layout(dp=2, zero=2)
     errors = ranks.run_failing(gave_up_case, 2, folder=str(folder), layout=asdict(layout), changes=changes)
-    line = f"the gradients were inf or NaN {STUBBORN} times in a row at a loss scale of 8; lower --lr (now 0.01)"
+    line = f"the gradients were inf or NaN {MOST_OVERFLOWS} times in a row at a loss scale of 8; lower --lr (now 0.01)"
     assert errors == [("UserError", line)] * 2
 
 

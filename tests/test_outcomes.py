@@ -22,7 +22,7 @@ def describe(outcome: str | dict[str, str]) -> str:
 
 def outcome_table() -> str:
     """One row a case: every one is run in every mode that it makes sense in."""
-    lines = ["| what happens | what comes of it |", "| --- | --- |"]
+    lines = ["| what happens | outcome |", "| --- | --- |"]
     for module in (test_faults_ddp, test_faults_backward, test_faults_zero):
         lines += [f"| {name} | {describe(case.outcome)} |".replace("<", "\\<") for name, case in module.CASES.items()]
     return "\n".join(lines)

@@ -13,19 +13,15 @@ import torch
 from torch import Tensor
 
 from cs336_systems import pipeline
-from cs336_systems.comm import Mesh, all_reduce, record
-from cs336_systems.comm import group as comm_group
-from cs336_systems.cost.layout import Layout
-from cs336_systems.cost.layout_traffic import message_traffic
-from cs336_systems.cost.transfer import Transfer
+from cs336_systems.comm import Mesh, all_reduce, diagnostics, record
 from cs336_systems.errors import UserError
-from cs336_systems.heads import Losses
-from cs336_systems.model import TransformerLM
-from cs336_systems.pipeline import Elsewhere, Pipeline, Stage
-from cs336_systems.schedule import peak_live
-from cs336_systems.tensor_parallel import tensor_parallel
-from tests import ranks
-from tests.parallel_models import (
+from cs336_systems.model.heads import Losses
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.pipeline import OtherStage, Pipeline, Stage
+from cs336_systems.schedule import Action, peak_live, receives_from, sends_to
+from cs336_systems.tensor_parallel.plan import tensor_parallel
+from tests.support import ranks
+from tests.support.parallel_models import (
     CONFIGS,
     SEQ,
     combine,
@@ -82,7 +78,7 @@ def watched(pipe: Pipeline, batches: list, train: bool = True) -> Seen:
         where.append(name)
         yield
 
-    class Watched(pipeline._Run):
+    class Watched(pipeline._Execution):
         def __init__(self, *arguments) -> None:
             super().__init__(*arguments)
             runs.append(self)
@@ -95,7 +91,7 @@ def watched(pipe: Pipeline, batches: list, train: bool = True) -> Seen:
 
     pipe.timer = lambda name: note(name, names)
     with pytest.MonkeyPatch.context() as monkeypatch, record() as events:
-        monkeypatch.setattr(pipeline, "_Run", Watched)
+        monkeypatch.setattr(pipeline, "_Execution", Watched)
         loss = combine if train else None
         losses = pipe.run(batches, loss, [key_of(batch) for batch in batches], lambda: note("", contexts))
     assert not runs[0].live
@@ -111,28 +107,29 @@ def check_losses(stage: Stage, got: list[Losses], want: list[Losses]) -> None:
         assert (one.pair is None and other.pair is None) or torch.equal(one.pair, other.pair)
 
 
+def messages(stage: int, stages: int, chunks: int, count: int) -> Counter:
+    """(verb, kind) of what a stage hands on and is handed, whatever the schedule; counted in the test below."""
+    found: Counter = Counter()
+    for chunk in range(chunks):
+        for action in (Action("forward", 0, chunk), Action("backward", 0, chunk)):
+            for verb, other in (("receive", receives_from), ("send", sends_to)):
+                found[verb, action.kind] += count * (other(stage, action, stages, chunks) is not None)
+    return +found
+
+
 def check_messages(stage: Stage, seen: Seen, count: int, width: int) -> None:
-    """The closed form, whatever the schedule; `test_messages_by_hand` counts it."""
-    found = Counter((event.verb, event.label.split()[0], event.numel, event.dtype.itemsize) for event in seen.events)
-    want = message_traffic(stage.model.config, layout_of(stage.stages, stage.chunks, count), SEQ, stage.stage, width)
-    assert found == Counter({(each.verb, each.what, each.elements, each.width): n for each, n in want.items()})
-
-
-def layout_of(stages: int, chunks: int, count: int) -> Layout:
-    name = "interleaved" if chunks > 1 else "1f1b"
-    return Layout(pp=stages, chunks=chunks, schedule=name, micro_batch=ROWS, global_batch=ROWS * count)
+    found = Counter((event.verb, event.label.split()[0]) for event in seen.events)
+    assert found == messages(stage.stage, stage.stages, stage.chunks, count)
+    assert {(event.numel, event.dtype.itemsize) for event in seen.events} <= {
+        (ROWS * SEQ * stage.model.config.d_model, width)
+    }
 
 
 def test_messages_by_hand():
     """Of four microbatches every pass but the model's first and last hands one tensor on, each way."""
-    config = replace(CONFIGS["gpt"], num_layers=4)
     for stage, by_hand in ((0, (4, 8, 4, 8)), (1, (8, 4, 8, 4))):  # two chunks: 0 and 2 of four, 1 and 3
-        found = message_traffic(config, layout_of(2, 2, 4), SEQ, stage)
         kinds = ("receive", "forward"), ("send", "forward"), ("send", "backward"), ("receive", "backward")
-        elements = ROWS * SEQ * config.d_model
-        assert found == {
-            Transfer(verb, "pp", kind, elements, 4): n for (verb, kind), n in zip(kinds, by_hand, strict=True)
-        }
+        assert messages(stage, 2, 2, 4) == dict(zip(kinds, by_hand, strict=True))
 
 
 def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunks: int, count: int) -> None:
@@ -244,7 +241,7 @@ def test_timers_have_megatrons_names():
     ]
 
 
-def test_what_is_on_another_stage_raises():
+def test_layers_of_another_stage_raise():
     config = replace(CONFIGS["bert"], num_layers=4)
     model = TransformerLM(config)
     names = [name for name, _ in model.named_parameters()]
@@ -254,7 +251,7 @@ def test_what_is_on_another_stage_raises():
     assert set(held[0]) & set(held[1]) == {TIED}
     assert {name.split(".")[1] for name in held[0] if name.startswith("blocks")} == {"0", "2"}
     assert [each for each in names if each in held[1]] == list(held[1]), "the order is the whole model's"
-    assert isinstance(stages[0].model.final_norm, Elsewhere)
+    assert isinstance(stages[0].model.final_norm, OtherStage)
     x, batch = torch.zeros(1, 8, 32), make_batch(config, 1)
     for foreign in (
         lambda: stages[0].model.blocks[1](x),
@@ -300,7 +297,7 @@ def test_schedules_that_cannot_be_are_refused():
 
 def lost_case(group, how: str) -> None:
     """The last stage stops in its second forward."""
-    comm_group.EXPLAIN_SECONDS = 0.1
+    diagnostics.EXPLAIN_SECONDS = 0.1
     mesh = Mesh(pp=2)
     config = CONFIGS["gpt"]
     stage = Stage(TransformerLM(config), mesh.pp.rank(), 2)

@@ -2,21 +2,27 @@
 
 import re
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.tables import BEGIN, END
-from cs336_systems.cost.layout import Layout
-from cs336_systems.cost.layout_traffic import message_traffic, pass_traffic
-from cs336_systems.cost.transfer import Parameter, Traffic
-from cs336_systems.cost.wrapper_traffic import ddp_traffic, zero_traffic
+from cs336_systems.comm import fake_ranks, record
+from cs336_systems.ddp import FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
-from cs336_systems.presets import model_preset
-from cs336_systems.volume import sent
-from tests.command_lines import problem_of
+from cs336_systems.layout import Layout
+from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.traffic import sent
+from cs336_systems.train.observation import observe_traffic
+from cs336_systems.train.recipe import Recipe
+from cs336_systems.zero import zero
 from tests.readme import EXEMPT, HUNG, MARK, Command, processes, read_page, run
+from tests.support.command_lines import problem_of
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -123,36 +129,51 @@ def test_every_link_leads_somewhere(page):
             assert not anchor or anchor in anchors(target), link
 
 
-def total(traffic: Traffic, ranks: int) -> float:
-    """Bytes that a rank sends, votes and counts apart."""
-    small = ("ballot", "expert counts")
-    return sum(each.nbytes * sent(each.verb, ranks) * n for each, n in traffic.items() if each.what not in small)
+SMALL_TRANSFERS = ("used parameters", "expert counts", "gradient norm", "norms")
+
+
+def sent_by(wrap: Callable[[nn.Module], Any], ranks: int) -> float:
+    """Bytes that a rank sends in a step of a wrapper of four layers, alone with one optimizer, over those of P."""
+    with fake_ranks(0, ranks):
+        module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+        whole = sum(parameter.nbytes for parameter in module.parameters())
+        wrapped = wrap(module)
+        model, optimizer = wrapped if isinstance(wrapped, tuple) else (wrapped, None)
+        with record() as events:
+            model(torch.ones(1, 64)).sum().backward()
+            model.finish_gradient_synchronization()
+            if optimizer is not None:
+                optimizer.step()
+    return sum(event.bytes_sent for event in events if event.label not in SMALL_TRANSFERS) / whole
+
+
+def sent_in(config: ModelConfig, layout: Layout, axis: str, rank: int = 0) -> float:
+    """Bytes that a rank sends along an axis of the mesh in a step of the trainer's parts."""
+    found = observe_traffic(Recipe.of(context=32), config, layout, rank).items()
+    wanted = ((each, n) for each, n in found if each.axis == axis and each.what not in SMALL_TRANSFERS)
+    return sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in wanted)
 
 
 def factors() -> dict[str, float]:
-    """What a rank sends by strategy, over (N-1)/N and P, A or k A, on four ranks."""
+    """Bytes that a rank sends by strategy, over (N-1)/N and P, A or k A, on four ranks."""
     ranks, config, seq = 4, model_preset("tiny"), 32
     share = (ranks - 1) / ranks
-    parameters = [Parameter(f"layer{number}.weight", (64, 64)) for number in range(4)]
-    whole = sum(4 * each.elements for each in parameters)
-    ladder = {"`NaiveDDP`": 0.0, "`FlatDDP`": None, "`OverlappedDDP`": 0.0}
-    found = {name: total(ddp_traffic(parameters, ranks, size), ranks) for name, size in ladder.items()}
-    names = ("`BucketedDDP`, ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3 (`FSDP`)")
-    found |= {name: total(zero_traffic(parameters, ranks, stage), ranks) for stage, name in enumerate(names)}
-    found = {name: value / whole / share for name, value in found.items()}
+    ladder = {"`NaiveDDP`": NaiveDDP, "`FlatDDP`": FlatDDP, "`OverlappedDDP`": OverlappedDDP}
+    found = {name: sent_by(wrap, ranks) / share for name, wrap in ladder.items()}
+    for stage, name in enumerate(("`BucketedDDP`, ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3 (`FSDP`)")):
+        found[name] = sent_by(partial(zero, optimizer_cls=torch.optim.AdamW, stage=stage), ranks) / share
     stream = 2 * seq * config.d_model * 4
 
-    def passes(layout: Layout, **changes: int) -> float:
-        both = (pass_traffic(config.override(num_layers=n, **changes), layout, seq, 0) for n in (2, 1))
-        deep, shallow = (total(ahead + back, ranks) for ahead, back in both)
+    def passes(layout: Layout, axis: str, **changes: int) -> float:
+        deep, shallow = (sent_in(config.override(num_layers=n, **changes), layout, axis) for n in (2, 1))
         return (deep - shallow) / stream / share
 
     for name, sequence in (("tensor parallelism", False), ("with sequence parallelism", True)):
-        found[name] = passes(Layout(tp=4, micro_batch=2, global_batch=2, sequence=sequence))
-    experts = passes(Layout(ep=4, micro_batch=2, global_batch=8), num_experts=8)
+        found[name] = passes(Layout(tp=4, micro_batch=2, global_batch=2, sequence=sequence), "tp")
+    experts = passes(Layout(ep=4, micro_batch=2, global_batch=8), "ep", num_experts=8)
     found["expert parallelism"] = experts / config.override(num_experts=8).mixture.top_k
-    pipe = message_traffic(config, Layout(pp=4, micro_batch=2, global_batch=2), seq, 1)
-    return found | {"pipeline parallelism": total(pipe, ranks) / stream}
+    pipe = sent_in(config, Layout(pp=4, micro_batch=2, global_batch=2), "pp", rank=1)
+    return found | {"pipeline parallelism": pipe / stream}
 
 
 def test_the_table_of_strategies_has_the_factors_that_are_counted():
@@ -166,12 +187,14 @@ def test_the_table_of_strategies_has_the_factors_that_are_counted():
 def test_the_trouble_that_is_quoted_is_what_the_code_says():
     page = re.sub(r"\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
     for file, words in {
-        "cs336_systems/comm/meeting.py": "choose another with MASTER_PORT",
+        "cs336_systems/comm/rendezvous.py": "choose another with MASTER_PORT",
         "cs336_systems/comm/launch.py": "the other ranks were stopped",
-        "cs336_systems/machine.py": "but torch finds no CUDA device here; use --device cpu",
+        "cs336_systems/host/machine.py": "but torch finds no CUDA device here; use --device cpu",
         "cs336_systems/comm/startup.py": "moves tensors between GPUs, and there is none here; use --backend gloo",
-        "cs336_systems/train.py": "out of memory although it was counted to fit; lower --micro-batch-size or --context",
-        "kernels/backend.py": "kernels.reference computes instead, in plain torch",
+        "cs336_systems/train/__main__.py": (
+            "out of memory although it was counted to fit; lower --micro-batch-size or --context"
+        ),
+        "kernels/launch.py": "kernels.reference computes instead, in plain torch",
         "cs336_systems/cost/capacity.py": "are usable; ",
         "benchmarks/harness.py": "noisy: standard deviation ",
         "Makefile": "error: Python 3.11 to 3.13 is needed, ",

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks import e2e, profiling_run
-from cs336_systems import train as training
 from cs336_systems.comm import Place
-from cs336_systems.console import run_command
-from tests import ranks
-from tests.machine import made_up
+from cs336_systems.host.console import run_command
+from cs336_systems.train import __main__ as training
+from tests.support import ranks
+from tests.support.machine import made_up
 from tests.test_architecture import FILES, ROOT, ids, tree_of
 
 # Modules that run code from data, and functions that run code, start a shell, or make a name that others can guess.
@@ -37,7 +37,7 @@ SENT_AS_OBJECTS = (
 # What this project is compared with may pickle: files that it has just written, in a folder of its own.
 PEERS = {"benchmarks/checkpoint_candidates.py": {"torch.save", "torch.distributed.checkpoint.state_dict_loader.load"}}
 SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-BY_NAME = {"kernels/ops.py": "torch.ops.cs336_kernels"}  # where an attribute of torch is named by a variable
+BY_NAME = {"kernels/launch.py": "torch.ops.cs336_kernels"}  # where an attribute of torch is named by a variable
 
 
 Aliases = dict[str, str]
@@ -172,7 +172,7 @@ def test_the_checker_lets_pass(code):
 def test_one_door_to_the_terminal():
     # A plain Console of rich reads markup in foreign text and lets escape sequences through; ours does neither.
     for path in FILES:
-        if ids(path) == "cs336_systems/console.py":
+        if ids(path) == "cs336_systems/host/console.py":
             continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Call):
@@ -184,7 +184,7 @@ def test_one_door_to_the_terminal():
 def test_pages_of_html_come_from_one_place():
     users = {ids(path) for path in FILES if "<!DOCTYPE" in path.read_text() or "<html" in path.read_text()}
     assert users == {"cs336_systems/profiling/report.py"}, (
-        "a page needs a policy and a test like that of tests/test_text.py"
+        "a page needs a policy and a test like that of tests/host/test_text.py"
     )
 
 

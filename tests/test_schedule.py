@@ -6,6 +6,7 @@ import pytest
 
 from cs336_systems.errors import UserError
 from cs336_systems.schedule import (
+    LEGEND,
     Action,
     ScheduleError,
     blocks_of,
@@ -19,7 +20,6 @@ from cs336_systems.schedule import (
     sends_to,
     simulate,
 )
-from cs336_systems.schedule_drawing import LEGEND
 
 # (name, p, m, v): interleaving with v > 1 needs m to be a multiple of p.
 GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), range(1, 9), range(1, 17))]
@@ -196,7 +196,7 @@ def test_narrow_drawings_show_directions_alone():
     assert all(mark in LEGEND for mark in ("0>", "0<", "0a", "0A", "."))
 
 
-def test_a_deadlock_names_who_waits_for_whom():
+def test_a_deadlock_names_the_waiting_stages():
     # Stage 0 wants the first gradient before it sends what stage 1 wants before that gradient.
     lists = [actions("F0 B0 F1 F2 B1 B2"), actions("F0 F1 B0 B1 F2 B2")]
     with pytest.raises(ScheduleError) as error:

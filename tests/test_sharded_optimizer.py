@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from cs336_systems.ddp import BucketedDDP
-from cs336_systems.optim import AdamW
+from cs336_systems.optim.adamw import AdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
 from kernels.adamw import FusedAdamW
-from tests import ranks
-from tests.parallel_cases import loss_of, make
-from tests.tolerances import bound
+from tests.support import ranks
+from tests.support.parallel_cases import loss_of, make
+from tests.support.tolerances import bound
 
 ELEMENTWISE = {
     "sgd": (torch.optim.SGD, {"lr": 0.1}),
@@ -184,7 +184,7 @@ def refusal_case(group, name: str, layout: str) -> None:
 @pytest.mark.parametrize(
     ("name", "layout"), [("LBFGS", "flat"), ("LBFGS", "whole"), ("Adafactor", "flat"), ("Muon", "flat")]
 )
-def test_what_cannot_be_sharded_is_refused_by_name(name, layout):
+def test_unshardable_optimizers_are_refused_by_name(name, layout):
     for error in ranks.run_failing(refusal_case, 2, name=name, layout=layout):
         assert error[0] == "UserError"
         assert name in error[1]

@@ -1,12 +1,16 @@
 """ZeRO stages 0 to 3 train as one process does: weights, gradient norms, accumulation, clipping, whatever the ranks."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import nn
 
+from cs336_systems.comm import Event, fake_ranks, record
 from cs336_systems.zero import zero
-from tests import ranks
-from tests.parallel_cases import loss_of, make, one_process, spread
-from tests.tolerances import bound
+from tests.support import ranks
+from tests.support.parallel_cases import loss_of, make, one_process, spread
+from tests.support.tolerances import bound
 
 STAGES = (0, 1, 2, 3)
 TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
@@ -68,3 +72,21 @@ def test_training_equals_one_process(world_size, optimizer):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_accumulated_and_clipped_training_equals_one_process(world_size):
     ranks.run(every_stage_case, world_size, optimizer="adamw", micro=3, clip=0.5)
+
+
+def traffic(stage: int, device: str) -> list[Event]:
+    """The collectives of two steps of the last of four ranks, of which there is only this one."""
+    with fake_ranks(3, 4), torch.device(device), record() as events:
+        model, optimizer = zero(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)), torch.optim.AdamW, stage, lr=0.1)
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            model.finish_gradient_synchronization()
+            model.clip_grad_norm(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [replace(event, group="") for event in events]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_runs_on_the_meta_device_under_the_fake_group(stage):
+    assert traffic(stage, "meta") == traffic(stage, "cpu") != []

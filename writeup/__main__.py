@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from benchmarks.records import RESULTS
-from cs336_systems import console
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
 from writeup.book import Book, choose_machine
 
 NEEDED = ("jinja2", "matplotlib", "pypandoc", "typst")

@@ -5,10 +5,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_count, format_seconds
 from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.host.console import format_count, format_seconds
+from cs336_systems.host.text import markdown_text, printable
 from cs336_systems.presets import COURSE_YEARS, course_sizes, preset
-from cs336_systems.text import markdown_text, printable
 from writeup.book import Book, Citation
 from writeup.cells import DOUBTFUL, FEW, NOISY, NONE, STALE, marks, median_ms, predicted_ms, prediction, timing
 from writeup.tables import Table
@@ -36,7 +36,7 @@ def example(book: Book, cited: Citation) -> dict[str, Any]:
     if record.flags:
         said.append(f"{NOISY} it was flagged: {markdown_text(record.flags[0])}")
     said.append(
-        f"the model of cost said {format_seconds(expected / 1e3)}, which is {expected / median_ms(record):.2f} of what "
+        f"the cost model said {format_seconds(expected / 1e3)}, which is {expected / median_ms(record):.2f} of what "
         "was measured"
     )
     config = record.config

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cs336_systems.text import markdown_text
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book
 from writeup.cells import DOUBTFUL, quoted
 from writeup.plausibility import KINDS, Suspect

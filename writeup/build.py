@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cs336_systems import console
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.text import printable
 from writeup.book import Book, machines
 from writeup.compose import compose
 from writeup.contents import CHAPTERS

@@ -2,11 +2,11 @@
 
 from benchmarks.attention_candidates import BOTH, FORWARD, Task, flops
 from benchmarks.norm_candidates import Shape, bytes_moved
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.step_time import step_time
-from cs336_systems.cost.large.systems import System, system_preset
+from cs336_systems.cost.machines import System, system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, Norm, model_preset
-from cs336_systems.text import markdown_text
 from writeup.book import Book
 from writeup.cells import NONE, quoted
 from writeup.publications import ORIGINAL, Key, Published

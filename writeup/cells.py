@@ -5,7 +5,7 @@ from math import floor, log10
 from statistics import median, quantiles
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.host.console import format_bytes, format_seconds
 from writeup.book import Book, metric
 from writeup.publications import Published
 

@@ -1,4 +1,4 @@
-"""Published runs beside what the model of cost says of them: how far off, by family and one by one."""
+"""Published runs beside what the cost model says of them: how far off, by family and one by one."""
 
 import json
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from functools import cache
 from statistics import mean
 from typing import Any
 
-from cs336_systems.cost.large.runs import PUBLISHED, Run, read_run
-from cs336_systems.cost.large.step_time import StepTime, step_time
-from cs336_systems.text import markdown_text, plot_text
+from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.host.text import markdown_text, plot_text
 from writeup.book import Book
 from writeup.cells import NONE
 from writeup.figures import COLOURS, Figure, draw
@@ -35,7 +35,7 @@ class Published:
     """One published run, what the model says, and the row that it was read from."""
 
     row: dict[str, Any]
-    run: Run
+    run: TrainingRun
     step: StepTime
 
     @property

@@ -66,7 +66,7 @@ def draw(
     """A figure of `columns` axes side by side; `into` draws into the axes, or into their list if there are several.
 
     `width` and `height` are in inches. Text of the caption is Markdown; foreign text in labels must have passed through
-    `cs336_systems.text.plot_text`.
+    `cs336_systems.host.text.plot_text`.
     """
     with plain_settings(STYLE):
         canvas = Canvas(figsize=(width, height), layout="constrained")

@@ -7,10 +7,10 @@ from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_plot import marks
 from benchmarks.scaling_run import Run, bubble, efficiency, ideal_bubble, utilisation
 from benchmarks.scaling_table import find_base, percent
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.step_time import StepTime, step_time
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.host.console import format_seconds
 from cs336_systems.presets import model_preset
 from writeup.book import Book
 from writeup.cells import NONE

@@ -9,8 +9,8 @@ from dataclasses import replace
 from statistics import median
 
 from benchmarks.records import Record
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, predicted_ms, timing
 from writeup.tables import Table

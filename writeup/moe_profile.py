@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED, expected
 from benchmarks.records import Record
+from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_code
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE
 from writeup.tables import Table

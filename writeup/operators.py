@@ -4,8 +4,8 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.cost import forward_flops
+from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import ModelConfig, preset
-from cs336_systems.text import markdown_code
 from writeup.words import joined
 
 OUTSIDE = "(Python between operators)"

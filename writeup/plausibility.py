@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.host.console import format_bytes, format_seconds
 from writeup import plausibility_rules as rules
 from writeup.plausibility_figures import (
     Ceilings,

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
 from cs336_systems.cost.flops import backward_flops, least_forward_flops
-from cs336_systems.cost.large.systems import System, nearest_system, system_preset
+from cs336_systems.cost.machines import System, nearest_system, system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.presets import ModelConfig, model_preset
 from writeup.publications import Published, PublishedTable
 
@@ -105,7 +105,7 @@ def memory_figure(record: Record) -> Figure | None:
 
 
 def data_sheet(system: str, inside: bool = True) -> Ceilings:
-    """Ceilings of a system of `cost.large.systems`, its link inside a node or between two; none for no name."""
+    """Ceilings of a system of `cost.machines`, its link inside a node or between two; none for no name."""
     return _ceilings(system_preset(system), inside) if system else Ceilings()
 
 

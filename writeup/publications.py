@@ -38,7 +38,7 @@ TEXT = "text"  # the unit of words, such as the name of a type
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.large.systems`, if it has one.
+    """Where figures come from; `system` is the hardware's name in `cs336_systems.cost.machines`, if it has one.
 
     The year of what bears no date is 0.
     """

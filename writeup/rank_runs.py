@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes
-from cs336_systems.text import markdown_text
-from cs336_systems.volume import sent
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text
+from cs336_systems.traffic import sent
 from writeup.book import Citation, metric
 from writeup.cells import median_ms
 from writeup.line_fit import Line, fit

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.gpu_suite import ended_politely
 from benchmarks.records import machine_name
-from cs336_systems import console
-from cs336_systems.console import format_seconds
 from cs336_systems.errors import UserError
-from cs336_systems.machine import choose_device
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.machine import choose_device
+from cs336_systems.host.text import printable
 from writeup.catalogue import GPU_SUITE, RUNS, Benchmark
 
 HOPELESS = 4.0  # a command is stopped after so many times what it should take, and not before

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.records import Record
-from cs336_systems.text import markdown_code, markdown_text, printable
+from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book, Citation
 from writeup.cells import DOUBTFUL, FEW, NOISY, STALE, marks
 
@@ -17,7 +17,7 @@ class Table:
 
     A column whose name begins with `<` is text, to the left; others are figures, to the right. `notes` are paragraphs
     below. If nothing was cited that exists, the table says what to run instead. Foreign text in cells must have passed
-    through `cs336_systems.text.markdown_text` or `markdown_code`.
+    through `cs336_systems.host.text.markdown_text` or `markdown_code`.
     """
 
     book: Book

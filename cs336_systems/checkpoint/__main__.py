@@ -10,14 +10,13 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from cs336_systems import console
 from cs336_systems.checkpoint.folder import list_checkpoints
-from cs336_systems.checkpoint.load import Checkpoint, open_checkpoint
+from cs336_systems.checkpoint.load import Checkpoint, export_plain, open_checkpoint, weights_hash
 from cs336_systems.checkpoint.manifest import NAME, RefusedError
 from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box
-from cs336_systems.checkpoint.plain import export_plain, weights_hash
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
+from cs336_systems.host import console
+from cs336_systems.host.text import printable
 
 LONGEST = 100  # characters of a value that are shown
 
@@ -30,7 +29,7 @@ def main() -> None:
 @main.command("show")
 @click.argument("path", type=click.Path(path_type=Path))
 def show_command(path: Path) -> None:
-    """What the checkpoint at PATH (or the newest there) holds, once it has been verified."""
+    """Verify the checkpoint at PATH (or the newest there) and print its contents."""
     table = Table(show_header=False)
     for what, value in facts(open_checkpoint(find(path)[-1])):
         table.add_row(what, value)
@@ -77,7 +76,7 @@ def find(path: Path) -> list[Path]:
 
 
 def facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """What is worth knowing of a checkpoint, as text by name."""
+    """The rows of `show`: name and text."""
     manifest, tensors = checkpoint.manifest, checkpoint.tensors
     entries = [(name, kind, entry) for name, kinds in tensors.items() for kind, entry in kinds.items()]
     values = [entry for name, kind, entry in entries if kind == VALUE and not name.startswith(RANDOM)]
@@ -92,10 +91,9 @@ def facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         "files": f"{len(manifest.files)} of {console.format_bytes(size)}",
         "SHA-256 of the weights": weights_hash(checkpoint),
     }
-    state = {
-        f"state: {key}": json.dumps(value, ensure_ascii=False, allow_nan=False) for key, value in manifest.state.items()
-    }
-    return [(what, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...") for what, text in (found | state).items()]
+    for key, value in manifest.state.items():
+        found[f"state: {key}"] = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return [(what, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...") for what, text in found.items()]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Files that are whole or not there: what is written reaches the disk, and a folder gets its name only when it is full.
+"""Files that are whole or not there: all bytes reach the disk before a folder gets its name.
 
     write files -> fsync each -> fsync their folder -> rename the folder -> fsync its parent
 
-A rename is the one step that is atomic. Whoever is killed before it leaves a folder with a name that nobody reads, and
-whoever is killed after it leaves a checkpoint. The two fsyncs around it are for a loss of power: without the first the
-name could survive and the contents not.
+The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; one killed
+after it leaves a checkpoint. The two fsyncs around it are for a loss of power: without the first the name could survive
+and the contents not.
 """
 
 import errno
@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 
-WRITE = 1 << 24  # bytes in one call
-PATIENCE = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
+WRITE_BYTES = 1 << 24  # bytes in one call
+DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
@@ -42,9 +42,9 @@ def _in_calls(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     held = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
-        for start in range(0, len(view), WRITE):
-            piece = view[start : start + WRITE]
-            if len(held) + len(piece) > WRITE:
+        for start in range(0, len(view), WRITE_BYTES):
+            piece = view[start : start + WRITE_BYTES]
+            if len(held) + len(piece) > WRITE_BYTES:
                 yield memoryview(held)
                 held = bytearray()
             held += piece
@@ -58,7 +58,7 @@ def hash_file(path: Path) -> str:
 
 
 def sync_folder(path: Path) -> None:
-    """Returns when the names in a folder are on the disk. Raises OSError."""
+    """Bring the names in a folder to the disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -74,13 +74,6 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def new_folder(parent: Path, prefix: str) -> Path:
-    """A folder whose name nobody else has. Raises OSError."""
-    path = parent / f"{prefix}-{secrets.token_hex(4)}"
-    os.mkdir(path)
-    return path
-
-
 def give_name(folder: Path, name: Path) -> None:
     """Rename a full folder, for good when this returns. Raises OSError, and for a name that is taken in particular."""
     if os.path.lexists(name):  # rename would replace an empty folder
@@ -90,27 +83,19 @@ def give_name(folder: Path, name: Path) -> None:
     sync_folder(name.parent)
 
 
-def remove_folder(folder: Path, prefix: str = ".deleting") -> None:
+def remove_folder(folder: Path) -> None:
     """Take away the name of a folder, then what is in it: no half of it is ever seen under its name. Raises OSError."""
     if not folder.name.startswith("."):
-        hidden = folder.with_name(f"{prefix}-{folder.name}-{secrets.token_hex(4)}")
+        hidden = folder.with_name(f".deleting-{folder.name}-{secrets.token_hex(4)}")
         os.rename(folder, hidden)
         folder = hidden
     shutil.rmtree(folder)
 
 
-def is_plain_file(path: Path) -> bool:
-    """Whether it is a file and no link to one, which might be anywhere. Raises OSError if the system cannot tell."""
-    return stat.S_ISREG(_mode(path))
-
-
-def is_plain_folder(path: Path) -> bool:
-    """Whether it is a folder and no link to one. Raises OSError if the system cannot tell."""
-    return stat.S_ISDIR(_mode(path))
-
-
-def _mode(path: Path) -> int:
+def kind_of(path: Path) -> str:
+    """ "file", "folder", or "" for neither, such as a link, which could lead anywhere. Raises OSError."""
     try:
-        return os.lstat(path).st_mode
+        mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
-        return 0  # of no kind
+        return ""
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""

@@ -1,24 +1,29 @@
-"""A checkpoint that has been verified, and finding the newest that can be."""
+"""Checkpoints opened and verified, the newest that can be, and plain files of weights.
 
-import json
-from collections.abc import Callable, Iterable
+A plain file is what other programs read and write: whole parameters by name, with neither optimizer state nor checksum.
+Opened, it has the face of a checkpoint, so a run may begin from it in any layout.
+"""
+
+import hashlib
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import PATIENCE, hash_file
-from cs336_systems.checkpoint.folder import STEP, list_checkpoints, set_aside
-from cs336_systems.checkpoint.manifest import NAME, Entry, Manifest, RefusedError, Stored, read_manifest
-from cs336_systems.checkpoint.pieces import Box
-from cs336_systems.checkpoint.tensors import Header, Scalars, check_header, read_box
-from cs336_systems.comm import Group, agree
+from cs336_systems.checkpoint.disk import hash_file, sync_folder, write_file
+from cs336_systems.checkpoint.folder import STEP, hear, list_checkpoints, on_rank_0, reason, set_aside
+from cs336_systems.checkpoint.manifest import NAME, Entry, File, Manifest, RefusedError, Scalars, Stored, read_manifest
+from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box, Piece
+from cs336_systems.checkpoint.tensors import NAMES, Header, check_header, contents, read_box, read_header
+from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
-
-Answer = TypeVar("Answer", str, list[str])
+from cs336_systems.host.text import printable
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,6 @@ class Checkpoint:
 
     @property
     def tensors(self) -> dict[str, dict[str, Entry]]:
-        """What there is, by name and kind."""
         return self.manifest.tensors
 
     @property
@@ -52,28 +56,18 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
     """
     checkpoint, refused, unread = None, "", ""
     try:
-        checkpoint = _open(folder, group.rank() if group else 0, group.size() if group else 1)
+        checkpoint = _open(folder, *((group.rank(), group.size()) if group else (0, 1)))
     except (RefusedError, FileNotFoundError) as error:
         refused = printable(str(error))  # names from a file may not even be Unicode
     except OSError as error:
-        unread = _why(f"cannot read {folder}", error) + "; nothing was changed: try again, or move it away"
-    vote = json.dumps([unread, refused], allow_nan=False)
-    votes = [json.loads(each) for each in (_hear("checkpoint read", vote, group) if group else [vote])]
-    if problem := next((each for each, _ in votes if each), ""):
-        raise UserError(problem)
-    if problem := next((each for _, each in votes if each), ""):
-        raise RefusedError(problem)
+        why = f"cannot read {folder}: {reason(error, folder)}"
+        unread = printable(f"{why}; nothing was changed: try again, or move it away")
+    votes = hear("checkpoint read", (unread, refused), group) if group else [(unread, refused)]
+    for kind, problems in zip((UserError, RefusedError), zip(*votes, strict=True), strict=True):
+        if any(problems):
+            raise kind(next(filter(None, problems)))
     assert checkpoint is not None
     return checkpoint
-
-
-def _hear(topic: str, value: str, group: Group) -> list[str]:
-    return agree(topic, value, group, patience=PATIENCE)
-
-
-def _why(problem: str, error: OSError) -> str:
-    where = f" ({Path(error.filename).name})" if error.filename else ""
-    return printable(f"{problem}: {error.strerror or error}{where}")
 
 
 def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
@@ -82,10 +76,8 @@ def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
         raise RefusedError(f"{folder.name}/{NAME} is of another checkpoint, that of step {manifest.step}")
     for number, (name, file) in enumerate(manifest.files.items()):
         if number % ranks == rank and (found := hash_file(folder / name)) != file.sha256:
-            raise RefusedError(
-                f"{folder.name}/{name} is damaged, or of another checkpoint: its SHA-256 begins with {found[:12]}, "
-                f"not {file.sha256[:12]}"
-            )
+            damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
+            raise RefusedError(f"{damaged}: its SHA-256 begins with {found[:12]}, not {file.sha256[:12]}")
     pieces: dict[str, dict[str, tuple[str, str, Entry, Stored]]] = {name: {} for name in manifest.files}
     for name, kinds in manifest.tensors.items():
         for kind, entry in kinds.items():
@@ -106,45 +98,76 @@ def open_newest(
     Every rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError
     if there are checkpoints but all are refused, if one cannot be read, and if one that is refused keeps its name.
     """
-    names = _on_rank_0("checkpoints", lambda: [path.name for path in list_checkpoints(parent)], f"read {parent}", group)
-    reasons = []
+
+    def names_there() -> list[str]:
+        return [path.name for path in list_checkpoints(parent)]
+
+    names = on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}")
+    refused: dict[str, str] = {}
     for name in reversed(names):
         try:
             checkpoint = open_checkpoint(parent / name, group)
-            problems = _hear("checkpoint fits", printable(accept(checkpoint)), group)
-            if problem := next((each for each in problems if each), ""):
+            if problem := next(filter(None, hear("checkpoint fits", printable(accept(checkpoint)), group)), ""):
                 raise RefusedError(f"{name}: {problem}")
         except RefusedError as error:
-            reasons.append(str(error))
+            refused[name] = str(error)
             continue
-        _explain(parent, names[names.index(name) + 1 :], reasons, name, group, say)
+        for other, problem in refused.items():  # their names are freed: the run will come to those steps again
+            rename, failed = partial(set_aside, parent / other), f"cannot rename {parent / other}, refused as {problem}"
+            aside = on_rank_0("set aside", rename, parent, group, failed)
+            say(f"refused {problem}; going back to {name} ({other} is now called {aside})")
         return checkpoint
-    if reasons:
-        raise UserError(f"no checkpoint in {parent} can be used: {'; '.join(reasons)}")
+    if refused:
+        raise UserError(f"no checkpoint in {parent} can be used: {'; '.join(refused.values())}")
     return None
 
 
-def _explain(
-    parent: Path, refused: Iterable[str], reasons: list[str], taken: str, group: Group, say: Callable[[str], object]
-) -> None:
-    """Say what was refused and why, and free its name: the run will come to that step again."""
-    for name, reason in zip(reversed(list(refused)), reasons, strict=True):
-        aside = _on_rank_0(
-            "set aside", partial(set_aside, parent / name), f"rename {parent / name}, refused as {reason}", group
-        )
-        say(f"refused {reason}; going back to {taken} ({name} is now called {aside})")
+def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, whole, in the order of names."""
+    for name in sorted(checkpoint.tensors):
+        if VALUE in checkpoint.tensors[name] and not name.startswith(RANDOM):
+            yield name, checkpoint.read(name, VALUE, Box.whole(checkpoint.tensors[name][VALUE].shape))
 
 
-def _on_rank_0(topic: str, action: Callable[[], Answer], what: str, group: Group) -> Answer:
-    """What rank 0's action returns, on every rank. Raises UserError on every rank if the system does not let it."""
-    answer, problem = None, ""
-    if group.rank() == 0:
-        try:
-            answer = action()
-        except OSError as error:
-            problem = _why(f"cannot {what}", error)
-    answer, problem = json.loads(_hear(topic, json.dumps([answer, problem], allow_nan=False), group)[0])
-    if problem:
-        raise UserError(problem)
-    assert answer is not None
-    return answer
+def weights_hash(checkpoint: Checkpoint) -> str:
+    """The SHA-256 of all parameters: equal if and only if every bit is, whatever the layout that wrote them."""
+    digest = hashlib.sha256()
+    for name, tensor in weights(checkpoint):
+        digest.update(f"{name} {NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def export_plain(checkpoint: Checkpoint, path: Path) -> int:
+    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are.
+
+    Raises UserError if the file exists or cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        if path.exists():
+            raise UserError(f"{path} exists already; name another file")
+        pieces = [Piece(name, VALUE, Box.whole(each.shape), 0, each) for name, each in weights(checkpoint)]
+        write_file(temporary, contents(pieces, {}))
+        os.rename(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+    return len(pieces)
+
+
+def open_plain(path: Path) -> Checkpoint:
+    """A plain safetensors file as a checkpoint that has parameters only. Raises UserError for what is none."""
+    try:
+        header, size = read_header(path), path.stat().st_size
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    tensors = {}
+    for name, tensor in header.tensors.items():
+        box = Box.whole(tensor["shape"])
+        piece = Stored(path.name, name, tuple(tensor["data_offsets"]), box, 0, box.numel)
+        tensors[name] = {VALUE: Entry(box.shape, tensor["dtype"], (piece,))}
+    manifest = Manifest(0, {path.name: File(size, "")}, tensors, {}, {})
+    return Checkpoint(path.parent, manifest, {path.name: header})

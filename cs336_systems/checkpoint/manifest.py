@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, where, and the checksums that every reader compares before believing it.
+"""The manifest of a checkpoint: its tensors, where they lie, and checksums that every reader compares first.
 
     {"manifest": {"format": ..., "version": 1, "step": 120,
                   "files":   {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...},
@@ -10,8 +10,8 @@
                   "state":   {...}},
      "sha256": "..."}
 
-The last line is the checksum of the rest. A manifest may come from anywhere: nothing in it is used before it was
-checked, and no size in it leads to more memory than its files have bytes.
+The last line is the checksum of the rest. A manifest may come from an untrusted place: nothing in it is used unchecked,
+and no size in it leads to more memory than its files have bytes.
 """
 
 import hashlib
@@ -19,12 +19,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.checkpoint.disk import is_plain_file, is_plain_folder
+import torch
+
+from cs336_systems.checkpoint.disk import kind_of
 from cs336_systems.checkpoint.pieces import Box
 from cs336_systems.errors import UserError
 
@@ -32,9 +34,13 @@ NAME = "manifest.json"
 FORMAT, VERSION = "cs336_systems checkpoint", 1
 LARGEST = 1 << 28  # bytes of a manifest
 FILE = re.compile(r"rank-[0-9]{5}-[0-9]{2,6}\.safetensors")
-SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # bytes
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 State = dict[str, Any]
+Scalars = dict[str, dict[str, float | int]]
 
 
 class RefusedError(UserError):
@@ -64,7 +70,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class File:
-    """What a file must be."""
+    """Size and checksum of one file of a checkpoint."""
 
     bytes: int
     sha256: str
@@ -77,7 +83,7 @@ class Manifest:
     step: int
     files: dict[str, File]
     tensors: dict[str, dict[str, Entry]]
-    scalars: dict[str, dict[str, float | int]]
+    scalars: Scalars
     state: State
 
 
@@ -106,9 +112,9 @@ def read_manifest(folder: Path) -> Manifest:
     Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds.
     """
     where = f"{folder.name}/{NAME}"
-    if not is_plain_folder(folder):
+    if kind_of(folder) != "folder":
         raise RefusedError(f"{folder.name} is no folder")
-    if not is_plain_file(folder / NAME):
+    if kind_of(folder / NAME) != "file":
         raise RefusedError(f"{where} is missing: this is no checkpoint, or one that was never finished")
     if (size := (folder / NAME).stat().st_size) > LARGEST:
         raise RefusedError(f"{where} has {size:,} bytes; no manifest has more than {LARGEST:,}")
@@ -130,24 +136,19 @@ def read_manifest(folder: Path) -> Manifest:
         if isinstance(error, RefusedError):
             raise RefusedError(f"{where}: {error}") from None
         raise RefusedError(f"{where} is not as this program writes it: {error!r:.80}") from None
-    _check_files(folder, manifest)
+    for name, file in manifest.files.items():
+        if kind_of(folder / name) != "file":
+            raise RefusedError(f"{folder.name}/{name} is missing, or a link to somewhere else")
+        if (size := (folder / name).stat().st_size) != file.bytes:
+            raise RefusedError(f"{folder.name}/{name} has {size:,} bytes, not {file.bytes:,}: it was cut or changed")
+    for name in os.listdir(folder):
+        if name.endswith(".safetensors") and name not in manifest.files:
+            raise RefusedError(f"{folder.name}/{name} does not belong to this checkpoint")
     return manifest
 
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
-
-
-def _check_files(folder: Path, manifest: Manifest) -> None:
-    for name, file in manifest.files.items():
-        if not is_plain_file(folder / name):
-            raise RefusedError(f"{folder.name}/{name} is missing, or a link to somewhere else")
-        size = (folder / name).stat().st_size
-        if size != file.bytes:
-            raise RefusedError(f"{folder.name}/{name} has {size:,} bytes, not {file.bytes:,}: it was cut or changed")
-    for name in os.listdir(folder):
-        if name.endswith(".safetensors") and name not in manifest.files:
-            raise RefusedError(f"{folder.name}/{name} does not belong to this checkpoint")
 
 
 def _natural(value: Any) -> int:
@@ -170,10 +171,11 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
         if not re.fullmatch(r"[0-9a-f]{64}", file["sha256"]):
             raise RefusedError(f"{name} has no SHA-256")
         files[name] = File(_natural(file["bytes"]), file["sha256"])
-    tensors: dict[str, dict[str, Entry]] = {}
     used: set[tuple[str, str]] = set()
-    for name, kinds in body["tensors"].items():
-        tensors[name] = {kind: _entry(f"{name} ({kind})", entry, files, used) for kind, entry in kinds.items()}
+    tensors = {
+        name: {kind: _entry(f"{name} ({kind})", entry, files, used) for kind, entry in kinds.items()}
+        for name, kinds in body["tensors"].items()
+    }
     scalars = {name: dict(each) for name, each in body["scalars"].items()}
     for name, each in scalars.items():
         if not all(isinstance(value, int | float) for value in each.values()):
@@ -183,11 +185,16 @@ def _parse(body: Mapping[str, Any]) -> Manifest:
     return Manifest(_natural(body["step"]), files, tensors, scalars, body["state"])
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """True if a tensor can have the shape; a zero in it would hide how large the others are."""
+    return math.prod(each or 1 for each in shape) < 2**62
+
+
 def _entry(what: str, entry: Mapping[str, Any], files: Mapping[str, File], used: set[tuple[str, str]]) -> Entry:
     shape, dtype = _naturals(entry["shape"]), entry["dtype"]
-    if dtype not in SIZES:
-        raise RefusedError(f"{what} has dtype {dtype!r:.20}; known are {', '.join(SIZES)}")
-    if math.prod(each or 1 for each in shape) >= 2**62:  # a zero among them hides how large the others are
+    if dtype not in DTYPES:
+        raise RefusedError(f"{what} has dtype {dtype!r:.20}; known are {', '.join(DTYPES)}")
+    if not is_possible(shape):
         raise RefusedError(f"{what} has shape {shape}, which no tensor has")
     pieces = []
     for each in entry["pieces"]:
@@ -198,7 +205,7 @@ def _entry(what: str, entry: Mapping[str, Any], files: Mapping[str, File], used:
             raise RefusedError(f"{what} has a piece with other axes")
         if piece.file not in files or not begin <= end <= files[piece.file].bytes:
             raise RefusedError(f"{what} has a piece outside its file {piece.file!r:.60}")
-        if end - begin != piece.count * SIZES[dtype]:
+        if end - begin != piece.count * DTYPES[dtype].itemsize:
             raise RefusedError(f"{what} has a piece of {piece.count:,} elements of {dtype} in {end - begin:,} bytes")
         if not isinstance(piece.key, str) or (piece.file, piece.key) in used:
             raise RefusedError(f"{what} has a piece {piece.key!r:.60} of {piece.file} that is another's, or no name")
@@ -219,15 +226,14 @@ def check_cover(what: str, shape: tuple[int, ...], pieces: Iterable[Stored]) -> 
         end = 0
         for first, last in sorted(runs):
             if first != end:
-                raise RefusedError(
-                    f"{what} lacks elements, or has some twice: a run begins at {first:,}, not at {end:,}"
-                )
+                twice = f"{what} lacks elements, or has some twice"
+                raise RefusedError(f"{twice}: a run begins at {first:,}, not at {end:,}")
             end = last
         if end != box.numel:
             raise RefusedError(f"{what} lacks elements: a box of {box.numel:,} has {end:,}")
     listed = [box for box in boxes if box.numel]
+    covered = sum(box.numel for box in listed)
     if any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i]):
         raise RefusedError(f"{what} has elements twice")
-    if sum(box.numel for box in listed) != math.prod(shape):
-        covered = sum(box.numel for box in listed)
+    if covered != math.prod(shape):
         raise RefusedError(f"{what} has {covered:,} of its {math.prod(shape):,} elements")

@@ -1,4 +1,4 @@
-"""What a rank has of a named tensor, in the coordinates of the whole model.
+"""Pieces of named tensors: a rank's part, in the coordinates of the whole model.
 
 Tensor and expert parallelism give a rank a box of a matrix, ZeRO gives it a run of the box's elements in order:
 
@@ -9,7 +9,7 @@ Tensor and expert parallelism give a rank a box of a matrix, ZeRO gives it a run
                                                                             x x . .
                                                                             . . . .
 
-Every layout of this project is made of such pieces, so one format holds them all, and any can be read from any other.
+Every layout is made of such pieces, so one format holds them all, and any can be read from any other.
 """
 
 import math
@@ -32,16 +32,14 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> "Box":
-        """All of a tensor."""
         return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
         return math.prod(self.size)
 
     def overlap(self, other: "Box") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """The common elements as slices of each of the two; None if there are none."""
+        """The common elements as slices of each of the two; None without any."""
         mine, theirs = [], []
         for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True):
             low, high = max(a, b), min(a + m, b + n)
@@ -64,7 +62,7 @@ class Piece:
 
     @property
     def key(self) -> str:
-        """What it is called in a file: a whole parameter by its own name, as everywhere."""
+        """The piece's name in a file; a parameter has its own name, as in other safetensors files."""
         return self.name if self.kind == VALUE else f"{self.name}:{self.kind}"
 
 

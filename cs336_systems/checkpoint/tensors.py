@@ -12,27 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import WRITE, write_file
-from cs336_systems.checkpoint.manifest import SIZES, Entry, File, RefusedError, Stored
+from cs336_systems.checkpoint.disk import WRITE_BYTES, write_file
+from cs336_systems.checkpoint.manifest import DTYPES, Entry, File, RefusedError, Scalars, Stored, is_possible
 from cs336_systems.checkpoint.pieces import Box, Piece
 
-FULL = 1 << 28  # bytes after which another file begins: who loads with more ranks shares the files out to check them
+FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
 LARGEST_HEADER = 100_000_000  # the format's own limit
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-Scalars = dict[str, dict[str, float | int]]
 
 
 class Header(NamedTuple):
@@ -62,15 +48,6 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
 
 def contents(pieces: Sequence[Piece], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
     """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
-    yield _head(pieces, metadata)
-    for piece in pieces:
-        flat = piece.tensor.detach().reshape(-1)
-        if flat.numel():
-            for part in flat.split(WRITE // flat.itemsize):
-                yield part.cpu().contiguous().view(torch.uint8).numpy().data
-
-
-def _head(pieces: Sequence[Piece], metadata: dict[str, str]) -> bytes:
     head: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for each in pieces:
@@ -82,14 +59,18 @@ def _head(pieces: Sequence[Piece], metadata: dict[str, str]) -> bytes:
         head[each.key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    yield len(text).to_bytes(8, "little") + text
+    for piece in pieces:
+        flat = piece.tensor.detach().reshape(-1)
+        for part in flat.split(WRITE_BYTES // flat.itemsize) if flat.numel() else ():
+            yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def _in_files(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     part: list[Piece] = []
     size = 0
     for piece in pieces:
-        if part and size + piece.tensor.nbytes > FULL:
+        if part and size + piece.tensor.nbytes > FILE_BYTES:
             yield part
             part, size = [], 0
         part.append(piece)
@@ -99,6 +80,20 @@ def _in_files(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 def read_header(path: Path) -> Header:
     """The head of a safetensors file, its sizes checked. Raises RefusedError for what is none."""
+
+    def checked(tensor: dict[str, Any], size: int) -> dict[str, Any]:
+        shape, (begin, end), dtype = tensor["shape"], tensor["data_offsets"], tensor["dtype"]
+        if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):  # a bool is an int, too
+            raise ValueError(f"shape {shape} at {begin} to {end}")
+        if not is_possible(shape):
+            raise ValueError(f"shape {shape}")
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype {dtype!r:.20}")
+        count = math.prod(shape)
+        if not begin <= end <= size or end - begin != count * DTYPES[dtype].itemsize:
+            raise ValueError(f"a tensor of {count} elements of {dtype} at {begin} to {end} of {size} bytes")
+        return tensor
+
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -107,24 +102,10 @@ def read_header(path: Path) -> Header:
         try:
             value = json.loads(file.read(length))
             metadata = {str(key): str(text) for key, text in value.pop("__metadata__", {}).items()}
-            tensors = {str(key): _checked(each, size - 8 - length) for key, each in value.items()}
+            tensors = {str(key): checked(each, size - 8 - length) for key, each in value.items()}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise RefusedError(f"{path.name} is no safetensors file: {str(error)[:80]}") from None
     return Header(8 + length, tensors, metadata)
-
-
-def _checked(tensor: dict[str, Any], size: int) -> dict[str, Any]:
-    shape, (begin, end) = tensor["shape"], tensor["data_offsets"]
-    if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):  # a bool is an int, too
-        raise ValueError(f"shape {shape} at {begin} to {end}")
-    count = math.prod(shape)
-    if math.prod(each or 1 for each in shape) >= 2**62:  # a zero among them hides how large the others are
-        raise ValueError(f"shape {shape}")
-    if tensor["dtype"] not in SIZES:
-        raise ValueError(f"dtype {tensor['dtype']!r:.20}")
-    if not begin <= end <= size or end - begin != count * SIZES[tensor["dtype"]]:
-        raise ValueError(f"a tensor of {count} elements of {tensor['dtype']} at {begin} to {end} of {size} bytes")
-    return tensor
 
 
 def list_pieces(paths: Iterable[Path]) -> tuple[dict[str, Any], Scalars]:
@@ -136,14 +117,12 @@ def list_pieces(paths: Iterable[Path]) -> tuple[dict[str, Any], Scalars]:
         for key, (name, kind, shape, start, size, first) in json.loads(header.metadata["pieces"]).items():
             tensor = header.tensors[key]
             begin, end = tensor["data_offsets"]
-            entry = tensors.setdefault(name, {}).setdefault(
-                kind, {"shape": shape, "dtype": tensor["dtype"], "pieces": []}
-            )
+            new = {"shape": shape, "dtype": tensor["dtype"], "pieces": []}
+            entry = tensors.setdefault(name, {}).setdefault(kind, new)
             if (entry["shape"], entry["dtype"]) != (shape, tensor["dtype"]):
-                raise RefusedError(
-                    f"{name} ({kind}) is {entry['dtype']} {entry['shape']} on one rank, another in {path.name}"
-                )
-            count = (end - begin) // SIZES[tensor["dtype"]]
+                one = f"{name} ({kind}) is {entry['dtype']} {entry['shape']} on one rank"
+                raise RefusedError(f"{one}, another in {path.name}")
+            count = (end - begin) // DTYPES[tensor["dtype"]].itemsize
             where = {"file": path.name, "key": key, "offsets": [begin, end]}
             entry["pieces"].append(where | {"start": start, "size": size, "first": first, "count": count})
         for name, values in json.loads(header.metadata["scalars"]).items():
@@ -195,23 +174,13 @@ def read_box(folder: Path, headers: Mapping[str, Header], entry: Entry, target: 
             continue
         # One box at a time: the memory is that of what is read and of one rank's part.
         part = result if box == target else torch.empty(box.size, dtype=dtype)
-        flat = part.view(-1)
+        data = part.view(-1).view(torch.uint8).numpy().data
         for piece in pieces:
-            _fill(flat[piece.first : piece.first + piece.count], folder / piece.file, headers[piece.file].data, piece)
+            run = data[piece.first * dtype.itemsize : (piece.first + piece.count) * dtype.itemsize]
+            with (folder / piece.file).open("rb") as file:
+                file.seek(headers[piece.file].data + piece.offsets[0])
+                if file.readinto(run) < len(run):
+                    raise RefusedError(f"{piece.file} ends in the middle of {piece.key}")
         if part is not result:
             result[common[0]] = part[common[1]]
     return result
-
-
-def _fill(flat: Tensor, path: Path, data: int, piece: Stored) -> None:
-    if not piece.count:
-        return
-    view = flat.view(torch.uint8).numpy().data
-    with path.open("rb", buffering=0) as file:
-        file.seek(data + piece.offsets[0])
-        done = 0
-        while done < len(view):
-            got = file.readinto(view[done:])
-            if not got:
-                raise RefusedError(f"{path.name} ends in the middle of {piece.key}")
-            done += got

@@ -1,4 +1,4 @@
-"""How far each rank's clock is from the first rank's, by ping-pong."""
+"""Offset of each rank's clock from the first rank's, measured by ping-pong."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,19 +17,19 @@ NEVER = 2**62
 
 @dataclass(frozen=True)
 class Offset:
-    """This rank's clock is `nanoseconds` ahead of rank 0's, give or take `bound`."""
+    """This rank's clock is `nanoseconds` ahead of rank 0's, plus or minus `bound`."""
 
     nanoseconds: int
     bound: int
 
 
 def clock_offset(group: Group, now: Callable[[], int] = time.time_ns) -> Offset:
-    """This rank's clock against that of the group's first rank; every rank must call this. Rank 0's is (0, 0).
+    """Offset of this rank's clock from that of the group's first rank, which has (0, 0). Every rank must call this.
 
-    Rank 0 answers each question with its time, which it read after the question was sent and before the answer came.
-    So each round holds the offset in an interval as wide as the round trip, whatever the way there and back took
-    (Cristian, Probabilistic clock synchronization, 1989, section 3). The offset lies in all of them: their intersection
-    may be narrower than the fastest round's. Its middle is the offset, half its width the bound.
+    Rank 0 answers each question with its time, which lies between the question's departure and the answer's arrival.
+    So each round bounds the offset by an interval as wide as the round trip (Cristian, Probabilistic clock
+    synchronization, 1989, section 3). The offset lies in the intersection of all intervals: its middle is returned,
+    half its width is the bound.
     """
     if group.size() == 1:
         return Offset(0, 0)
@@ -44,26 +44,6 @@ def clock_offset(group: Group, now: Callable[[], int] = time.time_ns) -> Offset:
 
 
 def _in_turn(group: Group, now: Callable[[], int]) -> Offset:
-    best = Offset(0, 0)
-    for other in range(1, group.size()):
-        if group.rank() == 0:
-            _answer(other, group, now)
-        elif group.rank() == other:
-            best = _ask(group, now)
-    return best
-
-
-def _answer(other: int, group: Group, now: Callable[[], int]) -> None:
-    question, reply = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    while True:
-        dist.recv(question, group=group, group_src=other)
-        if not question.item():
-            return
-        reply[0] = now()
-        dist.send(reply, group=group, group_dst=other)
-
-
-def _ask(group: Group, now: Callable[[], int]) -> Offset:
     question, reply = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
     def rounds() -> Iterator[tuple[int, int, int]]:
@@ -74,16 +54,24 @@ def _ask(group: Group, now: Callable[[], int]) -> Offset:
             end = now()
             yield start, int(reply.item()), end
 
-    best = narrow(rounds())
-    question.zero_()
-    dist.send(question, group=group, group_dst=0)
+    best = Offset(0, 0)
+    for other in range(1, group.size()):
+        if group.rank() == other:
+            best = narrow(rounds())
+            dist.send(question.zero_(), group=group, group_dst=0)
+        while group.rank() == 0:
+            dist.recv(question, group=group, group_src=other)
+            if not question.item():
+                break
+            dist.send(reply.fill_(now()), group=group, group_dst=other)
     return best
 
 
 def narrow(rounds: Iterable[tuple[int, int, int]]) -> Offset:
-    """The offset from rounds (sent, the other's time, answered), each in nanoseconds of the clock that was read.
+    """Offset from rounds (sent, the other's time, answered), each in nanoseconds of the clock that was read.
 
-    Takes as many rounds as it needs. A clock set anew between two rounds contradicts what was known: that is forgotten.
+    Stops when the interval is small enough or no longer shrinks. If a clock is set during the measurement, the
+    intervals contradict each other, and the measurement starts again.
     """
     low, high, mark, idle = -NEVER, NEVER, 2 * NEVER, 0
     for sent, theirs, answered in rounds:

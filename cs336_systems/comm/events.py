@@ -1,4 +1,4 @@
-"""A record of every collective: what the tests count, and what the analytic model is compared with."""
+"""Record of every collective: tests count it, and predictions are made from it."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems.marks import is_profiling
-from cs336_systems.volume import sent
+from cs336_systems.comm.memory_labels import is_profiling
+from cs336_systems.traffic import sent
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Event:
     dtype: torch.dtype
     ranks: int
     algorithm: str  # the verb whose traffic this made: gloo reduce-scatters a CUDA tensor by an all-reduce
+    group: str = ""  # name of the process group, by which a mesh tells the axis
 
     @property
     def nbytes(self) -> int:
@@ -29,12 +30,12 @@ class Event:
 
     @property
     def bytes_sent(self) -> float:
-        """What one rank sends, in bytes."""
+        """Bytes that one rank sends."""
         return self.nbytes * sent(self.algorithm, self.ranks)
 
     def annotate(self, what: str, number: int, group: str) -> AbstractContextManager[Any]:
-        """A span in a profiler's trace, `wait all-reduce 0#3 bucket 1`: this collective is the group's third. Its name
-        is the same on every rank, which is how traces of several ranks are matched. Nothing without a profiler."""
+        """Span in a profiler's trace, such as `wait all-reduce 0#3 bucket 1` for the third collective of group 0.
+        Traces of several ranks are matched by this name. No effect without a profiler."""
         if not is_profiling():
             return nullcontext()
         return torch.profiler.record_function(f"{what} {self.verb} {group}#{number} {self.label}".rstrip())
@@ -55,6 +56,6 @@ def record() -> Iterator[list[Event]]:
 
 
 def log(event: Event) -> None:
-    """Tell every open record of a collective."""
+    """Append a collective to every open record."""
     for events in _recorders:
         events.append(event)

@@ -1,14 +1,13 @@
-"""Rows to other ranks and, in backward, their gradients back: an uneven all-to-all that autograd knows.
+"""Uneven all-to-all of rows with autograd: the backward of an all-to-all is the all-to-all with the counts swapped.
 
-The backward of an all-to-all is the all-to-all with the counts exchanged. It is in two halves, `Exchange(...)` and
-`wait()`, so that what is computed between them hides it: forward and, because autograd runs the nodes made last first,
-backward as well.
+It has two halves, `Exchange(...)` and `wait()`, so that computation between them overlaps it: in forward and, because
+autograd runs nodes in reverse order, in backward as well.
 
-    forward     begin  ...  wait             what is computed between begin and wait
-    backward    wait   ...  begin            has its backward between begin and wait, too
+    forward     begin  ...  wait             computation between begin and wait in forward
+    backward    wait   ...  begin            has its backward between begin and wait too
 
-Between the halves the graph has a ticket, an empty tensor: as many rows leave in backward as came in forward, and what
-comes is of another shape than what lay there.
+An empty tensor, the ticket, connects the two halves in the graph, because rows that arrive may have another shape than
+rows that leave.
 """
 
 from collections.abc import Sequence
@@ -24,11 +23,11 @@ from cs336_systems.comm.verbs import Work, all_to_all
 
 
 class Exchange:
-    """Rows under way: the first given[0] of x (rows ...) go to rank 0 of the group, and so on; taken[r] come from rank
-    r. Counts may be zero, also all of them. Every rank must make it, and run backward if any rank does.
+    """An all-to-all in flight: the first given[0] rows of x (rows ...) go to rank 0 of the group, and so on; taken[r]
+    rows arrive from rank r. Counts may be zero. Every rank must construct it, and run backward if any rank does.
 
-    A record lists it under `label` with the elements that this rank gives, and backward as `label, gradient`. A group
-    of one rank sends nothing. Raises ValueError for counts that do not add up to the rows.
+    A record lists it under `label` with the elements that this rank sends, and its backward as `label, gradient`. A
+    group of one rank sends nothing. Raises ValueError for counts that do not add up to the rows.
     """
 
     def __init__(self, x: Tensor, given: Sequence[int], taken: Sequence[int], group: Group, label: str) -> None:
@@ -38,7 +37,7 @@ class Exchange:
         self._ticket: Tensor | None = x if group.size() == 1 else _Begin.apply(x, self.route)
 
     def wait(self) -> Tensor:
-        """What has come (rows ...), in the order of the ranks. To be called once."""
+        """Rows that arrived (rows ...), in the order of ranks. To be called once."""
         assert self._ticket is not None, "the rows have been fetched already"
         ticket, self._ticket = self._ticket, None
         return ticket if self.route.group.size() == 1 else _End.apply(ticket, self.route)
@@ -46,7 +45,7 @@ class Exchange:
 
 @dataclass
 class Route:
-    """How many rows go where, and those that are under way. The graph keeps it, but it keeps nothing that has come."""
+    """Row counts per rank, and the transfers in flight. Kept by the graph; holds no rows that have arrived."""
 
     given: list[int]
     taken: list[int]
@@ -55,7 +54,7 @@ class Route:
     under_way: list[tuple[Work, Tensor]] = field(default_factory=list)
 
     def begin(self, x: Tensor, back: bool = False) -> Tensor:
-        """Send rows, there or back; returns a ticket."""
+        """Start sending rows, forward or back; returns a ticket."""
         given, taken = (self.taken, self.given) if back else (self.given, self.taken)
         inbox = x.new_empty((sum(taken), *x.shape[1:]))
         label = f"{self.label}, gradient" if back else self.label
@@ -63,14 +62,14 @@ class Route:
         return x.new_empty(0)
 
     def end(self) -> Tensor:
-        """What has come of the sending that began last."""
+        """Rows of the transfer that started last."""
         work, inbox = self.under_way.pop()
         work.wait()
         return inbox
 
 
 class _Begin(torch.autograd.Function):
-    """Rows to a ticket: begins to send forward, waits for the gradient backward."""
+    """Rows to a ticket: starts the transfer in forward, waits for the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
@@ -84,7 +83,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """A ticket to rows: waits forward, begins to send the gradient backward."""
+    """Ticket to rows: waits in forward, starts the transfer of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, ticket: Tensor, route: Route) -> Tensor:

@@ -1,7 +1,7 @@
-"""Start ranks on this machine without torchrun: a process each, one error line for all, and nobody left behind.
+"""Launch ranks on this machine without torchrun: one process per rank, one error line for all, no process left running.
 
-CPU ranks are forked, which takes a tenth of a second; that needs a parent that has run no tensor code, since threads
-and CUDA do not survive a fork. CUDA ranks are spawned.
+CPU ranks are forked, which takes a tenth of a second but needs a parent that has run no tensor code: neither threads
+nor CUDA survive a fork. CUDA ranks are spawned.
 """
 
 import math
@@ -22,25 +22,25 @@ from typing import Any
 import click
 import torch
 
-from cs336_systems import console
-from cs336_systems.comm.group import CommError
-from cs336_systems.comm.meeting import Place
-from cs336_systems.comm.startup import die_with_parent, find_place, speaks_for_its_machine
+from cs336_systems.comm.diagnostics import CommError
+from cs336_systems.comm.rendezvous import Place
+from cs336_systems.comm.startup import die_with_parent, find_place, is_first_of_machine
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
 
-GRACE = 5.0  # seconds that the others get to name the cause after one rank has failed
-ECHO = 1.0  # seconds in which another SIGTERM is the same: `timeout` and schedulers may tell a whole group of processes
-PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM, unless told otherwise
+GRACE = 5.0  # seconds that the other ranks get to report the cause after one has failed
+SAME_SIGNAL = 1.0  # seconds in which a second SIGTERM counts as the first: schedulers may signal the whole group
+PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM by default
 
 Worker = Callable[..., None]  # worker(place, *arguments)
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has come to the process that started the ranks."""
+    """The process that started the ranks received SIGTERM."""
 
 
 def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Path, parent: int) -> None:
-    """A rank's life. It leaves an error of the user's or the network's as a line, and any other as a traceback."""
+    """Main function of a rank. Reports an error of the user or the network as one line, any other as a traceback."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent(parent)
     torch.set_num_threads(threads)
@@ -59,10 +59,9 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
 def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience: float = PATIENCE) -> None:
     """Run `worker(place, *arguments)` in `nproc` processes and wait for all.
 
-    The cores are shared out: each CPU rank computes with cores / nproc threads, at least one. SIGTERM is passed on to
-    the ranks: if all handle it and end well within `patience` seconds, so does this; else they are killed. Raises
-    UserError with the first failure among the ranks, after stopping the others, RuntimeError with the traceback of one
-    that broke, and KeyboardInterrupt for ranks that a signal ended.
+    Each CPU rank computes with cores / nproc threads, at least one. SIGTERM is passed on to the ranks, which are killed
+    unless they end within `patience` seconds. The first failure stops the other ranks. Raises UserError with its line,
+    RuntimeError with its traceback, or KeyboardInterrupt for ranks that a signal ended.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
@@ -74,32 +73,50 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
         try:
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
-                threads = max(1, cores // nproc)
-                given = (worker, place, arguments, threads, report, os.getpid())
+                given = (worker, place, arguments, max(1, cores // nproc), report, os.getpid())
                 processes.append(context.Process(target=_run, args=given))
                 processes[-1].start()
             try:
                 failed = _first_failure(processes)
             except _Terminated:
-                failed = _terminate(processes, patience)
+                for process in processes:
+                    process.terminate()
+                failed = _first_failure(processes, time.monotonic() + patience)
+                if failed is not None and processes[failed].exitcode == -signal.SIGTERM:
+                    raise KeyboardInterrupt from None
         finally:
-            _stop(processes)
+            for stop in (BaseProcess.terminate, BaseProcess.kill):
+                for process in processes:
+                    if process.is_alive():
+                        stop(process)
+                _join(processes, time.monotonic() + 2)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
             _raise_for(failed, processes[failed].exitcode, message)
 
 
+def _raise_for(rank: int, code: int, message: str) -> None:
+    if code == 2:
+        raise UserError(message)
+    if code == 130:
+        raise KeyboardInterrupt
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code < 0 and not message:
+        raise UserError(f"rank {rank} {how}: out of memory? the other ranks were stopped")
+    raise RuntimeError(f"rank {rank} {how}\n{message}")
+
+
 @contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the ranks as ^C does, rather than leaving that to the system. Another one, an echo aside, stops the
-    wait for ranks that handle the first."""
-    told: list[float] = []
+    """Raise _Terminated on SIGTERM inside the block; a second signal, SAME_SIGNAL later or more, raises it again and so
+    ends the wait for ranks that handle the first."""
+    told = -math.inf
 
     def interrupt(number: int, frame: object) -> None:
-        if told and time.monotonic() - told[0] < ECHO:
-            return
-        told.append(time.monotonic())
-        raise _Terminated
+        nonlocal told
+        if time.monotonic() - told >= SAME_SIGNAL:
+            told = time.monotonic()
+            raise _Terminated
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -109,70 +126,36 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _first_failure(processes: list[BaseProcess], deadline: float = math.inf) -> int | None:
-    """Wait until all ranks are done, or one has failed: its number. The others then get a moment to end, too.
+    """Wait until all ranks have ended, or one has failed; returns its number after GRACE seconds for the others.
 
     Raises KeyboardInterrupt at the deadline.
     """
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
         left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        ended = wait(list(running), left)
-        if not ended:
+        if not (ended := wait(list(running), left)):
             raise KeyboardInterrupt
         for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             if processes[rank].exitcode:
-                deadline = min(deadline, time.monotonic() + GRACE)
-                for process in processes:
-                    process.join(max(0.0, deadline - time.monotonic()))
+                _join(processes, min(deadline, time.monotonic() + GRACE))
                 return rank
     return None
 
 
-def _terminate(processes: list[BaseProcess], patience: float) -> int | None:
-    """Pass SIGTERM on, and wait for ranks that handle it; returns which one failed in doing so, if any.
-
-    Raises KeyboardInterrupt if the signal ended them, or they are not done in time.
-    """
-    for process in processes:
-        process.terminate()
-    failed = _first_failure(processes, time.monotonic() + patience)
-    if failed is not None and processes[failed].exitcode == -signal.SIGTERM:
-        raise KeyboardInterrupt
-    return failed
-
-
-def _stop(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-    deadline = time.monotonic() + 2
+def _join(processes: list[BaseProcess], deadline: float) -> None:
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _raise_for(rank: int, code: int | None, message: str) -> None:
-    if code == 2:
-        raise UserError(message)
-    if code == 130:
-        raise KeyboardInterrupt
-    how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
-    if not message and code and code < 0:
-        raise UserError(f"rank {rank} {how}: out of memory? the other ranks were stopped")
-    raise RuntimeError(f"rank {rank} {how}\n{message}")
 
 
 def start_ranks(
     worker: Worker, device: str | None, nproc: int | None, *arguments: Any, patience: float = PATIENCE
 ) -> None:
-    """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` of them here.
+    """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` ranks here.
 
-    `device` is what was asked for, None for a GPU if there is one. `patience` is how many seconds ranks that were
-    started here may take to end after SIGTERM. Raises UserError, for ranks that part as well.
+    `device` None means a GPU if there is one. `patience`: seconds that ranks started here may take to end after
+    SIGTERM. Raises UserError, also instead of CommError.
     """
     here = find_place()
     if here.world_size > 1 and nproc:
@@ -187,15 +170,14 @@ def start_ranks(
         raise UserError(str(error)) from None
 
 
-def run_in_one_voice(command: click.Command) -> int:
-    """`console.run_command` on every rank that torchrun started, of which only the first of each machine is heard.
+def run_command_on_ranks(command: click.Command) -> int:
+    """Run a command line on every rank that torchrun started; only the first rank of each machine prints.
 
-    The first of each, not of all: a machine that never reaches rank 0 still says so. A defect's traceback is printed
-    by every rank, since it leaves this function before it is printed.
+    Not only rank 0: a machine that cannot reach it must say so. The traceback of a defect is printed by every rank.
     """
     with ExitStack() as stack:
         with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
-            if not speaks_for_its_machine():
+            if not is_first_of_machine():
                 silence = stack.enter_context(open(os.devnull, "w"))
                 stack.enter_context(redirect_stdout(silence))
                 stack.enter_context(redirect_stderr(silence))

@@ -1,7 +1,7 @@
 """The mesh: ranks in a grid with an axis for each kind of parallelism, and the groups of ranks along its axes.
 
-As in Megatron-LM (arXiv:2104.04473, section 3), tensor parallelism, which talks most, has neighbouring ranks, so that
-it stays inside a machine; then come experts, data, and pipeline stages, which talk least. With tp, dp, pp = 2, 2, 2:
+As in Megatron-LM (arXiv:2104.04473, section 3), tensor parallelism, which communicates most, has neighbouring ranks, so
+that it stays inside a machine; then come experts, data, and pipeline stages. With tp, dp, pp = 2, 2, 2:
 
     stage 0    (0 1) (2 3)        tp groups: 0 1, 2 3, 4 5, 6 7
     stage 1    (4 5) (6 7)        dp groups: 0 2, 1 3, 4 6, 5 7      pp groups: 0 4, 1 5, 2 6, 3 7
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from cs336_systems.comm.group import Group, default_group, has_tags, subgroup
+from cs336_systems.comm.agreement import subgroup
+from cs336_systems.comm.group import Group, default_group, has_tags
 from cs336_systems.comm.verbs import receive, send
 from cs336_systems.errors import UserError
 
@@ -41,8 +42,8 @@ class Mesh:
         self.tp, self.pp, self.ep, self.dp = (self._along(axis) for axis in ("tp", "pp", "ep", "dp"))
         self.data, self.model = self._along("dp", "ep"), self._along("pp", "tp")
         self.ends = self._join([(ranks[0], ranks[-1]) for ranks in self._lines("pp")]) if self.pp.size() > 1 else None
-        # NCCL has no tags: messages between two ranks meet in the order of their posting. What may overtake another,
-        # activations and gradients, up and down the stages, gets a connection of its own; gloo's tags keep them apart.
+        # NCCL has no tags: messages between two ranks match in the order of posting. Activations and gradients, up and
+        # down the stages, may overtake each other, so each kind has its own connection; gloo's tags keep them apart.
         apart = self.pp.size() > 1 and not has_tags(world)
         kinds = itertools.product(("forward", "backward"), (True, False)) if apart else ()
         self.channels = {kind: self._fresh("pp") for kind in kinds}
@@ -57,12 +58,12 @@ class Mesh:
         yield from map(tuple, lines.values())
 
     def channel(self, kind: str, source: int, target: int) -> Group:
-        """The group, of the pp axis, for messages of a kind, "forward" or "backward", between two of its ranks."""
+        """Group of the pp axis for "forward" or "backward" messages from rank `source` to rank `target`."""
         return self.channels.get((kind, source < target), self.pp)
 
     def _greet(self) -> None:
-        """NCCL connects two ranks at their first message, and until both are there the host of each waits. A receive
-        that is posted ahead must not find them unconnected, so all neighbours exchange a word now, in one order."""
+        """Connect neighbouring stages. NCCL does so at the first message, for which the hosts of both ranks wait, so a
+        receive that is posted ahead would deadlock; all neighbours exchange a message now, in one order."""
         me, stages = self.pp.rank(), self.pp.size()
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         for group in self.channels.values():
@@ -74,7 +75,7 @@ class Mesh:
                     receive(torch.zeros(1, device=device), source, group, "greeting").wait()
 
     def _fresh(self, axis: str) -> Group:
-        """This rank's group along an axis, made anew."""
+        """New group of this rank along an axis."""
         groups = [subgroup(ranks) for ranks in self._lines(axis)]
         return next(group for group in groups if group is not None)
 

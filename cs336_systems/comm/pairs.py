@@ -1,4 +1,4 @@
-"""Collectives that autograd knows, in pairs: the backward of each is the forward of its partner.
+"""Differentiable collectives in conjugate pairs: the backward of each is the forward of its partner.
 
     copy             x on every rank                  its gradient is the sum of the ranks' gradients
     reduce           the sum of the ranks' x          its gradient is the same on every rank
@@ -8,10 +8,10 @@
     reduce_sequence  this rank's part of the sum      the parts of its gradient are gathered
 
 Copy and reduce are f and g of Megatron-LM (arXiv:1909.08053, section 3), the last two g and g-bar of sequence
-parallelism (arXiv:2205.05198, section 4.2.2). What follows copy or gather_sequence uses x differently on each rank, so
-gradients add up; what follows gather does the same on every rank, so one rank's gradient is the gradient.
+parallelism (arXiv:2205.05198, section 4.2.2). The computation after copy or gather_sequence differs by rank, so its
+gradients are summed; after gather it is the same on every rank, so each rank's gradient is the whole gradient.
 
-None writes to its input or to the gradient that it is given. A group of one rank does nothing.
+No function writes to its input or to the gradient that it is given. A group of one rank does nothing.
 """
 
 import copy as copying
@@ -56,7 +56,7 @@ def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
 
 
 class _Pair(torch.autograd.Function):
-    """Applies one move forward and another one backward."""
+    """One move in forward, its conjugate in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:
@@ -80,7 +80,7 @@ def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: st
 
 
 class SharesGroup:
-    """A base of what has a `group`: deep copies share it, since a group itself cannot be copied."""
+    """Base class of objects with a `group`, which deep copies share, since a group cannot be copied."""
 
     group: Group
 

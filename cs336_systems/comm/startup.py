@@ -1,7 +1,6 @@
-"""Start-up: where this process stands among the ranks, and the process group that joins them.
+"""Start-up: rank and world size of this process, and the process group that joins all ranks.
 
-A process is told its place by torchrun, by Slurm, or by whoever forked it; else it is alone. Ranks of one machine meet
-in a file, or on the loopback address, so that nothing listens to the network.
+torchrun, Slurm or the parent that forked it tells a process its place; otherwise it is alone.
 """
 
 import ctypes
@@ -18,22 +17,13 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from cs336_systems.comm import flight
-from cs336_systems.comm.group import (
-    EXPLAIN_SECONDS,
-    CommError,
-    Group,
-    default_group,
-    end,
-    needs_store,
-    parted,
-    post,
-    sequence,
-    wait_for,
-)
-from cs336_systems.comm.meeting import Place, join, open_store
+from cs336_systems.comm.agreement import wait_for
+from cs336_systems.comm.diagnostics import EXPLAIN_SECONDS, CommError, comm_error, needs_store, post, timed_store
+from cs336_systems.comm.flight_recorder import recorder
+from cs336_systems.comm.group import Group, default_group, sequence
+from cs336_systems.comm.rendezvous import Place, join, open_store
 from cs336_systems.comm.store import StoreLostError, TimedStore
 from cs336_systems.errors import UserError
 
@@ -41,9 +31,9 @@ Backend = Literal["gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-STARTED = os.getpid(), os.getppid()  # read early: an orphan would be given another parent
+STARTED = os.getpid(), os.getppid()  # read early: an orphan gets another parent
 
-_entries = count()  # how often this process has joined a group: what an earlier one left in the store is not this one's
+_entries = count()  # groups joined by this process so far: keys of an earlier group must not be read again
 
 
 def _number(name: str, default: int | None = None) -> int:
@@ -57,13 +47,6 @@ def _number(name: str, default: int | None = None) -> int:
         raise UserError(f"{name} is {value!r}, not a number") from None
 
 
-def _port(default: int) -> int:
-    port = _number("MASTER_PORT", default)
-    if not 0 < port < 2**16:
-        raise UserError(f"MASTER_PORT is {port}; ports lie between 1 and 65535")
-    return port
-
-
 def first_host(nodes: str) -> str:
     """The first of Slurm's list of nodes: `gpu[07-09,12],big1` begins with gpu07."""
     found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
@@ -73,35 +56,34 @@ def first_host(nodes: str) -> str:
 
 
 def find_place() -> Place:
-    """The place that torchrun (RANK, WORLD_SIZE, ...) or Slurm (SLURM_PROCID, ...) gave this process; else alone.
+    """Place that torchrun (RANK, WORLD_SIZE, ...) or Slurm (SLURM_PROCID, ...) gave this process; otherwise alone.
 
-    Raises UserError for a place that cannot be.
+    Raises UserError for an impossible place.
     """
     env = os.environ
     if "RANK" in env:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
         local = _number("LOCAL_RANK", rank), _number("LOCAL_WORLD_SIZE", world_size)
-        meeting = f"{env.get('MASTER_ADDR', 'localhost')}:{_port(29500)}"
-        served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        place = Place(rank, world_size, *local, meeting, served, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        host, port = env.get("MASTER_ADDR", "localhost"), 29500
     elif _number("SLURM_NTASKS", 1) > 1 and "SLURM_PROCID" in env:
         rank, world_size = _number("SLURM_PROCID"), _number("SLURM_NTASKS")
+        local = _number("SLURM_LOCALID", 0), world_size // _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
         host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "")))
-        port = _port(20_000 + _number("SLURM_JOB_ID", 0) % 10_000)
-        nodes = _number("SLURM_STEP_NUM_NODES", _number("SLURM_NNODES", 1))
-        local = _number("SLURM_LOCALID", 0), world_size // nodes
-        place = Place(rank, world_size, *local, f"{host}:{port}")
+        port = 20_000 + _number("SLURM_JOB_ID", 0) % 10_000
     else:
         return Place()
-    if not 0 <= place.rank < place.world_size:
-        raise UserError(f"rank {place.rank} of {place.world_size}: ranks count from 0 and lie below the world size")
-    return place
+    if not 0 < (port := _number("MASTER_PORT", port)) < 2**16:
+        raise UserError(f"MASTER_PORT is {port}; ports lie between 1 and 65535")
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} of {world_size}: ranks count from 0 and lie below the world size")
+    served = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(rank, world_size, *local, f"{host}:{port}", served, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when the one that started it dies, so that no rank computes on as an orphan.
+    """Have Linux kill this process when its parent dies, so that no rank runs on as an orphan.
 
-    `parent` is who that was: this process ends at once if it was too late. Only Linux can do this.
+    If the process with the number `parent` is no longer the parent, this process ends at once. No effect elsewhere.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -110,20 +92,21 @@ def die_with_parent(parent: int) -> None:
 
 
 def is_joined() -> bool:
-    """Whether this process has joined others, through this module or by torch itself."""
+    """True if this process has joined a process group, through this module or by torch itself."""
     return dist.is_initialized()
 
 
 def current_place(group: Group | None = None) -> Place:
-    """This rank's number and how many there are: in a group, in the one that was joined, or as started."""
+    """Rank and world size of this process: in the given group, in the group of all ranks, or as started."""
     if group is None and not is_joined():
         return find_place()
     group = default_group(group)
     return Place(group.rank(), group.size())
 
 
-def speaks_for_its_machine() -> bool:
-    """Whether this is the first rank of its machine, or was started by hand. Raises UserError as `find_place` does."""
+def is_first_of_machine() -> bool:
+    """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`
+    does."""
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
 
 
@@ -150,11 +133,11 @@ def distributed(
     timeout: float = TIMEOUT,
     place: Place | None = None,
 ) -> Iterator[Group]:
-    """The group of all ranks, joined on entry and left together on exit; works for one process alone, too.
+    """The group of all ranks, joined on entry and left together on exit; also for one process alone.
 
-    `timeout` in seconds holds for joining, for every collective and for every sub-group. On exit the ranks compare
-    how much they did: one that ends early (fewer batches, an exception) is named on all. Raises UserError for ranks
-    that never join, a port in use, or a backend that is not there, and CommError for ranks that part.
+    `timeout` (seconds) holds for joining, for every collective and for every sub-group. On exit the ranks compare how
+    many collectives they took part in: a rank that ended early (fewer batches, an exception) is named on all. Raises
+    UserError for ranks that never join, a port in use or a missing backend, and CommError for ranks that end early.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == STARTED[0]:  # a fork of a rank has another parent
         die_with_parent(STARTED[1])
@@ -169,46 +152,40 @@ def distributed(
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", meeting)
     try:
         join(TimedStore(store, limit), place, limit)
-        with _group_of_all(backend, store, place, limit) as group:
-            yield group
+        try:
+            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
+        except RuntimeError as error:
+            raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None
+        try:
+            yield default_group()
+            _leave(default_group(), limit)
+        except BaseException as error:
+            with suppress(StoreLostError):  # it may be gone with rank 0
+                if not isinstance(error, CommError):
+                    why = f"failed: {type(error).__name__}: {str(error)[:300]}"
+                    post("reason", why, timedelta(seconds=EXPLAIN_SECONDS))
+                post("done", "", timedelta(seconds=EXPLAIN_SECONDS))
+            raise
+        finally:
+            dist.destroy_process_group()
     finally:
-        flight.land()
-
-
-@contextmanager
-def _group_of_all(backend: str, store: Store, place: Place, limit: timedelta) -> Iterator[Group]:
-    """The process group of ranks that have met, until all leave it."""
-    try:
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
-    except RuntimeError as error:
-        raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None
-    group = default_group()
-    try:
-        yield group
-        _leave(group, limit)
-    except BaseException as error:
-        with suppress(StoreLostError):  # it may be gone with rank 0
-            if not isinstance(error, CommError):
-                post(f"failed: {type(error).__name__}: {str(error)[:300]}", timedelta(seconds=EXPLAIN_SECONDS))
-            end(timedelta(seconds=EXPLAIN_SECONDS))
-        raise
-    finally:
-        dist.destroy_process_group()
+        recorder.close()
 
 
 def _leave(group: Group, timeout: timedelta) -> None:
     """Wait for the others and compare how many collectives each took part in. Raises CommError if they differ."""
-    store, ranks, mine = TimedStore(group.get_group_store(), timeout), range(group.size()), sequence(group)
+    store, mine = timed_store(group), sequence(group)
+    left, done, gone = ([f"{word}/{rank}" for rank in range(group.size())] for word in ("left", "done", "gone"))
     with needs_store(f"ended after {mine} collectives", group):
-        store.set(f"left/{group.rank()}", str(mine))
-        post(f"ended after {mine} collectives; did it have fewer batches?")
-        end()
-        wait_for(store, [f"done/{rank}" for rank in ranks], timeout)
-        if not all(store.check([f"left/{rank}"]) for rank in ranks):
-            raise parted(f"ended after {mine} collectives", group)
-        counts = [int(store.get(f"left/{rank}")) for rank in ranks]
-        store.set(f"gone/{group.rank()}", "")
+        store.set(left[group.rank()], str(mine))
+        post("reason", f"ended after {mine} collectives; did it have fewer batches?")
+        post("done")
+        wait_for(store, done, timeout)
+        if not store.check(left):
+            raise comm_error(f"ended after {mine} collectives", group)
+        counts = [store.get(key) for key in left]
+        store.set(gone[group.rank()], "")
         if group.rank() == 0:  # which may hold the store
-            wait_for(store, [f"gone/{rank}" for rank in ranks], timedelta(seconds=EXPLAIN_SECONDS))
+            wait_for(store, gone, timedelta(seconds=EXPLAIN_SECONDS))
     if len(set(counts)) > 1:
-        raise CommError(f"the ranks ended after {', '.join(map(str, counts))} collectives: some had fewer batches")
+        raise CommError(f"the ranks ended after {', '.join(counts)} collectives: some had fewer batches")

@@ -1,11 +1,12 @@
-"""The store of the ranks, asked for text, with a limit to how long an answer may take.
+"""Store of the ranks for text, with a time limit for every answer.
 
-Rank 0 may hold the store. If it is stopped, its machine keeps the connection open and no answer ever comes, for which
-torch's TCPStore has no time limit. So a thread of its own asks, one question after the other, and whoever wants the
-answer waits for that thread, as long as the limit says.
+Rank 0 may hold the store. If it is stopped, its machine keeps the connection open and no answer comes, for which
+torch's TCPStore has no time limit. So a thread asks one question after the other, and the caller waits for it until
+the limit.
 """
 
 import re
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -15,9 +16,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from cs336_systems.text import printable
+from cs336_systems.host.text import printable
 
-LONE = "surrogatepass"  # a name of a file that is no Unicode holds lone surrogates, which come back as they were
+LONE = "surrogatepass"  # a file name that is not Unicode holds lone surrogates, which must survive the way
 
 
 class StoreLostError(RuntimeError):
@@ -25,34 +26,34 @@ class StoreLostError(RuntimeError):
 
 
 class TimedStore:
-    """A store each of whose answers comes within `limit`. Every method raises StoreLostError if none does."""
+    """A store whose answers come within `limit`. Every method raises StoreLostError otherwise."""
 
     def __init__(self, store: Store, limit: timedelta) -> None:
         self.store, self.limit = store, limit
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are set."""
+        """True if all keys are set."""
         return bool(ask(self.limit, self.store.check, keys))
 
     def get(self, key: str) -> str:
-        """The text of a key that is set."""
+        """Text of a key that is set."""
         return bytes(ask(self.limit, self.store.get, key)).decode(errors=LONE)
 
     def set(self, key: str, text: str) -> None:
-        """Give a key its text, which may be any."""
+        """Set a key to any text."""
         ask(self.limit, self.store.set, key, text.encode(errors=LONE))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a number that begins as zero; returns the sum."""
+        """Add to a counter that starts at zero; returns the sum."""
         return int(ask(self.limit, self.store.add, key, amount))
 
     def set_first(self, key: str, text: str) -> str:
-        """Give a key its text if it has none; returns the one that it has."""
+        """Set a key unless it is set; returns its text."""
         return bytes(ask(self.limit, self.store.compare_set, key, "", text)).decode()
 
 
 class _Asker:
-    """A thread that asks. What it was asked when it had to be given up keeps it busy, until the store answers."""
+    """Thread that asks the store. A question that exceeded its limit keeps it busy until the store answers."""
 
     def __init__(self) -> None:
         self.questions: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
@@ -62,7 +63,7 @@ class _Asker:
 
     def _run(self) -> None:
         while True:
-            _answer(*self.questions.get())  # a function of its own, which keeps no store alive when it has returned
+            _answer(*self.questions.get())  # a function, so that no reference keeps the store alive
 
 
 def _answer(answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
@@ -76,7 +77,7 @@ _asker: _Asker | None = None
 
 
 def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
-    """What `call(*arguments)`, which asks a store or opens one, returns. Raises StoreLostError."""
+    """Result of `call(*arguments)`, which asks or opens a store. Raises StoreLostError."""
     global _asker
     if _asker is None or not _asker.thread.is_alive():  # no thread survives a fork
         _asker = _Asker()
@@ -90,5 +91,17 @@ def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
         asker.late = answer
         raise StoreLostError(f"the store of the ranks did not answer within {limit.total_seconds():g} s") from None
     except RuntimeError as error:
-        cause = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])[:120]  # without torch's file and line
-        raise StoreLostError(f"the store of the ranks is gone: {printable(cause)}") from error
+        raise StoreLostError(f"the store of the ranks is gone: {printable(first_line(error))}") from error
+
+
+def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Poll `done` until it is true, at most for some seconds."""
+    deadline, pause = time.monotonic() + seconds, 0.001
+    while not done() and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def first_line(error: Exception) -> str:
+    """First line of an error of torch, without the file and line of its code."""
+    return re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])[:120]

@@ -1,12 +1,12 @@
-"""The verbs. Each works in place on a flat tensor, returns at once, and is done when `Work.wait` returns.
+"""Collectives and messages. Each starts in place on a flat tensor and returns at once; `Work.wait` completes it.
 
 The algorithm is chosen by backend: gloo's own reduce-scatter and all-gather are slower than its all-reduce although
-they move half as much, so there both are exchanges of slices.
+they move half as much, so there both are exchanges of slices by send and receive.
 """
 
-import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -14,196 +14,207 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.comm import flight
+from cs336_systems.comm.diagnostics import comm_error
 from cs336_systems.comm.events import Event, log
-from cs336_systems.comm.group import CommError, Group, count, occurrence, parted, sequence
-from cs336_systems.text import printable
+from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
+from cs336_systems.comm.group import Group, count, occurrence
+from cs336_systems.comm.store import first_line
+from cs336_systems.host.text import printable
 
 Reduction = Literal["mean", "sum", "max"]
 REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Work:
-    """A collective under way; `wait` returns when its result is in place, and may be called again."""
+    """A collective in flight; `wait` returns when its result is in place, and may be called again.
 
-    def __init__(
-        self,
-        event: Event,
-        group: Group,
-        start: Callable[[], Sequence[dist.Work | None]] = tuple,
-        finish: Callable[[], object] | None = None,
-        number: int | None = None,
-    ) -> None:
-        self.event, self.group, self.finish = event, group, finish
-        self.number = sequence(group) if number is None else number
-        self.turn = -1
-        if start is not tuple:
-            name, dtype = group.group_name, str(event.dtype)[6:]  # without "torch."
-            self.turn = flight.launch(event.verb, name, event.label, event.nbytes, dtype, self.number)
-        try:
-            with event.annotate("launch", self.number, group.group_name):
-                self.pending = [work for work in start() if work is not None]
-        except RuntimeError as error:  # a connection that is known to be broken
-            raise self._explained(error) from error
+    `launching` encloses the call that starts it: without one (a group of one rank) the work is done from the start.
+    """
+
+    def __init__(self, event: Event, group: Group, number: int) -> None:
+        self.event, self.group, self.number = event, group, number
+        self.entry = -1
+        self.pending: Sequence[dist.Work | None] = ()
+        self.finish: Callable[[], object] | None = None
+
+    @contextmanager
+    def launching(self) -> Iterator[None]:
+        """Enter the launch in the flight recorder and in a profile. Raises CommError for a connection that is known to
+        be broken."""
+        event, name = self.event, self.group.group_name
+        self.entry = recorder.mine.launch(
+            event.verb, name, event.label, event.nbytes, str(event.dtype)[6:], self.number
+        )
+        with self._explained(), event.annotate("launch", self.number, name):
+            yield
+        if not self.pending:  # an empty tensor is not sent
+            recorder.mine.advance(self.entry, FINISHED)
 
     def wait(self) -> None:
-        """Returns when the result is in place. Raises CommError if it never will be."""
-        pending, self.pending = self.pending, []
+        """Wait until the result is in place. Raises CommError if it never will be."""
+        pending, self.pending = [work for work in self.pending if work is not None], ()
         finish, self.finish = self.finish, None
         if not pending and finish is None:
             return
-        flight.advance(self.turn, flight.WAITING)
-        try:
-            with self.event.annotate("wait", self.number, self.group.group_name):
-                for work in pending:
-                    work.wait()
-        except RuntimeError as error:
-            raise self._explained(error) from error
+        recorder.mine.advance(self.entry, WAITING)
+        with self._explained(), self.event.annotate("wait", self.number, self.group.group_name):
+            for work in pending:
+                work.wait()
         if finish:
             finish()
-        flight.advance(self.turn, flight.FINISHED)
+        recorder.mine.advance(self.entry, FINISHED)
 
-    def _explained(self, error: RuntimeError) -> CommError:
-        """The failure, and what every other rank says that it was doing."""
-        event = self.event
-        what = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
-        doing = printable(f"waited in {what}{flight.of_step(flight.current_step())}")
-        cause = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])[:120]  # without gloo's file and line
-        return parted(doing, self.group, f" ({cause})")
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn torch's error into a CommError that says what every other rank was doing."""
+        try:
+            yield
+        except RuntimeError as error:
+            event = self.event
+            what = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
+            doing = printable(f"waited in {what}{of_step(recorder.mine.step)}")
+            raise comm_error(doing, self.group, f" ({first_line(error)})") from error
 
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
-    """Give a contiguous tensor to the group's rank `to`, which must `receive` it by the same label."""
+    """Send a contiguous tensor to the group's rank `to`, which must `receive` it with the same label."""
     return _message("send", tensor, group.rank(), to, group, label)
 
 
 def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
-    """Fill a contiguous tensor with what the group's rank `source` sends by the same label."""
+    """Fill a contiguous tensor with the message that the group's rank `source` sends with the same label."""
     return _message("receive", tensor, source, group.rank(), group, label)
 
 
 def _message(verb: str, tensor: Tensor, source: int, target: int, group: Group, label: str) -> Work:
-    event = Event(verb, label, tensor.numel(), tensor.dtype, 2, verb)
+    event = Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name)
     log(event)
     # Its number counts messages of the label between the two, since a group's collectives are counted on all its ranks.
-    kind = f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}"
-    number = occurrence(kind, group)
-    tag = zlib.crc32(f"{kind} {number}".encode()) >> 1
-    if verb == "send":
-        return Work(event, group, lambda: [dist.isend(tensor, group=group, tag=tag, group_dst=target)], number=number)
-    return Work(event, group, lambda: [dist.irecv(tensor, group=group, tag=tag, group_src=source)], number=number)
+    number, tag = _tag(f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}", group)
+    work = Work(event, group, number)
+    with work.launching():
+        if verb == "send":
+            work.pending = [dist.isend(tensor, group=group, tag=tag, group_dst=target)]
+        else:
+            work.pending = [dist.irecv(tensor, group=group, tag=tag, group_src=source)]
+    return work
 
 
-def _begin(verb: str, label: str, numel: int, tensor: Tensor, group: Group, algorithm: str = "") -> Event:
-    event = Event(verb, label, numel, tensor.dtype, group.size(), algorithm or verb)
-    count(group)
-    log(event)
-    return event
+def _tag(kind: str, group: Group) -> tuple[int, int]:
+    """Occurrence of a kind of collective or message in a group, and a tag that only it has.
 
-
-def _tag(event: Event, group: Group) -> int:
-    """A tag that only the same collective has: gloo would take another one, even of another size, for it silently.
-
-    It counts how often this verb had this label, so ranks that do the same work in another order still meet.
+    gloo would match any two of one tag, even of different sizes, without an error. Counting by verb, label and size
+    lets ranks that do the same work in different orders still meet.
     """
-    kind = f"{event.verb} {event.label} {event.numel} {event.dtype}"
-    return zlib.crc32(f"{kind} {occurrence(kind, group)}".encode()) >> 1
+    number = occurrence(kind, group)
+    return number, zlib.crc32(f"{kind} {number}".encode()) >> 1
+
+
+@contextmanager
+def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: str = "") -> Iterator[Work]:
+    """A collective that starts inside the block, unless the group has one rank: counted, and listed in open records."""
+    event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
+    work = Work(event, group, count(group))
+    log(event)
+    with work.launching() if group.size() > 1 else nullcontext():
+        yield work
 
 
 def _by_slices(tensor: Tensor, group: Group) -> bool:
-    """Whether slices are exchanged by send and receive, which gloo offers for CPU tensors only."""
+    """True if slices are exchanged by send and receive, which gloo offers for CPU tensors only."""
     return dist.get_backend(group) == "gloo" and tensor.device.type == "cpu"
 
 
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
-    """Every rank gets the mean (or sum, or largest) over all ranks, in place. A largest value may lose NaN."""
-    event = _begin("all-reduce", label, flat.numel(), flat, group)
-    if group.size() == 1:
-        return Work(event, group)
-    flat = torch.view_as_real(flat) if flat.is_complex() else flat
-    how = REDUCTIONS[reduction]
-    return Work(event, group, lambda: [dist.all_reduce(flat, how, group=group, async_op=True)])
+    """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
+    with _collective("all-reduce", flat, group, label) as work:
+        if group.size() > 1:
+            flat = torch.view_as_real(flat) if flat.is_complex() else flat
+            work.pending = [dist.all_reduce(flat, REDUCTIONS[reduction], group=group, async_op=True)]
+    return work
 
 
 def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Literal["mean", "sum"] = "mean") -> Work:
-    """Rank r gets the mean (or sum) over all ranks of the r-th of equal slices, in place; the others are then void.
+    """Replace, on rank r, the r-th of equal slices of `flat` by its mean (or sum) over all ranks; the others are void.
 
     On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
     ranks, me, how = group.size(), group.rank(), REDUCTIONS[reduction]
     slices = flat.chunk(ranks)
     assert flat.numel() % ranks == 0
-    direct = _by_slices(flat, group)
-    staged = dist.get_backend(group) == "gloo" and not direct
-    event = _begin("reduce-scatter", label, flat.numel(), flat, group, "all-reduce" if staged else "")
-    if ranks == 1:
-        return Work(event, group)
-    if staged:
-        return Work(event, group, lambda: [dist.all_reduce(flat, how, group=group, async_op=True)])
-    if not direct:
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return Work(event, group, lambda: [scatter(slices[me], flat, how, group=group, async_op=True)])
-    inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
-    tag = _tag(event, group)
+    by_slices = _by_slices(flat, group)
+    whole = dist.get_backend(group) == "gloo" and not by_slices
+    with _collective("reduce-scatter", flat, group, label, "all-reduce" if whole else "") as work:
+        if ranks == 1:
+            return work
+        if whole:
+            work.pending = [dist.all_reduce(flat, how, group=group, async_op=True)]
+        elif not by_slices:
+            scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            work.pending = [scatter(slices[me], flat, how, group=group, async_op=True)]
+        else:
+            inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
 
-    def add() -> None:
-        total = inbox[0]
-        for rank in range(1, ranks):
-            if rank == me:
-                total = slices[me].add_(total)
-            else:
-                total.add_(inbox[rank])
-        if reduction == "mean":
-            torch.div(total, ranks, out=slices[me])
+            def add() -> None:
+                total = inbox[0]
+                for rank in range(1, ranks):
+                    total = slices[me].add_(total) if rank == me else total.add_(inbox[rank])
+                if reduction == "mean":
+                    torch.div(total, ranks, out=slices[me])
 
-    return Work(event, group, lambda: _exchange(list(slices), inbox, group, tag), add)
+            work.finish = add
+            work.pending = _exchange(slices, inbox, work)
+    return work
 
 
 def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
-    """Every rank gets all slices: before, rank r has only the r-th of equal slices of the same flat tensor."""
+    """Fill `flat` with the slices of all ranks; before, rank r has only the r-th of its equal slices."""
     ranks, me = group.size(), group.rank()
-    slices = list(flat.chunk(ranks))
+    slices = flat.chunk(ranks)
     assert flat.numel() % ranks == 0
-    event = _begin("all-gather", label, flat.numel(), flat, group)
-    if ranks == 1:
-        return Work(event, group)
-    if _by_slices(flat, group):
-        tag = _tag(event, group)
-        return Work(event, group, lambda: _exchange([slices[me]] * ranks, slices, group, tag))
-    if dist.get_backend(group) == "gloo":
-        send = partial(dist.broadcast, group=group, async_op=True)
-        return Work(event, group, lambda: [send(slice_, group_src=rank) for rank, slice_ in enumerate(slices)])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Work(event, group, lambda: [gather(flat, slices[me], group=group, async_op=True)])
+    with _collective("all-gather", flat, group, label) as work:
+        if ranks == 1:
+            return work
+        if _by_slices(flat, group):
+            work.pending = _exchange([slices[me]] * ranks, slices, work)
+        elif dist.get_backend(group) == "gloo":
+            send = partial(dist.broadcast, group=group, async_op=True)
+            work.pending = [send(slice_, group_src=rank) for rank, slice_ in enumerate(slices)]
+        else:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work.pending = [gather(flat, slices[me], group=group, async_op=True)]
+    return work
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
-    """Every rank gets the tensor of the group's rank `source`, in place."""
-    event = _begin("broadcast", label, tensor.numel(), tensor, group)
-    if group.size() == 1 or not tensor.numel():
-        return Work(event, group)
-    sent = tensor.contiguous()
-    start = partial(dist.broadcast, sent, group=group, async_op=True, group_src=source)
-    return Work(event, group, lambda: [start()], None if sent is tensor else lambda: tensor.copy_(sent))
+    """Replace the tensor by that of the group's rank `source`."""
+    with _collective("broadcast", tensor, group, label) as work:
+        if group.size() > 1 and tensor.numel():
+            sent = tensor.contiguous()
+            work.pending = [dist.broadcast(sent, group=group, async_op=True, group_src=source)]
+            work.finish = None if sent is tensor else lambda: tensor.copy_(sent)
+    return work
 
 
 def all_to_all(
     output: Tensor, given: Tensor, output_rows: Sequence[int], given_rows: Sequence[int], group: Group, label: str = ""
 ) -> Work:
-    """Rows to every rank: the first given_rows[0] of `given` (rows ...) go to rank 0, and so on; `output` is filled
+    """Send rows to every rank: the first given_rows[0] of `given` (rows ...) to rank 0, and so on; `output` is filled
     with output_rows[r] rows from each rank r in order. The counts may be uneven or zero."""
-    event = _begin("all-to-all", label, given.numel(), given, group)
-    arguments = (output, given, list(output_rows), list(given_rows), group)
-    if group.size() == 1:
-        output.copy_(given)
-        return Work(event, group)
-    return Work(event, group, lambda: [dist.all_to_all_single(*arguments, async_op=True)])
+    with _collective("all-to-all", given, group, label) as work:
+        if group.size() == 1:
+            output.copy_(given)
+        else:
+            counts = list(output_rows), list(given_rows)
+            work.pending = [dist.all_to_all_single(output, given, *counts, group, async_op=True)]
+    return work
 
 
-def _exchange(outbox: list[Tensor], inbox: list[Tensor], group: Group, tag: int) -> list[dist.Work | None]:
+def _exchange(outbox: Sequence[Tensor], inbox: Sequence[Tensor], work: Work) -> list[dist.Work | None]:
     """Send outbox[r] to every other rank r and receive inbox[r] from it, starting with the next rank."""
-    ranks, me = group.size(), group.rank()
-    around = range(1, ranks)
+    group, event = work.group, work.event
+    ranks, me, around = group.size(), group.rank(), range(1, group.size())
+    _, tag = _tag(f"{event.verb} {event.label} {event.numel} {event.dtype}", group)
     if not outbox[0].numel():
         return []
     receive = [dist.irecv(inbox[(me - i) % ranks], group=group, tag=tag, group_src=(me - i) % ranks) for i in around]

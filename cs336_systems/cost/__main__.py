@@ -5,8 +5,8 @@ from importlib import import_module
 
 import click
 
-from cs336_systems.console import run_command
-from cs336_systems.cost.large.domain import DOMAIN
+from cs336_systems.cost.domain import DOMAIN
+from cs336_systems.host.console import run_command
 
 # Each in a file of its own name in `commands`, as `command`. Only the one that is run is imported.
 COMMANDS = ("table", "step", "memory", "search", "fit", "validate", "explain", "plot", "probe")

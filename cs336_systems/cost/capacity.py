@@ -1,36 +1,38 @@
-"""Will it fit, and if not, what would?"""
+"""Does a run fit the memory of this machine? If not, what would?
 
-from collections.abc import Iterator
+What a run needs is counted elsewhere (`model/observed.py`, `train/observation.py`) and given here as bytes by part.
+"""
 
-from cs336_systems.console import format_bytes
-from cs336_systems.cost.layout import Layout
-from cs336_systems.cost.layout_memory import layout_memory
-from cs336_systems.cost.memory import MODES, Mode, Precision
-from cs336_systems.cost.peak import memory
+from collections.abc import Callable, Iterator, Mapping
+
+from cs336_systems.cost.hardware import MODES, Mode
 from cs336_systems.errors import UserError
-from cs336_systems.presets import ModelConfig
+from cs336_systems.host.console import format_bytes
+from cs336_systems.layout import Layout
+from cs336_systems.presets import ModelConfig, Precision
+
+# Bytes by part at the fullest moment of a mode of a model over (batch seq) tokens.
+Needs = Callable[[ModelConfig, int, int, Mode], Mapping[str, int]]
 
 
-def describe_parts(parts: dict[str, int]) -> str:
+def memory(
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    mode: Mode,
+    precision: Precision = "fp32",
+    keeps_gradients: bool = False,
+) -> dict[str, int]:
+    """Bytes by part at the fullest moment of a pass over (batch seq) tokens, counted from the model's own code on fake
+    tensors; their sum is the peak."""
+    from cs336_systems.model.observed import observe_passes  # torch, which other predictions need not load
+
+    return observe_passes(config, batch, seq, precision, keeps_gradients=keeps_gradients).memory(mode)
+
+
+def describe_parts(parts: Mapping[str, int]) -> str:
     """`parameters 9.6 GiB, optimizer state 19.1 GiB`: the parts that are not zero."""
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-
-
-def alternatives(
-    config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision, usable: int, modes: tuple[Mode, ...]
-) -> list[str]:
-    """The nearest things that fit where (config, batch, seq, mode) does not, as command-line options."""
-
-    def fits(mode: Mode, rows: int = batch, length: int = seq) -> bool:
-        shape = config.override(context_length=min(length, config.context_length))
-        return sum(memory(shape, rows, length, mode, precision).values()) <= usable
-
-    found = [f"--mode {other}" for other in modes if other != mode and fits(other)]
-    if rows := next((rows for rows in halvings(batch) if fits(mode, rows=rows)), None):
-        return [*found, f"--batch-size {rows}"]
-    if length := next((length for length in halvings(seq) if fits(mode, length=length)), None):
-        return [*found, f"--context {length}"]
-    return found
 
 
 def halvings(count: int) -> Iterator[int]:
@@ -46,31 +48,44 @@ def require_fit(
     batch: int,
     seq: int,
     mode: Mode,
-    precision: Precision,
+    needs: Needs,
     usable: int,
     modes: tuple[Mode, ...] = MODES,
 ) -> None:
-    """Raises UserError, saying what the run needs and what would fit, unless it fits the usable bytes.
-
-    `modes` are those that the command line can choose instead.
-    """
-    parts = memory(config, batch, seq, mode, precision)
-    if sum(parts.values()) <= usable:
+    """Raises UserError, saying what a pass needs and what would fit, unless it fits the usable bytes. `modes` are those
+    that the command line can choose instead."""
+    parts = needs(config, batch, seq, mode)
+    need = sum(parts.values())
+    if need <= usable:
         return
-    instead = alternatives(config, batch, seq, mode, precision, usable, modes)
-    advice = f"what fits here: {' or '.join(instead)}" if instead else "use a smaller --size"
-    advice += one_hot_advice(config)
+
+    def fits(mode_: Mode, rows: int = batch, length: int = seq) -> bool:
+        # To count a large model takes seconds, and is left out for what cannot fit: activations shrink as the batch
+        # does, and as the square of the sequence at most.
+        moving = parts["activations"] + parts.get("workspace", 0)
+        least = moving * rows * length**2 // (batch * seq**2)
+        shorter = 16 * config.context_length * config.d_model if length < seq else 0  # positions, in AdamW at most
+        if mode_ == mode and need - moving - shorter + least > usable:
+            return False
+        shape = config.override(context_length=min(length, config.context_length))
+        return sum(needs(shape, rows, length, mode_).values()) <= usable
+
+    found = [f"--mode {other}" for other in modes if other != mode and fits(other)]
+    if rows := next((rows for rows in halvings(batch) if fits(mode, rows=rows)), None):
+        found.append(f"--batch-size {rows}")
+    elif length := next((length for length in halvings(seq) if fits(mode, length=length)), None):
+        found.append(f"--context {length}")
+    advice = f"what fits here: {' or '.join(found)}" if found else "use a smaller --size"
     raise UserError(
-        f"{name} with batch {batch} x {seq} needs {format_bytes(sum(parts.values()))} for a {mode} "
-        f"({describe_parts(parts)}), but {format_bytes(usable)} are usable; {advice}"
+        f"{name} with batch {batch} x {seq} needs {format_bytes(need)} for a {mode} ({describe_parts(parts)}), but "
+        f"{format_bytes(usable)} are usable; {advice}{one_hot_advice(config)}"
     )
 
 
 def require_layout_fits(
-    name: str, config: ModelConfig, layout: Layout, seq: int, precision: Precision, usable: int
+    name: str, config: ModelConfig, layout: Layout, seq: int, parts: Mapping[str, int], usable: int
 ) -> None:
-    """Raises UserError, saying what it needs and what helps, unless each rank's part of a step fits `usable` bytes."""
-    parts = layout_memory(config, layout, seq, precision)
+    """Raises UserError, saying what helps, unless the `parts` of its fullest rank's memory fit `usable` bytes."""
     if sum(parts.values()) <= usable:
         return
     degrees, raised = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}", "--tp, --pp or --zero"
@@ -84,6 +99,6 @@ def require_layout_fits(
 
 
 def one_hot_advice(config: ModelConfig) -> str:
-    """What else helps a model whose experts are reached through tensors of tokens x experts x slots."""
+    """Advice for a model whose experts are reached through tensors of tokens x experts x slots."""
     one_hot = config.num_experts and config.mixture.dispatch == "einsum"
     return "; --moe sort needs no one-hot tensors" if one_hot else ""

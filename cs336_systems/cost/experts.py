@@ -1,4 +1,4 @@
-"""What an expert layer routes, computes and sends for a group of tokens, counted as if its router were balanced.
+"""Rows, FLOPs and bytes of an expert layer for a group of tokens, counted as if its router were balanced.
 
 T tokens choose k experts each: k T rows, of which E experts with C slots each take E C at most. Sorted, only rows that
 are taken are computed and sent. In the one-hot formulation all E C slots are, full or empty, and two products with a
@@ -64,11 +64,9 @@ def dispatch_flops(config: ModelConfig, tokens: int, training: bool = True) -> i
 
 
 def one_hot_flops(config: ModelConfig, tokens: int, training: bool = True) -> tuple[int, int]:
-    """(forward, backward) FLOPs of one layer that the one-hot formulation adds to router and experts.
-
-    Besides `dispatch_flops`, an outer product over experts and slots for each choice. Where tokens go has no gradient,
-    so backward has one product for the way in and for each outer product, and two for the way back.
-    """
+    """(forward, backward) FLOPs of one layer that the one-hot formulation adds to router and experts. Besides
+    `dispatch_flops`, an outer product over experts and slots for each choice. Where tokens go has no gradient, so
+    backward has one product for the way in and for each outer product, and two for the way back."""
     products = dispatch_flops(config, tokens, training)
     outer = 2 * config.mixture.top_k * tokens * padded_rows(config, tokens, training)
     return products + outer, products // 2 * 3 + outer

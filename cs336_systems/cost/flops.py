@@ -2,7 +2,7 @@
 
 Attention is counted in full for decoders too, as the naive formulation computes it and as PaLM's definition of model
 FLOPs utilisation does (arXiv:2204.02311, appendix B); attention that skips hidden tiles does up to half of its part.
-Element-wise work is left out here: it costs bytes, not FLOPs. Of experts, as `experts.py` says, those rows are counted
+Element-wise work is left out here: it costs bytes, not FLOPs. As in `cost/experts.py`, rows of experts are counted
 that a balanced router sends to them.
 """
 
@@ -65,7 +65,7 @@ def block_backward_flops(config: ModelConfig, batch: int, seq: int, layer: int) 
 
 
 def least_forward_flops(config: ModelConfig, batch: int, seq: int) -> int:
-    """What the fastest implementation of the same model must do: fused causal attention skips half of the scores."""
+    """FLOPs of the fastest implementation of the same model: fused causal attention skips half of the scores."""
     parts = forward_flops(config, batch, seq)
     skipped = parts["scores"] // 2 if config.causal and config.attention != "naive" else 0
     return sum(parts.values()) - skipped
@@ -79,10 +79,8 @@ def backward_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 def recompute_flops(config: ModelConfig, batch: int, seq: int, layers: range | None = None) -> int:
     """FLOPs that activation checkpointing repeats in backward (arXiv:1604.06174; arXiv:2205.05198, section 5), of all
-    blocks or of some in a row.
-
-    An upper bound: torch stops a recomputation once the last kept tensor is back, which saves a segment's last product.
-    """
+    blocks or of some in a row. An upper bound: torch stops a recomputation once the last kept tensor is back, which
+    saves a segment's last product."""
     layers = range(config.num_layers) if layers is None else layers
     if config.recompute == "attention":
         return len(layers) * block_flops(config, batch, seq, 0)["scores"]

@@ -2,6 +2,10 @@
 adds to them: a start of each operator, and a first touch of new memory."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["forward", "backward", "forward-backward", "step"]
+MODES: tuple[Mode, ...] = ("forward", "backward", "forward-backward", "step")
 
 # Bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
 MAPPED = 2**25

@@ -23,7 +23,7 @@ def expert_parameters(config: ModelConfig) -> int:
 
 
 def branch_parameters(config: ModelConfig, layer: int) -> int:
-    """What a layer has after its attention: a dense feed-forward or experts."""
+    """Parameters of a layer after its attention: a dense feed-forward or experts."""
     return expert_parameters(config) if config.has_experts(layer) else feed_forward_parameters(config, config.d_ff)
 
 
@@ -36,7 +36,7 @@ def largest_parameter(config: ModelConfig) -> int:
 
 
 def head_parameters(config: ModelConfig) -> int:
-    """What turns the last hidden state into logits and is not the token embedding."""
+    """Parameters that turn the last hidden state into logits, without the token embedding."""
     d, vocab = config.d_model, config.vocab_size
     if config.bert_heads:
         transform, norm, bias, pooler, pair = d * d + d, 2 * d, vocab, d * d + d, 2 * d + 2

@@ -1,11 +1,17 @@
-"""One clock for all ranks: how far each rank's is ahead of the first's, and traces shifted onto it.
+"""The same collective on all ranks, and by it one clock for all: each rank's offset, and traces shifted by it.
 
-Three witnesses, the surest first:
+A collective is matched in two ways. Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, bear the group's
+name and the collective's number in it, so with the group's ranks, where they are known, they match exactly. A backend's
+spans (gloo's on its threads, NCCL's on a GPU) bear none: there the k-th of a name and shape on one rank is the k-th on
+the others, since collectives of a group run in order. Sends and receives join two ranks only and are left alone; so is
+what could belong to one of several groups.
+
+A clock's offset has three witnesses, the surest first:
 
 1. Collectives. Nobody leaves an all-reduce before everybody has entered it. So if rank a's span starts at start_a and
-   rank b's ends at end_b, each on its own clock, then clock_b - clock_a <= end_b - start_a. All collectives together
-   hold every difference inside an interval. Chained over ranks (a shortest path), that reaches also those which never
-   meet the first rank (Lamport, Time, clocks, and the ordering of events, 1978, gives the order behind it).
+   rank b's ends at end_b, each on its own clock, then clock_b - clock_a <= end_b - start_a. Chained over ranks (a
+   shortest path), that reaches also those which never meet the first rank (Lamport, Time, clocks, and the ordering of
+   events, 1978, gives the order behind it).
 2. The ping-pong that `Capture` makes before it starts (`comm/clock.py`).
 3. Ranks on one host read one clock.
 
@@ -14,17 +20,133 @@ times in the trace, while a clock may be set anew after a ping-pong, and a host'
 The middle of what is left is the offset, half its width the bound.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import re
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from cs336_systems.profiling.matching import Matched, match
-from cs336_systems.profiling.memo import of_ranks
-from cs336_systems.profiling.trace import Link, Span, Trace
+from cs336_systems.profiling.intervals import Interval
+from cs336_systems.profiling.names import parse_collective
+from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, Lane, Span, Trace, once
 
+# Verbs that no rank leaves before all have entered. A broadcast's source needs nobody, and in an all-to-all two ranks
+# may have nothing for each other.
+JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
+POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
 CONVERSION = 15_000  # nanoseconds
 
-Interval = tuple[int, int]
+
+@dataclass(frozen=True)
+class Matched:
+    """One collective as several ranks saw it: the span in which each joined it and, of our own, that of its wait (where
+    waiting holds a thread up: with NCCL only the stream waits).
+
+    `joins` says that no rank can leave before all have entered.
+    """
+
+    key: str
+    spans: dict[int, Span]
+    waits: dict[int, Span] = field(default_factory=dict)
+    joins: bool = False
+
+    @property
+    def start(self) -> int:
+        """The start of the first rank's span, in nanoseconds."""
+        return min(span.start for span in self.spans.values())
+
+    def leaving(self, rank: int) -> Span | None:
+        """The span at whose end the rank knows the collective to be over; None if the trace does not show it."""
+        return self.waits.get(rank) if parse_collective(self.spans[rank].name) else self.spans[rank]
+
+
+@once
+def match(traces: list[Trace]) -> list[Matched]:
+    """The collectives that at least two ranks show, in order of the earliest start."""
+    return sorted((*_annotated(traces), *_of_backend(traces)), key=lambda each: (each.start, each.key))
+
+
+def _annotated(traces: list[Trace]) -> Iterator[Matched]:
+    found: dict[tuple[str, str], Matched] = {}
+    unsure: set[tuple[str, str]] = set()
+    for trace in traces:
+        ranks = {name: members for name, members in _groups(trace) if name}
+        blocking = not any(span.category == "kernel" and KERNEL.search(span.name) for span in trace.spans)
+        sent: dict[Lane, list[int]] = {}  # the times at which torch was asked to send; an empty tensor is not sent
+        for span in trace.spans:
+            if span.name.startswith("c10d::") and _filled(span):
+                sent.setdefault(span.lane, []).append(span.start)
+        for span in trace.spans:
+            about = parse_collective(span.name) if span.category == "user_annotation" else None
+            if about is None:
+                continue
+            key = about.key, ranks.get(about.group, "")  # halves of a split may share a name
+            matched = found.setdefault(key, Matched(about.key, {}, joins=True))
+            if about.action == "launch":
+                matched.spans.setdefault(trace.rank, span)
+                times = sent.get(span.lane, [])
+                first = bisect_left(times, span.start)
+                if not JOINING.search(about.verb) or first == len(times) or times[first] >= span.end:
+                    unsure.add(key)
+            elif blocking:
+                matched.waits.setdefault(trace.rank, span)
+    for key, each in found.items():
+        if len(each.spans) > 1:
+            waits = {rank: wait for rank, wait in each.waits.items() if rank in each.spans}
+            yield Matched(each.key, each.spans, waits, key not in unsure)
+
+
+def _groups(trace: Trace) -> list[tuple[str, str]]:
+    """(name, ranks) of the groups of a rank that have several ranks; a group without a name has an empty one."""
+    groups = trace.chrome.get("distributedInfo", {}).get("pg_config", [])
+    everyone = list(range(trace.world_size))  # an empty list stands for all
+    found = [(each.get("pg_name", ""), each.get("ranks") or everyone) for each in groups if isinstance(each, dict)]
+    return list(dict.fromkeys((str(name), str(ranks)) for name, ranks in found if len(ranks) > 1))
+
+
+def _filled(span: Span) -> bool:
+    """True unless one of its tensors is known to be empty."""
+    return not re.search(r"\[0[\],]| 0[\],]", str(span.args.get("Input Dims", "")))
+
+
+def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
+    found: dict[tuple[str, str, str, str], dict[int, list[Span]]] = {}
+    for trace in traces:
+        groups = _groups(trace)
+        for span in _backend_spans(trace):
+            if name := span.args.get("Process Group Name"):
+                group = f"{name} {span.args.get('Process Group Ranks', '')}"  # halves of a split may share a name
+            elif len(groups) > 1:
+                continue
+            else:
+                group = groups[0][1] if groups else ""
+            shape = _short(span.args.get("Input Dims", span.args.get("In msg nelems", "")))
+            kind = _short(span.args.get("Input type", span.args.get("dtype", "")))
+            found.setdefault((span.name, shape, kind, group), {}).setdefault(trace.rank, []).append(span)
+    for (name, shape, kind, _), by_rank in found.items():
+        common = min(map(len, by_rank.values()))
+        alone = sum(map(len, by_rank.values())) - common * len(by_rank)  # spans of the kind without a partner
+        for k in range(common if len(by_rank) > 1 else 0):
+            spans = {rank: each[k] for rank, each in by_rank.items()}
+            sure = not alone and JOINING.search(name) and all(map(_filled, spans.values()))
+            key = " ".join(f"{name.split('(')[0]} {shape} {kind} #{k}".split())
+            yield Matched(key, spans, joins=bool(sure))
+
+
+def _backend_spans(trace: Trace) -> list[Span]:
+    """A backend's own spans: gloo's on its threads, NCCL's kernels, or what the profiler draws over those."""
+    kernels = [span for span in trace.spans if span.category == "kernel" and KERNEL.search(span.name)]
+    over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
+    # On the CPU a span of NCCL's says only when the kernel was enqueued.
+    annotated = [span for span in trace.spans if span.category == "user_annotation"]
+    host = [s for s in annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
+    found = sorted([*(kernels or over), *host], key=lambda span: span.start)
+    return [span for span in found if not POINT_TO_POINT.search(span.name)]
+
+
+def _short(value: Any) -> str:
+    return str(value).replace("'", "") if value not in ("", [], None) else ""
 
 
 @dataclass(frozen=True)
@@ -36,62 +158,55 @@ class Alignment:
     source: str
 
 
-def offsets(traces: Iterable[Trace]) -> dict[int, Alignment]:
+@once
+def offsets(traces: list[Trace]) -> dict[int, Alignment]:
     """Every rank's clock against that of the lowest rank there is, by rank."""
-    traces = sorted(traces, key=lambda trace: trace.rank)
-    return of_ranks(traces, "offsets", lambda: _offsets(traces)) if traces else {}
-
-
-def _offsets(traces: list[Trace]) -> dict[int, Alignment]:
-    first, joint = traces[0], _joint(match(traces), traces[0].rank)
+    if not traces:
+        return {}
+    first, *others = sorted(traces, key=lambda trace: trace.rank)
+    collectives = _from_collectives(match(traces), first.rank)
     result = {first.rank: Alignment(0, 0, "reference")}
-    for trace in traces[1:]:
-        witnesses = [
-            ("collectives", joint.get(trace.rank)),
-            ("ping-pong", _ping_pong(first, trace)),
-            ("same host", (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None),
-        ]
-        result[trace.rank] = _judge(witnesses)
+    for trace in others:
+        same_host = (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None
+        witnesses = {
+            "collectives": collectives.get(trace.rank),
+            "ping-pong": _from_ping_pong(first, trace),
+            "same host": same_host,
+        }
+        agreed: Interval | None = None
+        heard, dropped = [], []
+        for name, interval in witnesses.items():
+            if interval is None:
+                continue
+            low, high = (max(agreed[0], interval[0]), min(agreed[1], interval[1])) if agreed else interval
+            if low <= high:
+                agreed = (low, high)
+                heard.append(name)
+            else:
+                dropped.append(name)
+        source = ", ".join(heard) + (f"; contradicted: {', '.join(dropped)}" if dropped else "")
+        if agreed is None:
+            result[trace.rank] = Alignment(0, None, "nothing: taken to agree")
+        else:
+            result[trace.rank] = Alignment(sum(agreed) // 2, (agreed[1] - agreed[0] + 1) // 2, source)
     return result
 
 
-def _judge(witnesses: list[tuple[str, Interval | None]]) -> Alignment:
-    agreed: Interval | None = None
-    heard, dropped = [], []
-    for name, interval in witnesses:
-        if interval is None:
-            continue
-        low, high = (max(agreed[0], interval[0]), min(agreed[1], interval[1])) if agreed else interval
-        if low <= high:
-            agreed = (low, high)
-            heard.append(name)
-        else:
-            dropped.append(name)
-    if agreed is None:
-        return Alignment(0, None, "nothing: taken to agree")
-    source = ", ".join(heard) + (f"; contradicted: {', '.join(dropped)}" if dropped else "")
-    return Alignment((agreed[0] + agreed[1]) // 2, (agreed[1] - agreed[0] + 1) // 2, source)
-
-
-def _ping_pong(first: Trace, trace: Trace) -> Interval | None:
-    """What was measured when the traces began, each against rank 0."""
-    if not (_measured(first) and _measured(trace)):
-        return None
+def _from_ping_pong(first: Trace, trace: Trace) -> Interval | None:
+    """The bounds measured when the traces began, each against rank 0, whose clock is the reference."""
+    for each in (first, trace):
+        measured = "clock_offset_ns" in each.ours and "clock_bound_ns" in each.ours
+        if not measured or (each.rank != 0 and each.ours["clock_bound_ns"] <= 0):  # a bound of 0: no ping-pong
+            return None
     offset = int(trace.ours["clock_offset_ns"]) - int(first.ours["clock_offset_ns"])
     bound = int(trace.ours["clock_bound_ns"]) + int(first.ours["clock_bound_ns"]) + 2 * CONVERSION
     return offset - bound, offset + bound
 
 
-def _measured(trace: Trace) -> bool:
-    """A bound of nothing stands for no ping-pong at all, except at rank 0, whose clock is the measure."""
-    there = "clock_offset_ns" in trace.ours and "clock_bound_ns" in trace.ours
-    return there and (trace.rank == 0 or trace.ours["clock_bound_ns"] > 0)
-
-
-def _joint(matches: list[Matched], first: int) -> dict[int, Interval]:
-    """Between what every rank's clock is ahead of the first's, for those that collectives join to it."""
+def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]:
+    """The bounds of every clock against the first rank's, for the ranks that collectives join to it."""
     sure = [matched for matched in matches if matched.joins]
-    # Spans of a backend are matched by counting, which may be one off: then ours alone are believed.
+    # Spans of a backend are matched by counting, which may be one off: then only our own are believed.
     for believed in (sure, [matched for matched in sure if matched.waits]):
         ahead = _most_ahead(believed)
         if all(ahead[a, b] >= 0 for a, b in ahead if a == b):
@@ -123,10 +238,11 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
     return ahead
 
 
-def aligned(traces: Iterable[Trace]) -> list[Trace]:
+@once
+def aligned(traces: list[Trace]) -> list[Trace]:
     """The traces on the clock of the lowest rank there is, as `offsets` tells it."""
-    traces, known = list(traces), offsets(traces)
-    return of_ranks(traces, "aligned", lambda: [_shifted(trace, known[trace.rank].nanoseconds) for trace in traces])
+    known = offsets(traces)
+    return [_shifted(trace, known[trace.rank].nanoseconds) for trace in traces]
 
 
 def _shifted(trace: Trace, ahead: int) -> Trace:
@@ -139,16 +255,9 @@ def _shifted(trace: Trace, ahead: int) -> Trace:
         ours["marks"] = [[time - ahead, *rest] for time, *rest in ours["marks"]]
     return replace(
         trace,
-        spans=[_earlier(span, ahead) for span in trace.spans],
+        spans=[replace(span, start=span.start - ahead, end=span.end - ahead) for span in trace.spans],
         allocations=[replace(each, time=each.time - ahead) for each in trace.allocations],
-        links=[
-            Link((link.source[0], link.source[1] - ahead), (link.target[0], link.target[1] - ahead))
-            for link in trace.links
-        ],
+        links={(lane, to - ahead): (from_lane, time - ahead) for (lane, to), (from_lane, time) in trace.links.items()},
         ours=ours,
         base=trace.base - ahead,
     )
-
-
-def _earlier(span: Span, ahead: int) -> Span:
-    return Span(span.name, span.category, span.start - ahead, span.end - ahead, span.lane, span.args)

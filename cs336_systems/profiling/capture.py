@@ -1,7 +1,7 @@
 """Capture: profile a worker on every rank, `with Capture(folder) as capture:` around its steps.
 
-Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, mended so that every reader takes it, and under
-the key "cs336" what it lacks: the rank, its clock against rank 0's, and which tensors were held in which memory.
+Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so that every reader takes it, and under
+the key "cs336" what it lacks: the rank, its clock against rank 0's, and the storages held by category.
 """
 
 import time
@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cs336_systems.comm import Group, agree, all_reduce, current_place, is_joined
+from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_place, is_joined
 from cs336_systems.comm.clock import Offset, clock_offset
+from cs336_systems.comm.memory_labels import is_profiling, mark_address
 from cs336_systems.errors import UserError
-from cs336_systems.marks import is_profiling, mark_address
-from cs336_systems.profiling.held import Held, describe, held_by, live_storages
-from cs336_systems.profiling.mend import begin_at_first_step, take_marks, without_crossings
-from cs336_systems.profiling.quiet import quiet_profiler
-from cs336_systems.profiling.tags import tag_modules
+from cs336_systems.profiling.memory_owners import Held, describe, held_by, live_storages
+from cs336_systems.profiling.module_spans import tag_modules
+from cs336_systems.profiling.sanitize import begin_at_first_step, quiet_profiler, take_labels, without_crossings
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
 
 
@@ -203,9 +202,9 @@ class Capture:
                 raw = Path(scratch, "raw.json")
                 self.profiler.export_chrome_trace(str(raw))
                 chrome = read_json(raw)
-            held, marks = self.before, take_marks(chrome)
+            held, labels = self.before, take_labels(chrome)
             if self.stepwise:
-                held, marks = begin_at_first_step(chrome, held, marks)
+                held, labels = begin_at_first_step(chrome, held, labels)
             chrome[OURS] = {
                 "rank": self.place.rank,
                 "world_size": self.place.world_size,
@@ -213,10 +212,63 @@ class Capture:
                 "clock_bound_ns": self.clock.bound,
                 "steps": self.steps,
                 "held": [[each.category, each.address, each.nbytes, each.device] for each in held],
-                "marks": marks,
+                "marks": labels,
                 **self.meta,
             }
             chrome["traceEvents"] = without_crossings(chrome)
             write_json(chrome, path)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
+
+
+ENTRIES = 100_000  # events that are kept, the newest; the viewer gets slow beyond
+
+
+@contextmanager
+def memory_snapshot(path: Path, entries: int = ENTRIES) -> Iterator[None]:
+    """Record the block's allocations on the GPU, and write them to `path` even if the block runs out of memory.
+
+    The file is Python's own serialisation of lists and dicts, whatever its name; pytorch.org/memory_viz takes any name
+    and uploads nothing. The newest `entries` events are kept. Raises UserError without a GPU, since the CPU's allocator
+    keeps no such history.
+    """
+    if not torch.cuda.is_available():
+        raise UserError(
+            "a memory snapshot needs a GPU, and this machine has none; the memory timeline (memory.svg of the report) "
+            "is drawn for a CPU, too"
+        )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise UserError(f"cannot write the memory snapshot {path}: {error.strerror}; name another file") from None
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def collect_files(folder: Path, group: Group, device: torch.device) -> None:
+    """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this.
+
+    Files travel as tensors of `device`, on which the group communicates.
+
+    Raises UserError, on rank 0, if it cannot.
+    """
+    me = group.rank()
+    mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
+    sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]
+    for rank in range(1, group.size()):
+        content = torch.zeros(sizes[rank], dtype=torch.uint8)
+        if rank == me:
+            content = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else content
+        content = content.to(device)
+        broadcast(content, rank, group, f"trace of rank {rank}").wait()
+        if me == 0 and sizes[rank]:
+            try:
+                (folder / trace_name(rank)).write_bytes(bytes(content.cpu().numpy()))
+            except OSError as error:
+                raise UserError(f"cannot write rank {rank}'s trace to {folder}: {error.strerror}") from None

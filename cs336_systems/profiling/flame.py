@@ -7,14 +7,15 @@ the way back. Time is moved between frames, never lost.
 Posted sends and receives, which lie "in flight" until they are waited for, are no work of any thread and left out.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cs336_systems.profiling.attribution import attribute
+from cs336_systems.host.text import printable
 from cs336_systems.profiling.frames import Frame, FrameBuilder, Python, Weigh, add_kernel
-from cs336_systems.profiling.threads import IN_FLIGHT, MAIN, role_of, roles
+from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, Lane, Trace, uncollected
-from cs336_systems.text import printable
 
 
 @dataclass(frozen=True)
@@ -47,15 +48,14 @@ def flames(
     blocks.0, blocks.1, ... as blocks.*. `python` says which Python frames stay: the user's "own" inside steps (none of
     torch, the standard library, builtins or this profiler), "all" or "none".
     """
-    placed = attribute(trace)
+    nodes = timeline(trace).nodes
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
     main = next((lane for lane, name in names.items() if name == MAIN), None)
-    builder = FrameBuilder(placed, main, weigh, merge_steps, collapse_blocks, python)
+    builder = FrameBuilder(nodes, main, weigh, merge_steps, collapse_blocks, python)
     roots: dict[Lane, Frame] = {}
-    for each in placed:
-        if each.lane in names:
-            root = roots.setdefault(each.lane, Frame(names[each.lane], calls=1))
-            builder.add(each, root)
+    for node in nodes:
+        if (lane := node.span.lane) in names:
+            builder.add(node, roots.setdefault(lane, Frame(names[lane], calls=1)))
     found = [roots[lane] for lane in names if lane in roots]
     if weigh == "device":
         found.append(Frame("kernels of no known operator"))
@@ -94,3 +94,23 @@ def speedscope(threads: list[Flame], name: str) -> dict[str, Any]:
         "shared": {"frames": [{"name": each} for each in frames]},
         "profiles": profiles,
     }
+
+
+def weights(trace: Trace, stem: str) -> dict[str, Weigh]:
+    """The flame graphs of a trace by the stem of their files: of the CPU's time and, with kernels, of the device's."""
+    device = any(span.category in DEVICE for span in trace.spans)
+    return {stem: "cpu", f"{stem}_device": "device"} if device else {stem: "cpu"}
+
+
+def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
+    """Write `<stem>.collapsed.txt` and `<stem>.speedscope.json`, with kernels also those of `<stem>_device`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, weigh in weights(trace, stem).items():
+        threads = flames(trace, weigh)
+        text, scope = folder / f"{name}.collapsed.txt", folder / f"{name}.speedscope.json"
+        text.write_text(collapsed(threads), encoding="utf-8")
+        found = speedscope(threads, f"Flame graph of rank {trace.rank} of {trace.world_size}, {weigh}")
+        scope.write_text(json.dumps(found, separators=(",", ":"), allow_nan=False), encoding="utf-8")
+        paths += [text, scope]
+    return paths

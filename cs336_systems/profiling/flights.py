@@ -1,23 +1,120 @@
 """Every collective from its launch to the end of its wait, with the transfers that it consists of.
 
 A backend's own spans do not say what they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a kernel. Our
-annotation of the launch does, and it is followed from there: a kernel by its correlation, a send or receive because it
-was posted inside the launch, and what gloo queued by `queues.py`.
+annotation of the launch does, and leads to them: to a kernel by its correlation, to a send or receive because it was
+posted inside the launch. Nothing joins what gloo queued to its call of torch.distributed: every group has a queue and
+two threads of its own, so spans may begin in another order than their calls. A span of gloo's fits a call that
+
+- asks for the same verb, for tensors of the same shape and, where the call says so, type;
+- was made before the span began, and whose wait, if there was one, ended after it;
+- is of the same group as what else ran on that thread.
+
+Of several that fit, a span takes the first free one. Where none is free, earlier spans move to other calls that fit
+them, so that as many as possible have one (augmenting paths, Berge).
 """
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cs336_systems.profiling.names import Collective, parse_collective
-from cs336_systems.profiling.queues import Call, run_by
 from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
+
+CLOCK = 15_000  # nanoseconds by which torch.profiler's times were seen to be wrong
+NO_TENSORS = ("", "Scalar", "ScalarList")  # types of arguments that bring no tensor
+RUN_AS = {"reducescatter": "allreduce"}  # gloo has no reduce-scatter of its own for what it reduces on the CPU
+FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
+Key = tuple[str, str]  # verb and shape
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of torch.distributed: a span `c10d::...`, its group if that is known, and when its wait was over, if
+    anybody waited; nanoseconds."""
+
+    span: Span
+    group: str | None = None
+    deadline: int | None = None
+
+
+def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
+    """For spans of gloo's threads, by identity, the index of the call that each ran. Both are in order of start."""
+    by_key: dict[Key, list[int]] = {}
+    for index, call in enumerate(calls):
+        for key in _call_keys(call.span):
+            by_key.setdefault(key, []).append(index)
+    groups = _groups_of_threads(calls, spans, by_key)
+    runs: dict[int, Span] = {}  # by call
+    for span in spans:
+        wanted: dict[int, tuple[Span, int | None]] = {}  # by call, the span that would take it, and the call it leaves
+        movers: deque[tuple[Span, int | None]] = deque([(span, None)])
+        while movers:
+            mover, leaves = movers.popleft()
+            same = by_key.get(_span_key(mover), [])
+            fit = [i for i in same if i not in wanted and _fits(calls[i], mover, groups.get(mover.lane))]
+            free = next((index for index in fit if index not in runs), None)
+            wanted |= dict.fromkeys(fit if free is None else [free], (mover, leaves))
+            if free is not None:
+                taken: int | None = free
+                while taken is not None:
+                    runs[taken], taken = wanted[taken]
+                break
+            movers.extend((runs[index], index) for index in reversed(fit))
+    return {id(span): index for index, span in runs.items()}
+
+
+def _fits(call: Call, span: Span, group: str | None) -> bool:
+    over = call.deadline is not None and call.deadline + CLOCK < span.end
+    if call.span.start > span.start or over or (group is not None and call.group not in (None, group)):
+        return False
+    known = {kind for _, kind in _tensors(call.span)}
+    types = span.args.get("Input type", [])
+    return not types or "" in known or not known or types[0] in known
+
+
+def _groups_of_threads(calls: Sequence[Call], spans: Sequence[Span], by_key: dict[Key, list[int]]) -> dict[Lane, str]:
+    """The group of every thread that ran something for which only one group had asked."""
+    found: dict[Lane, set[str | None]] = {}
+    for span in spans:
+        asked = {calls[i].group for i in by_key.get(_span_key(span), []) if calls[i].span.start <= span.start}
+        if len(asked) == 1:
+            found.setdefault(span.lane, set()).update(asked - {None})
+    return {lane: group for lane, groups in found.items() if len(groups) == 1 for group in groups if group is not None}
+
+
+def _span_key(span: Span) -> Key:
+    """The verb that a span of gloo's names, and the shape of its first tensor."""
+    shapes = span.args.get("Input Dims", [])
+    return span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
+
+
+def _call_keys(call: Span) -> Iterator[Key]:
+    """The keys of all spans that may run a call. Without shapes recorded, neither side has any."""
+    plain = FORM.sub("", call.name.removeprefix("c10d::").replace("_", ""))
+    shapes = {str(shape) for shape, _ in _tensors(call)}
+    for verb in {plain, RUN_AS.get(plain, plain)}:
+        for shape in {*shapes, ""}:
+            yield verb, shape
+
+
+def _tensors(call: Span) -> Iterator[tuple[Any, str]]:
+    """The shape and, as far as it is known, the type of every tensor that a call was given."""
+    shapes = call.args.get("Input Dims", [])
+    types = call.args.get("Input type", [])
+    for i, shape in enumerate(shapes):
+        kind = types[i] if i < len(types) else ""
+        if kind == "TensorList" or (shape and isinstance(shape[0], list)):
+            yield from ((each, "") for each in shape)
+        elif shape or kind not in NO_TENSORS:
+            yield shape, kind
 
 
 @dataclass(frozen=True)
 class Flight:
-    """One collective of one rank: its verb, its number in its group (`0#47`), what it was for, and its spans.
+    """One collective of one rank: its verb, its number in its group (`0#47`), its label, and its spans.
 
     `transfers` are in order of start: gloo's execution, NCCL's kernels, or what was posted. `wait` is None if nobody
     waited while the profiler ran. A transfer that no annotation accounts for is a flight of its own without a launch.
@@ -32,39 +129,50 @@ class Flight:
 
     @property
     def posted(self) -> bool:
-        """Whether its end is known only from the wait."""
+        """True if its end is known only from the wait."""
         return any(span.name in POSTED for span in self.transfers)
 
     @property
     def start(self) -> int:
-        """When it was launched."""
+        """The time of its launch."""
         return self.launch.start if self.launch else self.transfers[0].start
 
     @property
     def end(self) -> int:
-        """When the last of its spans was over."""
+        """The end of the last of its spans."""
         return max(span.end for span in (self.launch, self.wait, *self.transfers) if span is not None)
 
 
 @once
 def flights(trace: Trace) -> list[Flight]:
-    """A rank's collectives in order of launch. Works without our annotations as well: then nothing has a label."""
-    waits: dict[tuple[str, str], Span] = {}
+    """A rank's collectives in order of launch. Without our annotations nothing has a label."""
+    waits: dict[str, Span] = {}
     launches: list[tuple[Collective, Span]] = []
     for span in trace.spans:
         if span.category == "user_annotation" and (found := parse_collective(span.name)):
-            if found.what == "wait":
-                waits[found.group, found.key] = span  # may be interrupted; the last counts
+            if found.action == "wait":
+                waits[found.key] = span  # may be interrupted; the last counts
             else:
                 launches.append((found, span))
-    launched = [(what, span, waits.get((what.group, what.key))) for what, span in launches]
-    owned, free = _owned(trace, launched)
+    owners = _owners(trace, launches, waits)
+    owned: dict[int, list[Span]] = {}
     result = []
-    for i, (what, span, wait) in enumerate(launched):
-        mine = sorted(owned.get(i, []), key=lambda each: each.start)
-        result.append(Flight(what.verb, f"{what.group}#{what.number}", what.label, span, wait, tuple(mine)))
-    result += [Flight(_verb(span), "", "", None, None, (span,)) for span in free]
+    for span in trace.spans:  # in order of start
+        if (span.category == "kernel" and KERNEL.search(span.name)) or _is_gloo(span):
+            owner = owners.get(id(span))
+            if owner is None:
+                result.append(Flight(_verb(span), "", "", None, None, (span,)))
+            else:
+                owned.setdefault(owner, []).append(span)
+    for i, (about, span) in enumerate(launches):
+        transfers = tuple(owned.get(i, []))
+        number = f"{about.group}#{about.number}"
+        result.append(Flight(about.verb, number, about.label, span, waits.get(about.key), transfers))
     return sorted(result, key=lambda flight: flight.start)
+
+
+def _is_gloo(span: Span) -> bool:
+    return span.category == "user_annotation" and span.name.startswith("gloo:")
 
 
 def _verb(span: Span) -> str:
@@ -75,71 +183,36 @@ def _verb(span: Span) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", found[1]).lower() if found else "collective"
 
 
-def _owned(
-    trace: Trace, launched: Sequence[tuple[Collective, Span, Span | None]]
-) -> tuple[dict[int, list[Span]], list[Span]]:
-    """The transfers of each launch, by its place in the list, and those of none."""
-    inside = _Inside([span for _, span, _ in launched])
-    transfers = [span for span in trace.spans if _is_transfer(span)]
-    owners = _of_kernels(trace, inside) | _of_queues(trace, launched, inside, transfers)
-    owned: dict[int, list[Span]] = {}
-    free: list[Span] = []
-    for span in transfers:
-        # What was posted was moved off its thread, so that this is unknown.
-        owner = inside.find(None, span.start) if span.name in POSTED else owners.get(id(span))
-        (free if owner is None else owned.setdefault(owner, [])).append(span)
-    return owned, free
+def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: dict[str, Span]) -> dict[int, int | None]:
+    """For every transfer, by identity, the index of the launch that made it."""
+    lanes: dict[Lane, list[int]] = {}  # launches of one thread do not nest
+    for i, (_, span) in enumerate(launches):
+        lanes.setdefault(span.lane, []).append(i)
 
-
-def _is_transfer(span: Span) -> bool:
-    if span.category == "kernel":
-        return bool(KERNEL.search(span.name))
-    return span.category == "user_annotation" and span.name.startswith("gloo:")
-
-
-def _of_kernels(trace: Trace, inside: "_Inside") -> dict[int, int | None]:
-    """The launch of every kernel, by identity."""
-    kernels = {span.args.get("correlation"): span for span in trace.spans if span.category == "kernel"}
-    return {
-        id(kernels[span.args["correlation"]]): inside.find(span.lane, span.start)
-        for span in trace.spans
-        if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels
-    }
-
-
-def _of_queues(
-    trace: Trace,
-    launched: Sequence[tuple[Collective, Span, Span | None]],
-    inside: "_Inside",
-    transfers: Sequence[Span],
-) -> dict[int, int | None]:
-    """The launch of every span of gloo's threads, by identity."""
-    calls: list[Call] = []
-    owners: list[int | None] = []
-    for span in trace.spans:
-        if span.name.startswith("c10d::"):
-            owner = inside.find(span.lane, span.start)
-            what, _, wait = launched[owner] if owner is not None else (None, None, None)
-            calls.append(Call(span, what.group if what else None, wait.end if wait else None))
-            owners.append(owner)
-    queued = [span for span in transfers if span.category != "kernel" and span.name not in POSTED]
-    return {identity: owners[place] for identity, place in run_by(calls, queued).items()}
-
-
-class _Inside:
-    """Which of some spans, none of which lies in another on its thread, a moment is inside."""
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        self.spans = spans
-        self.places: dict[Lane, list[int]] = {}
-        for i, span in enumerate(spans):
-            self.places.setdefault(span.lane, []).append(i)
-
-    def find(self, lane: Lane | None, time: int) -> int | None:
-        """The place in the list; on any thread if none is given."""
-        for each in self.places if lane is None else (lane,):
-            places = self.places.get(each, [])
-            before = bisect_right(places, time, key=lambda i: self.spans[i].start)
-            if before and time < self.spans[places[before - 1]].end:
-                return places[before - 1]
+    def launch_at(time: int, lane: Lane | None = None) -> int | None:
+        """The launch inside which a moment lies; on any thread if none is given."""
+        for indices in lanes.values() if lane is None else [lanes.get(lane, [])]:
+            before = bisect_right(indices, time, key=lambda i: launches[i][1].start)
+            if before and time < launches[indices[before - 1]][1].end:
+                return indices[before - 1]
         return None
+
+    owners: dict[int, int | None] = {}
+    kernels = {span.args.get("correlation"): span for span in trace.spans if span.category == "kernel"}
+    calls: list[Call] = []
+    makers: list[int | None] = []
+    queued: list[Span] = []
+    for span in trace.spans:
+        if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels:
+            owners[id(kernels[span.args["correlation"]])] = launch_at(span.start, span.lane)
+        elif span.name.startswith("c10d::"):
+            maker = launch_at(span.start, span.lane)
+            about = launches[maker][0] if maker is not None else None
+            wait = waits.get(about.key) if about else None
+            calls.append(Call(span, about.group if about else None, wait.end if wait else None))
+            makers.append(maker)
+        elif span.name in POSTED:
+            owners[id(span)] = launch_at(span.start)  # its own thread is not known any more
+        elif _is_gloo(span):
+            queued.append(span)
+    return owners | {identity: makers[index] for identity, index in run_by(calls, queued).items()}

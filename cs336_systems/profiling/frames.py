@@ -1,20 +1,20 @@
-"""Frames of a flame graph: what each span of a trace is called, and the stack below which its time is shown.
+"""Frames of a flame graph: the name of each span of a trace, and the stack below which its time is shown.
 
-A frame's stack is mostly where its span lies in the trace. The exceptions are what makes the picture readable: nodes of
-the autograd engine go below the modules whose forward made them, a recomputed forward below the backward of its module,
+A frame's stack is mostly where its span lies in the trace. The exceptions make the picture readable: nodes of the
+autograd engine go below the modules whose forward made them, a recomputed forward below the backward of its module,
 and frames that tell nothing are dropped, their own time going to the frame around them.
 """
 
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cs336_systems.profiling.attribution import ENGINE, NO_MODULE, PHASES, Modules, Placed
-from cs336_systems.profiling.names import FRAME, parse_collective, step_number, without_layer_numbers
-from cs336_systems.profiling.tags import ROOT, parse_tag
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, Lane
+from cs336_systems.profiling.module_spans import ROOT, parse_tag
+from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, step_number, without_layer_numbers
+from cs336_systems.profiling.nesting import Modules, Node
+from cs336_systems.profiling.trace import COMMUNICATION, FRAME, KERNEL, Lane
 
 Weigh = Literal["cpu", "device"]
 Python = Literal["own", "all", "none"]
@@ -74,12 +74,12 @@ def _one_line(name: str) -> str:
     return " ".join(name.split())
 
 
-@dataclass
+@dataclass(frozen=True)
 class _State:
-    """Where a span went. `base` is the frame around the autograd engine's nodes, None outside of them."""
+    """The frame of a span. `base` is the frame around the autograd engine's nodes, None outside of them."""
 
     frame: Frame
-    modules: Modules = NO_MODULE
+    modules: Modules = ()
     base: Frame | None = None
     recomputing: bool = False
     in_step: bool = False
@@ -93,63 +93,59 @@ class FrameBuilder:
     """
 
     def __init__(
-        self, placed: list[Placed], main: Lane | None, weigh: Weigh, merge: bool, collapse: bool, python: Python
+        self, nodes: list[Node], main: Lane | None, weigh: Weigh, merge: bool, collapse: bool, python: Python
     ) -> None:
         self.main, self.weigh, self.merge, self.collapse, self.python = main, weigh, merge, collapse, python
         self.states: dict[int, _State] = {}
         self.claimed: set[int] = set()  # kernels, by identity
-        names = [each.span.name for each in placed if each.span.category == "user_annotation"]
+        names = [node.span.name for node in nodes if node.span.category == "user_annotation"]
         steps = [name for name in names if step_number(name) is not None]
         kinds = [sum(name.startswith(kind) for name in steps) for kind in ("step ", "ProfilerStep#")]
         self.has_steps, self.steps = any(kinds), kinds[0] or kinds[1] or 1
         self.tagged = any(parse_tag(name) for name in names)
 
-    def add(self, placed: Placed, root: Frame) -> None:
+    def add(self, node: Node, root: Frame) -> None:
         """Put one span into the tree below `root`."""
-        parent = self.states[id(placed.node.parent)] if placed.node.parent else _State(root)
-        state = self.states[id(placed.node)] = self._place(placed, parent)
+        parent = self.states[id(node.parent)] if node.parent else _State(root)
+        state = self.states[id(node)] = self._place(node, parent)
         if self.weigh == "cpu":
-            state.frame.self_time += placed.node.self_time
+            state.frame.self_time += node.self_time
         state.frame.calls += state.frame is not parent.frame
-        for kernel in placed.kernels if self.weigh == "device" else ():
+        for kernel in node.kernels if self.weigh == "device" else ():
             if id(kernel) not in self.claimed:
                 self.claimed.add(id(kernel))
                 add_kernel(state.frame, kernel.name, kernel.duration)
 
-    def _place(self, placed: Placed, parent: _State) -> _State:
-        span, is_step = placed.span, step_number(placed.span.name) is not None
-        in_step = parent.in_step or is_step
-        if self._is_dropped(placed, in_step):
-            return _State(parent.frame, parent.modules, parent.base, parent.recomputing, in_step)
+    def _place(self, node: Node, parent: _State) -> _State:
+        span, is_step = node.span, step_number(node.span.name) is not None
+        inside = replace(parent, engine="", in_step=parent.in_step or is_step)
+        if self._is_dropped(node, inside.in_step) or (parent.engine and span.name == parent.engine):
+            return inside
         if span.name.startswith(ENGINE):
-            return self._evaluate(placed, parent)
-        if parent.engine and span.name == parent.engine:
-            return _State(parent.frame, parent.modules, parent.base, parent.recomputing, in_step)
-        paint = _paint(placed, parent)
+            return self._evaluate(node, inside)
+        paint = _paint(node, parent)
         if span.category == "user_annotation" and (tag := parse_tag(span.name)):
-            return self._enter(tag, paint, parent, in_step)
-        name = self._clean(span.name)
-        frame = parent.frame.child(name, paint, is_operator=placed.is_operator)
-        return _State(frame, parent.modules, parent.base, parent.recomputing, in_step)
+            return self._enter(tag, paint, inside)
+        frame = parent.frame.child(self._clean(span.name), paint, is_operator=span.category == "cpu_op")
+        return replace(inside, frame=frame)
 
-    def _evaluate(self, placed: Placed, parent: _State) -> _State:
+    def _evaluate(self, node: Node, parent: _State) -> _State:
         """A node of the autograd engine goes below the modules that made it, in the tree around the engine."""
-        base, modules, engine = parent.base or parent.frame, placed.modules, placed.span.name[len(ENGINE) :]
+        base, modules, engine = parent.base or parent.frame, node.modules, node.span.name[len(ENGINE) :]
         if parent.base and modules:  # the engine runs inside the engine, for a part that was computed again
             modules = (*_around(parent.modules, modules[0][0]), *modules)
         frame = self._descend(base, modules, "backward")
         frame = frame.child(engine.removeprefix("torch::autograd::"), "backward", is_operator=True)
         return _State(frame, modules, base, False, parent.in_step, engine)
 
-    def _enter(self, tag: tuple[str, str], paint: str, parent: _State, in_step: bool) -> _State:
+    def _enter(self, tag: tuple[str, str], paint: str, parent: _State) -> _State:
         """A module's forward; one inside the engine is a recompute, shown below that module's backward."""
         if parent.base and not parent.recomputing:
             modules = (*_around(parent.modules, tag[0]), tag)
             frame = self._descend(parent.base, modules, "backward").child(RECOMPUTE, "forward")
-            return _State(frame, modules, parent.base, True, in_step)
+            return replace(parent, frame=frame, modules=modules, recomputing=True)
         modules = (*parent.modules, tag)
-        frame = parent.frame.child(*self._label(modules, paint))
-        return _State(frame, modules, parent.base, parent.recomputing, in_step)
+        return replace(parent, frame=parent.frame.child(*self._label(modules, paint)), modules=modules)
 
     def _descend(self, frame: Frame, modules: Modules, paint: str) -> Frame:
         for depth in range(len(modules)):
@@ -167,11 +163,11 @@ class FrameBuilder:
             short = f"{short} ({kind})"
         return short, paint, f"{path} ({kind})"
 
-    def _is_dropped(self, placed: Placed, in_step: bool) -> bool:
-        name = placed.span.name
-        if placed.span.category != FRAME or self.python == "all":
+    def _is_dropped(self, node: Node, in_step: bool) -> bool:
+        name = node.span.name
+        if node.span.category != FRAME or self.python == "all":
             return False
-        if self.python == "none" or (self.has_steps and placed.lane == self.main and not in_step):
+        if self.python == "none" or (self.has_steps and node.span.lane == self.main and not in_step):
             return True
         if name.startswith("nn.Module: "):
             return self.tagged
@@ -184,7 +180,7 @@ class FrameBuilder:
         if self.merge and step_number(name) is not None:
             return "step"
         if found := parse_collective(name):
-            name = f"{found.what} {found.verb} {found.label}".rstrip() if self.merge else name
+            name = f"{found.action} {found.verb} {found.label}".rstrip() if self.merge else name
             name = without_layer_numbers(name) if self.collapse else name
         return name
 
@@ -194,15 +190,15 @@ def _around(modules: Modules, path: str) -> Modules:
     return tuple(each for each in modules if each[0] in NEEDS_CLASS or path.startswith(f"{each[0]}."))
 
 
-def _paint(placed: Placed, parent: _State) -> str:
-    span = placed.span
+def _paint(node: Node, parent: _State) -> str:
+    span = node.span
     if span.category == FRAME:
         return "python"
     if COMMUNICATION.match(span.name) or parse_collective(span.name) or span.name.startswith("c10d::"):
         return "communication"
-    if parent.frame.paint == "communication" or placed.phase == "synchronise":
+    if parent.frame.paint == "communication" or node.phase == "synchronise":
         return "communication"
     if parent.recomputing:
         return "forward"
-    phase = placed.direction if placed.direction == "backward" else placed.phase
+    phase = node.direction if node.direction == "backward" else node.phase
     return phase if phase in PHASES else "other"

@@ -1,7 +1,4 @@
-"""Sets of moments as lists of half-open intervals [start, end) of integers: exact, since nothing is rounded.
-
-A list that `union` returns is in order, and its intervals neither overlap nor touch. The others take such.
-"""
+"""Sets of moments as sorted lists of half-open intervals [start, end) of integers, so that lengths are exact."""
 
 from collections.abc import Iterable
 
@@ -9,7 +6,7 @@ Interval = tuple[int, int]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments in any of the intervals, each once. Intervals may come in any order; empty ones vanish."""
+    """Merge intervals, in any order, into sorted ones that neither overlap nor touch; empty ones vanish."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -22,7 +19,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """The moments in both unions."""
+    """The moments in both of two unions."""
     result, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
@@ -39,16 +36,11 @@ def subtraction(first: list[Interval], second: list[Interval]) -> list[Interval]
     """The moments in the first union and not in the second."""
     if not first:
         return []
-    gaps, free = [], first[0][0]
-    for start, end in second:
-        if free < start:
-            gaps.append((free, start))
-        free = end
-    if free < first[-1][1]:
-        gaps.append((free, first[-1][1]))
+    edges = [first[0][0], *(time for interval in second for time in interval), first[-1][1]]
+    gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
     return intersection(first, gaps)
 
 
 def length(intervals: Iterable[Interval]) -> int:
-    """How long a union is in all."""
+    """The sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)

@@ -1,6 +1,7 @@
-"""One trace for all ranks, a Chrome-trace JSON that Perfetto (https://ui.perfetto.dev) opens.
+"""Merges the traces of all ranks into one Chrome-trace JSON that Perfetto (https://ui.perfetto.dev) opens.
 
-Clocks are aligned (`align.py`), every rank has its own processes with names (`lanes.py`), and arrows join what belongs
+Clocks are aligned (`align.py`) and every rank has processes with names of its own: process ids may be another rank's,
+and GPU 0 is process 0 on each, so they become rank * 1000 + 1, + 2 ... Arrows join what belongs
 together: torch's own inside a rank, from forward to backward and from a launch to its kernel, and ours between ranks.
 An arrow of a collective starts where the last rank joins it, the one that all others waited for, and ends where each
 of the others gets away. It follows the cause, so with true clocks none of an all-reduce ever points back in time. (In a
@@ -9,24 +10,104 @@ broadcast only the source is waited for; an arrow there says no more than what b
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.align import Alignment, aligned, offsets
-from cs336_systems.profiling.allocations import timeline
+from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import subtraction, union
-from cs336_systems.profiling.lanes import Process, Row, lay_out
-from cs336_systems.profiling.matching import Matched, match
-from cs336_systems.profiling.nesting import Node
-from cs336_systems.profiling.trace import Lane, Span, Trace, uncollected
-
-Event = dict[str, Any]
-Place = tuple[Row, Node]  # where a span lies in the picture
+from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.nesting import Node, nest
+from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role_of, roles
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, uncollected
 
 BETWEEN_RANKS = "collective"  # the category of the arrows between ranks
 SECOND = 10**9
 MEBIBYTE = 2**20
+PER_RANK = 1000  # process numbers of one rank
+ON_GPU = (*DEVICE, "gpu_user_annotation", "cuda_sync")
+Lanes = dict[Lane, list[Span]]
+
+
+@dataclass
+class Track:
+    """One line of the merged trace: slices that nest. A lane's further tracks hold what crosses something on it."""
+
+    pid: int
+    tid: int
+    name: str
+    order: int
+    roots: list[Node] = field(default_factory=list)
+
+
+def lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
+    """The names of a rank's processes by number, in order, and for each of its lanes the tracks that hold its spans.
+
+    Python frames that cross an annotation are left out, as in `nest`: they are artefacts of the profiler.
+    """
+    groups: dict[Any, Lanes] = {}
+    for span in trace.spans:
+        groups.setdefault(span.lane[0], {}).setdefault(span.lane, []).append(span)
+    processes: dict[int, str] = {}
+    tracks: dict[Lane, list[Track]] = {}
+    for old, inside in sorted(groups.items(), key=lambda item: (_kind(item[1]), str(item[0]).zfill(9))):
+        pid = trace.rank * PER_RANK + len(processes) + 1
+        processes[pid] = _process_name(trace, old, inside)
+        tid = pid * PER_RANK
+        for order, (lane, name) in enumerate(_lane_names(trace, inside).items()):
+            tracks[lane] = []
+            for number, roots in enumerate(untangle(inside[lane])):
+                full = f"{name}, crossing {number}" if number else name
+                tracks[lane].append(Track(pid, tid, full, order, roots))
+                tid += 1
+    return processes, tracks
+
+
+def untangle(spans: Iterable[Span]) -> list[list[Node]]:
+    """One lane's spans as few tracks in which they nest; Python frames that do not are left out."""
+    tracks, left = [], list(spans)
+    while left:
+        roots = nest(left)
+        tracks.append(roots)
+        kept = {id(node.span) for root in roots for node in root.walk()}
+        left = [span for span in left if id(span) not in kept and span.category != FRAME]
+    return tracks
+
+
+def _kind(lanes: Lanes) -> int:
+    """0 for a process of Python, 1 for a GPU, 2 for the profiler's own."""
+    found = {span.category for spans in lanes.values() for span in spans}
+    return 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
+
+
+def _process_name(trace: Trace, old: Any, lanes: Lanes) -> str:
+    kind = _kind(lanes)
+    if kind == 0:
+        return f"rank {trace.rank} ({trace.host}, pid {old})" if trace.host else f"rank {trace.rank} (pid {old})"
+    return f"rank {trace.rank} GPU {old}" if kind == 1 else f"rank {trace.rank}, the profiler"
+
+
+def _lane_names(trace: Trace, lanes: Lanes) -> dict[Lane, str]:
+    """The names of one process's lanes, from the top."""
+    names: dict[Lane, str] = {}
+    if _kind(lanes) == 1:
+        for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
+            carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
+            names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
+        return names
+    known = roles(trace)
+    for lane in [*(lane for lane in known if lane in lanes), *sorted(lanes.keys() - known.keys(), key=str)]:
+        name = known.get(lane, OTHER)
+        if role_of(name) == OTHER:
+            names[lane] = trace.threads.get(lane, f"thread {lane[1]}")
+        else:
+            names[lane] = name if role_of(name) == IN_FLIGHT else f"{name} ({lane[1]})"
+    return names
+
+
+Event = dict[str, Any]
+End = tuple[int, Track]  # of an arrow: when, in nanoseconds, and where
 
 
 @uncollected()
@@ -40,24 +121,27 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     _check(traces)
     known = offsets(traces)
     traces = aligned(traces)
-    base = _base(traces)
+    # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
+    starts = [span.start for trace in traces for span in trace.spans]
+    starts += [each.time for trace in traces for each in trace.allocations]
+    base = min(starts, default=0) // SECOND * SECOND
     events: list[Event] = []
-    places: dict[int, Place] = {}
-    flows = _Flows(base)
+    arrows: list[tuple[str, str, End, list[End]]] = []
+    places: dict[int, tuple[Track, Node]] = {}
     for trace in traces:
         processes, lanes = lay_out(trace)
-        rows = [row for each in lanes.values() for row in each]
-        places |= {id(node.span): (row, node) for row in rows for root in row.roots for node in root.walk()}
-        events += _names(processes, rows)
-        events += _slices(rows, base)
+        tracks = [track for each in lanes.values() for track in each]
+        places |= {id(n.span): (track, n) for track in tracks for root in track.roots for n in root.walk()}
+        events += _names(processes, tracks)
+        events += _slices(tracks, base)
         events += _instants(trace, lanes, base)
         if processes:
-            events += _memory(trace, processes[0].pid, base)
-        flows.add_inside(trace, lanes)
-    for matched in match(traces):
-        flows.add_between(matched, places)
+            events += _memory(trace, min(processes), base)
+        arrows += _arrows_inside(trace, lanes)
+    arrows += _arrows_between(traces, places)
+    events += _flow_events(arrows, base)
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
-    events = sorted(events + flows.events, key=lambda it: (it["ph"] != "M", it.get("ts", 0), it["ph"] in ("s", "f")))
+    events.sort(key=lambda it: (it["ph"] != "M", it.get("ts", 0), it["ph"] in ("s", "f")))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -80,13 +164,6 @@ def _check(traces: list[Trace]) -> None:
             )
 
 
-def _base(traces: list[Trace]) -> int:
-    """A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns."""
-    starts = [span.start for trace in traces for span in trace.spans]
-    starts += [each.time for trace in traces for each in trace.allocations]
-    return min(starts, default=0) // SECOND * SECOND
-
-
 def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
     return {
         "host": trace.host,
@@ -103,108 +180,90 @@ def microseconds(time: int, base: int = 0) -> float:
     return round((time - base) / 1000, 3)
 
 
-def _names(processes: list[Process], rows: list[Row]) -> Iterator[Event]:
-    for process in processes:
-        about = {"ph": "M", "pid": process.pid, "tid": 0}
-        yield about | {"name": "process_name", "args": {"name": process.name}}
-        yield about | {"name": "process_sort_index", "args": {"sort_index": process.order}}
-    for row in rows:
-        about = {"ph": "M", "pid": row.pid, "tid": row.tid}
-        yield about | {"name": "thread_name", "args": {"name": row.name}}
-        yield about | {"name": "thread_sort_index", "args": {"sort_index": row.order}}
+def _names(processes: dict[int, str], tracks: list[Track]) -> Iterator[Event]:
+    for pid, name in processes.items():
+        about = {"ph": "M", "pid": pid, "tid": 0}
+        yield about | {"name": "process_name", "args": {"name": name}}
+        yield about | {"name": "process_sort_index", "args": {"sort_index": pid}}
+    for track in tracks:
+        about = {"ph": "M", "pid": track.pid, "tid": track.tid}
+        yield about | {"name": "thread_name", "args": {"name": track.name}}
+        yield about | {"name": "thread_sort_index", "args": {"sort_index": track.order}}
 
 
-def _slices(rows: list[Row], base: int) -> Iterator[Event]:
-    for row in rows:
-        for node in (node for root in row.roots for node in root.walk()):
+def _slices(tracks: list[Track], base: int) -> Iterator[Event]:
+    for track in tracks:
+        for node in (node for root in track.roots for node in root.walk()):
             span = node.span
-            yield {
-                "ph": "X",
-                "name": span.name,
-                "cat": span.category,
-                "pid": row.pid,
-                "tid": row.tid,
-                "ts": microseconds(span.start, base),
-                "dur": microseconds(node.duration),
-                "args": dict(span.args),
-            }
+            about = {"ph": "X", "name": span.name, "cat": span.category, "pid": track.pid, "tid": track.tid}
+            times = {"ts": microseconds(span.start, base), "dur": microseconds(node.duration)}
+            yield about | times | {"args": dict(span.args)}
 
 
-def _instants(trace: Trace, lanes: dict[Lane, list[Row]], base: int) -> Iterator[Event]:
+def _instants(trace: Trace, lanes: dict[Lane, list[Track]], base: int) -> Iterator[Event]:
     """Marks on a thread, except the thousands of allocations, which become a curve."""
     for event in trace.chrome["traceEvents"]:
-        rows = lanes.get((event.get("pid"), event.get("tid")))
-        if event["ph"] == "i" and event.get("name") != "[memory]" and rows:
+        tracks = lanes.get((event.get("pid"), event.get("tid")))
+        if event["ph"] == "i" and event.get("name") != "[memory]" and tracks:
             time = trace.base + round(1000 * float(event["ts"]))
             if time >= base:
-                yield event | {"pid": rows[0].pid, "tid": rows[0].tid, "ts": microseconds(time, base)}
+                yield event | {"pid": tracks[0].pid, "tid": tracks[0].tid, "ts": microseconds(time, base)}
 
 
 def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
-    """Active memory over time, by device, as `allocations.py` adds it up."""
+    """Active memory over time, by device, as `memory.py` adds it up."""
     for device in sorted({each.device for each in trace.allocations}):
-        memory = timeline(trace, device)
+        memory = memory_timeline(trace, device)
+        about = {"ph": "C", "name": f"active memory, {device}", "pid": pid, "tid": 0}
         for time, nbytes in zip(memory.times, memory.totals, strict=True):
-            yield {
-                "ph": "C",
-                "name": f"active memory, {device}",
-                "pid": pid,
-                "tid": 0,
-                "ts": microseconds(max(time, base), base),
-                "args": {"MiB": round(nbytes / MEBIBYTE, 3)},
-            }
+            mebibytes = round(nbytes / MEBIBYTE, 3)
+            yield about | {"ts": microseconds(max(time, base), base), "args": {"MiB": mebibytes}}
 
 
-class _Flows:
-    """Arrows. Perfetto tells one from another by a number, a category and a name over all processes."""
-
-    def __init__(self, base: int) -> None:
-        self.base, self.count = base, 0
-        self.events: list[Event] = []
-
-    def add_inside(self, trace: Trace, lanes: dict[Lane, list[Row]]) -> None:
-        """torch's own, if both ends lie in slices that are still there."""
-        found: dict[tuple[str, str, Any], list[tuple[str, int, Row | None]]] = {}
-        for event in trace.chrome["traceEvents"]:
-            if event["ph"] in ("s", "t", "f"):
-                time = trace.base + round(1000 * float(event["ts"]))
-                rows = lanes.get((event.get("pid"), event.get("tid")), [])
-                row = rows[0] if rows and covers(rows[0].roots, time) else None
+def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[tuple[str, str, End, list[End]]]:
+    """torch's own arrows, if both ends lie in slices that are still there."""
+    found: dict[tuple[str, str, Any], tuple[list[End], list[End]]] = {}
+    for event in trace.chrome["traceEvents"]:
+        if event["ph"] in ("s", "t", "f"):
+            time = trace.base + round(1000 * float(event["ts"]))
+            tracks = lanes.get((event.get("pid"), event.get("tid")), [])
+            if tracks and covers(tracks[0].roots, time):
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, []).append((event["ph"], time, row))
-        for (category, name, _), points in found.items():
-            source = [(time, row) for phase, time, row in points if phase == "s" and row]
-            targets = [(time, row) for phase, time, row in points if phase != "s" and row]
-            if len(source) == 1:
-                self._add(category, name, source[0], targets)
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, tracks[0]))
+    for (category, name, _), (sources, targets) in found.items():
+        if len(sources) == 1:
+            yield category, name, sources[0], targets
 
-    def add_between(self, matched: Matched, places: dict[int, Place]) -> None:
-        """From the last rank that joined a collective to where each of the others left it."""
+
+def _arrows_between(
+    traces: list[Trace], places: dict[int, tuple[Track, Node]]
+) -> Iterator[tuple[str, str, End, list[End]]]:
+    """From the last rank that joined a collective to where each of the others left it."""
+    for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
-        source = [(own_moment(node), row) for row, node in _found([matched.spans[last]], places)]
-        targets = [(own_moment(node, last=True), row) for row, node in _found(leaving, places)]
-        if source and source[0][0] is not None:
-            begin = (source[0][0], source[0][1])
-            self._add(BETWEEN_RANKS, matched.key, begin, [(time, row) for time, row in targets if time is not None])
-
-    def _add(self, category: str, name: str, source: tuple[int, Row], targets: list[tuple[int, Row]]) -> None:
-        after = [(time, row) for time, row in targets if time >= source[0]]
-        if not after:
-            return
-        self.count += 1
-        about = {"name": name, "cat": category, "id": self.count}
-        for phase, (time, row) in (("s", source), *(("f", target) for target in after)):
-            event = {"ph": phase, **about, "pid": row.pid, "tid": row.tid, "ts": microseconds(time, self.base)}
-            self.events.append(event | ({"bp": "e"} if phase == "f" else {}))
+        ends: list[list[End]] = [[], []]
+        for spans, found in zip(([matched.spans[last]], leaving), ends, strict=True):
+            for track, node in (places[id(span)] for span in spans if id(span) in places):
+                if (time := own_moment(node, last=found is ends[1])) is not None:
+                    found.append((time, track))
+        if ends[0]:
+            yield BETWEEN_RANKS, matched.key, ends[0][0], ends[1]
 
 
-def _found(spans: list[Span], places: dict[int, Place]) -> list[Place]:
-    return [places[id(span)] for span in spans if id(span) in places]
+def _flow_events(arrows: list[tuple[str, str, End, list[End]]], base: int) -> Iterator[Event]:
+    """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
+    number = 0
+    for category, name, source, targets in arrows:
+        after = [target for target in targets if target[0] >= source[0]]
+        number += bool(after)
+        for phase, (time, track) in (("s", source), *(("f", target) for target in after)) if after else ():
+            event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
+            yield event | {"ts": microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def covers(roots: list[Node], time: int) -> bool:
-    """Whether one of some roots in order runs at a time."""
+    """True if one of the ordered roots runs at a time."""
     place = bisect_right(roots, time, key=lambda root: root.span.start) - 1
     return place >= 0 and time < roots[place].end
 

@@ -1,4 +1,4 @@
-"""How much communication hides behind computation: communication, overlapped and exposed time of every rank.
+"""Overlap of communication with computation: communication, overlapped and exposed time of every rank.
 
 On a GPU the definition is Holistic Trace Analysis's (`get_comm_comp_overlap`): communication is NCCL's kernels,
 computation all others (copies are neither), and the share is |communication ∩ computation| / |communication|, each as
@@ -14,16 +14,15 @@ Two processes on one core take turns: then overlapped does not mean free.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cs336_systems.profiling.align import aligned
+from cs336_systems.host.table import Table
+from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.flights import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.matching import match
 from cs336_systems.profiling.names import parse_collective, step_number
-from cs336_systems.profiling.sheet import Sheet
 from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
@@ -75,22 +74,22 @@ class Activity:
 
     @cached_property
     def communicating(self) -> list[Interval]:
-        """When it communicated."""
+        """The times of communication."""
         return union(_times(self.communication))
 
     @cached_property
     def computing(self) -> list[Interval]:
-        """When it computed."""
+        """The times of computation."""
         return union(_times(self.compute))
 
 
-def _times(spans: Sequence[Span]) -> list[Interval]:
+def _times(spans: Iterable[Span]) -> list[Interval]:
     return [(span.start, span.end) for span in spans]
 
 
 @once
 def activity(trace: Trace) -> Activity:
-    """What a trace says of communication and computation, by the definition of its device."""
+    """The spans in which a rank communicated and computed, by the definition for its device."""
     kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
     host = [span for span in trace.spans if COMMUNICATION.match(span.name) and span.category == "user_annotation"]
     if not kernels:
@@ -103,39 +102,31 @@ def activity(trace: Trace) -> Activity:
 
 def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     """The outermost operators that compute, cut where their thread waits or launches."""
-    waits = {lane: union(_times(spans)) for lane, spans in _annotations(trace).items()}
+    pauses: dict[Lane, list[Span]] = {}
+    for span in _annotations(trace, "launch", "wait"):
+        pauses.setdefault(span.lane, []).append(span)
     result: list[Span] = []
     for lane, spans in trace.lanes(["cpu_op"]).items():
-        done = 0
+        done, cuts = 0, union(_times(pauses.get(lane, ())))
         for span in spans if lane not in apart else ():
             if not span.name.startswith("aten::") or NO_KERNEL.match(span.name) or span.end <= done:
                 continue
+            start, done = max(span.start, done), span.end
             if not ALLOCATION.match(span.name):
-                result += _cut(replace(span, start=max(span.start, done)), waits.get(lane, []))
-            done = span.end
+                first, last = bisect_right(cuts, start, key=lambda it: it[1]), bisect_left(cuts, (span.end, 0))
+                pieces = subtraction([(start, span.end)], cuts[first:last])
+                result += [replace(span, start=begin, end=end) for begin, end in pieces]
     return result
 
 
-def _annotations(trace: Trace, *what: str) -> dict[Lane, list[Span]]:
-    """Our annotations of collectives by lane, those of launches and waits or of one of them."""
-    lanes = trace.lanes(["user_annotation"]).items()
-    return {lane: [span for span in spans if _is_about(span, what or ("launch", "wait"))] for lane, spans in lanes}
+def _annotations(trace: Trace, *actions: str) -> list[Span]:
+    annotated = [span for span in trace.spans if span.category == "user_annotation"]
+    return [span for span in annotated if (found := parse_collective(span.name)) and found.action in actions]
 
 
 def waits_of(trace: Trace) -> list[Span]:
     """Our annotations of waits, on whatever thread."""
-    return [span for spans in _annotations(trace, "wait").values() for span in spans]
-
-
-def _is_about(span: Span, what: tuple[str, ...]) -> bool:
-    found = parse_collective(span.name)
-    return found is not None and found.what in what
-
-
-def _cut(span: Span, waits: list[Interval]) -> list[Span]:
-    first, last = bisect_right(waits, span.start, key=lambda it: it[1]), bisect_left(waits, (span.end, 0))
-    pieces = subtraction([(span.start, span.end)], waits[first:last])
-    return [replace(span, start=start, end=end) for start, end in pieces]
+    return _annotations(trace, "wait")
 
 
 def overlap(trace: Trace) -> Overlap:
@@ -171,49 +162,50 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
     return result
 
 
-def last_starts(traces: Sequence[Trace]) -> dict[int, int]:
-    """When the last rank joined, for every matched span by its identity.
+@once
+def last_starts(traces: list[Trace]) -> dict[int, int]:
+    """The time at which the last rank joined, for every matched span by its identity.
 
-    Transfers of collectives that we annotated go by what the annotation says, all others by counting (`matching.py`).
-    What was posted begins where the last rank launched it.
+    Transfers of collectives that we annotated go by the annotation, all others by counting (`align.py`). What was
+    posted begins where the last rank launched it.
     """
     last: dict[int, int] = {}
+
+    def note(spans: Iterable[Span]) -> None:
+        spans = list(spans)
+        last.update(dict.fromkeys(map(id, spans), max(span.start for span in spans)))
+
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
-    matches = match(traces)
-    for matched in matches:
-        _note(matched.spans.values(), last)
-    for matched in matches:
+    for matched in match(traces):
+        note(matched.spans.values())
+    for matched in match(traces):
         same = [launched[id(span)] for span in matched.spans.values() if id(span) in launched]
         if any(flight.posted for flight in same):
             begin = max(flight.start for flight in same)
             last |= {id(span): max(span.start, begin) for flight in same for span in flight.transfers}
         elif len({len(flight.transfers) for flight in same}) == 1:
             for spans in zip(*(flight.transfers for flight in same), strict=True):
-                _note(spans, last)
+                note(spans)
     return last
 
 
-def _note(spans: Iterable[Span], last: dict[int, int]) -> None:
-    spans = list(spans)
-    begin = max(span.start for span in spans)
-    last |= {id(span): begin for span in spans}
+def overlap_table(traces: Sequence[Trace]) -> Table:
+    """The overlap of every rank in milliseconds, with what the columns mean below."""
+    found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
 
+    def ms(time: int | None) -> str:
+        return "-" if time is None else f"{time / 1e6:.3f}"
 
-HEADINGS = ("rank", "communication", "overlapped", "exposed", "overlap", "waited", "transferred", "blocked")
-
-
-def _rows(found: Sequence[Overlap]) -> list[list[str]]:
-    """Cells in milliseconds."""
-    rows = []
-    for each in found:
-        times = [each.communication, each.overlapped, each.exposed, each.waited, each.transferred, each.blocked]
-        cells = ["-" if time is None else f"{time / 1e6:.3f}" for time in times]
-        cells.insert(3, "-" if each.share is None else f"{100 * each.share:.1f} %")
-        rows.append([str(each.rank), *cells])
-    return rows
-
-
-def _notes(found: Sequence[Overlap], steps: int) -> list[str]:
+    columns: dict[str, Callable[[Overlap], str]] = {
+        "rank": lambda each: str(each.rank),
+        "communication": lambda each: ms(each.communication),
+        "overlapped": lambda each: ms(each.overlapped),
+        "exposed": lambda each: ms(each.exposed),
+        "overlap": lambda each: "-" if each.share is None else f"{100 * each.share:.1f} %",
+        "waited": lambda each: ms(each.waited),
+        "transferred": lambda each: ms(each.transferred),
+        "blocked": lambda each: ms(each.blocked),
+    }
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
         f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "
@@ -224,10 +216,5 @@ def _notes(found: Sequence[Overlap], steps: int) -> list[str]:
             "Sends and receives count from posting until they had been waited for, so communication, overlapped and "
             "exposed are at most this; blocked is what they cost at least."
         )
-    return notes
-
-
-def overlap_sheet(traces: Sequence[Trace]) -> Sheet:
-    """The overlap of every rank in milliseconds, with what the columns mean below."""
-    found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
-    return Sheet("Communication behind computation, in ms", HEADINGS, _rows(found), "\n".join(_notes(found, steps)))
+    rows = [[cell(each) for cell in columns.values()] for each in found]
+    return Table("Communication behind computation, in ms", list(columns), rows, "\n".join(notes))

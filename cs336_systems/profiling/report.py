@@ -1,32 +1,34 @@
-"""From the traces in a folder everything else: one trace of all ranks, tables, pictures, and a page that shows them."""
+"""Everything that follows from the traces in a folder: a merged trace, tables, pictures, and a page that shows them."""
 
 from collections.abc import Iterable
 from html import escape
+from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
 
-from cs336_systems.console import LiteralConsole
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.flame_svg import write_flame
-from cs336_systems.profiling.memory_svg import write_memory
+from cs336_systems.host.console import LiteralConsole
+from cs336_systems.host.text import printable
+from cs336_systems.profiling.flame import write_flame
+from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.memory_table import memory_markdown
 from cs336_systems.profiling.merge import merge
-from cs336_systems.profiling.overlap import overlap_sheet
+from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.tables import render_markdown, show
-from cs336_systems.profiling.timeline_svg import write_timeline
 from cs336_systems.profiling.trace import Trace, write_json
-from cs336_systems.text import printable
 
-MERGED, TABLES, OVERLAP, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "index.html"
+MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "memory.md", "index.html"
 PAGE_WIDTH = 150  # characters of a table
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
 # A browser obeys: no scripts, nothing from elsewhere, styles of the page itself and pictures beside it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
+NO_PICTURES = "no pictures: matplotlib is not installed; pip install -e '.[writeup]' and run the report again"
 
 
 def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
-    """Write what comes of all ranks' traces into a folder, and print the most important.
+    """Write all that follows from all ranks' traces into a folder, and print the most important.
 
     Pictures of time and memory are the first rank's, which stands for all; tables are over all ranks. Raises UserError
     for a folder that cannot be written, and for traces without events.
@@ -36,10 +38,14 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     try:
         write_json(merge(traces), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
-        hidden = overlap_sheet(traces)
+        hidden = overlap_table(traces)
         (folder / OVERLAP).write_text(hidden.markdown())
-        written = [*write_flame(traces[0], folder, "flame"), *write_memory(traces[0], folder, "memory")]
-        written += write_timeline(traces, folder, "timeline")
+        (folder / MEMORY).write_text(memory_markdown(traces[0], memory_timeline(traces[0])))
+        written = [*write_flame(traces[0], folder, "flame"), folder / MEMORY]
+        if find_spec("matplotlib") is None:
+            console.print(NO_PICTURES, markup=False)
+        else:
+            written += write_pictures(traces, folder)
         shown = LiteralConsole(record=True, file=StringIO(), width=PAGE_WIDTH)
         for out in (shown, console):
             show(traces, out)
@@ -53,9 +59,24 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 
 
+def write_pictures(traces: list[Trace], folder: Path) -> list[Path]:
+    """Write the flame graph and the memory of the first rank and the timeline of all; needs matplotlib."""
+    from cs336_systems.profiling.flame_picture import write_flame_pictures
+    from cs336_systems.profiling.memory_picture import write_memory_picture
+    from cs336_systems.profiling.timeline_picture import write_timeline
+
+    return [
+        *write_flame_pictures(traces[0], folder, "flame"),
+        *write_memory_picture(traces[0], folder / "memory.svg"),
+        *write_timeline(traces, folder / "timeline.svg"),
+    ]
+
+
 def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
     """One HTML page with the pictures, and the tables as a terminal shows them; it needs nothing but its folder."""
-    title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {describe(traces[0])}"))
+    described = [str(traces[0].ours[key]) for key in ("size", "wrapper", "device") if key in traces[0].ours]
+    what = ", ".join(described) or "a trace of torch.profiler"
+    title = escape(printable(f"Profile of {len(traces)} rank{'s' * (len(traces) > 1)}: {what}"))
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     head = f"<meta charset=utf-8>{policy}<title>{title}</title><style>{STYLE}</style>"
     parts = [f"<!DOCTYPE html><html lang=en>{head}<h1>{title}</h1>"]
@@ -65,9 +86,3 @@ def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
     links = ", ".join(f'<a href="{name}">{name}</a>' for name in texts)
     parts.append(f"<h2>tables</h2><p>More in {links}.</p>{tables}")
     return "\n".join([*parts, "</html>\n"])
-
-
-def describe(trace: Trace) -> str:
-    """What was profiled, as far as the trace says."""
-    words = [str(trace.ours[key]) for key in ("size", "wrapper", "device") if key in trace.ours]
-    return ", ".join(words) or "a trace of torch.profiler"

@@ -1,8 +1,8 @@
 """Residuals: what autograd keeps of a forward pass for backward, storage by storage, and which module keeps it.
 
-`saved_tensors_hooks` sees every tensor as it is kept, but not whose it is: tags tell which module is running, and a
-dispatch mode which operator made the storage. Nothing of it needs numbers, so a model of any size can be asked on fake
-tensors (`imaginary`), which have shapes and storages but no memory.
+`saved_tensors_hooks` sees every tensor as it is kept, but not whose it is: module spans tell which module is running,
+and a dispatch mode which operator made the storage. None of it needs numbers, so a model of any size can be asked on
+fake tensors, which have shapes and storages but no memory.
 """
 
 import re
@@ -19,11 +19,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cs336_systems.cost import Precision
-from cs336_systems.model import TransformerLM, lm_loss
-from cs336_systems.precision import autocast
-from cs336_systems.presets import ModelConfig
-from cs336_systems.profiling.tags import ROOT, parse_tag, tag_modules
+from cs336_systems.host.observe import fake_model
+from cs336_systems.model.precision import autocast
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig, Precision
+from cs336_systems.profiling.module_spans import ROOT, parse_tag, tag_modules
 
 BLOCK = re.compile(r"(?:\w+\.)*?\d+(?=\.|$)")
 CASTS = ("_to_copy", "to")
@@ -51,7 +51,7 @@ class Residual:
 
 @dataclass(frozen=True)
 class Residuals:
-    """What a forward pass keeps, each storage once, in the order in which they were first kept.
+    """The storages that a forward pass keeps, each once, in the order in which they were first kept.
 
     Parameters are apart, as they are there anyway; so are autocast's copies of them, of which `weight_casts` are bytes.
     """
@@ -87,14 +87,21 @@ def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
-class _Makers(TorchDispatchMode):
-    """Notes which operator made which storage, and which storages are casts of parameters."""
+class _Keeper(TorchDispatchMode):
+    """Collects what is kept, and notes which operator made which storage, and which storages are casts of parameters.
+
+    `path` are the qualified names of the modules that are running.
+    """
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()
         self.parameters = parameters
+        self.path = [ROOT]
         self.made: dict[int, str] = {}
+        self.kept: dict[int, Residual] = {}
+        self.weight_casts: dict[int, int] = {}
         self.casts: dict[int, Tensor] = {}  # held, so that no other storage takes their place
+        self.held: list[Tensor] = []  # for the same reason
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
@@ -108,24 +115,9 @@ class _Makers(TorchDispatchMode):
                     self.casts[storage] = each
         return out
 
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-class _Keeper:
-    """Collects what is kept; `path` is the qualified name of the module that is running."""
-
-    def __init__(self, parameters: set[int]) -> None:
-        self.makers = _Makers(parameters)
-        self.path = [ROOT]
-        self.kept: dict[int, Residual] = {}
-        self.held: list[Tensor] = []  # so that no storage is freed and its place taken by another
-        self.weight_casts: dict[int, int] = {}
-
     @contextmanager
     def running(self, tag: str) -> Iterator[None]:
-        """What is kept inside belongs to the module of this tag."""
+        """Attribute what is kept inside the block to the module of this span."""
         named = parse_tag(tag)
         self.path.append(named[0] if named else tag)
         try:
@@ -136,63 +128,54 @@ class _Keeper:
     def keep(self, tensor: Tensor) -> Tensor:
         """autograd's pack hook. It keeps and returns no tensor with a graph: a graph that holds itself never dies."""
         storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
-        if storage in self.makers.parameters:
+        if storage in self.parameters:
             return tensor.detach()
-        if storage in self.makers.casts:
+        if storage in self.casts:
             self.weight_casts[storage] = nbytes
         elif storage not in self.kept:
-            dtype, maker = str(tensor.dtype).removeprefix("torch."), self.makers.made.get(storage, "")
+            dtype, maker = str(tensor.dtype).removeprefix("torch."), self.made.get(storage, "")
             self.kept[storage] = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, maker)
             self.held.append(tensor.detach())
         return tensor.detach()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """What the model kept itself, to run a segment again, is the input of the segment's first block."""
+        """Attribute what the model kept itself, to run a segment again, to the segment's first block, its input."""
         for each in args:
             if isinstance(each, Tensor) and (found := self.kept.get(_storage(each))) and found.module == ROOT:
                 self.kept[_storage(each)] = replace(found, module=self.path[-1])
 
 
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
 def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
-    """What `forward`, which runs the model, makes autograd keep. Its result is dropped: no backward can follow.
+    """Count what `forward`, which runs the model, makes autograd keep. Its result is dropped: no backward can follow.
 
     A storage that two modules keep counts for the first. What is kept outside of every module is named `model`.
     """
     keeper = _Keeper({_storage(parameter) for parameter in model.parameters()})
     with ExitStack() as stack:
         stack.enter_context(tag_modules(keeper.running))
-        hook = register_module_forward_pre_hook(keeper.enter)
-        stack.callback(hook.remove)
-        stack.enter_context(keeper.makers)
+        stack.callback(register_module_forward_pre_hook(keeper.enter).remove)
+        stack.enter_context(keeper)
         stack.enter_context(saved_tensors_hooks(keeper.keep, lambda tensor: tensor))
         forward()
     return Residuals(tuple(keeper.kept.values()), sum(keeper.weight_casts.values()))
 
 
-def imaginary(config: ModelConfig, fake: FakeTensorMode) -> TransformerLM:
-    """The model on fake tensors, without memory for its weights; use it inside `fake`."""
-    model = TransformerLM(config, "meta")
-    with fake:
-        for module in model.modules():
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(torch.empty(parameter.shape, device="cpu")))
-    return model
-
-
 def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> Residuals:
-    """What a training step of the model on (batch seq) tokens keeps, without running it: shapes are enough.
+    """Count from shapes alone what autograd keeps of a training step's forward pass on (batch seq) tokens.
 
-    As on a CPU; `cost.saved_activations` counts the same bytes by formula. One thing shapes do not tell: a LayerNorm
-    of half precision, which only BERT's heads have, keeps its two numbers a token in four bytes each, not two.
+    As on a CPU. One thing shapes do not tell: a LayerNorm of half precision, which only BERT's heads have, keeps its
+    two numbers a token in four bytes each, not two.
     """
-    fake = FakeTensorMode()
-    model = imaginary(config, fake)
-    with fake:
+    with FakeTensorMode():
+        model = fake_model(TransformerLM(config, "meta"), "cpu")
         tokens, targets = (torch.zeros(batch, seq, dtype=torch.long) for _ in range(2))
 
-    def forward() -> None:
-        with autocast(torch.device("cpu"), precision):
-            lm_loss(model, tokens, targets)
+        def forward() -> None:
+            with autocast(torch.device("cpu"), precision):
+                lm_loss(model, tokens, targets)
 
-    with fake:
         return residuals(model, forward)

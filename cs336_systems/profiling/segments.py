@@ -6,12 +6,12 @@ but a transformer's block keeps 20 or 30 times its input: one block or two are b
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import ceil, sqrt
 
-from cs336_systems.cost import Precision, saved_activations
-from cs336_systems.cost.memory import Activations, Sizes, block_activations, is_loss_fused
-from cs336_systems.presets import ModelConfig, Recompute
+from cs336_systems.model.observed import Kept, observe_kept
+from cs336_systems.presets import ModelConfig, Precision, Recompute
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,52 @@ class Strategy:
 def strategy(
     config: ModelConfig, batch: int, seq: int, recompute: Recompute, every: int = 1, precision: Precision = "fp32"
 ) -> Strategy:
-    """What one way of recomputing needs for (batch seq) tokens. Raises UserError for one that does not exist."""
-    shape = config.override(recompute=recompute, recompute_every=every)
-    logits = 0 if is_loss_fused(config) else Sizes.of(config, batch, seq, precision).logits
-    head = Activations.of(shape, batch, seq, precision).head
-    return Strategy(recompute, every, *saved_activations(shape, batch, seq, precision), logits, head)
+    """Bytes that one way of recomputing needs for (batch seq) tokens. Raises UserError for one that does not exist."""
+    config = config.override(recompute=recompute, recompute_every=every)
+    plain = _kept(replace(config, recompute="none"), batch, seq, precision)
+    blocks, stream = plain.blocks, stream_bytes(config, batch, seq)
+    if recompute == "nested" and len(blocks) == 1:
+        recompute = "none"
+    match recompute:
+        case "attention":
+            apart = _kept(config, batch, seq, precision)
+            kept, most, plain = sum(apart.blocks), sum(apart.blocks) + blocks[-1] - apart.blocks[-1], apart
+        case "segments":
+            # A segment's first block keeps the segment's input, which is there already.
+            kept = ceil(len(blocks) / every) * stream
+            before = [0, *accumulate(blocks)]
+            most = max(i // every * stream + before[i + 1] - before[i - i % every] for i in range(len(blocks)))
+        case "nested":
+            # The input of every second half on the way; that of the first halves is their parent's.
+            kept = 2 * stream
+            most = max(_second_halves(i, len(blocks)) * stream + block for i, block in enumerate(blocks))
+        case _:
+            kept = most = sum(blocks)
+    fused = config.kernels == "triton" and not config.bert_heads  # the logits are never made whole
+    logits = 0 if fused else 4 * batch * seq * config.vocab_size
+    return Strategy(config.recompute, every, plain.ids + kept + plain.head, most - kept, logits, plain.head)
+
+
+def stream_bytes(config: ModelConfig, batch: int, seq: int) -> int:
+    """Bytes of the residual stream between two blocks, in float32."""
+    return 4 * batch * seq * config.d_model
+
+
+def _kept(config: ModelConfig, batch: int, seq: int, precision: Precision) -> Kept:
+    """Bytes kept for backward, counted for as few layers as there are kinds of them."""
+    period = min(config.num_layers, config.expert_every if config.num_experts else 1)
+    found = observe_kept(replace(config, num_layers=period), batch, seq, precision)
+    blocks = tuple(found.blocks[i % period] for i in range(config.num_layers))
+    return replace(found, blocks=blocks)
+
+
+def _second_halves(block: int, depth: int) -> int:
+    """How often the way from all blocks to one of them, by halves, turns to the second half."""
+    first, last, turns = 0, depth, 0
+    while last - first > 1:
+        middle = (first + last) // 2
+        first, last, turns = (first, middle, turns) if block < middle else (middle, last, turns + 1)
+    return turns
 
 
 def sweep(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> list[Strategy]:
@@ -67,12 +108,12 @@ def best(strategies: Iterable[Strategy]) -> Strategy:
 
 def square_root_rule(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> float:
     """The length that the continuous formula gives: sqrt(L s / b). It may lie below one block."""
-    sizes = Sizes.of(config, batch, seq, precision)
-    return sqrt(config.num_layers * sizes.stream / block_activations(config, sizes))
+    blocks = _kept(config, batch, seq, precision).blocks
+    return len(blocks) * sqrt(stream_bytes(config, batch, seq) / sum(blocks))
 
 
 def neighbours(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> list[Strategy]:
-    """What is worth measuring: nothing recomputed, the best length k with k - 1 and k + 1, and nested halves."""
+    """Candidates worth measuring: nothing recomputed, the best length k with k - 1 and k + 1, and nested halves."""
     lengths = sweep(config, batch, seq, precision)
     k = best(lengths).every
     nothing = strategy(config, batch, seq, "none", 1, precision)

@@ -1,7 +1,7 @@
-"""A trace of one rank, read from the Chrome-trace JSON that torch.profiler writes, ours or anybody's.
+"""Reads one rank's trace from the Chrome-trace JSON that torch.profiler writes, with or without `Capture`.
 
-Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading mends what
-torch.profiler gets wrong: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), and the
+Times are integer nanoseconds since the epoch, so that sums are exact and ranks can be compared. Reading corrects two
+faults of torch.profiler: bytes that are no UTF-8 (names of frames whose code is gone, pytorch issue 113564), and the
 spans of gloo's sends and receives, which lie on the thread that posted them although they last until they are waited
 for; they get lanes of their own.
 """
@@ -20,13 +20,16 @@ from typing import Any, TypeVar
 
 from cs336_systems.errors import UserError
 
-T = TypeVar("T")
+T = TypeVar("T", "Trace", list["Trace"])
+U = TypeVar("U")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
+Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 OURS = "cs336"  # the key of what capture.py adds to a trace
 COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
-HOST = ("cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver")
+FRAME = "python_function"  # the category of a Python function's spans
+HOST = ("cpu_op", "user_annotation", FRAME, "cuda_runtime", "cuda_driver")
 POSTED = ("gloo:send", "gloo:recv")
 
 
@@ -59,23 +62,17 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class Link:
-    """From an operator of the forward pass to the one of backward that autograd made of it: (lane, time) each."""
-
-    source: tuple[Lane, int]
-    target: tuple[Lane, int]
-
-
-@dataclass(frozen=True)
 class Trace:
     """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added.
+
+    `links` lead from an operator of backward to the one of forward that autograd made it of.
 
     `cache` keeps what was made of a trace and took long, by the name of what made it; a changed copy begins empty.
     """
 
     spans: list[Span]
     allocations: list[Allocation]
-    links: list[Link]
+    links: dict[Place, Place]
     threads: dict[Lane, str]
     rank: int
     world_size: int
@@ -100,16 +97,22 @@ class Trace:
         return result
 
 
-def once(make: Callable[[Trace], T]) -> Callable[[Trace], T]:
-    """Decorates a function of a trace: it runs once for each, and its result, which all share, must not be changed."""
+def once(make: Callable[[T], U]) -> Callable[[T], U]:
+    """Decorate a function of a trace, or of a list of traces: it runs once for each, and all share its result, which
+    must not be changed. The result lives as long as the (first) trace."""
     key = f"{make.__module__}.{make.__qualname__}"
 
     @wraps(make)
-    def kept(trace: Trace) -> T:
-        if key not in trace.cache:
+    def kept(given: T) -> U:
+        traces = [given] if isinstance(given, Trace) else given
+        if not traces:
+            return make(given)
+        made_of, made = traces[0].cache.get(key, ([], None))
+        if list(map(id, made_of)) != list(map(id, traces)):
             with uncollected():
-                trace.cache[key] = make(trace)
-        found: T = trace.cache[key]
+                made = make(given)
+            traces[0].cache[key] = list(traces), made
+        found: U = made
         return found
 
     return kept
@@ -127,42 +130,31 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class _NoNumberError(Exception):
-    """JSON has no NaN and no infinity, though Python reads and writes them."""
-
-
 def _no_number(name: str) -> float:
-    raise _NoNumberError(name)
+    raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
+    data, text = b"", ""
     try:
         data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
-    try:
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
         found = json.loads(text, strict=False, parse_constant=_no_number)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise UserError(
-            f"{path} is cut short or damaged: {len(data)} bytes that are no whole gzip; profile again"
-        ) from None
+        problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
+        raise UserError(f"{path} {problem}; profile again") from None
+    except OSError as error:
+        raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
-        if text.startswith("{") and (error.pos >= len(text) or not text.endswith("}")):
-            raise UserError(
-                f"{path} is cut short: its JSON stops after {len(text)} characters; profile again"
-            ) from None
-        where = (
-            f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!a}"
-            if text
-            else "it is empty"
-        )
-        raise UserError(f"{path} is no whole trace, for it is no JSON: {where}; profile again") from None
-    except _NoNumberError as error:
-        raise UserError(f"{path} is no trace of torch.profiler: a number in it is {error}; profile again") from None
-    except RecursionError:
-        raise UserError(f"{path} is no trace of torch.profiler: its JSON is nested too deeply") from None
+        problem = f"is cut short: its JSON stops after {len(text)} characters"
+        if not text.startswith("{") or (error.pos < len(text) and text.endswith("}")):
+            here = f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!a}"
+            problem = f"is no whole trace, for it is no JSON: {here if text else 'it is empty'}"
+        raise UserError(f"{path} {problem}; profile again") from None
+    except (ValueError, RecursionError) as error:
+        why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else error
+        raise UserError(f"{path} is no trace of torch.profiler: {why}; profile again") from None
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
     return found
@@ -184,8 +176,8 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for events that lack what every event has."""
     base, ours = int(chrome.get("baseTimeNanoseconds", 0)), chrome.get(OURS, {})
     info = chrome.get("distributedInfo", {}) | ours
-    spans, allocations, threads, links = [], [], {}, []
-    ends: dict[Any, dict[str, tuple[Lane, int]]] = {}
+    spans, allocations, threads = [], [], {}
+    ends: dict[Any, dict[str, Place]] = {}
     try:
         for event in chrome["traceEvents"]:
             lane, phase = (event.get("pid"), event.get("tid")), event["ph"]
@@ -195,24 +187,22 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
                 end = time + round(1000 * float(event.get("dur", 0)))
                 spans.append(Span(event["name"], category, time, end, lane, event.get("args", {})))
             elif phase == "i" and event["name"] == "[memory]":
-                allocations.append(_allocation(event["args"], time, lane))
+                args = event["args"]
+                device, sizes = "cpu" if args["Device Type"] == 0 else "cuda", ("Addr", "Bytes", "Total Allocated")
+                address, nbytes, total = (int(args[key]) for key in sizes)
+                allocations.append(Allocation(time, address, nbytes, device, total, lane))
             elif phase == "M" and event["name"] == "thread_name":
                 threads[lane] = event["args"]["name"]
             elif phase in "sf" and category == "fwdbwd":
                 ends.setdefault(event["id"], {})[phase] = (lane, time)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise UserError(f"{path} is no trace of torch.profiler: an event lacks or garbles a field ({error})") from None
-    links = [Link(each["s"], each["f"]) for each in ends.values() if len(each) == 2]
+    links = {each["f"]: each["s"] for each in ends.values() if len(each) == 2}
     spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
     rank, world = int(info.get("rank", 0)), int(info.get("world_size", 1))
     host = str(chrome.get("host_name", ""))
     return Trace(spans, allocations, links, threads, rank, world, host, ours, chrome, base)
-
-
-def _allocation(args: Mapping[str, Any], time: int, lane: Lane) -> Allocation:
-    device = "cpu" if args["Device Type"] == 0 else "cuda"
-    return Allocation(time, int(args["Addr"]), int(args["Bytes"]), device, int(args["Total Allocated"]), lane)
 
 
 def _posted_apart(spans: list[Span]) -> list[Span]:

@@ -4,11 +4,10 @@ from typing import Any
 
 from benchmarks.memory_tables import grouped, recompute_name
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes
 from cs336_systems.cost import backward_flops, forward_flops, recompute_flops
-from cs336_systems.cost.memory import Sizes, block_activations
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, preset
-from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, memory, predicted_memory
 from writeup.figures import COLOURS, Figure, draw
@@ -133,15 +132,15 @@ def picture(cited: Citation, plain: Record) -> Figure:
 
 def rule(record: Record) -> dict[str, str]:
     """What the formula of the square root says of this shape."""
-    config = config_of(record)
-    sizes = Sizes.of(config, record.config["batch_size"], record.config["context"], record.config["precision"])
-    block, peaks = block_activations(config, sizes), record.predicted["peak_by_length"]
+    stream = 4 * record.config["batch_size"] * record.config["context"] * config_of(record).d_model
+    peaks, optimum = record.predicted["peak_by_length"], record.predicted["square_root_rule"]
+    block = round(len(peaks) * stream / optimum**2)  # since the optimum is the root of layers x stream / block
     return {
         "layers": str(len(peaks)),
-        "stream": format_bytes(sizes.stream),
+        "stream": format_bytes(stream),
         "block": format_bytes(block),
-        "ratio": f"{block / sizes.stream:.3g}",
-        "optimum": f"{record.predicted['square_root_rule']:.2f}",
+        "ratio": f"{block / stream:.3g}",
+        "optimum": f"{optimum:.2f}",
         "naive": f"{len(peaks) ** 0.5:.2f}",
         "best": str(1 + peaks.index(min(peaks))),
         "at_naive": format_bytes(peaks[round(len(peaks) ** 0.5) - 1]),

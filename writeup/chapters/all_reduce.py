@@ -4,10 +4,10 @@ from typing import Any
 
 from benchmarks.collective import bandwidths, size_name
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.systems import system_preset
-from cs336_systems.text import markdown_text
-from cs336_systems.volume import sent
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import markdown_text
+from cs336_systems.traffic import sent
 from writeup.beside import Beside, beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing

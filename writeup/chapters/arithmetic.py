@@ -22,22 +22,11 @@ def content(book: Book) -> dict[str, Any]:
     """Every number of the questions as text, by question and key, the tables and the figure."""
     answers = {name: question(name) for name in NAMES}
     return {
-        "n": {name.replace("-", "_"): texts(answer) for name, answer in answers.items()},
-        "s": {name.replace("-", "_"): symbols(answer) for name, answer in answers.items()},
+        "n": {name.replace("-", "_"): answer.texts for name, answer in answers.items()},
         "limits": limits(book, answers),
         "readings": readings(book, answers["xxl-batch"]),
         "picture": picture(answers),
     }
-
-
-def texts(answer: Answer) -> dict[str, str]:
-    """The numbers of a derivation as people read them, by key."""
-    return {step.key: quantity(step.value, step.unit) for step in answer.steps if step.value is not None}
-
-
-def symbols(answer: Answer) -> dict[str, str]:
-    """The letters' values as people read them."""
-    return {each.name: quantity(each.value, each.unit) for each in answer.symbols}
 
 
 def limits(book: Book, answers: Mapping[str, Answer]) -> Table:
@@ -70,7 +59,7 @@ def limits(book: Book, answers: Mapping[str, Answer]) -> Table:
 
 
 def _devices(answers: Mapping[str, Answer], name: str, *letters: str) -> list[str]:
-    return [" x ".join(symbols(answers[name])[letter] for letter in letters or ("N",))]
+    return [" x ".join(answers[name].texts[letter] for letter in letters or ("N",))]
 
 
 def _whole(bound: float) -> str:

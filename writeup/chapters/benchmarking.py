@@ -7,10 +7,10 @@ from typing import Any
 from matplotlib.ticker import StrMethodFormatter
 
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.ceilings import original, original_seconds, pass_seconds
 from writeup.cells import (
@@ -79,7 +79,7 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
         )
     columns = ("<size", "<pass", "n", "mean ± deviation", "median (quartiles)", "predicted (of measured)")
     notes = [
-        f"n: samples; of fewer than {FEW} there is no deviation. Rød's cells are predicted by the large model of cost, "
+        f"n: samples; of fewer than {FEW} there is no deviation. Rød's cells are predicted by the large cost model, "
         "for an H100 with products in TF32."
     ]
     return Table(book, (*columns, "Rød, one GPU (predicted)"), rows, cited, notes=notes if rows else [])

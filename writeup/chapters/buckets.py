@@ -9,10 +9,10 @@ import numpy as np
 
 from benchmarks.collective import size_name
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.course.buckets import best_count, overhead
-from cs336_systems.text import markdown_text, plot_text
-from cs336_systems.volume import sent
+from cs336_systems.cost.course.communication import best_count, overhead
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import markdown_text, plot_text
+from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing

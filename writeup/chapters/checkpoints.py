@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes
-from cs336_systems.text import markdown_text
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, ratio, timing
 from writeup.figures import COLOURS, Figure, draw

@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.host.console import format_seconds
 from writeup.book import Book, Citation
 from writeup.ceilings import COURSE_ROWS, floored, norm_floor, original_seconds
 from writeup.cells import NONE, over, predicted_ms, prediction, quoted, timing

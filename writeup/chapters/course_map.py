@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from cs336_systems.host.text import markdown_code, markdown_text
 from cs336_systems.presets import COURSE_YEARS
-from cs336_systems.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.contents import CHAPTERS
 from writeup.course import Problem, course_map

@@ -3,8 +3,8 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
-from cs336_systems.text import markdown_code, markdown_text, plot_text
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import markdown_code, markdown_text, plot_text
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, quartiles, ratio, timing

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cs336_systems.text import markdown_code, markdown_text
+from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.cells import NONE, STALE
 from writeup.equality import BITS, PROPERTIES, Row, matrix

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.text import markdown_code
+from cs336_systems.host.text import markdown_code
 from writeup.book import Book, Citation
 from writeup.cells import NONE
 from writeup.chapters.function_calls import COMMAND, SOURCE, largest

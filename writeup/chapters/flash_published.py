@@ -3,11 +3,11 @@
 from benchmarks.attention import LEADERBOARD
 from benchmarks.attention_candidates import BOTH, flops
 from benchmarks.leaderboard_step import BATCH, FULL
-from cs336_systems.console import format_count, format_seconds
 from cs336_systems.cost import forward_flops
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.host.console import format_count, format_seconds
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig
-from cs336_systems.text import markdown_text
 from writeup.book import Book
 from writeup.ceilings import attention_flops, peak_share
 from writeup.cells import NONE, quoted

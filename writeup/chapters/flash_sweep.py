@@ -5,8 +5,8 @@ from typing import Any
 from benchmarks.attention import COURSE_SEQUENCES, DIMS
 from benchmarks.attention_candidates import Task, flops, peak_bytes
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.host.console import format_bytes, format_seconds
 from writeup.book import Book, Citation
 from writeup.cells import NONE, memory, prediction, timing
 from writeup.tables import Table

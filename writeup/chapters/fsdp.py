@@ -3,17 +3,18 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
+from cs336_systems.buffers.gather_order import AHEAD
+from cs336_systems.cost import count_parameters
+from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.cost.course import question
-from cs336_systems.cost.course.sharding import parameters_of
-from cs336_systems.cost.fsdp_traffic import AHEAD
-from cs336_systems.cost.layout import Layout, rank_shapes
-from cs336_systems.cost.parallel import zero_memory
-from cs336_systems.cost.transfer import Parameter
-from cs336_systems.cost.wrapper_traffic import zero_traffic
+from cs336_systems.cost.course.memory import parameters_of
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.text import markdown_code, markdown_text, plot_text
+from cs336_systems.layout import Layout
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_code, markdown_text, plot_text
-from cs336_systems.volume import sent
+from cs336_systems.traffic import sent
+from cs336_systems.train.observation import observe_traffic
+from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, age, median_ms, prediction, ratio, timing
@@ -133,13 +134,13 @@ def picture(runs: list[Citation]) -> Figure:
 
 
 def traffic(book: Book) -> Table:
-    """What the model of cost counts for the course's xl on 2 and on 8 ranks."""
-    shapes = rank_shapes(model_preset(SIZE, YEAR), Layout(), 0)
-    tensors = [Parameter(name, shape) for name, shape in shapes.items()]
-    nbytes, rows = sum(4 * each.elements for each in tensors), []
+    """A step's collectives on 2 and on 8 ranks for the course's xl, as the library is observed to send them."""
+    config = model_preset(SIZE, YEAR)
+    nbytes, rows = 4 * sum(count_parameters(config).values()), []
     for ranks in (2, 8):
         for name, stage in STAGES.items():
-            found = zero_traffic(tensors, ranks, stage)
+            layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
+            found = observe_traffic(Recipe.of(context=1), config, layout)
             whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
             verbs: dict[str, int] = {}
             for each, count in found.items():

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_count, format_seconds
+from cs336_systems.host.console import format_count, format_seconds
+from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import preset
-from cs336_systems.text import markdown_code
 from writeup.book import Book, Citation
 from writeup.cells import NONE, marks, median_ms, quartiles
 from writeup.operators import Profile, answers, by_own_time, changed, clocked, config_of, flops_ratio

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.text import markdown_text
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, prediction, timing
 from writeup.tables import Table

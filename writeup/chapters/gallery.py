@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cs336_systems.text import markdown_code, markdown_text, printable
+from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book
 from writeup.cells import STALE
 from writeup.chapters.equality import provenance

@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record, read_records
-from cs336_systems.text import markdown_code, markdown_text, printable
+from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.basis import example, rates_table, sizes_table
 from writeup.book import Book, Citation, machines
 from writeup.catalogue import RUNS

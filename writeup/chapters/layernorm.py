@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_seconds
+from cs336_systems.host.console import format_seconds
 from writeup.book import Book, Citation, metric
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing

@@ -3,11 +3,10 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes
-from cs336_systems.cost.memory import Sizes
 from cs336_systems.cost.parameters import largest_parameter
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
-from cs336_systems.text import markdown_text, plot_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, marks
 from writeup.chapters.function_calls import COMMAND, largest
@@ -126,7 +125,7 @@ def streams(book: Book) -> Table:
     for size in course_sizes(YEAR):
         chosen = preset(size, YEAR)
         tokens = (chosen.batch_size, chosen.model.context_length)
-        stream = Sizes.of(chosen.model, *tokens, "fp32").stream
+        stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
         theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
         rows.append(
             [size, f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}", format_bytes(stream), mebibytes(theirs)]

@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.text import markdown_text
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.ceilings import original
 from writeup.cells import NONE, prediction, timing

@@ -7,9 +7,9 @@ from benchmarks.expert_tables import arithmetic, is_published
 from benchmarks.moe_sweep_plot import draw as draw_sweep
 from benchmarks.moe_sweep_table import cells as sweep_cells
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
 from writeup.figures import Figure, drawn

@@ -3,8 +3,8 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.text import markdown_text
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, age, prediction, ratio, timing
 from writeup.chapters import sharding_published as published

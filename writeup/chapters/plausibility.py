@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.harness import SLACK
-from cs336_systems.console import format_bytes
 from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_text
 from writeup import plausibility_rules as rules
 from writeup.book import Book
 from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass, suspects_of_published

@@ -1,7 +1,7 @@
 """What others have measured in float32 and in bfloat16, and the factor between the two."""
 
-from cs336_systems.console import format_seconds
-from cs336_systems.text import markdown_text
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import markdown_text
 from writeup.book import Book
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, quoted
@@ -57,7 +57,7 @@ def published(book: Book) -> Table:
     heads = ("<who", "<size", "<pass", "fp32 (predicted)", "bf16 (predicted)", "fp32 / bf16 (predicted)")
     hardware = markdown_text(book.published.sources[STUDENT].hardware)
     note = (
-        "Predicted by the large model of cost, for an H100 with fp32 in TF32. "
+        "Predicted by the large cost model, for an H100 with fp32 in TF32. "
         f"{STUDENT}: {hardware}; neither batch nor context is told, so nothing is predicted."
     )
     return Table(book, heads, rows, notes=[note])

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.console import format_bytes, format_seconds
-from cs336_systems.cost.large.systems import System, system_preset
+from cs336_systems.cost.machines import System, system_preset
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import Norm
-from cs336_systems.text import markdown_text
 from writeup.book import Book, Citation
 from writeup.ceilings import COURSE_ROWS, floored, norm_bytes, norm_floor, original, original_seconds
 from writeup.cells import NONE, median_ms, prediction, quoted, ratio, timing
@@ -22,7 +22,7 @@ NORMS = {"rmsnorm": "RMSNorm, eager", "layernorm": "LayerNorm", "rmsnorm triton"
 OURS = {"eager": "RMSNorm, eager", "layernorm": "LayerNorm", "ours": "RMSNorm, Triton"}  # in our records
 AUTHORS = {"Rød": (ROD, "norms with triton"), STUDENT: (STUDENT, "norms")}
 SECTIONS = {"2.2.4": "norms, forward-backward", "2.3.1": "compiled norms, forward-backward"}
-NORMED: tuple[Norm, ...] = ("rmsnorm", "layernorm")  # that the model of cost predicts
+NORMED: tuple[Norm, ...] = ("rmsnorm", "layernorm")  # that the cost model predicts
 COLUMNS = (1024, 2048, 4096, 8192)
 FORWARD, BOTH = "forward", "forward-backward"
 
@@ -151,7 +151,7 @@ def models(book: Book) -> Table:
             for place, norm in enumerate(NORMED):
                 cells[place] += f" ({format_seconds(original_seconds(str(size), str(what), norm=norm))})"
             rows.append([str(size), str(what), *cells, f"{triton.value / eager.value:.2f}"])
-    note = "In brackets: predicted by the large model of cost, for an H100 with products in TF32."
+    note = "In brackets: predicted by the large cost model, for an H100 with products in TF32."
     return Table(book, ("<size", "<pass", *NORMS.values(), "Triton / eager"), rows, notes=[note])
 
 

@@ -5,15 +5,15 @@ from statistics import fmean
 from typing import Any
 
 from cs336_systems.cost.commands.notebook_page import MACHINE, compared
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.systems import system_preset
+from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
 from cs336_systems.cost.notebook.tables import COLUMNS, UNITS, notebook_tables
 from cs336_systems.cost.notebook.tables import Table as NotebookTable
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, roofline
+from cs336_systems.host.text import markdown_code, markdown_text
 from cs336_systems.presets import model_preset
-from cs336_systems.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.cost_runs import Published, by_family, error_picture, far_off, published_runs, totals
 from writeup.figures import drawn

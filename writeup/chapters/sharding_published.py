@@ -1,13 +1,19 @@
 """The formulas of optimizer sharding for the course's models, beside what others have published."""
 
-from cs336_systems.console import format_bytes
-from cs336_systems.cost.course.sharding import parameters_of
-from cs336_systems.cost.layout import Layout, rank_shapes
-from cs336_systems.cost.parallel import zero_memory
-from cs336_systems.cost.transfer import Parameter, Traffic, Transfer
-from cs336_systems.cost.wrapper_traffic import dealt, optimizer_traffic, padded
+from functools import cache
+from typing import Literal
+
+import torch
+
+from cs336_systems.comm import Event, fake_ranks, record
+from cs336_systems.cost.closed_forms import zero_memory
+from cs336_systems.cost.course.memory import parameters_of
+from cs336_systems.host.console import format_bytes
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.optim.adamw import AdamW
 from cs336_systems.presets import course_sizes, model_preset
-from cs336_systems.volume import sent
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book
 from writeup.cells import DOUBTFUL, NONE
@@ -18,15 +24,22 @@ from writeup.words import joined
 YEAR, RANKS = 2024, 2
 WHOLE, SHARDED = "stage 0", "stage 1"
 STUDENTS = {"brandon-snider": 2025, "damek": 2025, "enzo-ding": 2026}
+Traffic = list[tuple[str, int]]  # verbs and bytes of collectives
 PARTS = ("parameters", "gradients", "optimizer")
 MOMENTS = {"after initialisation": PARTS[:1], "before the step": PARTS[:2], "after the step": PARTS}
 GIB = 2**30
 
 
-def parameters(size: str, year: int) -> list[Parameter]:
-    """Every parameter of a course size, fp32."""
-    shapes = rank_shapes(model_preset(size, year), Layout(), 0)
-    return [Parameter(name, shape) for name, shape in shapes.items()]
+@cache
+def updates(size: str, year: int, layout: Literal["flat", "whole"]) -> list[Event]:
+    """The collectives of a step of `ShardedOptimizer` for a course size in fp32, observed on one of two ranks."""
+    with fake_ranks(0, RANKS), record() as events:
+        model = TransformerLM(model_preset(size, year), "meta")
+        optimizer = ShardedOptimizer(model.parameters(), AdamW, layout=layout)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+    return events
 
 
 def course(book: Book) -> Table:
@@ -87,7 +100,7 @@ def students_said(book: Book) -> str:
         theirs = book.published.table(source, "sharding")
         whole, sharded = (theirs.value("time", candidate=name, size="xl") for name in (WHOLE, SHARDED))
         if whole and sharded and sharded.value > whole.value:
-            calls = next(iter(schemes("xl", year).values()))[1].total()
+            calls = len(next(iter(schemes("xl", year).values()))[1])
             how = f" ({theirs.note}: {calls} calls)" if theirs.note else ""
             said.append(f"{source}'s step takes {sharded.value / whole.value - 1:.0%} longer{how}")
     if not said:
@@ -112,39 +125,37 @@ def their_times(book: Book) -> Table:
 
 def schemes(size: str = "xl", year: int = YEAR) -> dict[str, tuple[Traffic, Traffic, float]]:
     """Each way to shard: collectives of gradients and of parameters, and the largest share over an equal one."""
-    tensors = parameters(size, year)
-    total = sum(each.elements for each in tensors)
-    flat = Traffic({Transfer("all-reduce", "dp", "gradients", total, 4): 1})
-    scattered = Traffic({Transfer("reduce-scatter", "dp", "gradients", padded(total, RANKS), 4): 1})
-    each = Traffic()
-    for tensor in tensors:
-        each[Transfer("broadcast", "dp", tensor.name, tensor.elements, tensor.width)] += 1
-    unequal = max(dealt([tensor.elements for tensor in tensors], RANKS)) * RANKS / total
-    equal = padded(total, RANKS) / total
+    with torch.device("meta"):
+        tensors = [each.numel() for each in TransformerLM(model_preset(size, year)).parameters()]
+    total = sum(tensors)
+    whole, flat = ([(each.verb, each.nbytes) for each in updates(size, year, layout)] for layout in ("whole", "flat"))
+    padded = sum(nbytes for _, nbytes in flat)
+    unequal, equal = max(nbytes for _, nbytes in whole) * RANKS / (4 * total), padded / (4 * total)
+    reduced, scattered = [("all-reduce", 4 * total)], [("reduce-scatter", padded)]
     return {
-        "the assignment: a broadcast for each tensor": (flat, each, unequal),
-        "ours, layout `whole`: a broadcast from each rank": (
-            flat,
-            optimizer_traffic([tensors], RANKS, "whole"),
+        "the assignment: a broadcast for each tensor": (
+            reduced,
+            [("broadcast", 4 * each) for each in tensors],
             unequal,
         ),
-        "ours, layout `flat`: one all-gather": (flat, optimizer_traffic([tensors], RANKS, "flat"), equal),
-        "ZeRO stage 1": (scattered, optimizer_traffic([tensors], RANKS, "flat"), equal),
+        "ours, layout `whole`: a broadcast from each rank": (reduced, whole, unequal),
+        "ours, layout `flat`: one all-gather": (reduced, flat, equal),
+        "ZeRO stage 1": (scattered, flat, equal),
     }
 
 
 def traffic_bytes(traffic: Traffic) -> float:
     """Bytes that a rank sends, on average over the ranks."""
-    return sum(times * sent(each.verb, RANKS) * each.nbytes for each, times in traffic.items())
+    return sum(sent(verb, RANKS) * nbytes for verb, nbytes in traffic)
 
 
 def collectives(book: Book) -> Table:
     """Calls and bytes of each scheme for the original's xl model."""
     rows = []
-    for name, (gradients, updates, share) in schemes().items():
-        verb = next(iter(gradients)).verb
-        sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updates, gradients + updates)]
-        rows.append([name, verb, str(updates.total()), *sizes, f"{share:.4f}"])
+    for name, (gradients, updated, share) in schemes().items():
+        verb = gradients[0][0]
+        sizes = [format_bytes(traffic_bytes(each)) for each in (gradients, updated, gradients + updated)]
+        rows.append([name, verb, str(len(updated)), *sizes, f"{share:.4f}"])
     columns = (
         "<scheme",
         "<gradients",
@@ -161,7 +172,7 @@ def shares(book: Book) -> str:
     """The original's two shares of the state against tensors dealt out largest first."""
     theirs = book.published.table(ORIGINAL, "sharding memory by part")
     found = [theirs.value(part="optimizer state", candidate=SHARDED, rank=rank) for rank in range(RANKS)]
-    loads = dealt([tensor.elements for tensor in parameters("xl", YEAR)], RANKS)
+    loads = [each.numel for each in updates("xl", YEAR, "whole")]
     ours = joined(f"{8 * load / GIB:.3f}" for load in sorted(loads))
     shown = joined(each.shown("GiB") for each in found if each) if any(found) else ""
     return (

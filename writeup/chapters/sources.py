@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.text import markdown_code, markdown_text
+from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.catalogue import benchmark
 from writeup.exercised import exercised

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from cs336_systems.text import markdown_code, markdown_text
+from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
 from writeup.cells import STALE
 from writeup.chapters.equality import provenance

@@ -1,22 +1,26 @@
-"""`explain`: where the numbers come from, of a step, of its memory, and of the course's accounting questions."""
+"""`explain`: derivations of a step, of its memory, and of the answers to the course's accounting questions."""
 
+from collections.abc import Mapping
+from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.markdown import Markdown
 from rich.padding import Padding
 from rich.table import Table
 
-from cs336_systems import console
-from cs336_systems.cost.commands.grids import command as grids_command
-from cs336_systems.cost.commands.memory_words import explain_memory
-from cs336_systems.cost.commands.request import request_options, take_request
-from cs336_systems.cost.commands.step_words import explain_step
-from cs336_systems.cost.commands.told import Section
-from cs336_systems.cost.commands.warned import print_warnings
-from cs336_systems.cost.course import ANSWERS, defaults, parse_numbers, question
+from cs336_systems.cost.commands.explain_step import explain_step
+from cs336_systems.cost.commands.memory import explain_memory
+from cs336_systems.cost.commands.output import new_table, print_warnings
+from cs336_systems.cost.commands.request import Request, request_options, take_request
+from cs336_systems.cost.course.questions import QUESTIONS, defaults, parse_numbers, question
+from cs336_systems.cost.notebook.summa import Grid, block_cost, grids, rows_for_summa
+from cs336_systems.cost.options import COUNT, ModelOptions, take
+from cs336_systems.cost.template import fill
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds, options
 
 
 class Topics(click.Group):
@@ -26,15 +30,19 @@ class Topics(click.Group):
         found = super().get_command(ctx, cmd_name)
         if found:
             return found
-        if cmd_name not in ANSWERS:
-            raise UserError(f"nothing is called {cmd_name!r}; choose from {', '.join([*self.commands, *ANSWERS])}")
+        if cmd_name not in QUESTIONS:
+            raise UserError(f"nothing is called {cmd_name!r}; choose from {', '.join([*self.commands, *QUESTIONS])}")
         return _asked(cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.get_short_help_str(100)) for name, each in self.commands.items()])
-        with formatter.section("Questions of the course"):
-            formatter.write_dl([(name, answer().question.title) for name, answer in ANSWERS.items()])
+        for title, rows in self.listed().items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def listed(self) -> dict[str, list[tuple[str, str]]]:
+        """(name, what it explains) of commands and of questions."""
+        commands = [(name, each.get_short_help_str(100)) for name, each in self.commands.items()]
+        return {"Commands": commands, "Questions of the course": [(name, q.title) for name, q in QUESTIONS.items()]}
 
 
 @click.group("explain", cls=Topics, invoke_without_command=True)
@@ -46,7 +54,10 @@ def command(context: click.Context) -> None:
     `explain rings N=16`. Alone it lists what can be explained.
     """
     if context.invoked_subcommand is None:
-        _list(console.console())
+        table = Table.grid(padding=(0, 2))
+        for row in chain.from_iterable(command.listed().values()):
+            table.add_row(*row)
+        console.console().print(table)
 
 
 @command.command("step")
@@ -54,8 +65,8 @@ def command(context: click.Context) -> None:
 def step_command(**given: Any) -> None:
     """The time of a step: from the model's FLOPs to each of its seconds."""
     request = take_request(given)
-    _print(console.console(), [*request.lines()], explain_step(request))
-    print_warnings(console.console(), request.config, request.plan, request.seq, request.system, request.constants)
+    _print("step", request, *explain_step(request))
+    print_warnings(console.console(), request.warnings())
 
 
 @command.command("memory")
@@ -63,16 +74,46 @@ def step_command(**given: Any) -> None:
 def memory_command(**given: Any) -> None:
     """The memory of the fullest rank: weights, gradients, optimizer state, activations."""
     request = take_request(given)
-    _print(console.console(), [*request.lines()], explain_memory(request))
+    _print("memory", request, *explain_memory(request))
 
 
-command.add_command(grids_command, "grids")
+@command.command("grids")
+@click.option("--ranks", type=COUNT, default=64, show_default=True, help="Ranks of each grid.")
+@click.option("--tokens", type=COUNT, default=2048, show_default=True, help="Rows of the stream.")
+@options(ModelOptions)
+def grids_command(ranks: int, tokens: int, **given: Any) -> None:
+    """Tensor parallelism in one, two and three dimensions: a block's forward, rank by rank."""
+    config = take(ModelOptions, given).model_config()
+    table = new_table(["grid", "FLOPs", "received", "held", "in buffers"])
+    for grid in grids(ranks):
+        try:
+            cost = block_cost(grid, tokens, config.d_model, config.d_ff)
+        except UserError as error:
+            table.add_row(_grid_name(grid), str(error))
+            continue
+        table.add_row(
+            _grid_name(grid), *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers))
+        )
+    screen = console.console()
+    screen.print(
+        f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Of each rank, in numbers, not "
+        "bytes: received; held, operands and results; most in buffers at once."
+    )
+    screen.print(table)
+    for side in (grid.side for grid in grids(ranks) if grid.kind == "2d"):
+        least = rows_for_summa(config.d_model, config.d_ff, side)
+        screen.print(f"2D on {side} x {side} ranks receives less than 1D from {least:,.0f} tokens on.")
+
+
+def _grid_name(grid: Grid) -> str:
+    sides = {"1d": f"{grid.side}", "2d": f"{grid.side} x {grid.side}", "3d": " x ".join([str(grid.side)] * 3)}
+    return f"{grid.kind}: {sides.get(grid.kind, f'{grid.side} x {grid.side} x {grid.depth}')}"
 
 
 def _asked(name: str) -> click.Command:
     """The command that prints one worked question."""
 
-    title = ANSWERS[name]().question.title
+    title = QUESTIONS[name].title
 
     @click.command(name, help=f"A question of the course: {title}\n\nIts numbers: {defaults(name)}")
     @click.argument("numbers", nargs=-1, metavar="[NAME=VALUE]...")
@@ -86,19 +127,26 @@ def _asked(name: str) -> click.Command:
     return asked
 
 
-def _list(screen: Console) -> None:
-    table = Table.grid(padding=(0, 2))
-    for name, each in command.commands.items():
-        table.add_row(name, each.get_short_help_str(100))
-    for name, answer in ANSWERS.items():
-        table.add_row(name, answer().question.title)
-    screen.print(table)
-
-
-def _print(screen: Console, about: list[str], sections: list[Section]) -> None:
-    for line in about:
+def _print(name: str, request: Request, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
+    """Print the sections of `templates/NAME.txt` with their numbers, and `[table]` where one belongs."""
+    screen, number = console.console(), count(1)
+    # A table is never cut: on a narrow screen the terminal wraps its lines.
+    wide = console.LiteralConsole(width=max(screen.width, console.PLAIN_WIDTH), file=screen.file)
+    template = (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
+    for line in request.lines():
         screen.print(line)
-    for number, section in enumerate(sections, 1):
-        screen.print(f"\n{number}. {section.title}", style="bold")
-        for line in section.lines:
-            screen.print(Padding(line, (0, 0, 0, 3), expand=False))
+    for line in filter(None, fill(template, numbers, _text)):
+        if line.startswith("# "):
+            screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
+        else:
+            table = tables.get(line[1:-1])
+            (wide if table else screen).print(Padding(table or line, (0, 0, 0, 3), expand=False))
+
+
+def _text(value: Any, unit: str) -> str:
+    """A number in seconds, bytes, counted, or counted as parameters are; else in a format of Python's."""
+    if isinstance(value, str) or unit not in ("s", "b", "n", "p"):
+        return format(value, unit)
+    if unit in ("n", "p"):
+        return format_count(value, "B" if unit == "p" else "G")
+    return format_seconds(value) if unit == "s" else format_bytes(value)

@@ -11,25 +11,23 @@ import click
 from click.core import ParameterSource
 from rich.table import Table
 
-from cs336_systems import console
-from cs336_systems.console import format_seconds, options, setting
-from cs336_systems.cost.fitting.constants_file import NAMES, load_constants, save_constants
-from cs336_systems.cost.fitting.logged_runs import Given
-from cs336_systems.cost.fitting.measured import read_measured
-from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio
-from cs336_systems.cost.fitting.result import NOISE, TOLD, WIDTH, Calibration, mean_error, worst_error
-from cs336_systems.cost.large.machine_file import check_out
-from cs336_systems.cost.large.settings import ModelSettings, PlanSettings, SystemSettings, take
-from cs336_systems.cost.large.step_time import CONSTANTS
+from cs336_systems.cost.commands.output import new_table
+from cs336_systems.cost.fitting.calibration import NOISE, TOLD, WIDTH, Calibration, fit, mean_error, worst_error
+from cs336_systems.cost.fitting.logged_runs import LogOptions
+from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
+from cs336_systems.cost.machines import CONSTANTS, NAMES, check_out, load_constants, save_constants
+from cs336_systems.cost.options import MachineOptions, ModelOptions, PlanOptions, take
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_seconds, options, setting
 
 SHOWN = 5  # names in a line
 FAR = 2.0  # times too long or too short: beyond what constants explain
 
 
 @dataclass(frozen=True)
-class FitSettings:
-    """What is fitted to what."""
+class FitOptions:
+    """Options of `fit`: constants to fit, runs to fit to, and the prior."""
 
     only: str | None = setting(None, f"Constants to fit, of {', '.join(NAMES)}.  [default: all]")
     use: tuple[What, ...] = setting(
@@ -50,32 +48,30 @@ class FitSettings:
 
 @click.command("fit")
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@options(FitSettings)
-@options(SystemSettings)
-@options(ModelSettings)
-@options(PlanSettings)
+@options(FitOptions)
+@options(MachineOptions)
+@options(ModelOptions)
+@options(PlanOptions)
 @click.pass_context
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
 
     No log names its machine: give --system. Options of model and plan say what a log does not, and count for more.
     """
-    settings: FitSettings = take(FitSettings, kwargs)
-    check_out(settings.out)
+    asked: FitOptions = take(FitOptions, kwargs)
+    check_out(asked.out)
     given = _given(context, kwargs)
     measured = given.system.measured if given.system else {}
-    prior = load_constants(settings.constants) if settings.constants else replace(CONSTANTS, **measured)
-    use = settings.use or tuple(what for what in WHAT if what != "optimizer")
+    prior = load_constants(asked.constants) if asked.constants else replace(CONSTANTS, **measured)
+    use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
     names = dict.fromkeys(each.id for each in found)
-    if missing := [pattern for pattern in settings.leave_out if not fnmatch.filter(names, pattern)]:
+    if missing := [pattern for pattern in asked.leave_out if not fnmatch.filter(names, pattern)]:
         raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
-    apart = [each for each in found if any(fnmatch.fnmatch(each.id, pattern) for pattern in settings.leave_out)]
-    which = (settings.only or "").replace(",", " ").split() or NAMES
+    apart = [each for each in found if any(fnmatch.fnmatch(each.id, pattern) for pattern in asked.leave_out)]
+    which = (asked.only or "").replace(",", " ").split() or NAMES
     fitted = [each for each in found if each not in apart]
-    from cs336_systems.cost.fitting.calibration import fit  # numpy, which listing the commands does without
-
-    result = fit(fitted, prior, which, settings.width, settings.noise)
+    result = fit(fitted, prior, which, asked.width, asked.noise)
     screen = console.console()
     for line in described(found):
         screen.print(line, soft_wrap=True)
@@ -83,21 +79,19 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     screen.print(observations_table(result, fitted, apart))
     for line in summary(result, fitted, apart):
         screen.print(line, soft_wrap=True)
-    if settings.out:
-        save_constants(settings.out, result.constants, _about(result, fitted))
-        screen.print(f"{settings.out}: give it to the other commands with --constants", soft_wrap=True)
+    if asked.out:
+        save_constants(asked.out, result.constants, _about(result, fitted))
+        screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
 
 
-def _given(context: click.Context, kwargs: dict[str, Any]) -> Given:
-    """What the command line says, and not its defaults."""
+def _given(context: click.Context, kwargs: dict[str, Any]) -> LogOptions:
+    """Options given on the command line, without defaults."""
     named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    system: SystemSettings = take(SystemSettings, kwargs)
-    model: ModelSettings = take(ModelSettings, kwargs)
-    plan: PlanSettings = take(PlanSettings, kwargs)
+    system, model, plan = (take(each, kwargs) for each in (MachineOptions, ModelOptions, PlanOptions))
     said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
     known = bool(named & {"size", "d_model"})
-    return Given(
-        system.machine() if named & {each.name for each in fields(SystemSettings)} else None,
+    return LogOptions(
+        system.machine() if named & {each.name for each in fields(MachineOptions)} else None,
         model.vocab_size,
         model.model_config() if known else None,
         plan.plan() if known else None,
@@ -106,7 +100,7 @@ def _given(context: click.Context, kwargs: dict[str, Any]) -> Given:
 
 
 def described(found: Sequence[Observation]) -> list[str]:
-    """On what machines the runs were, and what was assumed of them, alike ones together."""
+    """Machines of the runs, and assumptions made of them, equal ones together."""
     machines = dict.fromkeys(each.machine for each in found)
     notes: dict[str, dict[str, None]] = {}
     for each in found:
@@ -123,10 +117,7 @@ def _names(names: Sequence[str]) -> str:
 
 def constants_table(result: Calibration) -> Table:
     """Each constant before and after, how sure it is, and what made it so."""
-    table = Table(title="Constants", title_justify="left")
-    for name in ("", "before", "after", "±", "from the data"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_column("source")
+    table = new_table(["", "before", "after", "±", "from the data", "<source"], title="Constants")
     for name in NAMES:
         before, after = getattr(result.prior, name), getattr(result.constants, name)
         if name not in result.which:
@@ -142,9 +133,8 @@ def constants_table(result: Calibration) -> Table:
 
 def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
     """Each measured time, and how far the predictions are off."""
-    table = Table(title="Predicted against measured", title_justify="left")
-    for name in ("run", "what", "measured", "before", "after", "if left out"):
-        table.add_column(name, justify="left" if name in ("run", "what") else "right")
+    columns = ["~run", "<what", "measured", "before", "after", "if left out"]
+    table = new_table(columns, title="Predicted against measured")
     rows = zip(fitted, result.before, result.after, result.left_out, strict=True)
     for each, *logs in rows:
         table.add_row(each.id, each.what, format_seconds(each.seconds), *map(_error, logs))
@@ -155,12 +145,12 @@ def observations_table(result: Calibration, fitted: Sequence[Observation], apart
 
 
 def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> list[str]:
-    """The errors in words, and what is beyond the model."""
+    """Mean and worst errors, and what is beyond the model."""
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
     if apart:
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
-    told = (f"{mean_error(logs):.1%} {name} (worst {worst_error(logs):.0%})" for name, logs in ways)
-    lines = [f"mean error over {len(fitted)}: {', '.join(told)}"]
+    errors = (f"{mean_error(logs):.1%} {name} (worst {worst_error(logs):.0%})" for name, logs in ways)
+    lines = [f"mean error over {len(fitted)}: {', '.join(errors)}"]
     if result.noise > NOISE and len(fitted) > 1:
         lines.append(f"the data scatter about the fit by {result.noise:.0%}, from which the uncertainties follow")
     far = [each for each, log in zip(fitted, result.after, strict=True) if not 1 / FAR < exp(log) < FAR]

@@ -1,21 +1,22 @@
 """The notebook's page: its tables, what is wrong with them, and the same layer by the corrected physics."""
 
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.large.operator_time import timed_group
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.systems import system_preset
-from cs336_systems.cost.notebook.differences import difference_records
-from cs336_systems.cost.notebook.page import print_notebook
+from cs336_systems.cost.commands.output import new_table
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import as_records, notebook_tables
+from cs336_systems.cost.notebook.tables import SECTIONS, SUMMED, UNITS, as_records, notebook_tables, show, show_total
+from cs336_systems.cost.operator_time import timed_group
+from cs336_systems.cost.plan import Plan
 from cs336_systems.presets import model_preset
 
 MACHINE = "A100-40GB"  # whose data sheet the notebook has
-UNITS = {
+LAYER_UNITS = {
     "forward computes": "TFLOP",
     "backward computes": "TFLOP",
     "forward reads and writes": "GB",
@@ -27,22 +28,65 @@ UNITS = {
 }
 
 
-def print_page(screen: Console, notebook: Notebook) -> None:
-    """Tables, differences, and one layer compared."""
-    print_notebook(screen, notebook)
+OPERATORS = 5  # side by side at most
+KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
+    "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
+    "missing": ("What the notebook leaves out", ["what is right"]),
+    "text": ("What its code says, and what it printed: the output is of an older version", ["the code", "the output"]),
+}
+
+
+def print_notebook(screen: Console, notebook: Notebook | None = None) -> None:
+    """Both tables with totals and shares, differences, stated at the notebook's own sizes, and one layer compared. An
+    operator is a column, so that all 31 quantities fit in 120 columns."""
+    notebook = notebook or Notebook()
+    names = ("batch", "seq", "d_model", "d_ff", "num_heads", "num_layers", "tp")
+    screen.print(f"{', '.join(f'{name} {getattr(notebook, name)}' for name in names)}; everything is of one GPU")
+    tables = notebook_tables(notebook)
+    for each in tables.values():
+        for rows in (each.rows[start : start + OPERATORS] for start in range(0, len(each.rows), OPERATORS)):
+            layers = [str(row["layer"]) for row in rows]
+            title = f"{each.title}: {', '.join(layers) if len(each.rows) > OPERATORS else 'one layer, one GPU'}"
+            grid = _grid(layers, title)
+            for section in SECTIONS[1:]:
+                for name, unit in section:
+                    grid.add_row(name, unit, *(show(row[name]) for row in rows), end_section=name == section[-1][0])
+            screen.print(grid)
+    grid = _grid([*(each.title for each in tables.values()), "both"], f"totals of {notebook.num_layers} layers")
+    sums = [each.totals() for each in tables.values()]
+    for name in SUMMED:
+        values = [each[name] for each in sums]
+        grid.add_row(name, UNITS[name], *(show_total(value) for value in [*values, sum(values)]))
+    screen.print(grid)
+    for each in tables.values():
+        screen.print(f"{each.title}: share of communication in the forward time {each.communication!r}")
+
+    for kind, (title, columns) in KINDS.items():
+        grid = Table("", *columns, "effect", title=title, title_justify="left", show_lines=True)
+        for found in (each for each in DIFFERENCES if each.kind == kind):
+            grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
+        screen.print(grid)
+
+    lines = [
+        (each["name"], each["unit"], f"{old:.4g}", f"{new:.4g}", f"{new / old:.2f}")
+        for each in compared(notebook)
+        for old, new in [(each["notebook"], each["corrected"])]
+    ]
     title = f"One layer on one GPU, corrected: an {MACHINE}"
-    table = Table("", "unit", title=title, title_justify="left")
-    for name in ("the notebook", "corrected", "ratio"):
-        table.add_column(name, justify="right")
-    for each in compared(notebook):
-        ratio = each["corrected"] / each["notebook"]
-        table.add_row(each["name"], each["unit"], f"{each['notebook']:.4g}", f"{each['corrected']:.4g}", f"{ratio:.2f}")
-    screen.print(table)
+    screen.print(new_table(["", "<unit", "the notebook", "corrected", "ratio"], lines, title))
+
+
+def _grid(columns: list[str], title: str) -> Table:
+    grid = Table("quantity", "unit", title=title, title_justify="left")
+    for name in columns:
+        grid.add_column(name, justify="right", no_wrap=True)
+    return grid
 
 
 def notebook_records(notebook: Notebook) -> dict[str, Any]:
     """All of it for a program."""
-    return {"rows": as_records(notebook), "differences": difference_records(), "layer": compared(notebook)}
+    differences = [asdict(each) for each in DIFFERENCES]
+    return {"rows": as_records(notebook), "differences": differences, "layer": compared(notebook)}
 
 
 def compared(notebook: Notebook) -> list[dict[str, Any]]:
@@ -61,17 +105,15 @@ def compared(notebook: Notebook) -> list[dict[str, Any]]:
     tables = notebook_tables(notebook).values()
     columns = ("flops_fwd", "flops_bwd", "total_mem_fwd", "total_mem_bwd", "activation_buffer", "weights_mem")
     old = [sum(each.total(name) for each in tables) for name in (*columns, "t_total_fwd", "t_total_bwd")]
+    passes = [[getattr(each, way) for each in timed] for way in ("forward", "backward")]
     new = [
-        sum(each.forward.flops for each in timed) * 1e-12,
-        sum(each.backward.flops for each in timed) * 1e-12,
-        sum(each.forward.nbytes for each in timed) * 1e-9,
-        sum(each.backward.nbytes for each in timed) * 1e-9,
+        *(sum(each.flops for each in way) * 1e-12 for way in passes),
+        *(sum(each.nbytes for each in way) * 1e-9 for way in passes),
         sum(each.operator.kept for each in timed) * 1e-9,
         sum(each.operator.weights for each in timed) * notebook.element_bytes * 1e-9,
-        sum(each.forward.seconds for each in timed) * 1e3,
-        sum(each.backward.seconds for each in timed) * 1e3,
+        *(sum(each.seconds for each in way) * 1e3 for way in passes),
     ]
     return [
         {"name": name, "unit": unit, "notebook": before, "corrected": after}
-        for (name, unit), before, after in zip(UNITS.items(), old, new, strict=True)
+        for (name, unit), before, after in zip(LAYER_UNITS.items(), old, new, strict=True)
     ]

@@ -10,25 +10,18 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cs336_systems.console import options, setting
-from cs336_systems.cost.commands.request import (
-    ConstantSettings,
-    Request,
-    constants_for,
-    request_options,
-    take_request,
-)
-from cs336_systems.cost.large.domain import DOMAIN, warnings
-from cs336_systems.cost.large.machine_file import HERE, SECONDS
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.settings import COUNT, ModelSettings, SystemSettings, take
-from cs336_systems.cost.large.systems import DEFAULT_SYSTEM, SYSTEMS, System, system_preset
+from cs336_systems.cost.commands.request import ConstantOptions, Request, constants_for, request_options, take_request
+from cs336_systems.cost.domain import DOMAIN
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System, system_preset
+from cs336_systems.cost.options import COUNT, MachineOptions, ModelOptions, take
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.errors import UserError
-from cs336_systems.text import printable
+from cs336_systems.host.console import options, setting
+from cs336_systems.host.text import printable
 
-# By name: what `plot all` draws, in the words of the command line.
+# Options of the pictures that `plot all` draws, by command.
 EXAMPLES = {
     "roofline": "--dropout 0.1 --tp 8 --sequence-parallel --pp 8 --attention naive --recompute selective",
     "breakdown": f"--published {breakdown.KORTHIKANTI}",
@@ -42,8 +35,8 @@ out_option = click.option(
 
 
 @dataclass(frozen=True)
-class ScalingSettings:
-    """What scales, how far, and the plans that are drawn besides the best."""
+class ScalingOptions:
+    """Options of `plot scaling`: batches, numbers of accelerators, and the plans that are drawn besides the best."""
 
     batch_size: int = setting(512, "Sequences in a step, for strong scaling.", type=COUNT)
     per_gpu: int = setting(4, "Sequences for each accelerator, for weak scaling.", type=COUNT)
@@ -58,8 +51,8 @@ class ScalingSettings:
 
 
 @dataclass(frozen=True)
-class DegreesSettings:
-    """How far degrees go, and on which machines."""
+class DegreesOptions:
+    """Options of `plot degrees`: the highest degree, and the machines."""
 
     system: tuple[str, ...] = setting(
         (),
@@ -76,11 +69,11 @@ class DegreesSettings:
 
     def machines(self) -> list[System]:
         """Raises UserError for a machine that is not known, a file that has none, and two of one name."""
-        files = [SystemSettings(machine_file=path).machine() for path in self.machine_file]
+        files = [MachineOptions(machine_file=path).machine() for path in self.machine_file]
         names = self.system or (() if files else (DEFAULT_SYSTEM,))
         # A wrong name shows before a machine is measured.
         found = {name.lower(): system_preset(name) for name in names if name.lower() != HERE}
-        found |= {HERE: SystemSettings(system=HERE).machine()} if HERE in map(str.lower, names) else {}
+        found |= {HERE: MachineOptions(system=HERE).machine()} if HERE in map(str.lower, names) else {}
         every = [found[name] for name in dict.fromkeys(map(str.lower, names))] + files
         if twice := [name for name, count in Counter(each.name for each in every).items() if count > 1]:
             raise UserError(f"two machines are called {twice[0]!r}: their lines would be one; change name in a file")
@@ -99,7 +92,7 @@ def command() -> None:
 @request_options
 @out_option
 def roofline_command(out: Path, **given: Any) -> None:
-    """The operators of one block and of the head: FLOPs a byte, and FLOP/s, under the machine's roof."""
+    """The operators of one block and of the head: FLOPs per byte, and FLOP/s, under the machine's roof."""
     check_path(out)
     request = take_request(given)
     _warn([request])
@@ -117,7 +110,7 @@ def roofline_command(out: Path, **given: Any) -> None:
 @click.option("--published", help="Draw the published runs whose names in `validate` begin so, instead of a plan.")
 @out_option
 def breakdown_command(out: Path, compare: tuple[str, ...], published: str | None, **given: Any) -> None:
-    """What a step is made of, a bar for each plan. With --out alone: the runs of arXiv:2205.05198, table 5."""
+    """Parts of a step, a bar for each plan. With --out alone: the runs of arXiv:2205.05198, table 5."""
     check_path(out)
     context = click.get_current_context()
     asked = [name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
@@ -134,15 +127,15 @@ def breakdown_command(out: Path, compare: tuple[str, ...], published: str | None
 
 @command.command("scaling")
 @out_option
-@options(ScalingSettings)
-@options(SystemSettings)
-@options(ConstantSettings)
-@options(ModelSettings)
+@options(ScalingOptions)
+@options(MachineOptions)
+@options(ConstantOptions)
+@options(ModelOptions)
 def scaling_command(out: Path, **given: Any) -> None:
-    """MFU and tokens a second over the number of accelerators: strong and weak, of the best plan and of fixed ones."""
+    """MFU and tokens per second by number of accelerators: strong and weak, of the best plan and of fixed ones."""
     check_path(out)
     model, system, asked, file = (
-        take(each, given) for each in (ModelSettings, SystemSettings, ScalingSettings, ConstantSettings)
+        take(each, given) for each in (ModelOptions, MachineOptions, ScalingOptions, ConstantOptions)
     )
     counts = _doubled(asked.least, asked.most)
     config, machine = model.model_config(), system.machine()
@@ -154,13 +147,13 @@ def scaling_command(out: Path, **given: Any) -> None:
 
 @command.command("degrees")
 @out_option
-@options(DegreesSettings)
-@options(ConstantSettings)
-@options(ModelSettings)
+@options(DegreesOptions)
+@options(ConstantOptions)
+@options(ModelOptions)
 def degrees_command(out: Path, **given: Any) -> None:
     """The share of time that tensor, context, data (ZeRO 3) and expert parallelism send, over the degree of each."""
     check_path(out)
-    model, asked, file = (take(each, given) for each in (ModelSettings, DegreesSettings, ConstantSettings))
+    model, asked, file = (take(each, given) for each in (ModelOptions, DegreesOptions, ConstantOptions))
     if asked.most & (asked.most - 1):
         raise UserError(f"--most {asked.most} is not a power of two: take {1 << asked.most.bit_length() - 1}")
     config, systems = model.model_config(), asked.machines()
@@ -187,8 +180,8 @@ def _write(figure: Any, out: Path) -> None:
 
 
 def _warn(requests: Iterable[Request]) -> None:
-    """Says on stderr where predictions are not to be trusted, each way once."""
-    lines = [line for r in requests for line in warnings(r.config, r.plan, r.seq, r.system, r.constants)]
+    """Print on stderr each warning about the predictions once."""
+    lines = [line for r in requests for line in r.warnings()]
     for line in dict.fromkeys(lines):
         click.echo(printable(f"note: {line}"), err=True)
 

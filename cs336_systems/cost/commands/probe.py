@@ -7,11 +7,11 @@ from typing import Literal
 import click
 from rich.table import Table
 
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count, format_seconds
-from cs336_systems.cost.large.efficiency import TILE
-from cs336_systems.cost.large.machine_file import SECONDS, check_out, probe_here, write_machine
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.commands.output import new_table
+from cs336_systems.cost.machines import SECONDS, System, check_out, probe_here, write_machine
+from cs336_systems.cost.operator_time import TILE
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 
 @click.command("probe")
@@ -48,21 +48,17 @@ def figures(system: System) -> Table:
     for name in ("start", "host"):
         if seconds := system.measured.get(name):
             rows[name] = ("to start an operator", f"{1e6 * seconds:.2f} us")
-    table = Table(title=system.name, title_justify="left")
-    for head in ("what", "figure", "source"):
-        table.add_column(head, justify="right" if head == "figure" else "left")
-    for name, (what, figure) in rows.items():
-        table.add_row(what, figure, system.sources.get(name, ""))
-    return table
+    cells = [(what, figure, system.sources.get(name, "")) for name, (what, figure) in rows.items()]
+    return new_table(["what", "figure", "~source"], cells, title=system.name)
 
 
 def _ramp(system: System) -> str:
-    """Where the law of products says half: the inner dimension is the ramp."""
+    """Inner dimension at which the law of products gives half of the rate: the ramp."""
     ramp = system.measured["ramp"]
     return f"to half at {ramp:.0f} terms" if ramp else "not seen"
 
 
 def _wave(system: System) -> str:
-    """The same of the result's size, as the side of a square: a wave's share of all processors' tiles."""
+    """Result's size, as the side of a square, at which it gives half: a wave's share of all processors' tiles."""
     numbers = system.measured["wave"] * TILE * system.processors
     return f"to half at {sqrt(numbers):.0f} x {sqrt(numbers):.0f} numbers" if numbers else "not seen"

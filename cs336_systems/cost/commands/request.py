@@ -1,4 +1,4 @@
-"""What `table`, `step` and `explain step` are asked about: a model, a plan and a machine from the command line."""
+"""A model, a plan and a machine from the command line: the request that `step`, `table` and `explain` answer."""
 
 import shlex
 from collections.abc import Callable
@@ -8,26 +8,24 @@ from typing import Any
 
 import click
 
-from cs336_systems.console import format_count, format_seconds, options, setting
-from cs336_systems.cost.fitting.constants_file import load_constants
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.operators import Rank
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.settings import RECOMPUTE, ModelSettings, PlanSettings, SystemSettings, take
-from cs336_systems.cost.large.step_time import CONSTANTS, StepTime, step_time
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.domain import warnings
+from cs336_systems.cost.machines import CONSTANTS, Constants, System, load_constants
+from cs336_systems.cost.options import RECOMPUTE, MachineOptions, ModelOptions, PlanOptions, take
 from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_count, format_seconds, options, setting
 from cs336_systems.presets import ModelConfig, preset
 
 MOST_TOKENS = 1e18  # of a training, that anybody asks about
-# How a model is run, not what it is.
+# Options of how a model runs, which leave its shape.
 _RUN = ("attention", "kernels", "recompute", "dropout", "context_length")
 
 
 @dataclass(frozen=True)
-class ConstantSettings:
-    """Which constants the times are computed from."""
+class ConstantOptions:
+    """Constants of the cost model."""
 
     constants: Path | None = setting(
         None, "Constants in a file that `fit` wrote.  [default: those of this project]", type=click.Path(path_type=Path)
@@ -65,17 +63,16 @@ class Request:
         """Of a step, all ranks together."""
         return self.plan.global_batch * self.seq
 
-    @property
-    def rank(self) -> Rank:
-        """One rank of the plan with its part of a microbatch."""
-        return Rank(self.config, self.plan.alone(), self.seq)
-
     def step(self) -> StepTime:
         """The predicted time of a step."""
         return step_time(self.config, self.plan, self.seq, self.system, self.constants)
 
+    def warnings(self) -> list[str]:
+        """Ways in which a prediction lies outside the fitted domain."""
+        return warnings(self.config, self.plan, self.seq, self.system, self.constants)
+
     def lines(self) -> list[str]:
-        """In words: model, plan and machine, a line each."""
+        """Model, plan and machine, two lines."""
         config, plan = self.config, self.plan
         degrees = ("tp", "pp", "dp", "cp", "ep", "chunks")
         shown = [f"{name} {getattr(plan, name)}" for name in degrees if getattr(plan, name) > 1]
@@ -87,7 +84,7 @@ class Request:
             f"{self.title}: {format_count(self.parameters, 'B')} parameters, {config.num_layers} layers, d_model "
             f"{config.d_model}, d_ff {config.d_ff}, {config.num_heads} heads{experts}, {config.attention} attention",
             f"{plan.ranks} x {self.system.name}{': ' if shown else ''}{', '.join(shown)}; "
-            f"{sequences(plan.global_batch)} of {self.seq} tokens in {plan.microbatches} x {plan.micro_batch} a "
+            f"{sequences(plan.global_batch)} of {self.seq} tokens in {plan.microbatches} x {plan.micro_batch} per "
             f"replica; recompute {recompute}, overlap {plan.overlap}",
         ]
 
@@ -99,15 +96,15 @@ class Request:
 
 def request_options(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that gives a command the options of a request."""
-    for settings in (ConstantSettings, SystemSettings, PlanSettings, ModelSettings):
+    for settings in (ConstantOptions, MachineOptions, PlanOptions, ModelOptions):
         function = options(settings)(function)
     return function
 
 
 def take_request(given: dict[str, Any]) -> Request:
     """The request that a command was given, taken out of its arguments. Raises UserError for what does not divide."""
-    model, plan, system = (take(each, given) for each in (ModelSettings, PlanSettings, SystemSettings))
-    file = take(ConstantSettings, given).constants
+    model, plan, system = (take(each, given) for each in (ModelOptions, PlanOptions, MachineOptions))
+    file = take(ConstantOptions, given).constants
     # A mistake in the rest shows before a machine is measured.
     name, config = model.size, model.model_config()
     plan.plan().check(config, config.context_length)
@@ -120,39 +117,34 @@ def constants_for(system: System, file: Path | None) -> Constants:
     return load_constants(file) if file else replace(CONSTANTS, **system.measured)
 
 
-def is_changed(model: ModelSettings) -> bool:
-    """Whether a model has another shape than its preset; how it is run does not count."""
+def is_changed(model: ModelOptions) -> bool:
+    """True for a model of another shape than its preset; options of how it runs do not count."""
     began, now = asdict(preset(model.size, model.year).model), asdict(model.model_config())
     return any(began[name] != value for name, value in now.items() if name not in _RUN)
 
 
 def as_options(settings: Any) -> list[str]:
     """The options that give a command these settings: those that are not the default."""
-    words = []
+    found = []
     for each in fields(settings):
         value = getattr(settings, each.name)
         if value != each.default:
-            words += [f"--{each.name.replace('_', '-')}", *([] if value is True else [shlex.quote(str(value))])]
-    return words
+            found += [f"--{each.name.replace('_', '-')}", *([] if value is True else [shlex.quote(str(value))])]
+    return found
 
 
-def plan_settings(plan: Plan, system: System, precision: Any = "bf16") -> PlanSettings:
+def plan_options(plan: Plan, system: System, precision: Any = "bf16") -> PlanOptions:
     """The options' values that make a plan on a machine."""
-    return PlanSettings(
-        tp=plan.tp,
-        pp=plan.pp,
-        dp=plan.dp,
-        cp=plan.cp,
-        ep=plan.ep,
-        chunks=plan.chunks,
-        sequence_parallel=plan.sequence,
-        zero=plan.zero,
-        micro_batch_size=plan.micro_batch,
-        batch_size=plan.global_batch,
-        overlap=None if plan.overlap == system.overlap else plan.overlap,
-        order=" ".join(plan.order),
-        precision=precision,
-    )
+    same = {each.name: getattr(plan, each.name) for each in fields(PlanOptions) if hasattr(plan, each.name)}
+    renamed = {
+        "sequence_parallel": plan.sequence,
+        "micro_batch_size": plan.micro_batch,
+        "batch_size": plan.global_batch,
+        "overlap": None if plan.overlap == system.overlap else plan.overlap,
+        "order": " ".join(plan.order),
+        "precision": precision,
+    }
+    return PlanOptions(**(same | renamed))
 
 
 def sequences(count: int) -> str:
@@ -162,8 +154,8 @@ def sequences(count: int) -> str:
 
 def tokens_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """A decorator that gives a command `--tokens`."""
-    words = "Of a whole training, such as 1e12: how long that takes."
-    return click.option("--tokens", type=float, callback=_tokens, help=words)(function)
+    help = "Of a whole training, such as 1e12: how long that takes."
+    return click.option("--tokens", type=float, callback=_tokens, help=help)(function)
 
 
 def _tokens(context: click.Context, option: click.Parameter, value: float | None) -> float | None:
@@ -173,13 +165,13 @@ def _tokens(context: click.Context, option: click.Parameter, value: float | None
 
 
 def training(tokens: float, rate: float, ranks: int) -> dict[str, float]:
-    """How long training on so many tokens takes at so many a second, without a pause."""
+    """Seconds and accelerator-hours of training on so many tokens at `rate` per second, without a pause."""
     seconds = tokens / rate
     return {"tokens": tokens, "seconds": seconds, "accelerator_hours": seconds * ranks / 3600}
 
 
-def training_words(found: dict[str, float]) -> tuple[str, str]:
-    """The same for people: (time, of what and how much work)."""
+def describe_training(found: dict[str, float]) -> tuple[str, str]:
+    """The same as text: time, and of how many tokens and how much work."""
     hours = found["accelerator_hours"]
     work = f"{hours:,.{0 if hours > 10 else 2}f} accelerator-hours"
     return format_seconds(found["seconds"]), f"for {format_count(found['tokens'])} tokens, {work}"

@@ -1,27 +1,26 @@
 """`search`: every layout of a model on so many accelerators; the best ten, and why the rest lose."""
 
-import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import click
 
-from cs336_systems import console
-from cs336_systems.console import options, setting
-from cs336_systems.cost.commands.request import ConstantSettings, constants_for, tokens_option
-from cs336_systems.cost.commands.search_page import Asked, print_search, recompute_word, word
-from cs336_systems.cost.commands.warned import print_warnings
-from cs336_systems.cost.large.candidate import Candidate
-from cs336_systems.cost.large.plan import Overlap
-from cs336_systems.cost.large.search import LIMIT, Search, search
-from cs336_systems.cost.large.search_space import MOST_GPUS, Space
-from cs336_systems.cost.large.settings import COUNT, ModelSettings, SystemSettings, take
+from cs336_systems.cost.commands.output import json_option, print_json, print_warnings
+from cs336_systems.cost.commands.request import ConstantOptions, constants_for, tokens_option
+from cs336_systems.cost.commands.search_page import RECOMPUTE_NAMES, SearchRequest, choice_text, print_search
+from cs336_systems.cost.domain import warnings
+from cs336_systems.cost.options import COUNT, MachineOptions, ModelOptions, take
+from cs336_systems.cost.plan import Overlap
+from cs336_systems.cost.search import LIMIT, Candidate, Search, search
+from cs336_systems.cost.search_space import MOST_GPUS, Space
+from cs336_systems.host import console
+from cs336_systems.host.console import options, setting
 
 SECONDS = 400e-6  # that a configuration takes, before the first ones tell
 
 
 @dataclass(frozen=True)
-class SearchedModel(ModelSettings):
+class SearchedModelOptions(ModelOptions):
     """A model, of which the search tries all kinds of recomputation."""
 
     recompute: Literal["none", "selective", "full"] | None = setting(
@@ -30,8 +29,8 @@ class SearchedModel(ModelSettings):
 
 
 @dataclass(frozen=True)
-class SearchSettings:
-    """On what to search, and what to hold at one value."""
+class SearchOptions:
+    """Options of `search`: accelerators, batch, and choices held at one value."""
 
     gpus: int = setting(64, "Accelerators, all of which a layout uses.", type=click.IntRange(1, MOST_GPUS))
     batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
@@ -53,23 +52,23 @@ class SearchSettings:
     limit: int = setting(LIMIT, "Configurations; a larger space is cut, and the answer says by what.", type=COUNT)
 
     def fixed(self) -> dict[str, Any]:
-        """What is held at one value."""
+        """Choices held at one value."""
         held = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "chunks", "zero")}
         held |= {"micro_batch": self.micro_batch_size, "sequence": self.sequence_parallel}
         return {axis: value for axis, value in held.items() if value is not None}
 
 
 @click.command("search")
-@options(SearchedModel)
-@options(SearchSettings)
-@options(SystemSettings)
-@options(ConstantSettings)
+@options(SearchedModelOptions)
+@options(SearchOptions)
+@options(MachineOptions)
+@options(ConstantOptions)
 @tokens_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
     model, asked, machines, file = (
-        take(each, given) for each in (SearchedModel, SearchSettings, SystemSettings, ConstantSettings)
+        take(each, given) for each in (SearchedModelOptions, SearchOptions, MachineOptions, ConstantOptions)
     )
     config, system = model.model_config(), machines.machine()
     constants = constants_for(system, file.constants)
@@ -81,16 +80,16 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
             limit=asked.limit, constants=constants, advance=advance,
         )  # fmt: skip
-    words = Asked(model, asked.precision, machines, file, tokens)
+    request = SearchRequest(model, asked.precision, machines, file, tokens)
     if as_json:
-        click.echo(json.dumps(_record(found, words), indent=1, allow_nan=False))
+        print_json(_record(found, request))
     else:
         screen, first = console.console(), found.best[0].step
-        print_search(screen, found, words)
-        print_warnings(screen, first.config, first.plan, seq, system, constants)
+        print_search(screen, found, request)
+        print_warnings(screen, warnings(first.config, first.plan, seq, system, constants))
 
 
-def _record(found: Search, asked: Asked) -> dict[str, Any]:
+def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
     nearest = found.nearest
     return {
         "tried": found.tried,
@@ -101,14 +100,14 @@ def _record(found: Search, asked: Asked) -> dict[str, Any]:
         "nearest_miss": nearest
         and {
             "plan": asdict(nearest.plan),
-            "recompute": recompute_word(nearest.config),
+            "recompute": RECOMPUTE_NAMES[nearest.config.recompute],
             "lacks_bytes": nearest.lacks,
         },
         "best": [_candidate(each, asked) for each in found.best],
         "losses": [
             {
                 "choice": each.axis,
-                "value": word(each.axis, each.value),
+                "value": choice_text(each.axis, each.value),
                 "factor": each.factor if each.best else None,
                 "net": each.net,
                 "part": each.part,
@@ -124,7 +123,7 @@ def _record(found: Search, asked: Asked) -> dict[str, Any]:
     }
 
 
-def _candidate(each: Candidate, asked: Asked) -> dict[str, Any]:
+def _candidate(each: Candidate, asked: SearchRequest) -> dict[str, Any]:
     whole = asked.training(each)
     return {
         "seconds": each.step.total,
@@ -132,10 +131,13 @@ def _candidate(each: Candidate, asked: Asked) -> dict[str, Any]:
         "tokens_per_second": each.rate,
         "memory_bytes": each.memory,
         "parts": each.step.parts,
-        "recompute": recompute_word(each.step.config),
+        "recompute": RECOMPUTE_NAMES[each.step.config.recompute],
         "placement": each.placement,
         "plan": asdict(each.plan),
         "command": asked.command(each),
         **({"training": whole} if whole else {}),
-        "alike": [{"recompute": recompute_word(other.step.config), "plan": asdict(other.plan)} for other in each.alike],
+        "alike": [
+            {"recompute": RECOMPUTE_NAMES[other.step.config.recompute], "plan": asdict(other.plan)}
+            for other in each.alike
+        ],
     }

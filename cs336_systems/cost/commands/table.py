@@ -1,71 +1,66 @@
-"""`table`: what every operator of a model computes, moves, keeps and sends on one rank, and what holds it up."""
+"""`table`: FLOPs, bytes and time of every operator of a model on one rank, what it sends, and what bounds it."""
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import groupby
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems import console
-from cs336_systems.console import format_bytes, format_count
-from cs336_systems.cost.commands.notebook_page import notebook_records, print_page
+from cs336_systems.cost.commands.notebook_page import notebook_records, print_notebook
+from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
-from cs336_systems.cost.commands.warned import print_warnings
 from cs336_systems.cost.flops import least_forward_flops
-from cs336_systems.cost.large.operator_time import GROUPS, Passed, Timed, model_groups, run_again, timed_group
-from cs336_systems.cost.large.operators import Collective
-from cs336_systems.cost.large.stage_parts import Group
 from cs336_systems.cost.notebook.physics import Notebook
+from cs336_systems.cost.operator_time import GROUPS, TimedOperator, Timing, model_groups, recomputed, timed_group
+from cs336_systems.cost.operators import Collective, Group
 from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count
 
 WIDE = 120  # columns that all of it needs; on a narrower screen these are left out:
 HIDDEN = ("MiB", "FLOP/B", "weights", "sends", "FLOPs back", "host ms")
 SEED = "seed"  # the preset of the notebook
 MI = 1024**2
 VERBS = {"all-reduce": "AR", "all-gather": "AG", "reduce-scatter": "RS", "all-to-all": "A2A"}
-# What the notebook has of the options: its own name of each.
-NOTEBOOK_OPTIONS = {
-    "num_layers": "num_layers",
-    "d_model": "d_model",
-    "d_ff": "d_ff",
-    "num_heads": "num_heads",
-    "context": "seq",
-    "micro_batch_size": "batch",
-    "tp": "tp",
-}
+NOTEBOOK_OPTIONS = ("num_layers", "d_model", "d_ff", "num_heads", "context", "micro_batch_size", "tp")
+NOTEBOOK_NAMES = {"context": "seq", "micro_batch_size": "batch"}  # where the notebook has its own
 
 
 @click.command("table")
 @request_options
-@click.option("--json", "as_json", is_flag=True, help="Print all of it as JSON, backward's FLOPs and bytes as well.")
+@json_option
 def command(as_json: bool, **given: Any) -> None:
-    """Every operator on one rank, for one microbatch: FLOPs, bytes, time, and what holds it up.
+    """Every operator on one rank, for one microbatch: FLOPs, bytes, time, and what bounds it.
 
     `--preset seed` prints the roofline notebook that the model grew from, to the last digit, and what is wrong with it.
     """
     if given["size"].lower() == SEED:
         notebook = _notebook(click.get_current_context())
         if as_json:
-            click.echo(json.dumps(notebook_records(notebook), indent=1, allow_nan=False))
+            print_json(notebook_records(notebook))
         else:
-            print_page(console.console(), notebook)
+            print_notebook(console.console(), notebook)
         return
     request = take_request(given)
-    groups = [
-        (group, times, timed_group(request.config, request.plan, request.seq, group, request.system, request.constants))
-        for group, times in model_groups(request.config)
-    ]
+    parts = [part_cost(request, group, times) for group, times in model_groups(request.config)]
     if as_json:
-        click.echo(json.dumps(_record(request, groups), indent=1, allow_nan=False))
+        listed = [
+            {
+                "group": each.name,
+                "times": each.times,
+                "operators": [one.record() for one in each.timed],
+                "total": each.totals,
+            }
+            for each in parts
+        ]
+        print_json({**request.record(), "groups": listed, "total": _model_totals(request, parts)})
     else:
-        _print(console.console(), request, groups)
+        _print(console.console(), request, parts)
 
 
 def _notebook(context: click.Context) -> Notebook:
@@ -80,129 +75,120 @@ def _notebook(context: click.Context) -> Notebook:
         raise UserError(f"the notebook knows nothing of --{strange[0].replace('_', '-')}; it has {known}")
     if "d_model" in given:
         given.setdefault("d_ff", 4 * given["d_model"])
-    return Notebook(**{NOTEBOOK_OPTIONS[name]: value for name, value in given.items()})
+    return Notebook(**{NOTEBOOK_NAMES.get(name, name): value for name, value in given.items()})
 
 
-Groups = Sequence[tuple[Group, int, list[Timed]]]
+class PartCost(NamedTuple):
+    """One part of the model, a kind of block or an end: its operators timed, their sums, and how often it occurs."""
+
+    name: str
+    times: int
+    timed: list[TimedOperator]
+    forward: Timing
+    backward: Timing
+    totals: dict[str, float]
 
 
-def _sum(directions: Iterable[Passed]) -> Passed:
-    return reduce(add, directions, Passed())
-
-
-def _again(request: Request, group: Group, timed: list[Timed]) -> Passed:
-    if group in ("embedding", "head"):
-        return Passed()
-    return run_again(request.config, [each.operator for each in timed], request.plan, request.system, request.constants)
-
-
-def _total(request: Request, group: Group, timed: list[Timed]) -> dict[str, float]:
-    """Sums over the operators of a group, once."""
-    ahead, back = _sum(each.forward for each in timed), _sum(each.backward for each in timed)
-    again = _again(request, group, timed)
-    return {
-        "flops_forward": ahead.flops,
-        "flops_backward": back.flops,
+def part_cost(request: Request, group: Group, times: int) -> PartCost:
+    """The operators of one part on one rank, for one microbatch."""
+    config, plan, system, constants = request.config, request.plan, request.system, request.constants
+    timed = timed_group(config, plan, request.seq, group, system, constants)
+    forward, backward = (
+        reduce(add, (getattr(each, way) for each in timed), Timing()) for way in ("forward", "backward")
+    )
+    blocks = [each.operator for each in timed] if group in ("dense", "sparse") else []
+    again = recomputed(config, blocks, plan, system, constants)
+    totals = {
+        "flops_forward": forward.flops,
+        "flops_backward": backward.flops,
         "kept_bytes": sum(each.operator.kept for each in timed),
         "weights": sum(each.operator.weights for each in timed),
-        "forward_seconds": ahead.seconds,
-        "backward_seconds": back.seconds,
+        "forward_seconds": forward.seconds,
+        "backward_seconds": backward.seconds,
         "recompute_seconds": again.seconds,
-        "host_seconds": sum(way.waits(request.constants.host) for way in (ahead, back, again)),
+        "host_seconds": sum(way.waits(constants.host) for way in (forward, backward, again)),
     }
+    return PartCost(GROUPS[group], times, timed, forward, backward, totals)
 
 
-def _model_total(request: Request, groups: Groups) -> dict[str, float]:
-    """Of all layers and both ends, as if one rank had all stages. The tied head is the embedding's weight."""
-    sums: dict[str, float] = {}
-    for group, times, timed in groups:
-        for name, value in _total(request, group, timed).items():
-            sums[name] = sums.get(name, 0) + times * value
+def _model_totals(request: Request, parts: Sequence[PartCost]) -> dict[str, float]:
+    """Sums over all layers and both ends, as if one rank had all stages. The tied head is the embedding's weight."""
+    sums = {name: sum(each.times * each.totals[name] for each in parts) for name in parts[0].totals}
     if request.config.tied_head:
-        sums["weights"] -= next(one.weights for each in groups for one in _operators(each) if one.name == "logits")
+        every = [one.operator for each in parts for one in each.timed]
+        sums["weights"] -= next(each.weights for each in every if each.name == "logits")
     return sums
 
 
-def _operators(group: tuple[Group, int, list[Timed]]) -> Iterable[Any]:
-    return (each.operator for each in group[2])
-
-
-def _record(request: Request, groups: Groups) -> dict[str, Any]:
-    listed = [
-        {
-            "group": GROUPS[group],
-            "times": times,
-            "operators": [each.record() for each in timed],
-            "total": _total(request, group, timed),
-        }
-        for group, times, timed in groups
-    ]
-    return {**request.record(), "groups": listed, "total": _model_total(request, groups)}
-
-
-def _print(screen: Console, request: Request, groups: Groups) -> None:
+def _print(screen: Console, request: Request, parts: Sequence[PartCost]) -> None:
+    plan = request.plan
     for line in request.lines():
         screen.print(line)
     narrow = screen.width < WIDE
     moved = "FLOPs" if narrow else "FLOPs, MiB"
     screen.print(f"One rank, one microbatch: forward's {moved} and ms, what binds it; ms of backward; MiB kept for it.")
     screen.print()
-    screen.print(_shown(_operator_table(request, groups), narrow))
-    used = {each.verb for _, _, timed in groups for one in timed for each in one.operator.sent + one.operator.returned}
+    screen.print(_operator_table(request, parts, narrow))
     if narrow:
         screen.print(f"On {WIDE} columns, or in a pipe, there are also {', '.join(HIDDEN[:-1])} and {HIDDEN[-1]}.")
-    elif request.plan.tp * request.plan.cp * request.plan.ep > 1:
-        words = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
-        screen.print(f"sends: axis, MiB of the whole tensor, forward / backward; {words}")
+    elif plan.tp * plan.cp * plan.ep > 1:
+        operators = [each.operator for part in parts for each in part.timed]
+        used = {each.verb for one in operators for each in one.sent + one.returned}
+        verbs = ", ".join(f"{short} {verb}" for verb, short in VERBS.items() if verb in used)
+        screen.print(f"sends: axis, MiB of the whole tensor, forward / backward; {verbs}")
     screen.print()
-    screen.print(_shown(_totals_table(request, groups), narrow))
-    for line in _meaning(request):
-        screen.print(line)
-    print_warnings(screen, request.config, request.plan, request.seq, request.system, request.constants)
+    screen.print(_totals_table(request, parts, narrow))
+    whole = least_forward_flops(request.config, plan.micro_batch, request.seq)
+    token = whole / (plan.micro_batch * request.seq)
+    screen.print("keeps: for backward, without recomputation. host: time that the device waits for kernel launches.")
+    screen.print(
+        f"All tp x cp = {plan.tp * plan.cp} ranks of a microbatch: {format_count(whole)}FLOP forward, "
+        f"{format_count(token)}FLOP per token. `step` adds up a stage's part of it."
+    )
+    print_warnings(screen, request.warnings())
 
 
-def _shown(table: Table, narrow: bool) -> Table:
-    """The table, on a narrow screen without the columns that are hidden there."""
-    if not narrow:
-        return table
-    kept = [column for column in table.columns if column.header not in HIDDEN]
-    found = _grid(str(kept[0].header), *(str(column.header) for column in kept[1:]))
-    for column, old in zip(found.columns, kept, strict=True):
-        column.justify = old.justify
-    for row, cells in zip(table.rows, zip(*(column.cells for column in kept), strict=True), strict=True):
-        found.add_row(*cells, style=row.style, end_section=row.end_section)
-    return found
+class _Columns:
+    """A table of which a narrow screen leaves out the columns of `HIDDEN`."""
+
+    def __init__(self, columns: Sequence[str], narrow: bool) -> None:
+        self.shown = [not (narrow and name.lstrip("<") in HIDDEN) for name in columns]
+        self.table = new_table(self._kept(columns))
+
+    def _kept(self, cells: Iterable[str]) -> list[str]:
+        return [cell for cell, shown in zip(cells, self.shown, strict=True) if shown]
+
+    def add(self, *cells: str, **look: Any) -> None:
+        """Add a row of all cells."""
+        self.table.add_row(*self._kept(cells), **look)
 
 
-def _operator_table(request: Request, groups: Groups) -> Table:
-    columns = ("FLOPs", "MiB", "FLOP/B", "ms", "bound", "back", "bound", "keeps", "weights")
-    table = _grid("operator", *columns)
-    table.add_column("sends", no_wrap=True)
-    table.columns[5].justify = table.columns[7].justify = "left"
-    for group, times, timed in groups:
-        for each in timed:
+def _operator_table(request: Request, parts: Sequence[PartCost], narrow: bool) -> Table:
+    columns = ("operator", "FLOPs", "MiB", "FLOP/B", "ms", "<bound", "back", "<bound", "keeps", "weights", "<sends")
+    found = _Columns(columns, narrow)
+    for part in parts:
+        for each in part.timed:
             one = each.operator
             cells = _cells(each.forward, each.backward, one.kept, one.weights)
-            table.add_row(one.name, *cells, _sends(request, one.sent, one.returned))
-        ahead, back = _sum(each.forward for each in timed), _sum(each.backward for each in timed)
-        kept, weights = sum(each.operator.kept for each in timed), sum(each.operator.weights for each in timed)
-        name = GROUPS[group] + (f" x {times}" if times > 1 else "")
-        if len(timed) > 1:
-            table.add_row(name, *_cells(ahead, back, kept, weights), style="bold")
-        table.add_section()
-    return table
+            found.add(one.name, *cells, _sends(request, one.sent, one.returned))
+        if len(part.timed) > 1:
+            name = part.name + (f" x {part.times}" if part.times > 1 else "")
+            sums = _cells(part.forward, part.backward, part.totals["kept_bytes"], part.totals["weights"])
+            found.add(name, *sums, "", style="bold")
+        found.table.add_section()
+    return found.table
 
 
-def _cells(ahead: Passed, back: Passed, kept: float, weights: int) -> list[str]:
-    """What stands between an operator's name and what it sends."""
+def _cells(forward: Timing, backward: Timing, kept: float, weights: float) -> list[str]:
+    """Cells between an operator's name and what it sends."""
     return [
-        format_count(ahead.flops) if ahead.flops else "",
-        _mi(ahead.nbytes),
-        f"{ahead.intensity:.0f}" if ahead.flops else "",
-        f"{1e3 * ahead.seconds:.3f}",
-        ahead.bound,
-        f"{1e3 * back.seconds:.3f}",
-        back.bound,
+        format_count(forward.flops) if forward.flops else "",
+        _mi(forward.nbytes),
+        f"{forward.intensity:.0f}" if forward.flops else "",
+        f"{1e3 * forward.seconds:.3f}",
+        forward.bound,
+        f"{1e3 * backward.seconds:.3f}",
+        backward.bound,
         _mi(kept) if kept else "",
         format_count(weights, "B") if weights else "",
     ]
@@ -230,42 +216,18 @@ def _sends(request: Request, sent: Sequence[Collective], returned: Sequence[Coll
     return ", ".join(found)
 
 
-def _totals_table(request: Request, groups: Groups) -> Table:
-    columns = ["times", "FLOPs", "FLOPs back", "keeps", "weights", "ms", "ms back"]
-    columns += ["ms again"] * (request.config.recompute != "none")
-    table = _grid("all layers on one rank", *columns, "host ms")
-    for group, times, timed in groups:
-        sums = {name: times * value for name, value in _total(request, group, timed).items()}
-        table.add_row(GROUPS[group], str(times), *_total_cells(request, sums), end_section=group == "head")
-    table.add_row("together", "", *_total_cells(request, _model_total(request, groups)), style="bold")
-    return table
+def _totals_table(request: Request, parts: Sequence[PartCost], narrow: bool) -> Table:
+    again = ["recompute"] * (request.config.recompute != "none")
+    columns = ["all layers on one rank", "times", "FLOPs", "FLOPs back", "keeps", "weights", "ms", "ms back"]
+    found = _Columns([*columns, *["ms again"] * len(again), "host ms"], narrow)
 
+    def cells(sums: dict[str, float]) -> list[str]:
+        seconds = [f"{1e3 * sums[f'{each}_seconds']:.2f}" for each in ("forward", "backward", *again, "host")]
+        flops = [format_count(sums["flops_forward"]), format_count(sums["flops_backward"])]
+        return [*flops, format_bytes(sums["kept_bytes"]), format_count(sums["weights"], "B"), *seconds]
 
-def _total_cells(request: Request, sums: dict[str, float]) -> list[str]:
-    seconds = ["forward", "backward", *(["recompute"] if request.config.recompute != "none" else []), "host"]
-    return [
-        format_count(sums["flops_forward"]),
-        format_count(sums["flops_backward"]),
-        format_bytes(sums["kept_bytes"]),
-        format_count(sums["weights"], "B"),
-        *(f"{1e3 * sums[f'{each}_seconds']:.2f}" for each in seconds),
-    ]
-
-
-def _meaning(request: Request) -> list[str]:
-    """What the totals are part of."""
-    plan, whole = request.plan, least_forward_flops(request.config, request.plan.micro_batch, request.seq)
-    token = whole / (plan.micro_batch * request.seq)
-    return [
-        "keeps: for backward, without recomputation. host: what the device waits for kernels to be given out.",
-        f"All tp x cp = {plan.tp * plan.cp} ranks of a microbatch: {format_count(whole)}FLOP forward, "
-        f"{format_count(token)}FLOP a token. `step` adds up what a stage has of it.",
-    ]
-
-
-def _grid(name: str, *numbers: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    table.add_column(name, no_wrap=True)
-    for each in numbers:
-        table.add_column(each, justify="right", no_wrap=True)
-    return table
+    for each in parts:
+        sums = {name: each.times * value for name, value in each.totals.items()}
+        found.add(each.name, str(each.times), *cells(sums), end_section=each is parts[-1])
+    found.add("together", "", *cells(_model_totals(request, parts)), style="bold")
+    return found.table

@@ -1,118 +1,106 @@
-"""What a worked answer is made of: a question, its symbols, a derivation in steps, and where reality departs from it.
+"""A worked answer: a Markdown template that holds the derivation in words, and the numbers computed for it.
 
-Every number of an answer is the value of a step or of a symbol, so that a test can ask for it and no text repeats it.
+`templates/NAME.md` is the answer to question NAME, a template of `cost.template` with the units of `quantity`.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+from pathlib import Path
 
+from cs336_systems.cost.template import Value, fields, fill, kept_lines
 from cs336_systems.errors import UserError
 
-_PREFIXES = (
-    (1e15, "P"),
-    (1e12, "T"),
-    (1e9, "G"),
-    (1e6, "M"),
-    (1e3, "k"),
-    (1.0, ""),
-    (1e-3, "m"),
-    (1e-6, "µ"),
-    (1e-9, "n"),
-)
+TEMPLATES = Path(__file__).parent / "templates"
+_SCALES = (1e15, 1e12, 1e9, 1e6, 1e3, 1.0, 1e-3, 1e-6, 1e-9)
+_PREFIXES = tuple(zip(_SCALES, ("P", "T", "G", "M", "k", "", "m", "µ", "n"), strict=True))
+_COUNTED = ("parameters", "tokens", "tensors", "devices", "buckets", "layers", "blocks")
 _WORDS = ((1e12, " trillion"), (1e9, " billion"), (1e6, " million"), (1.0, ""))
 
 
 @dataclass(frozen=True)
-class Symbol:
-    """A letter of the formulas, what it stands for, and its value in this instance."""
-
-    name: str
-    meaning: str
-    value: float | str
-    unit: str = ""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of a derivation; `key` is the name under which `Answer.numbers` has its value."""
-
-    words: str
-    formula: str = ""
-    key: str = ""
-    value: float | None = None
-    unit: str = ""
-
-
-@dataclass(frozen=True)
 class Question:
-    """What is asked, whatever the numbers."""
+    """A question of the course without numbers: the head of its template."""
 
     id: str
-    title: str
-    years: tuple[int, ...]
-    problems: tuple[str, ...]  # as the handouts call them
-    text: str
-    assumed: tuple[str, ...]
-    departures: tuple[str, ...] = ()  # where the real world is otherwise
+
+    @cached_property
+    def template(self) -> str:
+        """The answer as Markdown, with fields where numbers go."""
+        return (TEMPLATES / f"{self.id}.md").read_text(encoding="utf-8")
+
+    @property
+    def title(self) -> str:
+        """The heading."""
+        return self.template.splitlines()[0].removeprefix("## ")
+
+    @property
+    def anchor(self) -> str:
+        """Target of a link within the page: the heading, as GitHub writes it."""
+        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
+
+    @property
+    def years(self) -> tuple[int, ...]:
+        """Editions of the course that ask it."""
+        return tuple(int(year) for year in re.findall(r"\b20\d\d\b", self._origin.partition(":")[0]))
+
+    @property
+    def problems(self) -> list[str]:
+        """Names of its problems in the handouts."""
+        return re.split(r", (?!\()", self._origin.partition(": ")[2])
+
+    @property
+    def _origin(self) -> str:
+        return self.template.splitlines()[2]
+
+    def unit(self, symbol: str) -> str:
+        """Unit of a symbol, as its table says."""
+        found = re.search(rf"^\| `{symbol}` \|.*\{{{symbol}:([^}}]*)\}} \|$", self.template, re.MULTILINE)
+        return found[1] if found else ""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question of the course, answered for one set of numbers."""
+    """A question answered for one set of numbers, those given and those computed from them."""
 
     question: Question
-    symbols: tuple[Symbol, ...]
-    steps: tuple[Step, ...]
-    result: str
-    notes: tuple[str, ...] = ()  # more departures, with these numbers
-
-    @property
-    def id(self) -> str:
-        """The name by which it is asked for."""
-        return self.question.id
-
-    @property
-    def years(self) -> tuple[int, ...]:
-        """The editions that ask it."""
-        return self.question.years
-
-    @property
-    def anchor(self) -> str:
-        """Where a link within the page goes: the heading, as GitHub writes it."""
-        return re.sub(r"[^\w -]", "", self.question.title.lower()).replace(" ", "-")
+    values: Mapping[str, Value]
 
     @property
     def numbers(self) -> dict[str, float]:
-        """Every number of the derivation by its key, in the order of the steps and in their units."""
-        return {step.key: step.value for step in self.steps if step.value is not None}
+        """Every number by its name in the template."""
+        return {name: value for name, value in self.values.items()
+                if isinstance(value, int | float) and not isinstance(value, bool)}  # fmt: skip
+
+    @property
+    def texts(self) -> dict[str, str]:
+        """Every number of the table of symbols and of the steps as the page writes it."""
+        lines = kept_lines(self.question.template, self.values)
+        found = [each for line in lines if line[:1] == "|" or line[:1].isdigit() for each in fields(line)]
+        return {name: _text(value, unit) for name, unit in reversed(found) if (value := self.values[name]) is not None}
+
+    @property
+    def result(self) -> str:
+        """The conclusion, the line in bold."""
+        return next(line for line in self.markdown().splitlines() if line.startswith("**")).strip("*")
 
     def markdown(self) -> str:
         """The answer as a section of a Markdown page."""
-        asked, years = self.question, ", ".join(map(str, self.years))
-        lines = [f"## {asked.title}", "", f"`{self.id}`, {years}: {', '.join(asked.problems)}", "", asked.text, ""]
-        lines += ["| symbol | meaning | here |", "| --- | --- | --: |"]
-        lines += [f"| `{each.name}` | {each.meaning} | {quantity(each.value, each.unit)} |" for each in self.symbols]
-        lines += ["", "Assumed:", "", *(f"- {each}" for each in asked.assumed), ""]
-        lines += [f"{place}. {_line(step)}" for place, step in enumerate(self.steps, 1)]
-        lines += ["", f"**{self.result}**"]
-        if departures := asked.departures + self.notes:
-            lines += ["", "Where reality departs:", "", *(f"- {each}" for each in departures)]
-        return "\n".join(lines)
+        number = count(1)
+        lines = fill(self.question.template, self.values, _text)
+        return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: str(next(number)), line) for line in lines)
 
 
-def _line(step: Step) -> str:
-    """A step as text: words, formula, value."""
-    if not step.formula and step.value is None:
-        return f"{step.words}."
-    parts = [f"`{step.formula}`"] if step.formula else []
-    parts += [] if step.value is None else [f"**{quantity(step.value, step.unit)}**"]
-    return f"{step.words}: {' = '.join(parts)}."
+def _text(value: float | str, unit: str) -> str:
+    return given(value) if unit == "given" else quantity(value, unit)
 
 
-def require(holds: bool, words: str) -> None:
-    """Raise UserError with these words unless the condition holds: the numbers given make no sense together."""
+def require(holds: bool, message: str) -> None:
+    """Raise UserError with this message unless the condition holds: the numbers given make no sense together."""
     if not holds:
-        raise UserError(words)
+        raise UserError(message)
 
 
 def given(value: float | str) -> str:
@@ -127,16 +115,14 @@ def given(value: float | str) -> str:
 
 def quantity(value: float | str, unit: str = "") -> str:
     """A number as people read it: four digits, a prefix where the unit takes one, bytes in both kinds of units.
-
-    `quantity(3.518e12, "B")` is `3.518 TB (3276 GiB)`.
-    """
+    `quantity(3.518e12, "B")` is `3.518 TB (3276 GiB)`."""
     if isinstance(value, str):
         return value
     if unit == "":
         return _digits(value)
     if unit == "decimals":
         return f"{value:.4f}"
-    if unit in ("parameters", "tokens", "tensors", "devices", "buckets", "layers", "blocks"):
+    if unit in _COUNTED:
         size, word = next(each for each in _WORDS if abs(value) >= each[0] or each[0] == 1.0)
         return f"{_digits(value / size)}{word} {unit if value != 1 else unit[:-1]}"
     if unit in ("%", "x"):

@@ -1,1 +1,1 @@
-"""The constants of the model of time, from measurements: logs of Megatron-LM, this project's records, lists of runs."""
+"""Fit the constants of the cost model to measurements: training logs, records of benchmarks, lists of runs."""

@@ -1,4 +1,4 @@
-"""Constants of the model from measured times: what the data say, held by what was believed before them.
+"""Fit the cost model's constants to measured times: a maximum a posteriori estimate.
 
 A few runs do not determine ten constants. So each has a prior: the logarithm of a constant lies around that of its
 value before the fit, with a stated standard deviation, its width. The fit is the most probable set of constants,
@@ -6,32 +6,73 @@ value before the fit, with a stated standard deviation, its width. The fit is th
     minimise over x:  sum over data (log(predicted / measured) / noise)^2  +  sum over constants (x / width)^2,
 
 with x the logarithm of a constant over its prior value, found by the method of Levenberg and Marquardt (Marquardt,
-SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. What the data leave open stays where
-it was: its uncertainty afterwards is the prior's.
+SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. A constant that the data do not
+determine stays at its prior value, with the prior's uncertainty.
 
-The curvature at the minimum says how sure each constant is (Laplace's approximation), and how far each prediction would
-be off had its own measurement been left out: r / (1 - h), for a residual r and its leverage h, exact where the model
-is linear (Allen, Technometrics 16(1), 1974).
+The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error of each
+prediction had its own measurement been left out: r / (1 - h), for a residual r and its leverage h, exact where the
+model is linear (Allen, Technometrics 16(1), 1974).
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import exp
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
-from cs336_systems.cost.fitting.constants_file import NAMES
 from cs336_systems.cost.fitting.observations import Observation, log_ratio
-from cs336_systems.cost.fitting.result import NOISE, TOLD, WIDTH, Calibration
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.step_time import CONSTANTS
+from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants
 from cs336_systems.errors import UserError
 
-Array = NDArray[np.float64]
-Residuals = Callable[[Array], Array]
+if TYPE_CHECKING:  # at run time the functions import it: listing the commands goes without numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
+    Array = NDArray[np.float64]
+    Residuals = Callable[[Array], Array]
+
+WIDTH = 0.5  # a prior's: two thirds of constants lie within a factor of 1.6 of it
+NOISE = 0.03  # the least relative error that a model of this kind is believed to have
+TOLD = 0.1  # data that take away less than this share of the prior's variance do not determine a constant
+SHARES = ("product", "fused", "memory", "inside", "between", "hidden")  # constants that are shares of a ceiling
+ROUNDED = 0.005  # a share above 1 by less than this is shown as 1
 STEPS, REPEATS, LARGEST, CLOSE, DIFFERENCE = 50, 10, 1.0, 1e-8, 1e-5  # of the minimisation; the last in logarithms
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Constants after a fit, and how far to trust them. A list has one entry per observation."""
+
+    prior: Constants
+    constants: Constants
+    which: tuple[str, ...]
+    width: float
+    noise: float  # standard deviation of log(predicted / measured): as assumed, or as found if that is more
+    deviation: dict[str, float]  # of the logarithm of each fitted constant, about its relative uncertainty
+    before: list[float]  # log(predicted / measured) with the prior
+    after: list[float]
+    left_out: list[float]  # after a fit without this observation
+    zeros: tuple[str, ...] = ()  # constants that were to be fitted, but are zero
+
+    def determined(self, name: str) -> float:
+        """Share of the prior's variance that the data took away: 0 if they say nothing of a constant, 1 if all."""
+        return 1.0 - (self.deviation[name] / self.width) ** 2
+
+    def impossible(self) -> dict[str, float]:
+        """Fitted shares above 1: more than the machine can do."""
+        values = {name: getattr(self.constants, name) for name in self.which if name in SHARES}
+        return {name: value for name, value in values.items() if value > 1 + ROUNDED}
+
+
+def mean_error(logs: Sequence[float]) -> float:
+    """Mean of |predicted / measured - 1|, from the logarithms of these ratios."""
+    return sum(abs(exp(each) - 1.0) for each in logs) / len(logs)
+
+
+def worst_error(logs: Sequence[float]) -> float:
+    """Largest |predicted / measured - 1|."""
+    return max(abs(exp(each) - 1.0) for each in logs)
 
 
 def fit(
@@ -41,44 +82,41 @@ def fit(
     width: float = WIDTH,
     noise: float = NOISE,
 ) -> Calibration:
-    """The most probable constants; those that are not among `which` stay, and those that are zero, changed by factors.
+    """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
+    Where the data scatter about the fit by more than `noise`, they count for less: the noise is then the scatter, and
+    the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
+    import numpy as np
 
-    Where the data scatter about the fit by more than `noise`, what they say counts for less: the noise is then what is
-    found, and the fit repeated. Raises UserError for no data, an unknown constant and nothing but zeros to fit.
-    """
     _check(observations, prior, which, width, noise)
     names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
+    least, count = noise, len(observations)
 
     def constants(x: Array) -> Constants:
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
 
-    def residuals(x: Array) -> Array:
+    def weighted(x: Array) -> Array:
+        """log(predicted / measured) over the noise by observation, then x over the prior's width by constant."""
         at = constants(x)
-        return np.array([log_ratio(each, at) for each in observations])
+        return np.concatenate([np.array([log_ratio(each, at) for each in observations]) / noise, x / width])
 
-    x, found = _minimum(residuals, len(names), width, noise), noise
+    def logs(x: Array) -> Array:
+        return noise * weighted(x)[:count]
+
+    before, x = logs(np.zeros(len(names))), _minimum(weighted, len(names), width)
     for _ in range(REPEATS):
-        r, slopes = residuals(x), _slopes(residuals, x)
-        covariance = _covariance(slopes, width, found)
-        leverage = np.einsum("ij,jk,ik->i", slopes, covariance, slopes) / found**2
-        free = len(r) - float(leverage.sum())
-        scatter = max(noise, float(np.sqrt(r @ r / free))) if free > 1 else noise
-        if abs(scatter / found - 1) < 0.01:
+        r, slopes = logs(x), _slopes(weighted, x)
+        covariance = np.linalg.inv(slopes.T @ slopes)
+        leverage = np.einsum("ij,jk,ik->i", slopes[:count], covariance, slopes[:count])
+        free = count - float(leverage.sum())
+        scatter = max(least, float(np.sqrt(r @ r / free))) if free > 1 else least
+        if abs(scatter / noise - 1) < 0.01:
             break
-        found = scatter
-        x = _descend(residuals, x, width, found)[0]
-    return Calibration(
-        prior,
-        constants(x),
-        names,
-        width,
-        found,
-        dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True)),
-        residuals(np.zeros(len(names))).tolist(),
-        r.tolist(),
-        (r / (1.0 - leverage)).tolist(),
-        tuple(name for name in NAMES if name in which and name not in names),
-    )
+        noise = scatter
+        x = _descend(weighted, x)
+    spreads = dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True))
+    residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
+    left_out = tuple(name for name in NAMES if name in which and name not in names)
+    return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, left_out)
 
 
 def _check(
@@ -98,55 +136,50 @@ def _check(
         raise UserError(f"the prior's width and the noise must be above zero, not {width} and {noise}")
 
 
-def _slopes(residuals: Residuals, x: Array) -> Array:
-    """(observations constants) derivatives, from differences."""
-    here = residuals(x)
-    return np.stack([(residuals(x + way) - here) / DIFFERENCE for way in DIFFERENCE * np.eye(len(x))], axis=1)
+def _slopes(weighted: Residuals, x: Array) -> Array:
+    """Derivatives (residuals constants), by differences."""
+    import numpy as np
+
+    here = weighted(x)
+    return np.stack([(weighted(x + way) - here) / DIFFERENCE for way in DIFFERENCE * np.eye(len(x))], axis=1)
 
 
-def _covariance(slopes: Array, width: float, noise: float) -> Array:
-    return np.asarray(np.linalg.inv(slopes.T @ slopes / noise**2 + np.eye(slopes.shape[1]) / width**2))
+def _minimum(weighted: Residuals, count: int, width: float) -> Array:
+    """Minimise from the prior, and for each constant that the data do not determine there from both sides as well.
+    Where the device is busy longer than the host, a somewhat slower host changes nothing, and a much slower one
+    everything."""
+    import numpy as np
 
-
-def _minimum(residuals: Residuals, count: int, width: float, noise: float) -> Array:
-    """The best of what is found from the prior, and from beyond it: where the device is busy longer than the host, a
-    somewhat slower host changes nothing, and a much slower one everything. So what the data seem not to tell is tried
-    on both sides."""
-    x, lowest = _descend(residuals, np.zeros(count), width, noise)
-    here = residuals(np.zeros(count))
-    silent = np.diag(_covariance(_slopes(residuals, x), width, noise)) > (1 - TOLD) * width**2
-    for index in np.flatnonzero(silent):
+    start = np.zeros(count)
+    best, here = _descend(weighted, start), weighted(start)
+    slopes = _slopes(weighted, best)
+    undetermined = np.diag(np.linalg.inv(slopes.T @ slopes)) > (1 - TOLD) * width**2
+    for index in np.flatnonzero(undetermined):
         for far in (2 * width, -2 * width):
             start = far * np.eye(count)[index]
-            if np.abs(residuals(start) - here).max() > noise:
-                found, cost = _descend(residuals, start, width, noise)
-                if cost < lowest:
-                    x, lowest = found, cost
-    return x
+            if np.abs(weighted(start) - here)[:-count].max() > 1:  # it changes some prediction by more than the noise
+                best = min(best, _descend(weighted, start), key=lambda x: float(np.sum(weighted(x) ** 2)))
+    return best
 
 
-def _descend(residuals: Residuals, x: Array, width: float, noise: float) -> tuple[Array, float]:
-    """(where it ends, what is minimised there) of Levenberg and Marquardt's steps: those of Gauss and Newton, the
-    shorter the less the last one helped."""
+def _descend(weighted: Residuals, x: Array) -> Array:
+    """Minimise the sum of squares (Levenberg-Marquardt): Gauss-Newton steps, shorter the less the last one helped."""
+    import numpy as np
 
-    def cost(r: Array, x: Array) -> float:
-        return float(r @ r / noise**2 + x @ x / width**2)
-
-    r, slopes, damping = residuals(x), _slopes(residuals, x), 1e-3
+    r, slopes, damping = weighted(x), _slopes(weighted, x), 1e-3
     for _ in range(STEPS):
-        curvature = slopes.T @ slopes / noise**2 + np.eye(len(x)) / width**2
-        downhill = -(slopes.T @ r / noise**2 + x / width**2)
-        step = np.linalg.solve(curvature + damping * np.diag(np.diag(curvature)), downhill)
+        damped = np.diag(np.sqrt(damping * np.sum(slopes**2, axis=0)))
+        step = np.linalg.lstsq(np.vstack([slopes, damped]), -np.concatenate([r, np.zeros(len(x))]), rcond=None)[0]
         step *= min(1.0, LARGEST / max(float(np.abs(step).max()), CLOSE))
-        tried = residuals(x + step)
-        gain = cost(r, x) - cost(tried, x + step)
+        tried = weighted(x + step)
+        gain = float(r @ r - tried @ tried)
         if gain >= 0:
             x, r, damping = x + step, tried, damping / 10
-            if gain < CLOSE * (1 + cost(r, x)):
+            if gain < CLOSE * (1 + float(r @ r)):
                 break
-            slopes = _slopes(residuals, x)
+            slopes = _slopes(weighted, x)
         else:
             damping *= 10
             if float(np.abs(step).max()) < CLOSE:
                 break
-    return x, cost(r, x)
+    return x

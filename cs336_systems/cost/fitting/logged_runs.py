@@ -1,23 +1,22 @@
-"""From the arguments in a log of Megatron-LM to a model, a plan and what was measured.
+"""Model, plan and measured time of a run, from the arguments in its Megatron-LM log.
 
-What the arguments of some version do not say is what that version did: no sequence parallelism before 3.0, gradients
-summed after backward unless `overlap_grad_reduce` is there. How attention ran is told by several arguments or none, so
-what is made of them is a note of the run. What a user says counts for more than a log.
+Where arguments are missing, the version that lacks them decides: no sequence parallelism before 3.0, gradients summed
+after backward unless `overlap_grad_reduce` is there. Several arguments or none tell how attention ran, so what
+is concluded is a note of the run. A user's options count for more than a log.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cs336_systems.cost.fitting.observations import Observation, observe_step, observe_timers
-from cs336_systems.cost.fitting.timer_lines import LoggedRun
-from cs336_systems.cost.large.plan import Overlap, Plan
-from cs336_systems.cost.large.runs import Run, read_run
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.logs import LoggedRun
+from cs336_systems.cost.machines import System
+from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.runs import TrainingRun, read_run
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 
-# What Megatron-LM calls this command's options.
+# Options of `fit` and Megatron-LM's names of them.
 _ARGUMENTS = {
     "num_layers": "num_layers",
     "d_model": "hidden_size",
@@ -39,15 +38,15 @@ _ARGUMENTS = {
     "sequence_parallel": "sequence_parallel",
 }
 _SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "seq_length")
-_OLDER = {"seq_length": "encoder_seq_length"}  # what versions or kinds of model say instead
+_OLDER = {"seq_length": "encoder_seq_length"}  # names in other versions or kinds of model
 _LONG = 4096  # tokens; scores of longer sequences do not fit into memory
 _DEGREES = ("tp", "pp", "dp", "micro_batch_size")
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a user says of runs: on what they ran, words, model and plan of a bare log, and each option that the command
-    line has, by its name in `ModelSettings` and `PlanSettings`."""
+class LogOptions:
+    """A user's options about logged runs: their machine, vocabulary, model and plan where a log has no arguments, and
+    each option of the command line by its name in `ModelOptions` and `PlanOptions`."""
 
     system: System | None = None
     vocab_size: int | None = None
@@ -56,19 +55,9 @@ class Given:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def observe_log(logged: LoggedRun, given: Given) -> Iterator[Observation]:
-    """The step of a logged run, and the parts of it that timers measured. Raises UserError as `logged_run` does."""
-    run = logged_run(logged, given)
-    yield from observe_step(run)
-    half = not logged.says("accumulate_allreduce_grads_in_fp32") and run.plan.width == 2
-    yield from observe_timers(run, logged.timers, logged.over_ranks, 2 if half else 4)
-
-
-def logged_run(logged: LoggedRun, given: Given) -> Run:
-    """The run that a log describes, on the given machine, which no log names.
-
-    Raises UserError, naming the run, for what neither the log nor the user says, and for what cannot be.
-    """
+def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
+    """The run that a log describes, on the given machine, which no log names. Raises UserError, naming the run, for
+    what neither log nor user says, and for contradictions."""
     if not any(name in logged.arguments for name in _SHAPE):
         return _bare(logged, given)
     logged = replace(logged, arguments=logged.arguments | _as_arguments(given.options))
@@ -99,21 +88,19 @@ def logged_run(logged: LoggedRun, given: Given) -> Run:
         spread = logged.number("expert_model_parallel_size") or 1
         plan = plan.override(ep=spread, dp=plan.dp // spread)
     config = config.override(**{name: given.options.get(name) for name in ("feed_forward", "dropout", "kernels")})
-    notes = (
-        _taken(config, plan, why),
-        *(["--size is not used, since the log has arguments"] * ("size" in given.options)),
-    )
-    return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=notes)
+    notes = [_taken(config, plan, why)]
+    notes += ["--size is not used, since the log has arguments"] * ("size" in given.options)
+    return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
 
 
 def _as_arguments(options: Mapping[str, Any]) -> dict[str, str]:
-    """What a user says, as a log would have said it."""
+    """A user's options as arguments of a log."""
     found = {_ARGUMENTS[name]: str(value) for name, value in options.items() if name in _ARGUMENTS}
     return found | ({"group_query_attention": "True"} if "num_kv_heads" in options else {})
 
 
 def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
-    """What a log was taken to say, where the arguments leave room for doubt."""
+    """Note on what was concluded from arguments that leave room for doubt."""
     again = {"none": "nothing", "attention": "attention's core", "segments": "blocks"}[config.recompute]
     sums = {"none": "after backward", "data": "behind backward", "all": "behind backward, tensor-parallel parts too"}
     return (
@@ -122,18 +109,15 @@ def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
     )
 
 
-def _bare(logged: LoggedRun, given: Given) -> Run:
-    """A run whose log has times, and perhaps the line of its degrees, but not its arguments."""
+def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
+    """A run whose log has times, and perhaps a line of degrees, but no arguments."""
     system, said = given.system, _said_degrees(logged)
     options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
     said = {name: value for name, value in said.items() if value and name not in options}
     unsaid = [name for name in _DEGREES if name not in said and name not in given.options]
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in unsaid)
     if given.model is None or given.plan is None or system is None:
-        missing = [
-            *(["--size (what ran)"] if given.model is None else []),
-            *(["--system (on what machine)"] if system is None else []),
-        ]
+        missing = ["--size (what ran)"] * (given.model is None) + ["--system (on what machine)"] * (system is None)
         raise UserError(
             f"{logged.name} has times, but not the arguments of Megatron-LM: give {' and '.join(missing)}"
             f"{f'; not given either, and then 1: {flags}' if flags else ''}"
@@ -144,7 +128,7 @@ def _bare(logged: LoggedRun, given: Given) -> Run:
     if seconds is None and logged.sample_ms:
         seconds = logged.sample_ms * plan.global_batch / 1e3
     notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
-    return Run(logged.name, given.model, plan, given.model.context_length, system, seconds, notes)
+    return TrainingRun(logged.name, given.model, plan, given.model.context_length, system, seconds, notes)
 
 
 def _said_degrees(logged: LoggedRun) -> dict[str, int | None]:
@@ -157,8 +141,8 @@ def _said_degrees(logged: LoggedRun) -> dict[str, int | None]:
     }
 
 
-def _fused(logged: LoggedRun, given: Given) -> tuple[str, str]:
-    """("flash" or "unfused", why): by what the user says, what the log says, and what there was no other way to do."""
+def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
+    """("flash" or "unfused", why): by the user's option, the log's arguments, or the length of the sequence."""
     if asked := given.options.get("attention"):
         return "unfused" if asked == "naive" else "flash", f"--attention {asked}"
     implementation = logged.arguments.get("transformer_impl", "None").lower()
@@ -180,7 +164,7 @@ def _fused(logged: LoggedRun, given: Given) -> tuple[str, str]:
     return "unfused", "assumed, since no argument says; else give --attention flash"
 
 
-def _row(logged: LoggedRun, given: Given) -> dict[str, Any]:
+def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
     """The keys of a list of runs."""
     tp = logged.number("tensor_model_parallel_size", "model_parallel_size") or 1
     pp, cp = logged.number("pipeline_model_parallel_size") or 1, logged.number("context_parallel_size") or 1

@@ -1,35 +1,48 @@
-"""What was measured, beside what the model says of it: whole steps, and the parts of them that timers see.
+"""Measured times beside what the cost model says of them: whole steps, and the parts of a step that timers see.
 
-Megatron-LM times a step's parts on the last rank, or prints the most over all ranks. Three of them have a prediction:
-computing, the sum of gradients over replicas, and the optimizer.
+Times come from lists of runs, from training logs (`cost/logs.py`), and from records of benchmarks. Megatron-LM times a
+step's parts on the last rank, or prints the largest over all ranks. Three of them have a prediction: computing, the sum
+of gradients over replicas, and the optimizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import log
-from typing import Literal, get_args
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal, get_args
 
-from cs336_systems.cost.large.data_parallel_time import optimizer_seconds, stage_weights
-from cs336_systems.cost.large.efficiency import Constants, group_seconds
-from cs336_systems.cost.large.runs import Run
-from cs336_systems.cost.large.stage_parts import stage_kinds
-from cs336_systems.cost.large.stage_time import stage_seconds
-from cs336_systems.cost.large.step_time import step_time
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.fitting.logged_runs import LogOptions, logged_run
+from cs336_systems.cost.logs import LoggedRun, json_lines, read_log, read_train_log
+from cs336_systems.cost.machines import Constants, System
+from cs336_systems.cost.operator_time import group_seconds
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.runs import TrainingRun, read_runs
+from cs336_systems.cost.step_time import (
+    optimizer_seconds,
+    replica_groups,
+    stage_kinds,
+    stage_seconds,
+    stage_weights,
+    step_time,
+)
+from cs336_systems.errors import UserError
+from cs336_systems.presets import Mixture, ModelConfig, preset
 
 What = Literal["step", "compute", "gradients", "optimizer"]
 WHAT: tuple[What, ...] = get_args(What)
 
-# In the order of versions: 2.0 to 2.7, 3.0 to core 0.4, since then.
+# Timers of gradient reduction, in the order of versions: 2.0 to 2.7, 3.0 to core 0.4, since then.
 _GRADIENTS = ("backward-params-all-reduce", "grads-all-reduce", "all-grads-sync")
-# A check for infinities waits for the slowest rank, by version.
+# Timers of checks for infinities, which wait for the slowest rank, by version.
 _CHECKS = ("optimizer-unscale-and-check-inf",)
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Seconds that something took, and what the model says, given its constants; on which machine, and what was
-    assumed of the run."""
+    """Measured seconds of one thing, and their prediction given the constants; `notes` are assumptions on the run."""
 
     id: str
     what: What
@@ -44,24 +57,66 @@ def log_ratio(each: Observation, constants: Constants) -> float:
     return log(each.predict(constants) / each.seconds)
 
 
-def observe_step(run: Run) -> Iterator[Observation]:
+def read_measured(path: Path, given: LogOptions) -> list[Observation]:
+    """Read what a file measured: by suffix a list of runs (.json), records or a training log of this project (.jsonl),
+    or else a log of Megatron-LM.
+
+    Raises UserError, in one line, for a file that cannot be read, has no timings, or does not say what ran.
+    """
+    if path.suffix == ".json":
+        found = [each for run in read_runs(path) for each in observe_step(run)]
+        if not found:
+            raise UserError(f"{path} has no timings: none of its runs has t_iter_s, the seconds of a step")
+        return found
+    try:
+        text = path.read_text("utf-8-sig", errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if path.suffix != ".jsonl":
+        return [each for logged in read_log(text, path.name) for each in observe_log(logged, given)]
+    rows = json_lines(text, path.name)
+    try:
+        if "recipe" in rows[0]:
+            return list(_of_training(read_train_log(text, path.name), given))
+        found = list(_of_records(rows, given))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is neither records nor a training log of this project: {error!r}") from None
+    if not found:
+        raise UserError(
+            f"{path} has no timings that the model predicts: those of whole steps, of benchmarks.e2e (mode step or "
+            "forward-backward) and benchmarks.scaling, or a log of cs336_systems.train"
+        )
+    return found
+
+
+def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
+    """The step of a run of Megatron-LM, and the parts of it that timers measured. Raises UserError as `logged_run`."""
+    run = logged_run(logged, given)
+    yield from observe_step(run)
+    half = not logged.says("accumulate_allreduce_grads_in_fp32") and run.plan.width == 2
+    yield from observe_timers(run, logged.timers(), logged.over_ranks, 2 if half else 4)
+
+
+def observe_step(run: TrainingRun) -> Iterator[Observation]:
     """The step of a run, if it was measured."""
     if run.seconds:
         yield _observation(run, "step", run.seconds, partial(_step, run))
 
 
-def observe_compute(run: Run, seconds: float, over_ranks: bool = False) -> Observation:
+def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
     """Forward and backward of all microbatches, on the last stage or, `over_ranks`, the slowest."""
     return _observation(run, "compute", seconds, partial(_compute, run, None if over_ranks else run.plan.pp - 1))
 
 
 def observe_timers(
-    run: Run, milliseconds: Mapping[str, float], over_ranks: bool = False, gradient_width: int = 4
+    run: TrainingRun, milliseconds: Mapping[str, float], over_ranks: bool = False, gradient_width: int = 4
 ) -> Iterator[Observation]:
     """The parts of a step that timers of Megatron-LM measured and the model predicts.
 
     `over_ranks` timers are the slowest stage's, others the last one's. Gradients have `gradient_width` bytes; where
-    they travel behind backward, in shards, or not at all, their timer is of something else and left out.
+    they travel behind backward, in shards, or not at all, their timer measures something else and is left out.
     """
     ahead, back = (milliseconds.get(f"{way}-compute", 0.0) for way in ("forward", "backward"))
     if ahead and back:
@@ -74,34 +129,116 @@ def observe_timers(
         yield _observation(run, "optimizer", stepped / 1e3, partial(_optimizer, run))
 
 
-def _observation(run: Run, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
+def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
     return Observation(run.id, what, seconds, predict, run.system.name, run.notes)
 
 
-def _step(run: Run, constants: Constants) -> float:
+def _step(run: TrainingRun, constants: Constants) -> float:
     return step_time(run.config, run.plan, run.seq, run.system, constants).total
 
 
-def _compute(run: Run, stage: int | None, constants: Constants) -> float:
+def _compute(run: TrainingRun, stage: int | None, constants: Constants) -> float:
     """All microbatches of a stage, or of the slowest: forward and backward without messages between stages."""
     stages = stage_kinds(run.config, run.plan) if stage is None else [stage]
     each = [stage_seconds(run.config, run.plan, run.seq, one, run.system, constants) for one in stages]
     return run.plan.microbatches * max(sum(spent) - spent.messages for spent in each)
 
 
-def _gradients(run: Run, width: int, constants: Constants) -> float:
+def _gradients(run: TrainingRun, width: int, constants: Constants) -> float:
     """One all-reduce after backward of the last stage's weights, which has those of the head."""
-    shared, owned, _ = stage_weights(run.config, run.plan, run.seq, run.plan.pp - 1)
-    seconds = 0.0
-    for weights, ranks, axes in (
-        (shared, run.plan.replicas, ("cp", "ep", "dp")),
-        (owned, run.plan.cp * run.plan.dp, ("cp", "dp")),
-    ):
-        if weights:
-            local = run.plan.local(*axes, node=run.system.node)
-            seconds += group_seconds("all-reduce", width * weights, ranks, local, run.system, constants)
-    return seconds
+    plan, system = run.plan, run.system
+    shared, owned, _ = stage_weights(run.config, plan, run.seq, plan.pp - 1)
+    return sum(
+        group_seconds("all-reduce", width * weights, ranks, local, system, constants)
+        for weights, ranks, local in replica_groups(plan, shared, owned, system.node)
+    )
 
 
-def _optimizer(run: Run, constants: Constants) -> float:
+def _optimizer(run: TrainingRun, constants: Constants) -> float:
     return optimizer_seconds(run.config, run.plan, run.seq, run.plan.pp - 1, run.system, constants)
+
+
+def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:
+    for row in rows:
+        if not row["samples_ms"]:  # it did not fit, for example
+            continue
+        if row["benchmark"] == "e2e" and row["config"]["mode"] in ("step", "forward-backward"):
+            yield from _of_pass(row, given)
+        elif row["benchmark"] == "scaling":
+            yield from _of_layout(row, given)
+
+
+def _of_pass(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]:
+    """A record of benchmarks.e2e: one device, whose two measured ceilings the record has."""
+    about, metrics, batch = row["config"], row["metrics"], row["config"]["batch_size"]
+    model = preset(about["size"], about["year"]).model.override(
+        **{name: about[name] for name in ("norm", "attention", "recompute", "recompute_every")},
+        kernels=about.get("kernels"),
+        context_length=about["context"],
+    )
+    name = f"{about['size']} {batch} x {about['context']} {about['precision']} {about['mode']}"
+    plan, seconds = Plan(micro_batch=batch, global_batch=batch, width=_width(about)), median(row["samples_ms"]) / 1e3
+    flops, bandwidth, device = metrics["peak_flops_per_s"], metrics["bandwidth_bytes_per_s"], row["environment"]
+    cores, alone = int(device["cores"]) if device["device_type"] == "cpu" else 1, Link(0.0, bandwidth)
+    system = System(str(device["device"]), flops, flops, 1.0, bandwidth, 0.0, cores, 1, alone, alone)
+    notes = ("the machine is the record's own, not the one asked for",) if given.system else ()
+    run = TrainingRun(name, _as_predicted(model), plan, about["context"], system, seconds, notes)
+    if about["mode"] == "step":
+        yield from observe_step(run)
+    else:
+        yield observe_compute(run, seconds)
+
+
+def _of_layout(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]:
+    """A record of benchmarks.scaling: a layout of several ranks, on a machine that the record does not describe."""
+    about = row["config"]
+    model = preset(about["size"]).model.override(
+        **{name: about[name] for name in ("d_model", "d_ff", "num_layers", "vocab_size", "recompute")},
+        context_length=about["context"],
+        causal=about["objective"] != "bert",
+    )
+    name, seconds = f"{about['size']} {about['layout']} {about['precision']}", median(row["samples_ms"]) / 1e3
+    plan = _plan(about, about, about["micro_batch_size"], about["global_batch_size"])
+    run = TrainingRun(name, _as_predicted(model), plan, about["context"], _system(given, name), seconds)
+    last = {timer: values[-1] for timer, values in row["metrics"]["timers_ms"].items() if values[-1] is not None}
+    yield from observe_step(run)
+    yield from observe_timers(run, last)
+
+
+def _of_training(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
+    """A log of cs336_systems.train."""
+    header = logged.header
+    model = ModelConfig(**header["model"] | {"mixture": Mixture(**header["model"]["mixture"])})
+    plan = _plan(header["mesh"], header["recipe"], header["micro_batch_size"], header["batch_size"])
+    system = _system(given, logged.name)
+    run = TrainingRun(logged.name, _as_predicted(model), plan, header["seq"], system, logged.seconds)
+    yield from observe_step(run)
+    yield from observe_timers(run, logged.timers())
+
+
+def _plan(degrees: Mapping[str, Any], choices: Mapping[str, Any], micro_batch: int, batch: int) -> Plan:
+    return Plan(
+        **{axis: degrees.get(axis, 1) for axis in ("tp", "pp", "dp", "ep")},
+        chunks=choices["chunks"],
+        sequence=choices["sequence_parallel"],
+        zero=choices["zero"],
+        micro_batch=micro_batch,
+        global_batch=batch,
+        width=_width(choices),
+    )
+
+
+def _width(choices: Mapping[str, Any]) -> int:
+    """Bytes of an activation."""
+    return 4 if choices["precision"] in ("fp32", "tf32") else 2
+
+
+def _as_predicted(model: ModelConfig) -> ModelConfig:
+    """The cost model knows one way of recomputing blocks, where this project has two."""
+    return replace(model, recompute="segments") if model.recompute == "nested" else model
+
+
+def _system(given: LogOptions, name: str) -> System:
+    if given.system is None:
+        raise UserError(f"{name}: this file does not say what its machine can do: give --system")
+    return given.system

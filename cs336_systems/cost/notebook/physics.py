@@ -2,7 +2,7 @@
 computes, reads, writes, keeps and sends on one GPU of a tensor-parallel group.
 
 It is the ideal that a first model should be: closed forms, nothing fitted. What its physics lacks is computed in
-`differences.py`; `cost/large/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+`differences.py`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
 github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 
@@ -17,7 +17,7 @@ Collective = Literal["allgather", "reducescatter"]
 
 @dataclass(frozen=True)
 class Notebook:
-    """What the notebook asks: one layer's sizes, the degree of tensor parallelism, and a GPU's data sheet.
+    """Inputs of the notebook: one layer's sizes, the degree of tensor parallelism, and a GPU's data sheet.
 
     The defaults are its own: GPT-3's layer, one sequence of 2048 tokens, four A100s of 40 GB in one node. Rates are
     per GPU, in TFLOP/s and GB/s, with 1 GB = 1e9 bytes. Raises UserError for sizes that are not positive or that the
@@ -98,10 +98,8 @@ class Operator:
 
 
 def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -> Operator:
-    """`(batch seq) inputs -> (batch seq) outputs` with a matrix `inputs outputs`, here this GPU's part of it.
-
-    Backward is two products of the same size: dX = dY W^T and dW = X^T dY.
-    """
+    """`(batch seq) inputs -> (batch seq) outputs` with a matrix `inputs outputs`, here this GPU's part of it. Backward
+    is two products of the same size: dX = dY W^T and dW = X^T dY."""
     rows = config.batch * config.seq
     x, y, w = (config.element_bytes * n for n in (rows * inputs, rows * outputs, (inputs + bias) * outputs))
     return Operator(
@@ -119,7 +117,7 @@ def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -
 
 
 def activation(config: Notebook, name: str, elements: int) -> Operator:
-    """GELU, counted as one FLOP an element. Only one of dX and dY is counted as moved."""
+    """GELU, counted as one FLOP per element. Only one of dX and dY is counted as moved."""
     size = elements * config.element_bytes
     return Operator(name, elements, elements, read=size, written=size, kept=size, gradients=size)
 
@@ -218,12 +216,12 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
 
 
 def _product(rows: int, inner: int, columns: int) -> int:
-    """FLOPs of a matrix product: `inner` multiplications an element, and one addition less."""
+    """FLOPs of a matrix product: `inner` multiplications per element, and one addition less."""
     return rows * columns * (2 * inner - 1)
 
 
 def _on_a_group(config: Notebook, *operators: Operator) -> tuple[Operator, ...]:
-    """One GPU alone sends nothing."""
+    """Operators of a group; a single GPU has no collectives."""
     if config.tp > 1:
         return operators
     return tuple(replace(each, forward_collective=None, backward_collective=None) for each in operators)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on grids of ranks: what one product `(m k) x (k n)` sends and holds if both its operands are cut,
+"""Tensor parallelism on grids of ranks: traffic and memory of one product `(m k) x (k n)` with both operands cut,
 in 2D, 2.5D and 3D, beside Megatron's 1D. More dimensions mean that a rank receives less, of large enough matrices.
 
 - `1d` (Shoeybi et al., arXiv:1909.08053): p ranks cut the weight only; with sequence parallelism (Korthikanti et al.,
@@ -12,7 +12,7 @@ in 2D, 2.5D and 3D, beside Megatron's 1D. More dimensions mean that a rank recei
 - `3d` (Agarwal et al. 1995; Bian et al., arXiv:2105.14450): q x q x q ranks. Rank (i, j, l) multiplies block (i, l) of
   A by block (l, j) of B; either is gathered from the q ranks that share it, and C is reduced and scattered over l.
 
-All counts are in elements. What a rank receives is counted once, as a broadcast in a pipeline or a ring costs; a tree
+All counts are in elements. Received elements are counted once, as a broadcast in a pipeline or a ring costs; a tree
 takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide those of the matrices.
 """
 
@@ -28,10 +28,8 @@ Kind = Literal["1d", "2d", "2.5d", "tesseract", "3d"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in a line of `side` (1d), a square (2d), `depth` squares (2.5d, tesseract) or a cube (3d).
-
-    Raises UserError for an unknown kind, a size below 1, and a depth that the kind does not have.
-    """
+    """Ranks in a line of `side` (1d), a square (2d), `depth` squares (2.5d, tesseract) or a cube (3d). Raises UserError
+    for an unknown kind, a size below 1, and a depth that the kind does not have."""
 
     kind: Kind
     side: int
@@ -49,7 +47,7 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         power = {"1d": 1, "3d": 3}.get(self.kind, 2)
         return self.side**power * self.depth
 
@@ -77,11 +75,8 @@ class Cost:
 
 
 def product_cost(grid: Grid, m: int, k: int, n: int, gathers: bool = True) -> Cost:
-    """What `(m k) x (k n)` costs on a grid.
-
-    `gathers` is of 1d only: whether A is gathered and B cut by columns, or B cut by rows and C reduced and scattered.
-    Raises UserError if the grid does not divide the sizes.
-    """
+    """Cost of `(m k) x (k n)` on a grid. `gathers` is of 1d only: whether A is gathered and B cut by columns, or B cut
+    by rows and C reduced and scattered. Raises UserError if the grid does not divide the sizes."""
     for name, size, cut in zip("mkn", (m, k, n), grid.cuts, strict=True):
         if size < 1 or size % cut:
             raise UserError(
@@ -108,7 +103,7 @@ def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
     behind attention, and a feed-forward of two matrices.
 
     Attention itself sends nothing if a line divides its heads, or a square's rows divide the batch and its columns the
-    heads. Left out: the sums of norms over rows that are cut, two numbers a row.
+    heads. Left out: the sums of norms over rows that are cut, two numbers per row.
     """
     shapes = ((d_model, 3 * d_model), (d_model, d_model), (d_model, d_ff), (d_ff, d_model))
     return total(product_cost(grid, rows, k, n, gathers=not index % 2) for index, (k, n) in enumerate(shapes))
@@ -117,13 +112,8 @@ def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
 def total(costs: Iterable[Cost]) -> Cost:
     """Of products that follow each other on the same ranks: sums, and the largest buffers."""
     each = list(costs)
-    return Cost(
-        each[0].ranks,
-        sum(cost.flops for cost in each),
-        sum(cost.received for cost in each),
-        sum(cost.held for cost in each),
-        max(cost.buffers for cost in each),
-    )
+    flops, received, held = (sum(getattr(cost, name) for cost in each) for name in ("flops", "received", "held"))
+    return Cost(each[0].ranks, flops, received, held, max(cost.buffers for cost in each))
 
 
 def grids(ranks: int) -> tuple[Grid, ...]:

@@ -13,63 +13,38 @@ from cs336_systems.cost.notebook.physics import Collective, Notebook, Operator, 
 
 Cell = float | str | None
 
-# The notebook's columns in its order, by section: (name, unit).
-SECTIONS: tuple[tuple[tuple[str, str], ...], ...] = (
-    (("layer", ""),),
-    (
-        ("flops_fwd", "TFLOP"),
-        ("activation_in_mem", "GB"),
-        ("activation_in_other_mem", "GB"),
-        ("activation_out_mem", "GB"),
-        ("activation_buffer", "GB"),
-        ("weights_mem", "GB"),
-        ("total_mem_fwd", "GB"),
-    ),
-    (("flops_bwd", "TFLOP"), ("activation_grad_mem", "GB"), ("weights_grad_mem", "GB"), ("total_mem_bwd", "GB")),
-    (
-        ("comm_bwd", "GB"),
-        ("comm_bwd_type", ""),
-        ("comm_size", "GPUs"),
-        ("comm_fwd", "GB"),
-        ("comm_fwd_type", ""),
-    ),
-    (
-        ("t_comp_fwd", "ms"),
-        ("t_mem_fwd", "ms"),
-        ("t_comp_bwd", "ms"),
-        ("t_mem_bwd", "ms"),
-        ("intensity", "ratio"),
-        ("t_fwd", "ms"),
-        ("t_bwd", "ms"),
-    ),
-    (
-        ("comm_topology", ""),
-        ("t_comm_fwd", "ms"),
-        ("t_comm_bwd", "ms"),
-        ("t_total_fwd", "ms"),
-        ("t_total_bwd", "ms"),
-        ("frac_t_comm_fwd", "ratio"),
-        ("frac_t_comm_bwd", "ratio"),
-    ),
+# The notebook's columns in its order, by section.
+_COLUMNS = (
+    "layer",
+    "flops_fwd activation_in_mem activation_in_other_mem activation_out_mem activation_buffer weights_mem "
+    "total_mem_fwd",
+    "flops_bwd activation_grad_mem weights_grad_mem total_mem_bwd",
+    "comm_bwd comm_bwd_type comm_size comm_fwd comm_fwd_type",
+    "t_comp_fwd t_mem_fwd t_comp_bwd t_mem_bwd intensity t_fwd t_bwd",
+    "comm_topology t_comm_fwd t_comm_bwd t_total_fwd t_total_bwd frac_t_comm_fwd frac_t_comm_bwd",
 )
-COLUMNS = tuple(name for section in SECTIONS for name, _ in section)
-UNITS = {name: unit for section in SECTIONS for name, unit in section}
 SUMMED = (
-    "activation_buffer",
-    "weights_mem",
-    "weights_grad_mem",
-    "flops_fwd",
-    "flops_bwd",
-    "t_total_fwd",
-    "t_total_bwd",
-    "t_comm_fwd",
-    "t_comm_bwd",
+    *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
+    *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
 )
+
+
+def _unit(column: str) -> str:
+    if column in ("layer", "comm_topology") or column.endswith("_type"):
+        return ""
+    begin = column.partition("_")[0]
+    units = {"flops": "TFLOP", "t": "ms", "intensity": "ratio", "frac": "ratio"}
+    return "GPUs" if column == "comm_size" else units.get(begin, "GB")
+
+
+SECTIONS = tuple([(name, _unit(name)) for name in section.split()] for section in _COLUMNS)
+UNITS = {name: unit for section in SECTIONS for name, unit in section}
+COLUMNS = tuple(UNITS)
 
 
 @dataclass(frozen=True)
 class Table:
-    """One of the two tables: a row an operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
+    """One of the two tables: a row per operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
 
     title: str
     rows: tuple[dict[str, Cell], ...]
@@ -173,7 +148,7 @@ def _topology(config: Notebook) -> str:
 
 
 def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:
-    """The same for a program, unrounded: a record an operator, then one of totals and share a table."""
+    """The same for a program, unrounded: a record per operator, then one of totals and share per table."""
     records: list[dict[str, Any]] = []
     for key, each in notebook_tables(config).items():
         records += [{"table": key, "kind": "operator", **row} for row in each.rows]

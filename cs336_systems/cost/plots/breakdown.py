@@ -1,4 +1,4 @@
-"""What a step of several plans is made of, side by side; where a run was measured, the measured time as a mark.
+"""Parts of a step for several plans, side by side; where a run was measured, the measured time as a mark.
 
 Plans of different models, batches and numbers of ranks are comparable since lengths are multiples of the ideal: of the
 time that the model's FLOPs would take at the peak of all ranks. A bar as long as 2 is an MFU of 50%.
@@ -7,13 +7,13 @@ time that the model's FLOPs would take at the peak of all ranks. A bar as long a
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.runs import PUBLISHED, read_runs
-from cs336_systems.cost.large.step_time import CONSTANTS, StepTime, step_time
-from cs336_systems.cost.plots.style import BACKWARD, FORWARD, footnote, new_figure, tidy
+from cs336_systems.cost.machines import CONSTANTS, Constants
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, footnote, new_figure, tidy, title
+from cs336_systems.cost.runs import PUBLISHED, read_runs
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
-from cs336_systems.text import plot_text
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import plot_text
 
 # Okabe and Ito 2008, computing in blues; the bubble is hatched, since it is the absence of work.
 COLOURS = {
@@ -30,7 +30,7 @@ COLOURS = {
     "optimizer": "#CC79A7",
 }
 DARK = ("backward", "recompute", "tensor-parallel", "expert-parallel", "pipeline")  # where text is white
-SHOWN, NAMED = 0.05, 0.005  # shares of a step: what is less has no number on it; is not in the legend
+SHOWN, NAMED = 0.05, 0.005  # shares of a step: smaller parts have no number; are not in the legend
 
 KORTHIKANTI = "kort22-"  # how the names of the runs of arXiv:2205.05198, table 5, begin
 
@@ -47,11 +47,9 @@ def published(begin: str = KORTHIKANTI, constants: Constants = CONSTANTS) -> lis
     """The runs of `data/published_runs.json` whose names begin so. Raises UserError if none does."""
     runs = read_runs(PUBLISHED)
     if chosen := [run for run in runs if run.id.startswith(begin)]:
-        return [
-            Bar(run.id.removeprefix(begin) or run.id, step_time(run.config, run.plan, run.seq, run.system, constants),
-                run.seconds)
-            for run in chosen
-        ]  # fmt: skip
+        steps = [step_time(run.config, run.plan, run.seq, run.system, constants) for run in chosen]
+        names = [run.id.removeprefix(begin) or run.id for run in chosen]
+        return [Bar(name, step, run.seconds) for name, step, run in zip(names, steps, chosen, strict=True)]
     kinds = ", ".join(dict.fromkeys(run.id.partition("-")[0] for run in runs))
     raise UserError(f"no published run begins with {begin!r}: they begin with {kinds}")
 
@@ -81,7 +79,7 @@ def draw(bars: Sequence[Bar]) -> Any:
     figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False)
     axes.axvline(1, color="black", linewidth=1, linestyle=":", zorder=0)
     compared = "; by how much it misses what was measured" if any(bar.measured for bar in bars) else ""
-    axes.set_title(f"A step, its parts and its MFU as predicted{compared}", loc="left", fontsize="medium")
+    title(axes, f"A step, its parts and its MFU as predicted{compared}")
     tidy(axes, "x")
     axes.tick_params(axis="y", length=0)
     footnote(figure, list({bar.step.system.name: bar.step.system for bar in bars}.values()))
@@ -94,11 +92,9 @@ def _draw_bar(axes: Any, height: int, bar: Bar) -> None:
         axes.barh(height, length, left=start, height=0.66, **_look(name))
         share = step.parts[name] / step.total
         if share >= SHOWN:
-            colour = "white" if name in DARK else "black"
-            where = start + length / 2
+            look = {"ha": "center", "va": "center", "color": "white" if name in DARK else "black", "fontsize": "small"}
             back = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if name == "bubble" else None
-            number = f"{share:.0%}"
-            axes.text(where, height, number, ha="center", va="center", color=colour, fontsize="small", bbox=back)
+            axes.text(start + length / 2, height, f"{share:.0%}", bbox=back, **look)
         start += length
     note, end = f"{format_seconds(step.total)}, MFU {step.mfu:.0%}", start
     if bar.measured:

@@ -1,4 +1,4 @@
-"""Which degree becomes communication-bound: the share of a step that one axis of parallelism sends, over its degree.
+"""Communication by degree: the share of a step that one axis of parallelism spends on it.
 
 The same work is split over more and more ranks along one axis, all others 1: a sequence over tp and cp, a batch over
 dp (ZeRO 3, which gathers each weight twice and scatters its gradient) and ep. What a rank computes shrinks with the
@@ -9,27 +9,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.step_time import CONSTANTS, step_time
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots.scaling import divides
 from cs336_systems.cost.plots.style import (
     GREY,
     STYLES,
     footnote,
     in_percent,
-    name_end,
+    name_ends,
     new_figure,
-    spread,
     ticks_at,
     tidy,
+    title,
 )
+from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 
 Axis = Literal["tp", "cp", "dp", "ep"]
-# What a step spends on the axis, and what the axis splits.
+# Part of a step that the axis takes, and title: what it splits.
 AXES: dict[Axis, tuple[str, str]] = {
     "tp": ("tensor-parallel", "Tensor parallelism: one sequence"),
     "cp": ("context-parallel", "Context parallelism: one sequence"),
@@ -60,12 +59,14 @@ def with_experts(config: ModelConfig) -> ModelConfig:
 
 def plan_at(axis: Axis, degree: int, batch: int) -> Plan | None:
     """A plan of one axis alone, its rows in one microbatch; None for a batch that does not divide."""
-    rows = 1
-    if axis in ("dp", "ep"):
-        rows, rest = divmod(batch, degree)
-        if rest or not rows:
-            return None
-    zero, together = 3 if axis == "dp" else 0, batch if axis in ("dp", "ep") else 1
+    splits_batch = axis in ("dp", "ep")
+    if splits_batch and batch % degree:
+        return None
+    zero, rows, together = (
+        3 if axis == "dp" else 0,
+        batch // degree if splits_batch else 1,
+        batch if splits_batch else 1,
+    )
     plan = Plan(sequence=axis == "tp", zero=zero, micro_batch=rows, global_batch=rows, overlap="none")
     return plan.override(**{axis: degree, "global_batch": together})
 
@@ -95,19 +96,14 @@ def crossing(found: Sequence[Share]) -> int | None:
 
 
 def draw(
-    config: ModelConfig,
-    seq: int,
-    systems: Sequence[System],
-    most: int,
-    batch: int,
-    constants: Sequence[Constants],
+    config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int, constants: Sequence[Constants]
 ) -> Any:
     """A matplotlib Figure of four panels, one for each axis, with a line for each machine and its constants. Raises
     UserError if no degree divides."""
     figure = new_figure(11.5, 7.6)
     degrees = [1 << k for k in range(1, most.bit_length())]
     panels = figure.subplots(2, 2, sharey=True, sharex=True).ravel()
-    for axes, (axis, (_, title)) in zip(panels, AXES.items(), strict=True):
+    for axes, (axis, (_, heading)) in zip(panels, AXES.items(), strict=True):
         lines = {
             each.name: shares(config, seq, each, axis, degrees, batch, own)
             for each, own in zip(systems, constants, strict=True)
@@ -117,7 +113,7 @@ def draw(
         _panel(axes, lines, most)
         sparse = with_experts(config)
         experts = f"{sparse.num_experts} experts in {sparse.expert_layers} layers"
-        axes.set_title(title.format(batch=f"{batch} sequences", experts=experts), loc="left", fontsize="medium")
+        title(axes, heading.format(batch=f"{batch} sequences", experts=experts))
         _mark_nodes(axes, {each.node for each in systems})
         ticks_at(axes, degrees)
         axes.set(xlim=(1.7, most * 3.6), ylim=(0, 1))
@@ -138,17 +134,15 @@ def draw(
 
 def _panel(axes: Any, lines: dict[str, list[Share]], most: int) -> None:
     axes.axhspan(0.5, 1, color="#f3f3f3", zorder=0)
-    ends = {}
+    ends: dict[str, tuple[float, float]] = {}
     for (name, found), (colour, marker) in zip(lines.items(), STYLES, strict=False):
         axes.plot([s.degree for s in found], [s.share for s in found], color=colour, marker=marker, markersize=4.5)
         if found:
-            ends[name] = (found[-1].degree, found[-1].share, colour)
+            ends[name] = (found[-1].degree, found[-1].share)
         if (first := crossing(found)) is not None:
             place = next(each.share for each in found if each.degree == first)
             axes.scatter(first, place, s=130, facecolors="none", edgecolors=colour, linewidths=1.6, zorder=4)
-    heights = spread([share for _, share, _ in ends.values()], 0.055)
-    for (name, (degree, share, colour)), height in zip(ends.items(), heights, strict=True):
-        name_end(axes, name, (degree, share), (degree * 1.35, height), colour)
+    name_ends(axes, ends, {name: colour for name, (colour, _) in zip(lines, STYLES, strict=False)}, 0.055)
     tidy(axes)
 
 

@@ -1,23 +1,20 @@
-"""The roofline: how fast each operator of a block and of the head runs, over the FLOPs that it makes of each byte.
+"""The roofline: FLOP/s of each operator of a block and of the head, over its FLOPs per byte.
 
 Left of the ridge an operator waits for memory, right of it for the processors (Williams et al., CACM 52(4), 2009).
 """
 
 from typing import Any, Literal, NamedTuple
 
-from cs336_systems.console import format_seconds
-from cs336_systems.cost.large.block_operators import block_operators
-from cs336_systems.cost.large.efficiency import Constants, work_seconds
-from cs336_systems.cost.large.end_operators import head_operators
-from cs336_systems.cost.large.operators import Rank
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.step_time import CONSTANTS
-from cs336_systems.cost.large.systems import System
-from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, footnote, new_figure, spread, tidy
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.operator_time import kernel_seconds
+from cs336_systems.cost.operators import Rank, block_operators, head_operators
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, footnote, new_figure, spread, tidy, title
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig
-from cs336_systems.text import plot_text
 
-SHOWN = 0.01  # of the time: what takes less goes without a label
+SHOWN = 0.01  # share of the time below which an operator has no label
 WAYS = {"forward": (FORWARD, ">"), "backward": (BACKWARD, "<")}
 
 
@@ -26,7 +23,7 @@ class Point(NamedTuple):
 
     operator: str
     way: Literal["forward", "backward"]
-    intensity: float  # FLOPs a byte read or written
+    intensity: float  # FLOPs per byte read or written
     rate: float  # FLOP/s
     seconds: float
     counted: bool  # False: element-wise work, of which the model counts bytes only; one FLOP a number stands for it
@@ -40,7 +37,7 @@ class Roof(NamedTuple):
 
     @property
     def ridge(self) -> float:
-        """FLOPs a byte from which on memory is no longer what one waits for."""
+        """FLOPs per byte from which on compute is the bound, not memory."""
         return self.flops / self.bandwidth
 
     def at(self, intensity: float) -> float:
@@ -56,17 +53,15 @@ def roofs(plan: Plan, system: System, constants: Constants = CONSTANTS) -> tuple
 
 
 def points(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> list[Point]:
-    """The operators of one block, with experts if the model has any, and of the head, forward and backward.
-
-    Raises UserError for a plan that does not divide the model.
-    """
+    """The operators of one block, with experts if the model has any, and of the head, forward and backward. Raises
+    UserError for a plan that does not divide the model."""
     plan.check(config, seq)
     rank, found = Rank(config, plan.alone(), seq), []
     for each in (*block_operators(rank, config.num_experts > 0), *head_operators(rank)):
         ways: tuple[tuple[Literal["forward", "backward"], Any], ...]
         ways = (("forward", each.forward), ("backward", each.backward))
         for way, works in ways:
-            seconds = sum(work_seconds(work, system, constants) for work in works)
+            seconds = sum(kernel_seconds(kernel, system, constants).total for kernel in works)
             flops = sum(work.flops or work.nbytes / work.width for work in works)
             nbytes = sum(work.nbytes for work in works)
             found.append(Point(each.name, way, flops / nbytes, flops / seconds, seconds, any(w.flops for w in works)))
@@ -99,9 +94,9 @@ def draw(config: ModelConfig, plan: Plan, seq: int, system: System, constants: C
     _name_roofs(near, both)
     near.yaxis.set_major_formatter(lambda value, _: f"{value / 1e12:.0f} T")
     whole.set_ylabel("FLOP/s on one rank")
-    for axes, title in ((whole, "All operators (hollow: element-wise, one FLOP a number)"), (near, "Products")):
+    for axes, heading in ((whole, "All operators (hollow: element-wise, one FLOP a number)"), (near, "Products")):
         axes.set_xlabel("arithmetic intensity: FLOPs for each byte of memory")
-        axes.set_title(title, loc="left", fontsize="medium")
+        title(axes, heading)
         tidy(axes)
     for number, (way, (colour, _)) in enumerate(WAYS.items()):
         where = (0.03 + 0.24 * number, 0.93)

@@ -1,4 +1,4 @@
-"""Weak and strong scaling: how well more and more accelerators are used, by the best plan and by plans of fixed tp, pp.
+"""Weak and strong scaling: MFU over the number of accelerators, of the best plan and of plans of fixed tp, pp.
 
 Strong: the batch of a step stays, so that each has less and less to do. Weak: the batch grows with the accelerators.
 """
@@ -7,25 +7,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.large.efficiency import Constants
-from cs336_systems.cost.large.plan import Plan
-from cs336_systems.cost.large.plan_memory import fits
-from cs336_systems.cost.large.step_time import CONSTANTS, StepTime, step_time
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots.style import (
     GREY,
     STYLES,
     footnote,
     in_percent,
-    name_end,
+    name_ends,
     new_figure,
-    spread,
     ticks_at,
     tidy,
+    title,
 )
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig, Recompute
-from cs336_systems.text import plot_text
 
 _MICRO = (1, 2, 4, 8)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "attention", "segments")
@@ -34,7 +33,7 @@ Pair = tuple[int, int]  # tp, pp
 
 
 class Study(NamedTuple):
-    """What scales, on what: a model and its sequence, a machine, and a plan for whatever is not tried."""
+    """A model and its sequence, a machine, and a plan for the choices that are not tried."""
 
     config: ModelConfig
     seq: int
@@ -62,7 +61,7 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
 
 
 def divides(config: ModelConfig, plan: Plan, seq: int) -> bool:
-    """Whether a plan divides a model and a sequence."""
+    """True where a plan divides a model and a sequence."""
     try:
         plan.check(config, seq)
     except UserError:
@@ -90,10 +89,8 @@ def curve(study: Study, counts: Sequence[int], batches: Sequence[int], pairs: Se
 
 
 def curves(study: Study, counts: Sequence[int], batches: Sequence[int], fixed: Sequence[Pair]) -> dict[str, Any]:
-    """By name of the line: that of the best plans, and one for each fixed (tp, pp) that fits anywhere.
-
-    Raises UserError if no plan fits any number of accelerators.
-    """
+    """By name of the line: that of the best plans, and one for each fixed (tp, pp) that fits anywhere. Raises UserError
+    if no plan fits any number of accelerators."""
     found = {"best": curve(study, counts, batches, every_pair(study))}
     if not found["best"]:
         raise UserError(
@@ -112,9 +109,9 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
         (f"Strong: {batch} sequences of {study.seq} tokens in a step", [batch] * len(counts)),
         (f"Weak: {each} sequence{'s' * (each > 1)} of {study.seq} tokens for each GPU", [each * n for n in counts]),
     )
-    for axes, (title, batches) in zip(panels, kinds, strict=True):
+    for axes, (heading, batches) in zip(panels, kinds, strict=True):
         _panel(axes, curves(study, counts, batches, fixed), counts)
-        axes.set_title(title, loc="left", fontsize="medium")
+        title(axes, heading)
     top = max(line.get_ydata().max() for axes in panels for line in axes.lines)
     panels[0].set(ylim=(0, top * 1.1), ylabel="MFU")
     in_percent(panels[0].yaxis)
@@ -141,15 +138,12 @@ def _panel(axes: Any, lines: dict[str, dict[int, StepTime]], counts: Sequence[in
     axes.set_xlim(counts[0] / 1.3, counts[-1] * 3.6)
     axes.set_xlabel("GPUs, and the best plan's tp / pp")
     tidy(axes)
-    ends = {name: list(line.items())[-1] for name, line in lines.items()}
-    heights = spread([step.mfu for _, step in ends.values()], 0.025)
-    for (name, (gpus, step)), height in zip(ends.items(), heights, strict=True):
-        weight = "bold" if name == "best" else "normal"
-        name_end(axes, name, (gpus, step.mfu), (counts[-1] * 1.25, height), styles[name][0], weight=weight)
+    ends = {name: (max(line), line[max(line)].mfu) for name, line in lines.items()}
+    name_ends(axes, ends, {name: colour for name, (colour, _) in styles.items()}, 0.025, counts[-1] * 1.25)
 
 
 def _rates(axes: Any, study: Study) -> None:
-    """The scale of tokens a second on the right: MFU times what one accelerator could do at its peak."""
+    """The scale of tokens per second on the right: MFU times what one accelerator could do at its peak."""
     step = step_time(study.config, study.base.override(global_batch=study.base.micro_batch * study.base.data),
                      study.seq, study.system, study.constants)  # fmt: skip
     tokens = step.plan.global_batch * step.seq

@@ -1,15 +1,15 @@
-"""What the pictures have in common: colours, axes, labels that keep their distance, and files that do not change."""
+"""Shared by the pictures: colours, axes, labels that keep their distance, and files with stable bytes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.large.domain import fitted
-from cs336_systems.cost.large.systems import System
+from cs336_systems.cost.domain import fitted
+from cs336_systems.cost.machines import System
 from cs336_systems.errors import UserError
-from cs336_systems.text import plot_text
+from cs336_systems.host.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
 SUFFIXES = (".svg", ".png", ".pdf")
@@ -20,7 +20,7 @@ GREY, PALE = "#555555", "#dddddd"
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there."""
+    """True where matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -59,16 +59,25 @@ def in_percent(axis: Any) -> None:
     axis.set_major_formatter(import_module("matplotlib.ticker").PercentFormatter(1.0, decimals=0))
 
 
-def name_end(
-    axes: Any, name: str, end: tuple[float, float], place: tuple[float, float], colour: str, **text: Any
+def name_ends(
+    axes: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str], gap: float, column: float = 0.0
 ) -> None:
-    """A line's name beside its end, joined to it by a thin line."""
+    """Name lines to the right of their ends, at least `gap` apart and in one column if given, joined by thin lines."""
     joined = {"arrowstyle": "-", "color": "#bbbbbb", "linewidth": 0.6, "relpos": (0, 0.5)}
-    axes.annotate(name, end, place, va="center", color=colour, fontsize="small", arrowprops=joined, **text)
+    heights = spread([y for _, y in ends.values()], gap)
+    for (name, (x, y)), height in zip(ends.items(), heights, strict=True):
+        weight = "bold" if name == "best" else "normal"
+        look = {"va": "center", "color": colours[name], "fontsize": "small", "weight": weight}
+        axes.annotate(name, (x, y), (column or 1.35 * x, height), arrowprops=joined, **look)
+
+
+def title(axes: Any, text: str) -> None:
+    """The title of a panel, to the left."""
+    axes.set_title(text, loc="left", fontsize="medium")
 
 
 def unfitted(systems: Sequence[System]) -> str:
-    """What to know of machines that none of the fitted runs was on; empty if there is none."""
+    """A note on machines that no fitted run was on; empty if there is none."""
     names = [system.name for system in systems if system.name not in fitted().machines]
     return f"{', '.join(names)}: figures of data sheets, no run was fitted" if names else ""
 
@@ -80,10 +89,8 @@ def footnote(figure: Any, systems: Sequence[System]) -> None:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Where labels go so that each is at least `gap` from the next: as near to their places as keeps their order.
-
-    Neighbours that are too close share one block, centred on where they belong.
-    """
+    """Places of labels at least `gap` apart, as near to the given places as their order allows. Neighbours that are too
+    close share one block, centred on where they belong."""
     order = sorted(range(len(places)), key=places.__getitem__)
     blocks: list[tuple[float, list[int]]] = []  # (centre, who)
     for who in order:

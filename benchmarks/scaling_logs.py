@@ -1,0 +1,139 @@
+"""Runs of a scaling study from files: logs of Megatron-LM or of cs336_systems.train, and runs kept as JSON."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.scaling_run import RECOMPUTED, Run, parse_published
+from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
+from cs336_systems.errors import UserError
+
+MEBIBYTE = 2**20
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
+# Arguments of models that the formula for FLOPs does not describe.
+OTHER_SHAPES = ("swiglu", "group_query_attention", "num_experts")
+
+
+def read_runs(paths: Iterable[Path]) -> list[Run]:
+    """Read the runs of some files, in order, each by its suffix: .json, .jsonl, or else a log of Megatron-LM.
+
+    Raises UserError for a file that cannot be read or holds no run.
+    """
+    found: list[Run] = []
+    for path in paths:
+        try:
+            text = path.read_text(errors="replace")
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        found += READERS.get(path.suffix, parse_log)(text, path.name)
+    return found
+
+
+def parse_log(text: str, name: str = "log") -> list[Run]:
+    """Read a Megatron-LM log, or notes that quote such logs: one run per block of arguments.
+
+    The time of an iteration and each timer are the median over the reports without a skipped iteration. Raises
+    UserError if there are no timers, saying what was looked for, or if the arguments lack the layout or contradict
+    themselves.
+    """
+    timed = [run for run in megatron_runs(text, name) if run.timers(first=True)]
+    if not timed:
+        raise UserError(
+            f"{name} has no timers of a training step: looked for lines `time (ms) | forward-compute: 43.42 | ...`, "
+            "and for `forward-backward ...: (41.07, 43.42)` below `time across ranks (ms):`; newer Megatron-LM "
+            "prints them with --timing-log-level 2"
+        )
+    return [_megatron_run(logged, name) for logged in timed]
+
+
+def _megatron_run(logged: LoggedRun, file: str) -> Run:
+    tp, pp, dp, world = (_number(logged, each, file) for each in DEGREES)
+    if tp * pp * dp != world:
+        raise UserError(
+            f"{file}: world_size {world} is not tensor {tp} x pipeline {pp} x data {dp} = {tp * pp * dp} parallel; "
+            "other kinds of parallelism have no place in this table"
+        )
+    batch = logged.batch or _number(logged, "global_batch_size", file)
+    if logged.reports:
+        ms_per_sample = median(each.milliseconds for each in logged.steady(first=True)) / batch
+    elif logged.sample_ms is not None:
+        ms_per_sample = logged.sample_ms
+    else:
+        raise UserError(
+            f"{file} has timers, but not the time of an iteration: looked for `elapsed time per iteration (ms): ...` "
+            "and `... ms per sample`"
+        )
+    counts: dict[str, int] = {}
+    if same := logged.at_last_batch:
+        first, last = same[0], same[-1]
+        if last.iteration > first.iteration and first.consumed is not None and last.consumed is not None:
+            counts = {"iterations": last.iteration - first.iteration, "samples": last.consumed - first.consumed}
+    return Run(
+        name=logged.name, tp=tp, pp=pp, dp=dp, micro_batch_size=_number(logged, "micro_batch_size", file),
+        global_batch_size=batch, ms_per_sample=ms_per_sample, timers=logged.timers(first=True), source=file,
+        over_ranks=logged.over_ranks, vocab_size=logged.vocabulary(), **_shape(logged) | logged.notes | counts,
+    )  # fmt: skip
+
+
+def _shape(logged: LoggedRun) -> dict[str, Any]:
+    """Fields of the model: without num_layers if its FLOPs are not those of the plain transformer."""
+    layers, hidden, seq = (logged.number(name) for name in ("num_layers", "hidden_size", "seq_length"))
+    granularity = logged.arguments.get("recompute_granularity")
+    full = logged.arguments.get("checkpoint_activations") == "True" or granularity == "full"
+    feed_forward = logged.number("ffn_hidden_size")
+    other = feed_forward is not None and feed_forward != 4 * (hidden or 0)
+    other = other or any(logged.says(name) for name in OTHER_SHAPES)
+    recompute = "full" if full else "selective" if granularity == "selective" else "none"
+    return {"num_layers": None if other else layers, "hidden_size": hidden, "seq_length": seq, "recompute": recompute}
+
+
+def _number(logged: LoggedRun, name: str, file: str) -> int:
+    number = logged.number(name)
+    if number is None:
+        said = logged.arguments
+        seen = f"says {said[name]!r}" if name in said else "is not there"
+        # This project prints lines like Megatron-LM's, too, but the layout only into its log.
+        ours = "" if said else "; of this project's own runs give the log file (--log-file), not what is printed"
+        raise UserError(
+            f"{file} has timers, but no layout for them: {name} {seen} in the block between `--- arguments ---` and "
+            f"`--- end of arguments ---` that Megatron-LM prints first{ours}"
+        )
+    return number
+
+
+def parse_train_log(text: str, name: str) -> list[Run]:
+    """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
+    try:
+        return [_own_run(read_train_log(text, name))]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{name} is not as python -m cs336_systems.train writes its log: {error!r}") from None
+
+
+def _own_run(logged: LoggedRun) -> Run:
+    header, file = logged.header, logged.name
+    mesh, batch, model, memory = header["mesh"], header["batch_size"], header["model"], logged.notes["peak_memory"]
+    if mesh.get("ep", 1) != 1:
+        raise UserError(
+            f"{file}: {mesh['ep']} expert-parallel ranks have no place in a table of tensor x pipeline x data"
+        )
+    other = model["d_ff"] != 4 * model["d_model"] or model["feed_forward"] == "swiglu" or model["num_experts"]
+    grouped = model["num_kv_heads"] not in (0, model["num_heads"])
+    # The formula for FLOPs has every block once more; nested segments repeat some of what they repeat.
+    plain = not (other or grouped or model["recompute"] == "nested")
+    return Run(
+        name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
+        global_batch_size=batch, ms_per_sample=median(each.milliseconds for each in logged.steady(first=True)) / batch,
+        timers=logged.timers(first=True), num_layers=model["num_layers"] if plain else None,
+        hidden_size=model["d_model"], seq_length=header["seq"], vocab_size=model["vocab_size"],
+        recompute=RECOMPUTED[model["recompute"]],
+        gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
+        source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
+    )  # fmt: skip
+
+
+# By suffix. A reader takes the text and the file's name.
+READERS: dict[str, Callable[[str, str], list[Run]]] = {
+    ".json": parse_published,
+    ".jsonl": parse_train_log,
+}

@@ -1,0 +1,108 @@
+"""Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [start, stop) of a flattened tensor, number `index` of its layout."""
+
+    index: int
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Tensors one after another in a flat buffer; rank r owns the elements [cuts[r], cuts[r + 1]).
+
+    two ranks, tensors of 5 and 2 elements:   a a a a | a b b .      equal slices, the last padded
+    the same, cut between tensors:            a a a a a | b b
+    """
+
+    shapes: tuple[torch.Size, ...]
+    offsets: tuple[int, ...]
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def pack(cls, tensors: Sequence[Tensor], num_shards: int = 1, granule: int = 1) -> "FlatLayout":
+        """In the given order, cut into equal slices, multiples of `granule` elements; the end is padded."""
+        *offsets, end = accumulate((tensor.numel() for tensor in tensors), initial=0)
+        slice_ = math.ceil(end / num_shards / granule) * granule
+        cuts = tuple(slice_ * rank for rank in range(num_shards + 1))
+        return cls(tuple(tensor.shape for tensor in tensors), tuple(offsets), cuts)
+
+    @classmethod
+    def whole(cls, tensors: Sequence[Tensor], num_shards: int) -> "FlatLayout":
+        """Cut between tensors: each, the largest first, goes to the rank that has the least so far."""
+        load, rank_of = [0] * num_shards, [0] * len(tensors)
+        for index in sorted(range(len(tensors)), key=lambda i: (-tensors[i].numel(), i)):
+            rank = rank_of[index] = load.index(min(load))
+            load[rank] += tensors[index].numel()
+        offsets, end = [0] * len(tensors), 0
+        for index in sorted(range(len(tensors)), key=lambda i: (rank_of[i], i)):
+            offsets[index] = end
+            end += tensors[index].numel()
+        return cls(tuple(tensor.shape for tensor in tensors), tuple(offsets), tuple(accumulate(load, initial=0)))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.cuts[-1]
+
+    def new_buffer(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer (numel,) whose tensors are still to be filled in, and whose padding is zero."""
+        flat = torch.empty(self.numel, dtype=dtype, device=device)
+        flat[sum(shape.numel() for shape in self.shapes) :].zero_()
+        return flat
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """Tensor number `index` as a view of the buffer."""
+        shape, start = self.shapes[index], self.offsets[index]
+        return flat[start : start + shape.numel()].view(shape)
+
+    def shard(self, flat: Tensor, rank: int) -> Tensor:
+        """The slice that a rank owns, as a view of the buffer."""
+        return flat[self.cuts[rank] : self.cuts[rank + 1]]
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """The piece of each tensor that a rank owns, in the order of its slice; empty ones are left out."""
+        first, last = self.cuts[rank], self.cuts[rank + 1]
+        found = []
+        for index, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
+            start, stop = max(first, offset), min(last, offset + shape.numel())
+            if start < stop:
+                found.append((start, Piece(index, start - offset, stop - offset)))
+        return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+
+
+def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T] = ()) -> list[list[T]]:
+    """Groups in the order in which backward should finish them: last parameter first, up to `cap_bytes` a group, and
+    then those that are to lie `apart`, one by one.
+
+    A group has one dtype and one device. A cap of 0 gives each parameter a group of its own, infinity one to all.
+    """
+    done: list[list[T]] = []
+    open_: dict[tuple[torch.dtype, torch.device], list[T]] = {}
+    alone = set(apart)
+    for parameter in reversed([p for p in parameters if p not in alone]):
+        kind = (parameter.dtype, parameter.device)
+        group = open_.setdefault(kind, [])
+        if group and sum(p.nbytes for p in group) + parameter.nbytes > cap_bytes:
+            done.append(group)
+            group = open_[kind] = []
+        group.append(parameter)
+    return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]

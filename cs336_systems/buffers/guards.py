@@ -1,0 +1,261 @@
+"""Guards of the data-parallel wrappers: checks that protect their users, called at named points of ddp.py and fsdp.py.
+
+on construction      every parameter has values, and the ranks' modules are equal
+before_forward       no parameter was replaced, cast or unfrozen since
+before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
+on_gradient          note a second backward before the synchronisation, which reduces every bucket twice
+before_finish        as before forward, and no gradient was dropped
+finished             optimizers may step
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import zip_longest
+from typing import Any
+from weakref import WeakMethod, ref
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cs336_systems.buffers.placements import Placement
+from cs336_systems.comm import Group, agree, fault, global_rank, is_fake
+from cs336_systems.errors import UserError
+
+
+class Guard:
+    """The guard of one wrapper, whose gradients rest as `gradients` says. `names` and `trainable` are the module's
+    parameters when it was wrapped, without those that are `ignored`, which another wrapper has.
+
+    Raises UserError, on every rank, for a parameter without values, and for modules or wrappers (by name and `kind`)
+    that differ between ranks.
+    """
+
+    def __init__(
+        self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter], gradients: Placement
+    ) -> None:
+        self.wrapper, self.module, self.group, self.ignored, self.gradients = wrapper, module, group, ignored, gradients
+        self.synchronised = True
+        self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
+        self.again = False  # true if one of them has come twice, so that every bucket is to be reduced twice
+        self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
+        self.hooks: list[RemovableHandle] = []
+        self.hookless: list[nn.Parameter] = []
+        for name, parameter in self._named():
+            if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
+                raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
+        compare_structures([*describe(module, ignored), f"wrapper {wrapper}, {kind}"], group)
+        self.remember_structure()
+
+    def remember_structure(self) -> None:
+        """Expect the module's parameters to stay as they are now."""
+        self.names = {parameter: name for name, parameter in self._named()}
+        self.dtypes = {parameter: parameter.dtype for parameter in self.names}
+        self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return (named for named in self.module.named_parameters() if named[1] not in self.ignored)
+
+    def accept(self, full: nn.Parameter, shard: nn.Parameter) -> None:
+        """Allow the whole weight in place of its shard, and no gradient hook on the shard."""
+        self.hookless.append(shard)
+        self.names[full], self.dtypes[full] = self.names[shard], full.dtype
+        if full.requires_grad:
+            self.trainable[full] = None
+
+    def protect(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Make optimizers refuse to step on parameters that are not synchronised, or whose wrapper is gone."""
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        for parameter in parameters:
+            _guards_of.setdefault(parameter, []).append(ref(self))
+
+    def release(self) -> None:
+        """Remove the hooks and let the parameters be trained on one rank alone."""
+        for hook in self.hooks:
+            hook.remove()
+        self.synchronised = True
+        for parameter in self.names:
+            others = [reference for reference in _guards_of.pop(parameter, []) if reference() not in (self, None)]
+            if others:
+                _guards_of[parameter] = others
+
+    def before_forward(self) -> None:
+        """Raises UserError if the module has changed, or has a gradient hook that would never run."""
+        self._check_unchanged()
+        for shard in self.hookless:
+            refuse_hooks(shard, self.names[shard])
+
+    def _check_unchanged(self) -> None:
+        """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
+        gradient, which is fine.)"""
+        for name, parameter in self._named():
+            change = None
+            if parameter not in self.names:
+                change = "is not the parameter that was wrapped"
+            elif parameter.dtype != self.dtypes[parameter]:
+                change = f"was {self.dtypes[parameter]} when wrapped and is {parameter.dtype} now"
+            elif parameter.requires_grad and parameter not in self.trainable:
+                change = "was frozen when wrapped and wants a gradient now"
+            if change:
+                raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
+
+    def dropped(self) -> bool:
+        """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
+        return any(self.gradients.dropped(parameter) for parameter in self.arrived)
+
+    def before_gradient(self, parameter: nn.Parameter) -> None:
+        """Raises UserError if the parameter's gradient was dropped while it was being reduced."""
+        self.synchronised = False
+        if parameter in self.arrived and self.gradients.dropped(parameter):
+            self._refuse_dropped()
+
+    def on_gradient(self, parameter: nn.Parameter, reduces: bool) -> None:
+        """Note a gradient that has come, in a backward that reduces or in one that only accumulates."""
+        self.again |= parameter in self.arrived
+        if reduces:
+            self.arrived.add(parameter)
+
+    def before_finish(self) -> None:
+        """Raises UserError if the module has changed, or gradients were dropped since backward."""
+        self._check_unchanged()
+        if self.dropped():
+            self._refuse_dropped()
+
+    def _refuse_dropped(self) -> None:
+        raise fault(
+            "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or by "
+            "zero_grad() of the wrapper"
+        )
+
+    def watch(self, shard: nn.Parameter) -> None:
+        """Give one shard a gradient of zeros, which an optimizer's zero_grad drops or writes to, and so is noticed."""
+        if self.watched is None:
+            shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
+            self.watched = (shard, shard.grad, shard.grad._version)
+
+    def check_watched(self) -> None:
+        """Raises UserError if the gradient of the watched shard was dropped or written to."""
+        if self.watched is None:
+            return
+        shard, gradient, version = self.watched
+        if shard.grad is not gradient or gradient._version != version:
+            raise fault(
+                "gradients were changed or dropped before finish_gradient_synchronization() had delivered them all: "
+                "call that first, or zero_grad() of the wrapper to drop them"
+            )
+
+    def second_backward(self) -> bool:
+        """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
+        their collectives would not match otherwise."""
+        if again := self.again:
+            agree("a second backward before finish_gradient_synchronization()", "", self.group)
+        self.again, self.arrived = False, set()
+        return again
+
+    def finished(self) -> None:
+        """Let optimizers step."""
+        self.synchronised, self.watched = True, None
+
+    def reset(self) -> None:
+        """Forget the gradients that have come. The ranks agree first if some were being reduced."""
+        if self.arrived:
+            agree("zero_grad() after an unfinished backward", "", self.group)
+        self.again, self.arrived = False, set()
+        self.finished()
+
+    def require_finished(self, what: str) -> None:
+        """Raises UserError if `what` would look at gradients that are not synchronised."""
+        if not self.synchronised:
+            raise UserError(
+                f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "
+                "own; call it after the last backward of a step"
+            )
+
+
+def describe(module: nn.Module, ignored: Set[nn.Parameter]) -> list[str]:
+    """One line per parameter (tied ones again under each name) and per buffer, in order."""
+    first: dict[Tensor, str] = {}
+    lines = []
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if p not in ignored:
+            kind, tied = "trainable" if p.requires_grad else "frozen", first.setdefault(p, name)
+            tie = f" tied to {tied}" if tied != name else ""
+            lines.append(f"parameter {name} {tuple(p.shape)} {p.dtype} {kind}{tie}")
+    return lines + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
+
+
+def compare_structures(lines: list[str], group: Group) -> None:
+    """Raises UserError on every rank, with the first difference, unless all ranks have the same lines. They are
+    compared through the store: a collective over tensors that differ in size aborts the process on gloo."""
+    digests = agree("structure", hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(text) for text in agree("structure in full", json.dumps(lines, allow_nan=False), group)]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
+    number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
+    raise UserError(
+        f"the ranks' modules differ, first in entry {number}: rank {global_rank(0, group)} has {a}, "
+        f"rank {global_rank(other, group)} has {b}"
+    )
+
+
+_hooks: list[RemovableHandle] = []
+_guards_of = WeakTensorKeyDictionary()  # parameters, and references to the guards of their wrappers
+replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, which optimizers refuse, and their names
+
+
+def refuse_hooks(weight: nn.Parameter, name: str) -> None:
+    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one."""
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
+
+
+def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
+    """A hook that calls the method, with `first` and then torch's arguments, for as long as its object lives: torch's
+    gradient hooks, which the garbage collector does not see, would keep both alive for ever."""
+    reference, references = WeakMethod(method), [ref(each) for each in first]
+
+    def hook(*rest: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*(each() for each in references), *rest)
+
+    return hook
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Look at an optimizer's gradients before each step, and once more after a closure has made new ones."""
+    _require_synchronised(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    def checked() -> Any:
+        loss = closure()
+        _require_synchronised(optimizer)
+        return loss
+
+    return (args[0], checked, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+
+
+def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter in replaced:
+            raise UserError(
+                f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
+                "it; make it from the wrapped module's parameters"
+            )
+        references = _guards_of.get(parameter, [])
+        guards = [guard for reference in references if (guard := reference()) is not None]
+        if references and not guards:
+            raise UserError(
+                "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
+                "unwrap() it to train on this rank alone"
+            )
+        for guard in guards:
+            guard.require_finished(f"{type(optimizer).__name__}.step()")

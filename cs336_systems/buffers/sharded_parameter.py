@@ -1,0 +1,159 @@
+"""A sharded parameter: one weight of which each rank keeps some rows, and has the rest while a layer computes with it.
+
+    resharded     `shard` (rows/N columns), the fp32 master that the optimizer steps; `full` has an empty storage
+    unsharded     `full` (rows columns) in the compute dtype, gathered from all ranks; the module sees it as its weight
+
+The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.buffers.bucket import GradBucket
+from cs336_systems.buffers.flat import FlatLayout
+from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
+from cs336_systems.buffers.placements import SHARDED
+from cs336_systems.comm import Group, Work, all_gather
+from cs336_systems.comm.memory_labels import mark
+
+
+class WeightProxy(dict[str, nn.Parameter | None]):
+    """A layer's parameters by name, in place of `layer._parameters`: code outside the layer that reads its weight (a
+    tied head, a slice of a table of positions) gets the whole weight from `lend`, or the rows if that gives None."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter | None], lend: Callable[[], nn.Parameter | None]) -> None:
+        super().__init__(parameters)
+        self.lend = lend
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        lent = self.lend() if name == "weight" else None
+        return super().__getitem__(name) if lent is None else lent
+
+
+class ShardedParameter:
+    """One 2-D weight, which its modules (several if it is tied) know as their `weight`. `rows` are [first, last) of
+    this rank, `gradients` the bucket that reduce-scatters its gradient in the weight's own dtype."""
+
+    def __init__(
+        self, weight: nn.Parameter, modules: Sequence[nn.Module], name: str, dtype: torch.dtype, group: Group
+    ) -> None:
+        self.modules, self.name, self.group, self.shape = modules, name, group, weight.shape
+        num_rows, columns = weight.shape
+        self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
+        self.rows = first, last = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
+        rows = weight.detach()[first:last].clone(memory_format=torch.contiguous_format)
+        self.shard = nn.Parameter(rows, weight.requires_grad)
+        self.trainable = weight.requires_grad
+        self.version = self.shard._version  # of the weight that was last gathered
+        flat = torch.empty(self.layout.numel, dtype=dtype, device=weight.device)
+        self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
+        # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
+        self.flat = flat.data
+        self.nbytes = flat.untyped_storage().nbytes()
+        self.work: Work | None = None  # from `launch_unshard` to `unshard`
+        self.unsharded = False
+        self.gradients = GradBucket([self.full], group, f"gradient of {name}", SHARDED, weight.dtype, columns)
+        self.reshard()
+
+    @torch.no_grad()
+    def launch_unshard(self) -> None:
+        """Start gathering the weight, if it is not there or on its way."""
+        if self.unsharded or self.work is not None:
+            return
+        if self.shard._version != self.version:  # a graph from before the last step must not go on with new weights
+            self.version = self.shard._version
+            torch.autograd.graph.increment_version(self.full)
+        self.flat.untyped_storage().resize_(self.nbytes)
+        mark("parameters", self.flat)
+        self._fill(self.flat)
+        self.work = all_gather(self.flat, self.group, self.name)
+
+    def _fill(self, flat: Tensor) -> None:
+        """Copy this rank's rows to their place in a buffer, with zeros behind them where the slice is padded."""
+        mine = self.layout.shard(flat, self.group.rank())
+        mine[: self.shard.numel()].copy_(self.shard.view(-1))
+        mine[self.shard.numel() :].zero_()
+
+    def unshard(self) -> None:
+        """Let the modules see the whole weight, gathering it unless that has begun."""
+        self.launch_unshard()
+        if self.work is not None:
+            self.work.wait()
+            self.work, self.unsharded = None, True
+        self.full.requires_grad_(self.shard.requires_grad)
+        for module in self.modules:
+            module._parameters["weight"] = self.full
+
+    def reshard(self) -> None:
+        """Free the whole weight; the modules see the shard."""
+        if self.work is not None:
+            self.work.wait()
+        self.work, self.unsharded = None, False
+        self.flat.untyped_storage().resize_(0)
+        for module in self.modules:
+            module._parameters["weight"] = self.shard
+
+    @torch.no_grad()
+    def deliver_gradient(self) -> None:
+        """Add this rank's rows of the mean gradient to the shard's, unless no rank has any."""
+        reduced, self.gradients.shard = self.gradients.shard, None
+        if not self.shard.numel():  # a scaler would find an empty gradient finite although the other ranks' are not
+            self.shard.grad = None
+        elif reduced is not None and self.gradients.used:
+            rows = reduced[: self.shard.numel()].view(self.shard.shape)
+            self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
+        self.gradients.used = set()
+
+    @torch.no_grad()
+    def gather(self) -> Tensor:
+        """The master weight (rows columns) on every rank. Every rank must call this."""
+        flat = torch.empty(self.layout.numel, dtype=self.shard.dtype, device=self.shard.device)
+        self._fill(flat)
+        all_gather(flat, self.group, f"{self.name} in full").wait()
+        return self.layout.view(flat, 0)
+
+
+def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
+    """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses.
+
+    Raises TypeError, naming the source, where another kind of object hides them: their backward would not be seen.
+    """
+    leaves = tree_leaves(tree)
+    for leaf in leaves:
+        if is_dataclass(leaf):
+            leaves += tree_leaves([getattr(leaf, field.name) for field in fields(leaf)])
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    opaque = [type(leaf).__name__ for leaf in leaves if hasattr(leaf, "__dict__") and not is_dataclass(leaf)]
+    if source and opaque and not found and torch.is_grad_enabled():
+        raise TypeError(f"{source} returns a {opaque[0]}, in which FSDP finds no tensor: return a tuple or dataclass")
+    return [tensor for tensor in found if tensor.requires_grad]
+
+
+def shard_weights(
+    module: nn.Module, compute_dtype: torch.dtype | None, guard: Guard
+) -> list[tuple[nn.Module, ShardedParameter]]:
+    """Replace the 2-D `weight` of every layer by this rank's rows: the layers in the order in which they are
+    registered, each with its sharded parameter, which tied layers share."""
+    layers_of: dict[nn.Parameter, list[nn.Module]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for name, layer in module.named_modules():
+        weight = layer._parameters.get("weight")
+        if weight is None or weight in guard.ignored or weight.dim() != 2:
+            continue
+        if isinstance(weight, nn.Parameter) and weight.numel() and weight.is_floating_point():
+            layers_of.setdefault(weight, []).append(layer)
+            refuse_hooks(weight, names.setdefault(weight, f"{name}.weight".lstrip(".")))
+    sharded_of: dict[nn.Module, ShardedParameter] = {}
+    for weight, layers in layers_of.items():
+        sharded = ShardedParameter(weight, layers, names[weight], compute_dtype or weight.dtype, guard.group)
+        sharded_of |= dict.fromkeys(layers, sharded)
+        replaced[weight] = sharded.name
+    guard.remember_structure()
+    for sharded in set(sharded_of.values()):
+        guard.accept(sharded.full, sharded.shard)
+    return [(layer, sharded_of[layer]) for layer in module.modules() if layer in sharded_of]

@@ -1,0 +1,38 @@
+"""Output that all commands share: tables, JSON, and warnings about a prediction outside the fitted domain."""
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+
+
+def print_json(found: Any) -> None:
+    """Print a value as JSON; infinities and NaN are a mistake."""
+    click.echo(json.dumps(found, indent=1, allow_nan=False))
+
+
+def new_table(columns: Sequence[str], rows: Iterable[Sequence[Any]] = (), title: str | None = None) -> Table:
+    """A table whose first column is to the left and the others to the right; `<name` and `~name` are to the left as
+    well, and the lines of `~name` may wrap."""
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, title=title, title_justify="left"
+    )
+    for place, name in enumerate(columns):
+        left = place == 0 or name[:1] in ("<", "~")
+        table.add_column(name.lstrip("<~"), justify="left" if left else "right", no_wrap=name[:1] != "~")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def print_warnings(screen: Console, warnings: Iterable[str]) -> None:
+    """A line for each warning."""
+    for line in warnings:
+        screen.print(Text.assemble(("warning:", "yellow"), f" {line}"))

@@ -1,0 +1,171 @@
+"""Arithmetic: rounding of sums by accumulator, and lower bounds of a kernel's time (RMSNorm, softmax, leaderboards)."""
+
+# The letters are those of the formulas.
+# ruff: noqa: N803
+
+import struct
+from collections.abc import Callable
+from math import floor, log2
+
+from cs336_systems.cost.course.answers import given, quantity, require
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.template import Value
+from cs336_systems.errors import UserError
+
+_H100, _H200, _B200 = system_preset("H100"), system_preset("H200"), system_preset("B200")
+_H100_FP32 = 67e12  # its data sheet; `machines.py` has tensor cores only
+
+
+def _check_format(name: str, e: int) -> None:
+    require(e in (1, 2, 4, 8), f"{name}: a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
+
+
+def _check_time(name: str, t: float, least: float) -> None:
+    require(t >= least, f"{name}: t must be at least {quantity(least, 's')}, what the products take at full speed")
+
+
+def norm_roofline(R: int = 50_000, H: int = 8192, e: int = 4, V: float = _H200.bandwidth) -> dict[str, Value]:
+    """RMSNorm over R rows of H numbers of e bytes: bytes of a fused kernel and of separate operators."""
+    _check_format("norm-roofline", e)
+    tensor = e * R * H
+    return {
+        "tensor": tensor,
+        "fused_forward": 2 * tensor / V,
+        "eager_forward": 7 * tensor / V,
+        "fusion": 7 / 2,
+        "fused_backward": 3 * tensor / V,
+        "intensity": 4 / (2 * e),
+        "balance": _H200.matmul_flops / V,
+    }
+
+
+def softmax_share(
+    S: int = 1024, d: int = 64, e: int = 4, C: float = _H100_FP32, V: float = _H100.bandwidth
+) -> dict[str, Value]:
+    """Softmax against the two products of one attention head, in FLOPs and in time."""
+    _check_format("softmax-share", e)
+    products, softmax = 4 * S * S * d, 5 * S * S
+    return {
+        "product_flops": products,
+        "softmax_flops": softmax,
+        "flops_ratio": products / softmax,
+        "product_seconds": products / C,
+        "softmax_seconds": 2 * e * S * S / V,
+        "time_ratio": products / C * V / (2 * e * S * S),
+    }
+
+
+def leaderboard_flash(
+    h: int = 16, S: int = 16_384, d: int = 64, t: float = 5.364e-3, C: float = _H100.matmul_flops
+) -> dict[str, Value]:
+    """The 2025 leaderboard: causal attention of h heads forward and backward, t seconds measured."""
+    product = h * S * S * d  # 2 S² d FLOPs, of which the mask leaves half
+    _check_time("leaderboard-flash", t, 7 * product / C)
+    return {
+        "product": product,
+        "forward": 2 * product,
+        "backward": 5 * product,
+        "total": 7 * product,
+        "least": 7 * product / C,
+        "reached": 7 * product / t,
+        "share": 7 * product / t / C,
+    }
+
+
+def leaderboard_step(
+    L: int = 34,
+    D: int = 4096,
+    F: int = 11_008,
+    V: int = 151_936,
+    S: int = 32_768,
+    B: int = 2,
+    N: int = 2,
+    t: float = 3.837,
+    C: float = _B200.matmul_flops,
+    H: float = _B200.memory,
+) -> dict[str, Value]:
+    """The 2026 leaderboard: a training step of an 8 B model on N devices, t seconds measured."""
+    tokens, blocks, table = B * S, L * (4 * D * D + 3 * D * F), V * D
+    parameters = blocks + 2 * table + (2 * L + 1) * D
+    products, attention = 6 * (blocks + table) * tokens, 7 * B * L * S * S * D
+    total, state = products + attention, 16 * parameters
+    _check_time("leaderboard-step", t, total / (N * C))
+    fits = "it must be sharded" if state > H else "it fits, if activations fit beside it"
+    return {
+        "parameters": parameters,
+        "state": state,
+        "products": products,
+        "attention": attention,
+        "total": total,
+        "least": total / (N * C),
+        "reached": total / (N * t),
+        "share": total / (N * t * C),
+        "one_device": state / H,
+        "all_devices": state / (N * H),
+        "room": f"{quantity(N, 'devices')} cannot hold it" if state > N * H else fits,
+        "logits": 2 * tokens * V,
+    }
+
+
+def half(x: float) -> float:
+    """The nearest fp16 number, ties to even."""
+    return float(struct.unpack("<e", struct.pack("<e", x))[0])
+
+
+def single(x: float) -> float:
+    """The nearest fp32 number, ties to even."""
+    return float(struct.unpack("<f", struct.pack("<f", x))[0])
+
+
+def accumulate(addend: float, times: int, rounded: Callable[[float], float]) -> float:
+    """`times` additions to zero, each rounded. The exact sum of two fp16 or fp32 numbers is a double's, so one rounding
+    is what the hardware does."""
+    total = 0.0
+    for _ in range(times):
+        total = rounded(total + addend)
+    return total
+
+
+def accumulation(x: float = 0.01, n: int = 1000) -> dict[str, Value]:
+    """The sum of n times x with fp32 and fp16 addends and accumulators. Raises UserError if fp16 cannot hold x or the
+    total, or if n is too large to add up one by one."""
+    message = f"accumulation: x = {given(x)} must be from 6e-8 to 65504, which fp16 can hold"
+    require(x < 65_520 and half(x) != 0, message)
+    require(n <= 10**6, f"accumulation: n must be at most {10**6}, not {given(n)}")
+    try:
+        total = accumulate(half(x), n, half)
+    except OverflowError:
+        raise UserError(f"accumulation: {n} times {given(x)} pass 65504, the largest fp16 number") from None
+    single_total, stops = accumulate(half(x), n, single), _stall(half(x))
+    spacing = 2.0 ** max(floor(log2(total)) - 10, -24)
+    missed, half_missed = abs(single_total - n * x), abs(total - n * x)
+    lesson = "as much" if half_missed == missed else "less, since roundings happen to cancel"
+    return {
+        "exact": n * x,
+        "single_single": accumulate(single(x), n, single),
+        "half_error": half(x) - x,
+        "single_error": n * (half(x) - x),
+        "single_half": single_total,
+        "spacing": spacing,
+        "half_spacing": spacing / 2,
+        "half_half": total,
+        "stops_at": stops,
+        "passes": "" if stops is None else None,
+        "single_missed": missed,
+        "half_missed": half_missed,
+        "lesson": "it is the accumulator that must be precise" if half_missed > missed else lesson,
+    }
+
+
+def _stall(addend: float) -> float | None:
+    """The fp16 total that no longer grows; None if it overflows first."""
+    total = 0.0
+    try:
+        while (after := half(total + addend)) != total:
+            total = after
+    except OverflowError:
+        return None
+    return total
+
+
+ARITHMETIC = (accumulation, norm_roofline, softmax_share, leaderboard_flash, leaderboard_step)

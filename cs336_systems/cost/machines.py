@@ -1,0 +1,207 @@
+"""Machines that a prediction can be made for, the constants of the cost model, and the files that hold either.
+
+A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
+and in one direction where a link is concerned (data sheets count both). How much of that is reached is said by one set
+of constants for all machines, except `attainable`: what the vendor's library reaches on large 16-bit GEMMs at the clock
+that power allows. Another process measures a machine (`probe_system.py`): a prediction itself loads no torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, get_args
+
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.plan import Overlap
+from cs336_systems.errors import UserError
+
+DEFAULT_SYSTEM = "A100-80GB"
+GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its driver reports it
+HERE = "here"  # the name of this machine, to be probed, where presets have theirs
+SECONDS = 20.0  # of a probe
+MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "touch")
+
+
+@dataclass(frozen=True)
+class System:
+    """One kind of accelerator and the network of two tiers between many; every figure for a single accelerator."""
+
+    name: str
+    matmul_flops: float  # FLOP/s of 16-bit GEMMs with 32-bit sums, dense
+    wide_flops: float  # the same of 32-bit numbers, in TF32 where there is that
+    attainable: float  # the share of these that the largest GEMMs reach
+    bandwidth: float  # bytes/s of its memory
+    memory: float  # bytes
+    processors: int  # that share the tiles of a GEMM: streaming multiprocessors
+    node: int  # accelerators that the faster network joins
+    inside: Link  # a node: seconds a message needs at least, bytes/s out of one accelerator
+    between: Link  # nodes, the same
+    sources: dict[str, str] = field(default_factory=dict, compare=False)  # of each figure
+    touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
+    measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
+    overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
+
+    def rate(self, width: int) -> float:
+        """FLOP/s of large GEMMs on numbers of `width` bytes."""
+        return (self.wide_flops if width == 4 else self.matmul_flops) * self.attainable
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Constants that data sheets lack: one set for every machine and every run, fitted to published runs (`fit`)."""
+
+    product: float = 0.92  # rate of GEMMs, as a share of the attainable one
+    ramp: float = 180.0  # steps of the inner dimension that a tile takes to begin and to end
+    wave: float = 0.3  # share of a wave of tiles that is empty
+    fused: float = 0.5  # rate of fused attention, as a share of that of GEMMs
+    memory: float = 0.7  # of the bandwidth of memory
+    start: float = 2.6e-6  # seconds per kernel
+    host: float = 25e-6  # seconds in which the host launches a kernel of this model, with the small ones around it
+    call: float = 8e-6  # seconds that a collective takes whatever it sends
+    inside: float = 0.78  # of a link's bandwidth within a node
+    between: float = 0.86  # and between nodes
+    hidden: float = 0.16  # of a transfer behind computing: what it takes from the processors
+
+
+CONSTANTS = Constants()
+NAMES = tuple(each.name for each in fields(Constants))
+
+
+def _links(row: Mapping[str, Any]) -> dict[str, Link]:
+    return {tier: Link(**row[tier]) for tier in ("inside", "between")}
+
+
+_PRESETS = json.loads((Path(__file__).parent / "data" / "machines.json").read_text())
+SYSTEMS = {row["name"].lower(): System(**row | _links(row)) for row in _PRESETS}
+
+
+def system_preset(name: str) -> System:
+    """The named machine, in capitals or not. Raises UserError for a name that is not known, listing those that are."""
+    if name.lower() not in SYSTEMS:
+        known = ", ".join(each.name for each in SYSTEMS.values())
+        raise UserError(f"no machine is called {name!r}: choose from {known}")
+    return SYSTEMS[name.lower()]
+
+
+def nearest_system(name: str) -> System | None:
+    """The machine that a run's own words mean: a known name that they begin with, or its family with "H100-SXM5-80GB",
+    and of two A100 the one with 80 GB unless they say 40; None for words that name no known family."""
+    asked = name.lower().replace("_", "-").replace(" ", "-")
+    for known in sorted(SYSTEMS, key=len, reverse=True):
+        if asked == known or asked.startswith(f"{known}-"):
+            return SYSTEMS[known]
+    if "a100" in asked:
+        return SYSTEMS["a100-40gb" if "40" in asked.replace("a100", "") else "a100-80gb"]
+    families = {"v100": "v100-32gb-dgx2", "theta": "thetagpu", "h100": "h100", "h200": "h200", "b200": "b200"}
+    return next((SYSTEMS[known] for family, known in families.items() if family in asked), None)
+
+
+def probe_here(budget: float = SECONDS, device: str | None = None) -> System:
+    """Measure this machine in about `budget` seconds, with progress on stderr. Raises UserError if it cannot be."""
+    with tempfile.TemporaryDirectory(prefix="probe-") as folder:
+        out, errors = Path(folder, "machine.json"), Path(folder, "error.txt")
+        command = [sys.executable, "-m", "cs336_systems.cost.probe_system", "--out", str(out), "--budget", f"{budget}"]
+        command += ["--errors", str(errors), *(["--device", device] if device else [])]
+        done = subprocess.run(command, check=False)
+        if errors.exists():
+            raise UserError(errors.read_text())
+        if done.returncode or not out.exists():
+            raise UserError(f"this machine could not be measured: the probe ended with exit code {done.returncode}")
+        return read_machine(out)
+
+
+def check_out(path: Path | None) -> None:
+    """Raise UserError where a file could not be written, which is better known before minutes of work than after."""
+    if path is None:
+        return
+    if path.is_dir():
+        problem = "it is a folder"
+    elif not path.parent.is_dir():
+        problem = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        problem = "permission denied"
+    else:
+        return
+    raise UserError(f"cannot write {path}: {problem}; name another file with --out")
+
+
+def write_machine(path: Path, system: System) -> None:
+    """Write a machine as JSON. Raises UserError for a file that cannot be written."""
+    _write(path, asdict(system))
+
+
+def save_constants(path: Path, constants: Constants, about: Mapping[str, Any] | None = None) -> None:
+    """Write the constants as JSON that a person can edit, and beside them what else is to be kept about their origin.
+    Raises UserError for a file that cannot be written."""
+    _write(path, {"constants": asdict(constants), **(about or {})})
+
+
+def read_machine(path: Path) -> System:
+    """Read a machine from a file. Raises UserError for a file that cannot be read, and for a figure that is none."""
+    found = _read(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
+    kinds = {each.name: each.type for each in fields(System)}
+    # Files written before machines had the field do not have it.
+    found = {"overlap": System.overlap} | found if isinstance(found, dict) else found
+    if not isinstance(found, dict) or set(found) != set(kinds):
+        raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
+    for tier in ("inside", "between"):
+        if not isinstance(found[tier], dict) or set(found[tier]) != {"latency", "bandwidth"}:
+            raise UserError(f"{path}: {tier} needs latency and bandwidth, not {found[tier]!r}")
+        found[tier] = {name: _figure(path, name, value) for name, value in found[tier].items()}
+    if found["overlap"] not in get_args(Overlap):
+        raise UserError(f"{path}: overlap must be one of {', '.join(get_args(Overlap))}, not {found['overlap']!r}")
+    if not isinstance(found["name"], str):
+        raise UserError(f"{path}: name must be text, not {found['name']!r}")
+    for name in ("sources", "measured"):
+        if not isinstance(found[name], dict):
+            raise UserError(f"{path}: {name} must be an object of names and values, not {found[name]!r}")
+    if unknown := set(found["measured"]) - set(NAMES):
+        raise UserError(f"{path} measured {', '.join(sorted(unknown))}, which the cost model does not know")
+    found["measured"] = {name: _figure(path, name, value) for name, value in found["measured"].items()}
+    for name in (name for name, kind in kinds.items() if kind in (int, float)):
+        figure = _figure(path, name, found[name])
+        if kinds[name] is int and figure != int(figure):
+            raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
+        found[name] = int(figure) if kinds[name] is int else figure
+    return System(**found | _links(found))
+
+
+def load_constants(path: Path) -> Constants:
+    """Read the constants of a file; those that it does not have keep their values of `CONSTANTS`. Raises UserError for
+    a file that cannot be read, an unknown name, and a value below zero, or zero for a share."""
+    found = _read(path, "no file of constants")
+    values = found.get("constants") if isinstance(found, dict) else None
+    if not isinstance(values, dict) or not values:
+        raise UserError(f'{path} is no file of constants: it needs {{"constants": {{"product": 0.9, ...}}}}')
+    if unknown := sorted(set(values) - set(NAMES)):
+        raise UserError(f"{path} has {', '.join(unknown)}, but the constants are {', '.join(NAMES)}")
+    return replace(CONSTANTS, **{name: _figure(path, name, value) for name, value in values.items()})
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+
+
+def _read(path: Path, otherwise: str, hint: str = "") -> Any:
+    try:
+        return json.loads(path.read_text("utf-8-sig"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is {otherwise}, which is JSON: {error}") from None
+
+
+def _figure(path: Path, name: str, value: Any) -> float:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
+        raise UserError(f"{path}: {name} must be a number above zero, not {value!r}")
+    return float(value)

@@ -1,0 +1,235 @@
+"""Time of a kernel, of a collective, and of one operator: the roofline, and what is lost on the way to it.
+
+A GEMM reaches a machine's attainable rate only if it is large. Two losses are counted. Its tiles of TILE numbers go to
+the processors in waves, of which `wave` is empty on average; and a tile takes as long as `ramp` more steps of its inner
+dimension, to begin and to end. A kernel takes the longer of computing and moving bytes (the roofline: Williams et al.,
+CACM 52(4), 2009), and `start` besides.
+
+The sum over a block's operators is what `step_time.stage_seconds` says of a microbatch, except for the host: how long
+the device waits for launches is known of a block as a whole, not of an operator.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import log2
+from typing import Any, NamedTuple
+
+from cs336_systems.cost.closed_forms import TRAFFIC
+from cs336_systems.cost.hardware import MAPPED
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.operators import Collective, Group, Kernel, Operator, Rank, operators_of
+from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.presets import ModelConfig
+
+TILE = 128 * 256
+RINGS = ("all-gather", "reduce-scatter")
+GROUPS: dict[Group, str] = {
+    "dense": "block",
+    "sparse": "block with experts",
+    "embedding": "embedding",
+    "head": "head and loss",
+}
+
+
+class KernelSeconds(NamedTuple):
+    """Seconds of a kernel, or of several alike, by reason."""
+
+    computing: float
+    moving: float
+    starting: float
+    touching: float  # memory that the system has just given
+
+    @property
+    def total(self) -> float:
+        """Computing and moving overlap, the rest comes besides."""
+        return self.starting + max(self.computing, self.moving) + self.touching
+
+
+def kernel_seconds(kernel: Kernel, system: System, constants: Constants) -> KernelSeconds:
+    """Seconds of one kernel, or of several alike, by reason."""
+    return KernelSeconds(
+        kernel.flops / product_rate(kernel, system, constants) if kernel.inner else 0.0,
+        kernel.nbytes / (system.bandwidth * constants.memory),
+        kernel.kernels * constants.start,
+        system.touch * new_bytes(kernel) if system.touch else 0.0,
+    )
+
+
+def new_bytes(kernel: Kernel) -> float:
+    """Bytes of a result so large that the C library maps new memory for it each time: half of what an element-wise
+    kernel moves."""
+    elementwise = kernel.nbytes / kernel.kernels / 2
+    made = kernel.number * kernel.rows * kernel.columns * kernel.width if kernel.inner else elementwise
+    return kernel.kernels * made if made >= MAPPED else 0.0
+
+
+def product_rate(kernel: Kernel, system: System, constants: Constants) -> float:
+    """FLOP/s of a GEMM of this size, if bytes do not hold it up."""
+    waves = kernel.number * kernel.rows * kernel.columns / (TILE * system.processors)
+    if kernel.fused:
+        return system.rate(kernel.width) * constants.product * constants.fused * waves / (waves + constants.wave)
+    share = waves / (waves + constants.wave) * kernel.inner / (kernel.inner + constants.ramp)
+    return system.rate(kernel.width) * constants.product * share
+
+
+def collective_seconds(each: Collective, plan: Plan, system: System, constants: Constants) -> float:
+    """Seconds that computing waits for one collective along an axis of the plan."""
+    ranks, local = getattr(plan, each.axis), plan.local(each.axis, node=system.node)
+    return waiting_seconds(each, ranks, local, plan.overlap, system, constants)
+
+
+def waiting_seconds(
+    each: Collective, ranks: int, local: int, overlap: Overlap, system: System, constants: Constants
+) -> float:
+    """Seconds that computing waits for one collective over `ranks`, `local` to a node. Where all overlap, a gather or
+    scatter of sequence parallelism is cut into as many parts as there are ranks, of which all but one travel behind a
+    GEMM."""
+    seconds = group_seconds(each.verb, each.nbytes, ranks, local, system, constants)
+    if overlap == "all" and each.axis == "tp" and each.verb in RINGS:
+        return seconds * (1 + constants.hidden * (ranks - 1)) / ranks
+    return seconds
+
+
+def group_seconds(
+    verb: str, nbytes: float, ranks: int, local: int, system: System, constants: Constants, calls: int = 1
+) -> float:
+    """Bandwidth-optimal collectives, `calls` in all, on tensors of `nbytes` together over `ranks`, `local` to a node.
+
+    Members in one node send to other nodes side by side, each through a network port of its own: together they have
+    `local` times the bandwidth of one, up to that inside. An all-to-all sends each rank only its own part.
+    Latency adds up along a ring for gathers and scatters; others take as many steps between nodes as a tree is deep.
+    """
+    if ranks == 1:
+        return 0.0
+    inside, between = system.inside.bandwidth * constants.inside, system.between.bandwidth * constants.between
+    rounds, nodes = TRAFFIC[verb], ranks // local
+    far_steps, near_steps = (nodes - 1, ranks - nodes) if verb in RINGS else (log2(nodes), local - 1)
+    steps = near_steps * system.inside.latency + far_steps * system.between.latency
+    latency = calls * (constants.call + rounds * steps)
+    if verb == "all-to-all":
+        near, far = nbytes * (local - 1) / ranks / inside, nbytes * (ranks - local) / ranks / between
+        return latency + max(near, far)
+    bandwidth = inside if ranks == local else min(inside, local * between)
+    return latency + rounds * nbytes * (ranks - 1) / ranks / bandwidth
+
+
+def message_seconds(nbytes: float, near: bool, system: System, constants: Constants) -> float:
+    """One message to a rank of the same node (`near`) or of another."""
+    link, share = (system.inside, constants.inside) if near else (system.between, constants.between)
+    return link.latency + nbytes / (link.bandwidth * share)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Time of one operator, or several, in one direction on one rank for one microbatch, by what bounds it."""
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+    kernels: int = 0
+    compute: float = 0.0  # seconds of kernels that FLOPs bound
+    memory: float = 0.0  # seconds of kernels that bytes bound, and of new memory's first write
+    launch: float = 0.0  # seconds to start kernels
+    network: float = 0.0  # seconds of collectives
+
+    def __add__(self, other: "Timing") -> "Timing":
+        return Timing(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the kernels."""
+        return self.compute + self.memory + self.launch
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of kernels and collectives, one after another."""
+        return self.busy + self.network
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte that is read or written."""
+        return self.flops / self.nbytes if self.nbytes else 0.0
+
+    @property
+    def bound(self) -> str:
+        """The largest part of the time: "compute", "memory", "launch" or "network"; "" where there is no time."""
+        names = ("compute", "memory", "launch", "network")
+        return max(names, key=lambda name: float(getattr(self, name))) if self.seconds else ""
+
+    def waits(self, host: float) -> float:
+        """Seconds that the device waits if the host launches a kernel every `host` seconds."""
+        return max(0.0, host * self.kernels - self.busy)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON."""
+        seconds = {f"{name}_seconds": getattr(self, name) for name in ("compute", "memory", "launch", "network")}
+        counts = {"flops": self.flops, "bytes": self.nbytes, "intensity": self.intensity, "seconds": self.seconds}
+        return {**counts, **seconds, "bound": self.bound}
+
+
+@dataclass(frozen=True)
+class TimedOperator:
+    """An operator and the time of its two directions."""
+
+    operator: Operator
+    forward: Timing
+    backward: Timing
+
+    def record(self) -> dict[str, Any]:
+        """As JSON; bytes sent are those of the whole tensor."""
+        one = self.operator
+        return {
+            "operator": one.name,
+            "kept_bytes": one.kept,
+            "weights": one.weights,
+            "forward": {**self.forward.record(), "sent": [each._asdict() for each in one.sent]},
+            "backward": {**self.backward.record(), "sent": [each._asdict() for each in one.returned]},
+        }
+
+
+def timing(
+    kernels: Iterable[Kernel],
+    collectives: Iterable[Collective],
+    plan: Plan,
+    system: System,
+    constants: Constants = CONSTANTS,
+) -> Timing:
+    """Time of some kernels and collectives, by what bounds each of them."""
+    total = Timing(network=sum(collective_seconds(each, plan, system, constants) for each in collectives))
+    for kernel in kernels:
+        took = kernel_seconds(kernel, system, constants)
+        compute, memory = (took.computing, 0.0) if took.computing > took.moving else (0.0, took.moving)
+        memory += took.touching
+        total += Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory, took.starting)
+    return total
+
+
+def timed_group(
+    config: ModelConfig, plan: Plan, seq: int, group: Group, system: System, constants: Constants = CONSTANTS
+) -> list[TimedOperator]:
+    """The operators of a block or an end on one rank, for one microbatch, in order."""
+    return [
+        TimedOperator(
+            each,
+            timing(each.forward, each.sent, plan, system, constants),
+            timing(each.backward, each.returned, plan, system, constants),
+        )
+        for each in operators_of(Rank(config, plan.alone(), seq), group)
+    ]
+
+
+def recomputed(
+    config: ModelConfig, operators: Iterable[Operator], plan: Plan, system: System, constants: Constants = CONSTANTS
+) -> Timing:
+    """Time of a block's recomputation: of nothing, of attention's core, or of all, which then sends again as well."""
+    core = config.recompute == "attention"
+    again = [each for each in operators if config.recompute != "none" and (each.core or not core)]
+    kernels = [kernel for each in again for kernel in each.forward]
+    sent = [one for each in again for one in each.sent if not core]
+    return timing(kernels, sent, plan, system, constants)
+
+
+def model_groups(config: ModelConfig) -> list[tuple[Group, int]]:
+    """Groups of operators of a whole model, and how many of each."""
+    sparse = config.expert_layers
+    found: list[tuple[Group, int]] = [("dense", config.num_layers - sparse), ("sparse", sparse)]
+    return [*((group, times) for group, times in found if times), ("embedding", 1), ("head", 1)]

@@ -1,0 +1,158 @@
+"""Plan of a large run: degrees of parallelism in the terms of Megatron-LM, and where each axis lies in a node.
+
+`layout.Layout` is what this project's trainer runs. A plan is wider: context parallelism, layers that do not divide
+evenly over stages, and the order in which axes fill a node.
+"""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+from math import prod
+from typing import Any, Literal, get_args
+
+from cs336_systems.errors import UserError
+from cs336_systems.layout import check_experts, check_spread
+from cs336_systems.presets import ModelConfig
+
+# Megatron's order of ranks: neighbours in tp are neighbours in the node.
+ORDER = ("tp", "cp", "ep", "dp", "pp")
+
+# Transfers that run while layers compute: none; those of data parallelism; or also those from layer to layer: gathers
+# and scatters of sequence parallelism, in parts between their GEMMs, and messages between interleaved stages.
+Overlap = Literal["none", "data", "all"]
+
+# Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
+ENDS = 2
+
+_DEGREES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Degrees of parallelism, the batch in sequences, and the choices that go with them; checked on construction.
+    Raises UserError, with the numbers, for what does not divide."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1  # context parallelism: ranks that a sequence is split over everywhere
+    ep: int = 1  # ranks that experts are split over; with dp they are the ranks that see different rows
+    chunks: int = 1  # of a stage, interleaved
+    sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
+    zero: int = 0
+    micro_batch: int = 1
+    global_batch: int = 1
+    overlap: Overlap = "data"  # transfers that run while layers compute
+    order: tuple[str, ...] = ORDER  # of the axes, from neighbours in a node to ranks far apart
+    width: int = 2  # bytes of an activation, and of a weight in GEMMs
+
+    def __post_init__(self) -> None:
+        if self.overlap not in get_args(Overlap):
+            raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(get_args(Overlap))}")
+        if sorted(self.order) != sorted(ORDER):
+            raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
+        check_spread(self, _DEGREES)
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline schedule."""
+        return "interleaved" if self.chunks > 1 else "1f1b"
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different rows."""
+        return self.dp * self.ep
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that share a dense weight's gradient: those of different rows, and of parts of a sequence."""
+        return self.data * self.cp
+
+    @property
+    def ranks(self) -> int:
+        """tp pp cp dp ep."""
+        return self.tp * self.pp * self.replicas
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches that a replica takes in a step."""
+        return self.global_batch // (self.micro_batch * self.data)
+
+    def short(self) -> str:
+        """`tp4 pp4x5 cp2 dp2 m1 z1 sp`: degrees above one, chunks after the stages, the microbatch, ZeRO's stage."""
+        stages = f"pp{self.pp}" + (f"x{self.chunks}" if self.chunks > 1 else "")
+        words = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "ep", "dp") if getattr(self, name) > 1]
+        words += [stages] if self.pp > 1 else []
+        words += [f"m{self.micro_batch}", *([f"z{self.zero}"] if self.zero else []), *(["sp"] if self.sequence else [])]
+        return " ".join(words)
+
+    def override(self, **changes: Any) -> "Plan":
+        """The same with changes, checked anew."""
+        return replace(self, **changes)
+
+    def alone(self) -> "Plan":
+        """The plan as far as it matters to one microbatch in a block: without dp, pp and the batch."""
+        return _alone(self.tp, self.cp, self.ep, self.sequence, self.micro_batch, self.width)
+
+    def local(self, *axes: str, node: int) -> int:
+        """Ranks of the group along some axes that one node holds, if nodes are filled in the plan's order."""
+        held = _held(tuple((axis, getattr(self, axis)) for axis in self.order), node)
+        return prod(held[axis] for axis in axes)
+
+    def held(self, node: int) -> dict[str, int]:
+        """Ranks along each axis that one node holds."""
+        return {axis: self.local(axis, node=node) for axis in ORDER}
+
+    def check(self, config: ModelConfig, seq: int) -> None:
+        """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
+        check_experts(config, self.ep)
+        sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
+        # Fewer key/value heads than ranks are held by several ranks each.
+        sizes += [("key/value heads", config.kv_heads)] if self.tp % config.kv_heads else []
+        sizes += [("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []
+        for name, size in sizes:
+            if size % self.tp:
+                raise UserError(f"{size} {name} do not divide over tp {self.tp}: choose a tp that divides {size}")
+        parts = self.cp * (self.tp if self.sequence else 1)
+        if seq % parts:
+            over = f"cp {self.cp}" + (f" x tp {self.tp}, as sequence parallelism needs" if self.sequence else "")
+            raise UserError(f"a sequence of {seq} tokens does not divide over {over}: choose degrees that divide it")
+        if config.num_layers + ENDS < self.pp * self.chunks:
+            raise UserError(
+                f"{config.num_layers} layers are too few for pp {self.pp} x chunks {self.chunks}: lower one of the two"
+            )
+
+    def stage_chunks(self, num_layers: int) -> list[list[range]]:
+        """Layers of each chunk of each stage: chunk 0 of all stages comes first, then chunk 1 of all stages. Where they
+        do not divide, the ends, which have embedding and head as well, are the first to have one layer less."""
+        return [list(found) for found in _chunks(num_layers, self.pp, self.chunks)]
+
+
+@lru_cache
+def _alone(tp: int, cp: int, ep: int, sequence: bool, micro_batch: int, width: int) -> Plan:
+    batch = micro_batch * ep
+    return Plan(tp=tp, cp=cp, ep=ep, sequence=sequence, micro_batch=micro_batch, global_batch=batch, width=width)
+
+
+@lru_cache(maxsize=4096)
+def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
+    if prod(size for _, size in degrees) <= node:  # one node holds all, whether it is full or not
+        return dict(degrees)
+    held, room = {}, node
+    for axis, size in degrees:
+        # The largest divisor of a degree that finds room.
+        held[axis] = next(n for n in range(min(size, room), 0, -1) if size % n == 0 and room % n == 0)
+        # Neighbours along the axes that follow are further apart than an axis that does not fit is long.
+        room = room // size if held[axis] == size else 1
+    return held
+
+
+@lru_cache
+def _chunks(num_layers: int, pp: int, chunks: int) -> tuple[tuple[range, ...], ...]:
+    parts = pp * chunks
+    size, rest = divmod(num_layers, parts)
+    # One layer less from both ends inwards, the last part first.
+    inwards = sorted(range(parts), key=lambda part: (min(part, parts - 1 - part), -part))
+    sizes = [size + (part not in inwards[: parts - rest]) for part in range(parts)]
+    found = [range(end - each, end) for end, each in zip(accumulate(sizes), sizes, strict=True)]
+    return tuple(tuple(found[stage::pp]) for stage in range(pp))

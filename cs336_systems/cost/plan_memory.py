@@ -1,0 +1,214 @@
+"""Memory that each rank of a plan needs at the fullest moment of a step, stage by stage.
+
+Stages differ: the first holds the embedding and, where a pipeline fills, most microbatches in flight; the last holds
+head and logits. Weights, gradients and optimizer state are counted in full, activations are what the operators keep
+for backward, times the passes that the schedule has in flight (`schedule.py`, played through); workspace, what a
+kernel needs for a moment, is an estimate. Biases of linear layers are left out, less than a thousandth.
+
+What the operators of a block keep of b sequences of s tokens, h wide, with a heads over t ranks adds up to the five
+forms of Korthikanti et al. (arXiv:2205.05198, table 2), in bytes, divided by s b h: 34 + 5 a s / h on one rank,
+10 + 24 / t + 5 a s / (h t) with tensor parallelism, (34 + 5 a s / h) / t with sequence parallelism, 34 / t if
+attention's core is recomputed as well, and 2 (2 / t where the sequence is split) if the whole block is.
+"""
+
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from cs336_systems.cost.machines import System
+from cs336_systems.cost.operators import Group, Operator, Rank, operators_of, vocabulary_rows
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import (
+    GRADIENT,
+    expert_every,
+    group_weights,
+    sparse_layers,
+    stage_groups,
+    stage_weights,
+)
+from cs336_systems.errors import UserError
+from cs336_systems.presets import ModelConfig
+
+# Of an accelerator's memory: what its context, the communication library and fragmentation take.
+RESERVE = 0.06
+_BLOCKS = ("dense", "sparse")
+_MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits, and the weight itself where products have 16
+
+
+class Unit(NamedTuple):
+    """One block, or an end of the model, on a rank; bytes of one microbatch."""
+
+    kept: float  # for backward, with recomputation
+    again: float  # what backward recomputes
+    inside: float  # workspace of backward: gradients and gathered tensors
+    shared: float  # weights that all replicas share
+    owned: float  # weights of its experts
+
+
+def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[str, float]:
+    """Bytes on a rank of a stage at its peak, by part: weights, gradients, optimizer state, activations,
+    workspace. Raises UserError for a plan that does not divide the model, and for a stage that does not exist."""
+    plan.check(config, seq)
+    if not 0 <= stage < plan.pp:
+        raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")
+    shared, owned, _ = stage_weights(config, plan, seq, stage)
+    # What a stage holds repeats after as many microbatches as there are stages: a few times that are as good as many.
+    some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
+    activations, workspace = _working(config, plan.alone(), seq, plan.pp, plan.chunks, some, stage)
+    return {
+        **_state(plan, shared, owned),
+        "activations": activations,
+        "workspace": workspace + _gathered(config, plan, seq, stage),
+    }
+
+
+def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:
+    """(the stage that needs most, its `rank_bytes`). Raises UserError for a plan that does not divide the model."""
+    plan.check(config, seq)
+    kinds = fullest_stages(config.num_layers, expert_every(config), plan.pp, plan.chunks)
+    each = {stage: rank_bytes(config, plan, seq, stage) for stage in kinds}
+    fullest = max(each, key=lambda stage: sum(each[stage].values()))
+    return fullest, each[fullest]
+
+
+def usable_memory(system: System) -> float:
+    """Bytes of an accelerator's memory that a plan may fill."""
+    return system.memory * (1 - RESERVE)
+
+
+def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
+    """True if the stage that needs most leaves `RESERVE` of its accelerator's memory. Raises as `peak_bytes` does."""
+    return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
+
+
+@lru_cache
+def fullest_stages(num_layers: int, expert_every: int, pp: int, chunks: int) -> tuple[int, ...]:
+    """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
+    found: dict[tuple[object, ...], int] = {}
+    for stage, layers in enumerate(Plan(pp=pp, chunks=chunks, global_batch=pp).stage_chunks(num_layers)):
+        kind = tuple((len(each), sparse_layers(each, expert_every)) for each in layers)
+        found.setdefault((kind, stage == 0, stage == pp - 1), stage)
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=4096)
+def live_passes(stage: int, stages: int, microbatches: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Microbatches in flight through each chunk of a stage, at every moment that it holds most.
+
+    1F1B: min(p - r, m). Interleaved in Megatron's order it runs w = 2 (p - 1 - r) + (v - 1) p forwards first, or all
+    where m = p, and then a forward before each backward: w + 1 passes of one chunk, which on stage 0 is
+    1 + (p - 1) / (p v) times what p microbatches keep there. Which chunks they are of changes from moment to moment.
+    """
+    if chunks == 1:
+        return ((min(stages - stage, microbatches),),)
+    if microbatches == stages:
+        return ((microbatches,) * chunks,)
+    most, cycle = 2 * (stages - 1 - stage) + (chunks - 1) * stages + 1, stages * chunks
+    found: dict[tuple[int, ...], None] = {}
+    for ahead in range(most, min(most + cycle, microbatches * chunks + 1)):
+        forwards = [_begun(ahead, chunk, stages, chunks) for chunk in range(chunks)]
+        backwards = [_begun(ahead - most, chunk, stages, chunks) for chunk in reversed(range(chunks))]
+        found[tuple(a - b for a, b in zip(forwards, backwards, strict=True))] = None
+    return tuple(found)
+
+
+def _begun(steps: int, chunk: int, stages: int, chunks: int) -> int:
+    """Of so many passes in Megatron's order, those through the chunk-th chunk that it comes to."""
+    rounds, rest = divmod(steps, stages * chunks)
+    return rounds * stages + min(max(rest - chunk * stages, 0), stages)
+
+
+@lru_cache(maxsize=16384)
+def unit(config: ModelConfig, alone: Plan, seq: int, group: Group) -> Unit:
+    """Memory of one block ("dense", "sparse") or end of the model ("embedding", "head"); `alone` is `Plan.alone()`."""
+    rank = Rank(config, alone, seq)
+    operators = operators_of(rank, group)
+    kept = sum(each.kept for each in operators)
+    largest = max(each.kept for each in operators if each.name != "loss") + rank.stream
+    gathered = rank.stream if alone.sequence and alone.tp > 1 else 0.0
+    again = 0.0
+    if group in _BLOCKS:
+        if alone.cp > 1:  # all keys and values, and their gradients
+            gathered += 4.0 * alone.width * alone.micro_batch * seq * rank.keys
+        kept, again = _recomputed(rank, operators, kept)
+    elif group == "head" and alone.width < 4:
+        gathered += operators[-1].kept / 4 * alone.width  # the loss keeps logits in 32 bits, products want fewer
+    shared, owned, _ = group_weights(rank, group)
+    return Unit(kept, again, largest + gathered, shared, owned)
+
+
+def _recomputed(rank: Rank, operators: tuple[Operator, ...], kept: float) -> tuple[float, float]:
+    """(bytes that a block keeps, bytes that its backward recomputes). "nested" counts as "segments", an upper bound."""
+    if rank.config.recompute == "none":
+        return kept, 0.0
+    if rank.config.recompute == "attention":  # queries, keys and values are what it starts from
+        core = sum(each.kept for each in operators if each.core)
+        inputs = rank.stream / rank.plan.tp + 2.0 * rank.plan.width * rank.tokens * rank.keys
+        return kept - core + inputs, core - inputs
+    return rank.resting, kept - rank.resting
+
+
+@lru_cache(maxsize=16384)
+def _working(
+    config: ModelConfig, alone: Plan, seq: int, pp: int, chunks: int, microbatches: int, stage: int
+) -> tuple[float, float]:
+    """Bytes of (activations, workspace of backward) on a stage. ZeRO, replicas and placement do not matter."""
+    plan = alone.override(pp=pp, chunks=chunks, global_batch=alone.micro_batch * alone.data * microbatches)
+    head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
+    embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
+    parts, every = plan.stage_chunks(config.num_layers)[stage], _segment(config, plan)
+    kept = []
+    for chunk, layers in enumerate(parts):
+        sparse = sparse_layers(layers, expert_every(config))
+        # A segment keeps the input of its first block alone.
+        share = ceil(len(layers) / every) / max(1, len(layers))
+        blocks_of: list[tuple[Group, int]] = [("dense", len(layers) - sparse), ("sparse", sparse)]
+        found = sum(share * n * unit(config, alone, seq, group).kept for group, n in blocks_of if n)
+        kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == chunks - 1 else 0.0))
+    live = live_passes(stage, pp, microbatches, chunks)
+    activations = max(sum(n * each for n, each in zip(moment, kept, strict=True)) for moment in live)
+    blocks = [unit(config, alone, seq, group) for group, _ in stage_groups(config, plan, stage) if group in _BLOCKS]
+    inside = max(every * each.again + (every - 1) * each.kept + each.inside for each in blocks) if blocks else 0.0
+    # When backward comes to the blocks, what the head kept of this microbatch is gone.
+    return activations, max(head.inside, inside - head.kept, 0.0)
+
+
+def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
+    """Bytes of weights, gradients and AdamW's state (Rajbhandari et al., arXiv:1910.02054, section 3.1, with gradients
+    in 32 bits): 18 a weight, 16 where products have 32 bits as well.
+
+    Over the ranks that share a weight ZeRO splits the state from stage 1 on, gradients from stage 2 and weights in
+    stage 3. In stage 2 gradients of several microbatches add up whole, as they are scattered once a step.
+    """
+    whole, split = shared + owned, shared / plan.replicas + owned / (plan.cp * plan.dp)
+    passes = plan.microbatches * plan.chunks
+    return {
+        "weights": plan.width * (split if plan.zero == 3 else whole),
+        "gradients": GRADIENT * (split if plan.zero == 3 or (plan.zero == 2 and passes == 1) else whole),
+        "optimizer": (_MOMENTS + (_MASTER if plan.width < 4 else 0)) * (split if plan.zero else whole),
+    }
+
+
+def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
+    """Bytes that ZeRO gathers for a moment: in stage 3 the weights of two neighbours, one in use and one prefetched,
+    and in stages 2 and 3 the gradients of one before they are scattered."""
+    if plan.zero < 2 or plan.replicas == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
+        return 0.0
+    sizes = []
+    for group, times in stage_groups(config, plan, stage):
+        each = unit(config, plan.alone(), seq, group)
+        tied = _tied(config, plan, seq) if group == "head" else 0
+        sizes += [each.shared - tied + (each.owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
+    sizes.sort(reverse=True)
+    return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + GRADIENT * sizes[0]
+
+
+def _tied(config: ModelConfig, plan: Plan, seq: int) -> int:
+    """Weights of the head that are the embedding's, on one stage."""
+    return vocabulary_rows(Rank(config, plan.alone(), seq)) * config.d_model if config.tied_head and plan.pp == 1 else 0
+
+
+def _segment(config: ModelConfig, plan: Plan) -> int:
+    """Blocks that are recomputed together."""
+    longest = max(len(layers) for chunks in plan.stage_chunks(config.num_layers) for layers in chunks)
+    return min(config.recompute_every, longest) if config.recompute == "segments" else 1

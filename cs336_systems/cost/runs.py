@@ -1,0 +1,249 @@
+"""Published or measured runs, one JSON object each: read into a model, a plan and a machine.
+
+Sizes and degrees are required. Every other key has a default, which `DEFAULTS` states: where authors chose and did not
+tell, what they would have chosen. People write `"8"` for 8, 1 for true and `Selective` for selective, which is all
+understood. What is not understood counts as absent, and a note says so.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, System, nearest_system, system_preset
+from cs336_systems.cost.options import RECOMPUTE
+from cs336_systems.cost.plan import ENDS, Plan
+from cs336_systems.cost.plan_memory import fits
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.errors import UserError
+from cs336_systems.presets import Mixture, ModelConfig
+
+PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
+OLDER = ("V100", "A100", "ThetaGPU")
+LITTLE = 0.25  # of the microbatches: a pipeline with more other stages takes long to fill and to drain
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+MOST = 10**15
+
+REQUIRED = {
+    "h": "d_model",
+    "a": "heads",
+    "L": "layers",
+    "s": "tokens of a sequence",
+    "V": "vocabulary",
+    "tp": "tensor-parallel ranks",
+    "pp": "pipeline stages",
+    "dp": "data-parallel replicas; may be left out where gpus is given",
+    "gbs": "sequences of a step",
+}
+# Key: what it is; what is taken where it is absent, null, 0 or not understood.
+DEFAULTS = {
+    "id": "name; its place in the list",
+    "gpu": f"accelerator; {DEFAULT_SYSTEM}, also for a name of no known family",
+    "gpus": "accelerators; always tp x pp x dp x cp, another number is noted",
+    "nvs": "accelerators of a node; the machine's",
+    "network": "bytes/s out of an accelerator to other nodes; the machine's",
+    "mbs": f"sequences of a microbatch; the fastest of {', '.join(map(str, MICRO_BATCHES))} that divides and fits",
+    "vpp": f"chunks of a stage; 1, or one a layer if pp - 1 is more than {LITTLE} of all microbatches (of mbs 1)",
+    "recompute": "none, selective or full; full on V100 and A100, none on newer accelerators",
+    "sp": "sequence parallelism; where blocks are not recomputed, and s divides over tp x cp",
+    "cp": "context-parallel ranks; 1",
+    "zero": "ZeRO stage; 0 on V100 and A100, 1 on newer accelerators, whose frameworks shard the optimizer",
+    "kv": "heads of keys and values; a",
+    "ffn": "width of the feed-forward; 4 h. Another than 4 h is a gated one",
+    "gated": "whether the feed-forward is; by ffn",
+    "attention": "flash or unfused; unfused where V100 or A100 recompute, without gates, kv, ZeRO 3 or s over 4096",
+    "experts": "of every layer; none. The ranks of ep are among those of dp",
+    "top_k": "experts that a token is sent to; 2",
+    "ep": "expert-parallel ranks; 1, also without experts",
+    "t_iter_s": "measured seconds of a step; the run is only predicted",
+}
+WORDS = {"recompute": ("none", "selective", "full"), "attention": ("flash", "unfused")}
+FLAGS = {"0": False, "1": True, "false": False, "true": True}
+
+
+def tidy(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Read the keys of a run: (those that say something, as numbers, flags and words; a note on each not understood).
+    Raises UserError for a required key that is missing or is no whole number from 1 on."""
+    found: dict[str, Any] = {}
+    notes = []
+    for key in (*REQUIRED, *DEFAULTS):
+        if row.get(key) is None:
+            continue
+        value = _understood(key, row[key])
+        if value is not None:
+            found[key] = value
+        elif key in REQUIRED:
+            raise UserError(f"{key} ({REQUIRED[key]}) must be a number, not {row[key]!r}")
+        elif _number(row[key]) != 0:
+            notes.append(f"{key} {row[key]!r} is not understood, so it is taken as absent")
+    if "dp" not in found and all(key in found for key in ("gpus", "tp", "pp")):
+        copy = found["tp"] * found["pp"] * found.get("cp", 1)
+        if found["gpus"] % copy:
+            raise UserError(f"gpus {found['gpus']} is not a multiple of tp x pp x cp = {copy}, so dp cannot be derived")
+        found["dp"] = found["gpus"] // copy
+    if missing := [key for key in REQUIRED if key not in found]:
+        raise UserError(f"{', '.join(missing)} missing: a run needs {', '.join(REQUIRED)}")
+    return found, notes
+
+
+def _understood(key: str, value: Any) -> Any:
+    """A value of the key's kind, or None. Raises UserError for a count that is none."""
+    if key in ("id", "gpu"):
+        return value if isinstance(value, str) or key == "id" else None
+    if key in WORDS:
+        word = value.strip().lower() if isinstance(value, str) else None
+        return word if word in WORDS[key] else None
+    if key in ("sp", "gated"):
+        return FLAGS.get(str(value).strip().lower())
+    number = _number(value)
+    if key == "zero":
+        return int(number) if number in (0, 1, 2, 3) else None
+    if key == "t_iter_s":
+        return float(number) if number and 0 < number <= MOST else None
+    if not number and key not in REQUIRED:
+        return None
+    if number is not None and (not 1 <= number <= MOST or number != int(number)):
+        raise UserError(f"{key} must be a whole number from 1 to {MOST:.0e}, not {value}")
+    return None if number is None else int(number)
+
+
+def _number(value: Any) -> float | None:
+    """A number, or a string of digits as one; None for anything else, also for NaN and Infinity, which Python reads."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if isfinite(number) else None
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A training run; `seconds` of a step are None where nobody measured it."""
+
+    id: str
+    config: ModelConfig
+    plan: Plan
+    seq: int
+    system: System
+    seconds: float | None
+    notes: tuple[str, ...] = ()
+    key: object = None  # its id as it was given, a number perhaps
+
+
+def read_runs(path: Path) -> list[TrainingRun]:
+    """Read a list of runs in JSON. Raises UserError, naming file and run, for what cannot be read or run."""
+    try:
+        rows = json.loads(path.read_text("utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    rows = [rows] if isinstance(rows, dict) else rows
+    if not isinstance(rows, list):
+        raise UserError(f"{path} must hold a list of runs, each an object with {', '.join(REQUIRED)}")
+    if not rows:
+        raise UserError(f"{path} holds an empty list, and no run")
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: entry {number} is {str(row)[:40]!r}, not an object with {', '.join(REQUIRED)}")
+    return [read_run(row, f"run {number}") for number, row in enumerate(rows, 1)]
+
+
+def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
+    """Read one run from its keys. Raises UserError, naming the run, for a missing key and for what does not divide."""
+    name = str(given.get("id") or name)
+    try:
+        row, notes = tidy(given)
+        system = _system(row, notes)
+        config = _config(row, system)
+        plan = _plan(row, config, system)
+        plan.check(config, config.context_length)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
+    if row.get("gpus", plan.ranks) != plan.ranks:
+        notes.append(f"gpus {row['gpus']} is not tp x pp x dp x cp = {plan.ranks}, which is taken")
+    return TrainingRun(
+        name, config, plan, config.context_length, system, row.get("t_iter_s"), tuple(notes), row.get("id", name)
+    )
+
+
+def _system(row: dict[str, Any], notes: list[str]) -> System:
+    found = nearest_system(row.get("gpu", DEFAULT_SYSTEM))
+    system = found or system_preset(DEFAULT_SYSTEM)
+    if not found:
+        notes.append(f"gpu {row['gpu']!r} is not known: {system.name} is taken")
+    between = replace(system.between, bandwidth=float(row.get("network", system.between.bandwidth)))
+    return replace(system, node=row.get("nvs", system.node), between=between)
+
+
+def _config(row: dict[str, Any], system: System) -> ModelConfig:
+    h, a, seq = row["h"], row["a"], row["s"]
+    ffn, kv, older = row.get("ffn", 4 * h), row.get("kv", a), system.name.startswith(OLDER)
+    gated = row.get("gated", ffn != 4 * h)
+    recompute: Any = RECOMPUTE[row.get("recompute", "full" if older else "none")]
+    # Scores were in memory until FlashAttention came, about when gates, grouped queries and long sequences did.
+    modern = not older or gated or kv != a or seq > 4096 or recompute == "none" or row.get("zero") == 3
+    fused = row["attention"] == "flash" if "attention" in row else modern
+    llama = gated or kv != a
+    return ModelConfig(
+        vocab_size=row["V"],
+        context_length=seq,
+        d_model=h,
+        d_ff=ffn,
+        num_layers=row["L"],
+        num_heads=a,
+        num_kv_heads=kv,
+        positions="rotary" if llama else "learned",
+        bias=not llama,
+        norm="rmsnorm" if llama else "layernorm",
+        feed_forward="swiglu" if gated else "gelu",
+        tied_head=not llama,
+        dropout=0.0 if fused else 0.1,
+        attention="sdpa" if fused else "naive",
+        recompute=recompute,
+        # Sharded data parallelism came with plain torch, tensor parallelism with fused kernels.
+        kernels="torch" if row.get("zero") == 3 else "triton",
+        num_experts=row.get("experts", 0),
+        expert_every=1,
+        mixture=Mixture(top_k=row.get("top_k", 2)),
+    )
+
+
+def _plan(row: dict[str, Any], config: ModelConfig, system: System) -> Plan:
+    tp, pp, dp, cp, batch = (row.get(key, 1) for key in ("tp", "pp", "dp", "cp", "gbs"))
+    ep = row.get("ep", 1) if config.num_experts else 1
+    if dp % ep:
+        raise UserError(f"dp {dp} is not a multiple of ep {ep}, whose ranks are among them")
+    splits = config.recompute != "segments" and config.context_length % (tp * cp) == 0
+    chunks = min(round(config.num_layers / pp), (config.num_layers + ENDS) // pp)
+    filling = pp - 1 > LITTLE * batch / (dp * row.get("mbs", 1))
+
+    def plan(micro: int) -> Plan:
+        interleaves = filling and pp > 1 and batch // (dp * micro) % pp == 0
+        return Plan(
+            tp=tp,
+            pp=pp,
+            dp=dp // ep,
+            ep=ep,
+            cp=cp,
+            chunks=row.get("vpp", max(1, chunks) if interleaves else 1),
+            sequence=row.get("sp", splits) and tp > 1,
+            zero=row.get("zero", 0 if system.name.startswith(OLDER) else 1),
+            micro_batch=micro,
+            global_batch=batch,
+            overlap=system.overlap,
+        )
+
+    if "mbs" in row:
+        return plan(row["mbs"])
+    rounds = pp if row.get("vpp", 1) > 1 else 1  # interleaved stages take their microbatches in rounds
+    # Where no size divides, the plan of 1 says why.
+    plans = [plan(size) for size in MICRO_BATCHES if batch % (dp * size * rounds) == 0] or [plan(1)]
+    seq = config.context_length
+    plans[0].check(config, seq)
+    able = [each for each in plans if fits(config, each, seq, system)] or plans[:1]  # the first needs least memory
+    return min(able, key=lambda each: step_time(config, each, seq, system).total)

@@ -1,0 +1,298 @@
+"""Search all layouts of a model on so many accelerators: the best, and why the rest lose.
+
+Every configuration ends in one of three ways. It does not divide; or some rank needs more memory than there is; or it
+runs, and `step_time` says for how long. Of what runs, the fastest with each value of each choice is compared with the
+winner, part by part of its step: the part that grows most is why that value loses. Configurations of the same time and
+memory, as those of ZeRO 1 and 2 are where several microbatches add up, share one place among the best.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.search_advice import left_out_fits, nothing_divides, nothing_fits
+from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
+from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_bytes
+from cs336_systems.presets import ModelConfig
+
+BEST = 10
+LIMIT = 30_000
+_REFINED = 20  # of a space that was cut: the best whose microbatches, chunks and placements are all tried
+
+# What it means that a part of a step is longer.
+MEANING = {
+    "computing": "products are smaller, or split less",
+    "recompute": "more is run again",
+    "host": "kernels are too short for the host",
+    "tensor-parallel": "more traffic between layers",
+    "context-parallel": "keys and values travel",
+    "expert-parallel": "tokens travel farther to their experts",
+    "pipeline": "more messages between stages",
+    "bubble": "stages idle while the pipeline fills and drains",
+    "data-parallel": "more traffic of gradients and weights",
+    "optimizer": "each rank steps more weights",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that runs: its time, and the bytes of its fullest rank."""
+
+    step: StepTime
+    memory: float
+    placement: str
+    alike: tuple["Candidate", ...] = ()  # others of the same time and memory
+
+    @property
+    def plan(self) -> Plan:
+        """How the model is spread."""
+        return self.step.plan
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, all ranks together."""
+        return self.plan.global_batch * self.step.seq / self.step.total
+
+    def value(self, axis: str) -> Any:
+        """Its value of one of `AXES`."""
+        return _value(axis, self.step.config, self.plan, self.placement)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The best configuration with one value of a choice, and why it loses; none where nothing with it fits."""
+
+    axis: str
+    value: Any
+    best: Candidate | None
+    factor: float  # of the winner's time
+    part: str  # of the step that grows most, or "memory"
+    more: float  # seconds, or bytes that are missing
+    net: float = 0.0  # seconds that the step is longer
+    gain: str = ""  # the part that shrinks most
+    less: float = 0.0  # seconds that it shrinks
+    forced: bool = False  # the winner with nothing but this value changed does not fit
+
+    @property
+    def why(self) -> str:
+        """In words."""
+        if self.best is None:
+            return f"does not fit: {format_bytes(self.more)} too much at least"
+        step = self.best.step
+        if self.part == "computing" and step.plan.pp > 1:
+            # Where layers do not divide, the last stage is the first to go without.
+            last = step.stage == step.plan.pp - 1
+            return f"stages are uneven: {'the last has the head as well' if last else 'the busiest computes longer'}"
+        return MEANING.get(self.part, "the winner has it")
+
+
+@dataclass(frozen=True)
+class Miss:
+    """The configuration that would need least more memory."""
+
+    config: ModelConfig
+    plan: Plan
+    memory: float
+    lacks: float
+
+
+@dataclass
+class Search:
+    """Result of a search; the counts of what does not divide, does not fit and runs add up to what was tried."""
+
+    space: Space
+    system: System
+    best: list[Candidate] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    indivisible: Counter[str] = field(default_factory=Counter)
+    too_large: int = 0
+    running: int = 0
+    nearest: Miss | None = None
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        """Configurations; degrees that do not divide count once each, whatever would go with them."""
+        return self.indivisible.total() + self.too_large + self.running
+
+
+def search(
+    config: ModelConfig,
+    seq: int,
+    system: System,
+    gpus: int,
+    global_batch: int,
+    *,
+    width: int = 2,
+    overlap: Overlap | None = None,
+    fixed: Mapping[str, Any] | None = None,
+    limit: int = LIMIT,
+    constants: Constants = CONSTANTS,
+    advance: Callable[[str], None] = lambda note: None,
+) -> Search:
+    """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
+
+    `fixed` holds some of `AXES` at one value. A space of more than `limit` configurations is cut, and `left_out` says
+    by what; around the best the rest is tried as well. `overlap` is the machine's unless given. `advance` is called
+    after each of `Space.layouts`. Raises UserError if nothing divides, or nothing fits: then it says what would.
+    """
+    if gpus > MOST_GPUS:
+        raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
+    if unknown := [axis for axis in fixed or {} if axis not in AXES]:
+        raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
+    whole = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
+    space, left_out = whole.within(limit)
+    trial = _Trial(Search(whole, system, left_out=left_out), constants)
+    layouts = space.layouts()
+    if not layouts:
+        held = ", ".join(f"{axis} {value}" for axis, value in whole.fixed.items())
+        raise UserError(f"no layout of {gpus} accelerators has {held}: the product of all degrees must be {gpus}")
+    for number, degrees in enumerate(layouts):
+        if trial.found.tried >= limit:
+            left_out.append(f"{len(layouts) - number} of {len(layouts)} layouts")
+            break
+        trial.layout(space, degrees)
+        advance(f"{trial.found.tried} configurations")
+    if left_out:
+        trial.refine(whole)
+    if not trial.found.running:
+        raise UserError(_nothing(trial.found, space, limit))
+    return trial.finish()
+
+
+class _Trial:
+    """A search under way."""
+
+    def __init__(self, found: Search, constants: Constants) -> None:
+        self.found, self.constants = found, constants
+        self.seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = set()
+        self.models = {each: found.space.config.override(recompute=each) for each in RECOMPUTES}
+        self.usable = usable_memory(found.system)
+        self.ranking: list[tuple[float, float, int, Candidate]] = []
+        self.fastest: dict[tuple[str, Any], Candidate] = {}
+        self.lacking: dict[tuple[str, Any], float] = {}
+
+    def layout(self, space: Space, degrees: Degrees) -> None:
+        """Try all choices that go with some degrees."""
+        if reason := space.refusal(degrees):
+            self.found.indivisible[reason] += 1
+            return
+        orders = space.placements(degrees)
+        for choice in space.choices(degrees):
+            self.configuration(space, degrees, choice, orders)
+
+    def configuration(self, space: Space, degrees: Degrees, choice: Choice, orders: list[tuple[str, ...]]) -> None:
+        """Try one choice in some placements, which need the same memory."""
+        orders = [order for order in orders if (degrees, choice, order) not in self.seen]
+        if not orders:
+            return
+        self.seen.update((degrees, choice, order) for order in orders)
+        config = self.models[choice.recompute]
+        try:
+            plans = [space.plan(degrees, choice, order) for order in orders]
+            plans[0].check(config, space.seq)
+        except UserError as error:
+            self.found.indivisible[str(error).split(":")[0]] += len(orders)
+            return
+        memory = sum(peak_bytes(config, plans[0], space.seq)[1].values())
+        if memory > self.usable:
+            self._miss(config, plans, memory)
+        else:
+            for plan in plans:
+                self._run(config, plan, memory)
+
+    def refine(self, whole: Space) -> None:
+        """Try what was cut, around the best."""
+        for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
+            degrees = Degrees(*(near.value(axis) for axis in Degrees._fields))
+            choice = Choice(*(near.value(axis) for axis in Choice._fields))
+            for each in whole.around(degrees, choice):
+                self.configuration(whole, degrees, each, whole.placements(degrees))
+
+    def finish(self) -> Search:
+        """The result, where something runs: the best of each time and memory, and the losses against the winner."""
+        found, places = self.found, dict[tuple[float, float], list[Candidate]]()
+        self.ranking.sort(key=lambda entry: entry[:3])
+        for total, memory, _, candidate in self.ranking:
+            if (total, memory) not in places and len(places) == BEST:
+                break
+            places.setdefault((total, memory), []).append(candidate)
+        found.best = [replace(first, alike=tuple(others)) for first, *others in places.values()]
+        for axis in AXES:
+            values = {value for name, value in (*self.fastest, *self.lacking) if name == axis}
+            losses = [self._loss(axis, value, found.best[0]) for value in values]
+            found.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
+        return found
+
+    def _miss(self, config: ModelConfig, plans: list[Plan], memory: float) -> None:
+        self.found.too_large += len(plans)
+        lacks = memory - self.usable
+        if self.found.nearest is None or lacks < self.found.nearest.lacks:
+            self.found.nearest = Miss(config, plans[0], memory, lacks)
+        for plan in plans:
+            place = placement(plan, self.found.space.node)
+            for axis in AXES:
+                key = (axis, _value(axis, config, plan, place))
+                self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
+
+    def _run(self, config: ModelConfig, plan: Plan, memory: float) -> None:
+        self.found.running += 1
+        step = step_time(config, plan, self.found.space.seq, self.found.system, self.constants)
+        candidate, total = Candidate(step, memory, placement(plan, self.found.space.node)), step.total
+        self.ranking.append((total, memory, self.found.running, candidate))
+        for axis in AXES:
+            key = (axis, candidate.value(axis))
+            if key not in self.fastest or total < self.fastest[key].step.total:
+                self.fastest[key] = candidate
+
+    def _loss(self, axis: str, value: Any, winner: Candidate) -> Loss:
+        best = self.fastest.get((axis, value))
+        if best is None:
+            return Loss(axis, value, None, float("inf"), "memory", self.lacking[axis, value])
+        factor = best.step.total / winner.step.total
+        mine, its = _joined(best), _joined(winner)
+        more = {part: seconds - its[part] for part, seconds in mine.items()}
+        part, gain = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
+        if winner.value(axis) == value or more[part] <= 0:
+            return Loss(axis, value, best, factor, "", 0.0)
+        net, less, forced = best.step.total - winner.step.total, -more[gain], self._forced(winner, axis, value)
+        return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", max(0.0, less), forced)
+
+    def _forced(self, winner: Candidate, axis: str, value: Any) -> bool:
+        """True if the winner with another value of one choice does not fit. Degrees never change alone."""
+        if axis not in Choice._fields:
+            return False
+        config, changes = (self.models[value], {}) if axis == "recompute" else (winner.step.config, {axis: value})
+        try:
+            parts = peak_bytes(config, winner.plan.override(**changes), self.found.space.seq)[1]
+        except UserError:  # it does not divide
+            return False
+        return sum(parts.values()) > self.usable
+
+
+def _value(axis: str, config: ModelConfig, plan: Plan, place: str) -> Any:
+    """The value of one of `AXES`."""
+    if axis == "placement":
+        return place
+    return config.recompute if axis == "recompute" else getattr(plan, axis)
+
+
+def _joined(candidate: Candidate) -> dict[str, float]:
+    """Parts of a step, forward and backward as one."""
+    parts = dict(candidate.step.parts)
+    return {"computing": parts.pop("forward") + parts.pop("backward"), **parts}
+
+
+def _nothing(found: Search, cut: Space, limit: int) -> str:
+    """Why nothing runs, and what would. `cut` is the space that was searched, up to `limit` configurations."""
+    if advice := left_out_fits(found.space, cut, found.system, limit, found.tried, found.left_out):
+        return advice
+    if found.nearest is None and not found.left_out:
+        return nothing_divides(found.space, found.indivisible)
+    return nothing_fits(found.space, found.system, found.nearest.memory if found.nearest else None, found.tried)

@@ -1,0 +1,118 @@
+"""Advice where a search finds nothing that runs: a larger limit, more accelerators, or a fixed choice to release.
+
+Advice keeps fixed choices. Where no number of accelerators would do with them, each is released in turn, and those are
+named without which fewest accelerators are enough.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from cs336_systems.cost.machines import System
+from cs336_systems.cost.options import RECOMPUTE
+from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, refused
+from cs336_systems.host.console import format_bytes
+
+_WORDS = {ours: said for said, ours in RECOMPUTE.items()}
+
+
+def nothing_divides(space: Space, reasons: Counter[str]) -> str:
+    """Message where no configuration divides: why, and what to change."""
+    words = "; ".join(reason for reason, _ in reasons.most_common(2)) or "no choice is left"
+    return f"nothing divides over {space.gpus} accelerators: {words}; change the number of them or the batch"
+
+
+def nothing_fits(space: Space, system: System, least: float | None, tried: int) -> str:
+    """Message where nothing fits: how much memory is needed at least, and what would do."""
+    fill = f"a plan may fill {format_bytes(usable_memory(system))}"
+    need = f"{format_bytes(least)} on a rank at least" if least else f"none of the {tried} tried divides"
+    return f"nothing fits {space.gpus} x {system.name}: {need}, and {fill}; {_more(space, system)}"
+
+
+def left_out_fits(space: Space, cut: Space, system: System, limit: int, tried: int, left_out: list[str]) -> str | None:
+    """Message where something that the limit left out fits: the limit that reaches it; None otherwise."""
+    if not left_out or not gpus_needed(space, system, space.gpus, space.gpus):
+        return None
+    # Once every layout has been tried, only the choices that were cut remain.
+    most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
+    return (
+        f"nothing that was tried fits {space.gpus} x {system.name}, but some does that --limit {limit} left out "
+        f"({'; '.join(left_out)}): raise it; --limit {most} tries {words}"
+    )
+
+
+def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
+    """The first number of accelerators, doubled from `least` (twice as many as there are) to `most`, on which something
+    fits with what the space holds fixed; 0 if none does with this batch."""
+    gpus = least or 2 * space.gpus
+    available = usable_memory(system)
+    while gpus <= most:
+        wider = replace(space, gpus=gpus)
+        if any(not wider.refusal(each) and _fits_somehow(wider, each, available) for each in wider.layouts()):
+            return gpus
+        gpus *= 2
+    return 0
+
+
+def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
+    """True if degrees fit with those of the choices that need least memory."""
+    if "placement" in space.fixed and not space.placements(degrees):
+        return False
+    choices = set(space.choices(degrees))
+    if not choices:
+        return False
+    chunks, small = min(each.chunks for each in choices), min(each.micro_batch for each in choices)
+    recompute = max((each.recompute for each in choices), key=RECOMPUTES.index)
+    for choice in sorted(choices, key=lambda each: (-each.zero, not each.sequence, each.micro_batch)):
+        if (choice.chunks, choice.recompute) != (chunks, recompute):
+            continue
+        # Gradients of ZeRO 2 are split only where a single microbatch is all: a large one may need less.
+        if choice.micro_batch > small and choice.zero != 2:
+            continue
+        if _need(space, degrees, choice) <= most:
+            return True
+    return False
+
+
+def _need(space: Space, degrees: Degrees, choice: Choice) -> float:
+    """Bytes of the fullest rank; infinite for what does not divide."""
+    config = space.config.override(recompute=choice.recompute)
+    if refused(lambda: space.plan(degrees, choice).check(config, space.seq)):
+        return float("inf")
+    return sum(peak_bytes(config, space.plan(degrees, choice), space.seq)[1].values())
+
+
+def _more(space: Space, system: System) -> str:
+    """How many accelerators would do, and without which fixed choice if no number does with it."""
+    if enough := gpus_needed(space, system):
+        return f"it would fit on {enough}"
+    never = f"no number up to {MOST_GPUS} would do"
+    if not space.fixed:
+        return f"{never}: raise the batch"
+    never += f" with {' '.join(option(axis, value) for axis, value in space.fixed.items())}"
+    fewest, named = MOST_GPUS, list[str]()
+    for axis, value in space.fixed.items():
+        freed = gpus_needed(_without(space, {axis: value}), system, space.gpus, fewest)
+        if freed:
+            named = [*(named if freed == fewest else []), option(axis, value)]
+            fewest = freed
+    if named:
+        return f"{never}: without {' or without '.join(named)} it would fit on {fewest}"
+    if freed := gpus_needed(_without(space, space.fixed), system, space.gpus):
+        return f"{never}: without all of these it would fit on {freed}"
+    return f"{never}, nor without: raise the batch"
+
+
+def _without(space: Space, released: Mapping[str, Any]) -> Space:
+    return replace(space, fixed={axis: value for axis, value in space.fixed.items() if axis not in released})
+
+
+def option(axis: str, value: Any) -> str:
+    """The command-line option of `search` that fixes a choice."""
+    if axis == "sequence":
+        return "--sequence-parallel" if value else "--no-sequence-parallel"
+    if axis == "recompute":
+        return f"--recompute {_WORDS[value]}"
+    return f"--{'micro-batch-size' if axis == 'micro_batch' else axis} {value}"

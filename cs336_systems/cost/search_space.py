@@ -1,0 +1,173 @@
+"""The space of a search over layouts: every way to spread a model over a number of accelerators.
+
+Degrees come first, all whose product is the number of accelerators. With them go a microbatch, chunks of a stage, a
+way of recomputation, sequence parallelism, a ZeRO stage, and which axes share a node. The choices multiply, so a
+space can be cut to a number of configurations.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import permutations, product, starmap
+from math import isqrt, prod
+from typing import Any, NamedTuple
+
+from cs336_systems.cost.plan import ORDER, Overlap, Plan
+from cs336_systems.errors import UserError
+from cs336_systems.presets import ModelConfig, Recompute
+
+AXES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "recompute", "sequence", "zero", "placement")
+MOST_GPUS = 2**20
+RECOMPUTES: tuple[Recompute, ...] = ("none", "attention", "segments")
+
+# Cuts of a space that is too large, in this order: a field of `Space`, its value, the choice that this limits, and what
+# it leaves out in words.
+_CUTS: tuple[tuple[str, Any, str, str], ...] = (
+    ("megatron_order", True, "placement", "placements other than Megatron's order"),
+    ("most_chunks", 4, "chunks", "more than 4 chunks"),
+    ("most_micro_batch", 4, "micro_batch", "microbatches of more than 4 sequences"),
+    ("most_chunks", 2, "chunks", "more than 2 chunks"),
+    ("zeros", (0, 1, 3), "zero", "ZeRO stage 2"),
+)
+
+
+class Degrees(NamedTuple):
+    """Ranks along each axis."""
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+
+
+class Choice(NamedTuple):
+    """Choices that go with degrees, placement apart."""
+
+    micro_batch: int = 1
+    chunks: int = 1
+    sequence: bool = False
+    recompute: Recompute = "none"
+    zero: int = 0
+
+
+@dataclass(frozen=True)
+class Space:
+    """All layouts of a model on `gpus` accelerators, `node` of them joined by the faster network. `fixed` holds some of
+    `AXES` at one value."""
+
+    config: ModelConfig
+    seq: int
+    gpus: int
+    global_batch: int
+    node: int
+    width: int = 2
+    overlap: Overlap = "data"
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    most_micro_batch: int = 16
+    most_chunks: int = 16
+    zeros: tuple[int, ...] = (0, 1, 2, 3)
+    megatron_order: bool = False  # only that, one placement for each layout
+
+    def layouts(self) -> list[Degrees]:
+        """Degrees whose product is the number of accelerators, the usual ones first."""
+        low = [n for n in range(1, isqrt(self.gpus) + 1) if self.gpus % n == 0]
+        divisors = sorted({*low, *(self.gpus // n for n in low)})
+        found = []
+        for tp in divisors:
+            for pp in (n for n in divisors if self.gpus // tp % n == 0):
+                for cp in (n for n in divisors if self.gpus // (tp * pp) % n == 0):
+                    rest = self.gpus // (tp * pp * cp)
+                    experts = [n for n in divisors if rest % n == 0] if self.config.num_experts else [1]
+                    found += [Degrees(tp, pp, rest // ep, cp, ep) for ep in experts]
+        held = [each for each in found if all(self._allows(name, getattr(each, name)) for name in Degrees._fields)]
+        return sorted(held, key=lambda each: (each.tp > self.node, each.cp, each))
+
+    def refusal(self, degrees: Degrees) -> str:
+        """Why the model or the batch does not divide over degrees, whatever else is chosen; empty if it does."""
+        data = degrees.dp * degrees.ep
+        if self.global_batch % data:
+            return f"a batch of {self.global_batch} does not divide over {data} replicas"
+        return refused(lambda: Plan(**degrees._asdict(), global_batch=data).check(self.config, self.seq))
+
+    def choices(self, degrees: Degrees) -> Iterator[Choice]:
+        """Every combination of choices with some degrees, whether it divides or not."""
+        return starmap(Choice, product(*self._lists(degrees)))
+
+    def placements(self, degrees: Degrees) -> list[tuple[str, ...]]:
+        """Orders of the axes that differ in the ranks that share a node, Megatron's first."""
+        active = [axis for axis in ORDER if getattr(degrees, axis) > 1]
+        found: dict[str, tuple[str, ...]] = {}
+        for first in permutations(active):
+            turn = iter(first)
+            order = tuple(next(turn) if axis in active else axis for axis in ORDER)
+            plan = Plan(**degrees._asdict(), global_batch=degrees.dp * degrees.ep, order=order)
+            name = placement(plan, self.node)
+            if self._allows("placement", name):
+                found.setdefault(name, order)
+            if self.megatron_order:
+                break
+        return list(found.values())
+
+    def plan(self, degrees: Degrees, choice: Choice, order: tuple[str, ...] = ORDER) -> Plan:
+        """The plan of degrees, choice and order. Raises UserError for what does not divide."""
+        return Plan(
+            *(degrees.tp, degrees.pp, degrees.dp, degrees.cp, degrees.ep, choice.chunks, choice.sequence, choice.zero),
+            *(choice.micro_batch, self.global_batch, self.overlap, order, self.width),
+        )
+
+    def size(self) -> int:
+        """Configurations in all; degrees that do not divide count once each."""
+        return sum(1 if self.refusal(each) else self._count(each) for each in self.layouts())
+
+    def within(self, limit: int) -> tuple["Space", list[str]]:
+        """(the space cut to about `limit` configurations, what was left out in words); fixed choices are never cut."""
+        space, left_out = self, []
+        for name, value, axis, words in _CUTS:
+            if axis in self.fixed:
+                continue
+            if space.size() <= limit:
+                break
+            space = replace(space, **{name: value})
+            left_out.append(words)
+        return space, left_out
+
+    def around(self, degrees: Degrees, choice: Choice) -> Iterator[Choice]:
+        """The choice with other microbatches and chunks."""
+        micro_batches, chunks, *_ = self._lists(degrees)
+        return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
+
+    def _count(self, degrees: Degrees) -> int:
+        return prod(len(each) for each in self._lists(degrees)) * len(self.placements(degrees))
+
+    def _lists(self, degrees: Degrees) -> list[list[Any]]:
+        """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""
+        rows = self.global_batch // (degrees.dp * degrees.ep)
+        layers, rest = divmod(self.config.num_layers, degrees.pp)
+        even = 1 if degrees.pp == 1 or rest else min(layers, self.most_chunks)
+        values = (
+            [2**n for n in range(self.most_micro_batch.bit_length()) if rows % 2**n == 0],
+            [n for n in range(1, even + 1) if layers % n == 0],
+            (False, True) if degrees.tp > 1 else (False,),
+            RECOMPUTES,
+            self.zeros if degrees.dp * degrees.cp * degrees.ep > 1 else (0,),
+        )
+        fields = zip(Choice._fields, values, strict=True)
+        return [[value for value in each if self._allows(axis, value)] for axis, each in fields]
+
+    def _allows(self, axis: str, value: object) -> bool:
+        return axis not in self.fixed or self.fixed[axis] == value
+
+
+def placement(plan: Plan, node: int) -> str:
+    """Ranks that share a node, in words: "tp 4 x dp 2"."""
+    held = [f"{axis} {count}" for axis, count in plan.held(node).items() if count > 1]
+    return " x ".join(held) or "nothing"
+
+
+def refused(check: Callable[[], object]) -> str:
+    """The first words of the UserError that a check raises; empty if it raises none."""
+    try:
+        check()
+    except UserError as error:
+        return str(error).split(":")[0]
+    return ""

@@ -1,0 +1,279 @@
+"""Time of a step of a plan on a machine, by what the time is spent on.
+
+The slowest stage works through all microbatches; filling and draining the pipeline takes as long as one microbatch in
+all other stages, divided by the chunks of a stage (Narayanan et al., arXiv:2104.04473, section 2.2), as
+`schedule.simulate` plays it. Then gradients are summed, as far as backward has not hidden that, and AdamW steps.
+
+Gradients travel behind the last microbatch's backward, all but the last bucket, and from ZeRO stage 1 on weights behind
+the first's forward. Stage 3 gathers weights for every forward and backward, layer by layer, and scatters every
+microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+from cs336_systems.cost.flops import model_flops
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
+from cs336_systems.cost.operators import Collective, Group, Rank, operators_of, vocabulary_rows
+from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.presets import ModelConfig
+
+GRADIENT = 4  # bytes: gradients add up in 32 bits
+# AdamW in one kernel: the gradient is read for its norm, and with master weight and two moments for the step, which
+# writes these three; then it is set to zero. In half precision the weight is written besides.
+OPTIMIZER_BYTES = 4 + 16 + 12 + 4
+
+
+# Parts of a step that every microbatch takes: the fields of `Seconds`.
+PARTS = (
+    *("forward", "backward", "recompute", "host"),
+    *("tensor-parallel", "context-parallel", "expert-parallel", "pipeline"),
+)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A prediction: seconds of one step by what they are spent on, of the stage that is busy longest."""
+
+    config: ModelConfig
+    plan: Plan
+    seq: int
+    system: System
+    stage: int
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the step."""
+        return sum(self.parts.values())
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs that the model asks for, all ranks together; attention is counted in full, as PaLM counts it."""
+        rows = self.plan.micro_batch
+        return model_flops(self.config, rows, self.seq) * (self.plan.global_batch // rows)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: the share of the machines' peak (arXiv:2204.02311, appendix B)."""
+        peak = self.system.matmul_flops if self.plan.width == 2 else self.system.wide_flops
+        return self.model_flops / (self.total * self.plan.ranks * peak)
+
+
+class Seconds(NamedTuple):
+    """Seconds that one microbatch spends on one rank."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    host: float = 0.0  # the device waits for kernels to be launched
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    messages: float = 0.0
+
+    def plus(self, other: "Seconds", times: float = 1.0) -> "Seconds":
+        """The sum of this and `times` the other."""
+        return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+
+def step_time(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> StepTime:
+    """Predict the time of one step. Raises UserError for a plan that does not divide the model."""
+    plan.check(config, seq)
+    kinds = stage_kinds(config, plan)
+    spent = {stage: stage_seconds(config, plan, seq, stage, system, constants) for stage in kinds}
+    busiest = max(kinds, key=lambda stage: sum(spent[stage]))
+    own, m = spent[busiest], plan.microbatches
+    others = sum(count * sum(spent[stage]) for stage, count in kinds.items()) - sum(own)
+    parts = {part: m * seconds for part, seconds in zip(PARTS, own, strict=True)} | {
+        "bubble": others / plan.chunks,
+        "data-parallel": data_parallel_seconds(config, plan, seq, busiest, own, system, constants),
+        "optimizer": optimizer_seconds(config, plan, seq, busiest, system, constants),
+    }
+    return StepTime(config, plan, seq, system, busiest, parts)
+
+
+def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
+    """Groups of operators of a stage, and how many of each: blocks, and at the ends embedding and head."""
+    return _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)[stage]
+
+
+def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
+    """The first of all stages with the same groups, and how many such stages there are."""
+    found: dict[tuple[tuple[Group, int], ...], list[int]] = {}
+    for stage, groups in enumerate(_groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)):
+        found.setdefault(groups, []).append(stage)
+    return {stages[0]: len(stages) for stages in found.values()}
+
+
+def expert_every(config: ModelConfig) -> int:
+    """Every k-th layer has experts; 0: none has."""
+    return config.expert_every if config.num_experts else 0
+
+
+def sparse_layers(layers: range, every: int) -> int:
+    """How many of some layers have experts: the k-th, the 2k-th and so on of the model; none for k = 0."""
+    return layers.stop // every - layers.start // every if every else 0
+
+
+@lru_cache(maxsize=1024)
+def _groups(num_layers: int, every: int, pp: int, chunks: int) -> tuple[tuple[tuple[Group, int], ...], ...]:
+    found = []
+    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, global_batch=pp).stage_chunks(num_layers)):
+        sparse = sum(sparse_layers(layers, every) for layers in owned)
+        parts: list[tuple[Group, int]] = [("dense", sum(map(len, owned)) - sparse), ("sparse", sparse)]
+        parts += [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
+        found.append(tuple((group, times) for group, times in parts if times))
+    return tuple(found)
+
+
+def stage_seconds(
+    config: ModelConfig, plan: Plan, seq: int, stage: int, system: System, constants: Constants
+) -> Seconds:
+    """Seconds of one microbatch on a rank of a stage, all chunks together."""
+    total = Seconds(messages=_messages(config, plan, seq, system, constants))
+    rank = Rank(config, plan.alone(), seq)
+    places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
+    for group, times in stage_groups(config, plan, stage):
+        recompute = config.recompute if group in ("dense", "sparse") else "none"
+        total = total.plus(_computing(rank, group, recompute, system, constants), times)
+        total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system, constants), times)
+    return total
+
+
+@lru_cache(maxsize=8192)
+def _computing(rank: Rank, group: Group, recompute: str, system: System, constants: Constants) -> Seconds:
+    """Seconds of computing. Each direction takes as long as the device needs, or the host."""
+    operators = operators_of(rank, group)
+    again = [each for each in operators if recompute != "none" and (recompute != "attention" or each.core)]
+    ways = [
+        [kernel for each in operators for kernel in each.forward],
+        [kernel for each in operators for kernel in each.backward],
+        [kernel for each in again for kernel in each.forward],
+    ]
+    busy = [sum(kernel_seconds(kernel, system, constants).total for kernel in way) for way in ways]
+    launches = [constants.host * sum(kernel.kernels for kernel in way) for way in ways]
+    waits = sum(max(0.0, host - device) for host, device in zip(launches, busy, strict=True))
+    return Seconds(busy[0], busy[1], busy[2], waits)
+
+
+@lru_cache(maxsize=65536)
+def _sending(
+    rank: Rank,
+    group: Group,
+    recompute: str,
+    places: tuple[tuple[str, int, int], ...],
+    overlap: Overlap,
+    system: System,
+    constants: Constants,
+) -> Seconds:
+    """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node). Recomputed blocks send again;
+    attention's core alone has nothing to send."""
+    spent = {axis: 0.0 for axis, *_ in places}
+    groups = {axis: (ranks, local) for axis, ranks, local in places}
+
+    def send(collectives: Iterable[Collective], times: int) -> None:
+        for each in collectives:
+            spent[each.axis] += times * waiting_seconds(each, *groups[each.axis], overlap, system, constants)
+
+    for each in operators_of(rank, group):
+        send(each.sent, 1 if recompute in ("none", "attention") else 2)
+        send(each.returned, 1)
+    return Seconds(**spent)
+
+
+def _messages(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants) -> float:
+    """A microbatch enters and leaves each chunk of a stage, forward and backward; each tp rank sends its part."""
+    if plan.pp == 1:
+        return 0.0
+    nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
+    near = plan.local("pp", node=system.node) == plan.pp
+    seen = constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
+    return 2 * plan.chunks * seen * message_seconds(nbytes, near, system, constants)
+
+
+def bucket_size(ranks: int) -> float:
+    """Gradients of a bucket: more where more ranks make each call slower, as Megatron-LM's default has it."""
+    return max(40e6, 1e6 * ranks)
+
+
+@lru_cache(maxsize=8192)
+def group_weights(rank: Rank, group: Group) -> tuple[int, int, int]:
+    """(weights that all replicas share, those of a rank's experts, matrices) of a block or an end of the model."""
+    operators = operators_of(rank, group)
+    owned = sum(each.weights for each in operators if each.expert)
+    matrices = sum(any(kernel.inner for kernel in each.forward) for each in operators if each.weights)
+    return sum(each.weights for each in operators) - owned, owned, matrices
+
+
+def stage_weights(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tuple[float, float, float]:
+    """`group_weights` of a rank of a stage. Biases of linear layers, less than a thousandth, are left out."""
+    rank, found = Rank(config, plan.alone(), seq), (0.0, 0.0, 0.0)
+    for group, times in stage_groups(config, plan, stage):
+        counts = group_weights(rank, group)
+        found = found[0] + times * counts[0], found[1] + times * counts[1], found[2] + times * counts[2]
+    # A tied head adds no weights where the embedding is on the same stage.
+    tied = vocabulary_rows(rank) * config.d_model if config.tied_head and plan.pp == 1 else 0
+    return found[0] - tied, found[1], found[2]
+
+
+def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[tuple[float, int, int]]:
+    """(weights, ranks that have the same, of these in one node) of dense weights and of a rank's experts."""
+    groups = (shared, plan.replicas, ("cp", "ep", "dp")), (owned, plan.cp * plan.dp, ("cp", "dp"))
+    return [(weights, ranks, plan.local(*axes, node=node)) for weights, ranks, axes in groups if weights and ranks > 1]
+
+
+def data_parallel_seconds(
+    config: ModelConfig, plan: Plan, seq: int, stage: int, spent: Seconds, system: System, constants: Constants
+) -> float:
+    """Seconds that a step is longer because gradients, and from ZeRO stage 1 on weights, travel between replicas."""
+    shared, owned, matrices = stage_weights(config, plan, seq, stage)
+
+    def send(verb: str, width: int) -> float:
+        """All weights or gradients once."""
+        total = 0.0
+        for weights, ranks, local in replica_groups(plan, shared, owned, system.node):
+            calls = ceil(matrices) if plan.zero == 3 else ceil(weights / bucket_size(ranks))
+            total += group_seconds(verb, width * weights, ranks, local, system, constants, calls)
+        return total
+
+    def exposed(seconds: float, computing: float) -> float:
+        """Of a transfer beside computing: the part that is not hidden, and what it takes from the processors."""
+        if plan.overlap == "none":
+            return seconds
+        last = min(1.0, bucket_size(plan.replicas) / max(1.0, shared + owned))
+        seen = max(seconds - computing, last * seconds)
+        return seen + constants.hidden * (seconds - seen)
+
+    forward, backward = spent.forward, spent.backward + spent.recompute
+    if plan.zero == 0:
+        total = exposed(send("all-reduce", GRADIENT), backward)
+    else:
+        gather, scatter = send("all-gather", plan.width), send("reduce-scatter", GRADIENT)
+        total = exposed(scatter, backward) + exposed(gather, forward)
+        if plan.zero == 3:
+            total = plan.microbatches * (exposed(gather, forward) + exposed(gather + scatter, backward))
+    if plan.pp > 1 and config.tied_head:  # first and last stage have the embedding, whose gradients they sum
+        nbytes = GRADIENT * vocabulary_rows(Rank(config, plan, seq)) * config.d_model
+        near = plan.local("pp", node=system.node) == plan.pp
+        total += group_seconds("all-reduce", nbytes, 2, 1 + near, system, constants)
+    return total
+
+
+def optimizer_seconds(
+    config: ModelConfig, plan: Plan, seq: int, stage: int, system: System, constants: Constants
+) -> float:
+    """Seconds of AdamW over the weights that a rank steps: from ZeRO stage 1 on its share of them."""
+    shared, owned, _ = stage_weights(config, plan, seq, stage)
+    if plan.zero:
+        shared, owned = shared / plan.replicas, owned / (plan.cp * plan.dp)
+    return optimizer_bytes(plan) * (shared + owned) / (system.bandwidth * constants.memory)
+
+
+def optimizer_bytes(plan: Plan) -> int:
+    """Bytes per weight that a step of AdamW moves."""
+    return OPTIMIZER_BYTES + (2 if plan.width == 2 else 0)

@@ -1,0 +1,1 @@
+"""Corpora, documents, BERT's samples and tokenizers."""

@@ -1,0 +1,219 @@
+"""Tokenizers: bytes, WordPiece, and data that is token ids already.
+
+A tokenizer also groups tokens into words, since BERT masks whole words, and has a JSON form, by which one rank
+trains it and sends it to the others.
+"""
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer, WhitespaceSplit
+from tokenizers.trainers import WordPieceTrainer
+
+from cs336_systems.errors import UserError
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SMALLEST_VOCABULARY = 64  # below it WordPiece has no room for the letters
+LARGEST_ALPHABET = 1000  # characters; a word with a rarer one is [UNK], as in BERT's own vocabularies
+TRAINING_CHARACTERS = 4_000_000  # of text: a second's work, and no piece worth having is rarer
+LONGEST_WORD = 100  # characters; a longer word is [UNK], which bounds the search for its pieces
+CACHED_WORDS = 1 << 16
+CONTINUES = "##"
+# BERT's pre-tokenizer on printable ASCII: each punctuation mark alone, spaces between words.
+ASCII_WORD = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 ]")
+
+
+class Tokenizer(ABC):
+    """Token ids below `vocab_size`; four are special, `pad`, `cls`, `sep` and `mask`, and never in encoded text.
+
+    `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue the word of
+    the token before them.
+    """
+
+    saved: dict[str, Any]  # for `to_json`
+
+    def __init__(
+        self, vocab_size: int, pad: int, cls: int, sep: int, mask: int, outside: np.ndarray, joins: np.ndarray
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.pad, self.cls, self.sep, self.mask = pad, cls, sep, mask
+        self.special_ids = (pad, cls, sep, mask)
+        self._outside, self._joins = outside.copy(), joins
+        self._outside[list(self.special_ids)] = True
+
+    @abstractmethod
+    def encode(self, sentence: str) -> list[int]:
+        """The token ids of a sentence, none of them special."""
+
+    @abstractmethod
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text of token ids."""
+
+    def to_json(self) -> str:
+        """The whole tokenizer as text, for `tokenizer_from_json`."""
+        return json.dumps(self.saved, allow_nan=False)
+
+    def words(self, tokens: np.ndarray) -> np.ndarray:
+        """Index of each token's word, -1 outside words, (seq) -> (seq). A special token ends a word."""
+        inside = ~self._outside[tokens]
+        before = np.concatenate(([False], inside[:-1]))
+        starts = inside & ~(self._joins[tokens] & before)
+        return np.where(inside, starts.cumsum() - 1, -1)
+
+
+class ByteTokenizer(Tokenizer):
+    """The 256 bytes of UTF-8, then PAD, CLS, SEP and MASK. A word is a run of bytes other than white space."""
+
+    def __init__(self) -> None:
+        space = np.zeros(260, bool)
+        space[list(b" \t\n\v\f\r")] = True
+        super().__init__(260, 256, 257, 258, 259, outside=space, joins=~space)
+        self.saved = {"kind": "bytes"}
+
+    def encode(self, sentence: str) -> list[int]:
+        """The sentence's bytes."""
+        return list(sentence.encode())
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Text without the special tokens, with U+FFFD for bytes that are not UTF-8."""
+        return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+class IdTokenizer(Tokenizer):
+    """Identity for data that is token ids already: each is a word, and the last four of the vocabulary are special.
+
+    Raises UserError for a vocabulary of special tokens only.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        if vocab_size < 5:
+            raise UserError(f"a vocabulary of {vocab_size} has four special tokens and no other: use 5 or more")
+        none = np.zeros(vocab_size, bool)
+        pad, cls, sep, mask = range(vocab_size - 4, vocab_size)
+        super().__init__(vocab_size, pad, cls, sep, mask, outside=none, joins=none)
+        self.saved = {"kind": "ids", "vocab_size": vocab_size}
+
+    def encode(self, sentence: str) -> list[int]:
+        """The ids written in the sentence, with spaces between them."""
+        return [int(number) for number in sentence.split()]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The ids with spaces between them."""
+        return " ".join(str(token) for token in tokens)
+
+
+class WordPieceTokenizer(Tokenizer):
+    """WordPiece as in BERT (arXiv:1810.04805, section 3; arXiv:1609.08144, section 4.1): words are cut greedily into
+    the longest pieces of the vocabulary, and `##` marks a piece that is not the first of its word.
+
+    `pieces` are in the order of their ids. Lower-casing also strips accents. Raises UserError for a repeated piece or a
+    missing special token.
+    """
+
+    def __init__(self, pieces: Sequence[str], lower_case: bool, name: str = "the vocabulary") -> None:
+        ids = {piece: number for number, piece in enumerate(pieces)}
+        if len(ids) < len(pieces):
+            twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
+            raise UserError(f"{name} has {twice!r} twice; each of its {len(pieces)} lines is a piece of its own")
+        if missing := [token for token in SPECIAL_TOKENS if token not in ids]:
+            raise UserError(
+                f"{name} has no {', '.join(missing)} among its {len(pieces)} pieces; a BERT vocabulary does"
+            )
+        pad, unknown, cls, sep, mask = (ids[token] for token in SPECIAL_TOKENS)
+        joins = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
+        super().__init__(len(pieces), pad, cls, sep, mask, outside=np.zeros(len(pieces), bool), joins=joins)
+        self.pieces, self.lower_case, self.unknown = list(pieces), lower_case, unknown
+        self.saved = {"kind": "wordpiece", "lower_case": lower_case, "pieces": self.pieces}
+        self._model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
+        # The library spends most of its time on offsets, which are not needed here, and text repeats its words.
+        self._encode_word = lru_cache(CACHED_WORDS)(lambda word: [token.id for token in self._model.tokenize(word)])
+
+    @classmethod
+    def train(cls, sentences: Sequence[str], vocab_size: int, lower_case: bool) -> "WordPieceTokenizer":
+        """Learn at most `vocab_size` pieces from the sentences, evenly thinned to TRAINING_CHARACTERS.
+
+        The same sentences give the same pieces in every process: the library's trainer numbers continuing letters such
+        as `##a` in the order of a randomly seeded hash map, and breaks ties by those numbers, so they are given to it
+        in order, as if special. Raises UserError for a vocabulary that is too small.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise UserError(
+                f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least, not {vocab_size}; use bytes"
+            )
+        counts = _count_words(sentences, lower_case)
+        letters: Counter[str] = Counter()
+        for word, count in counts.items():
+            for letter in word:
+                letters[letter] += count
+        # A letter takes two ids; half of the vocabulary is left to longer pieces.
+        largest = min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL_TOKENS)) // 4)
+        alphabet = set(sorted(letters, key=lambda letter: (-letters[letter], letter))[:largest])
+        known = {word: count for word, count in counts.items() if alphabet.issuperset(word)}
+        continuing = {letter for word in known for letter in word[1:]}
+        fixed = [*SPECIAL_TOKENS, *sorted(alphabet), *(CONTINUES + letter for letter in sorted(continuing))]
+        library = LibraryTokenizer(WordPiece(unk_token="[UNK]"))
+        library.pre_tokenizer = WhitespaceSplit()
+        trainer = WordPieceTrainer(
+            vocab_size=vocab_size, min_frequency=2, special_tokens=fixed, show_progress=False, initial_alphabet=[]
+        )
+        library.train_from_iterator((" ".join([word] * count) for word, count in known.items()), trainer)
+        pieces = library.get_vocab()
+        return cls(sorted(pieces, key=lambda piece: pieces[piece]), lower_case)
+
+    @classmethod
+    def from_file(cls, path: Path, lower_case: bool) -> "WordPieceTokenizer":
+        """Read a published vocabulary, one piece per line in the order of ids (BERT's `vocab.txt`).
+
+        Raises UserError for a file that cannot be read or is not such a vocabulary.
+        """
+        try:
+            text = path.read_bytes().decode()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path} is not UTF-8 text: byte {error.start} is no character") from None
+        return cls([line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")], lower_case, str(path))
+
+    def encode(self, sentence: str) -> list[int]:
+        """Ids of the words' pieces; a word without a segmentation into pieces is [UNK]."""
+        return [piece for word in split_words(sentence, self.lower_case) for piece in self._encode_word(word)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """Words with one space between them; the text's own spacing is lost."""
+        return " ".join(self.pieces[token] for token in tokens).replace(f" {CONTINUES}", "")
+
+
+def split_words(sentence: str, lower_case: bool) -> list[str]:
+    """Split into words and punctuation marks, as BERT's tokenizer does."""
+    sentence = sentence.replace("\t", " ")
+    if sentence.isascii() and sentence.isprintable():
+        return ASCII_WORD.findall(sentence.lower() if lower_case else sentence)
+    # The library splits the rest of Unicode, at a fifth of the speed.
+    clean = BertNormalizer(lowercase=lower_case).normalize_str(sentence)
+    return [word for word, _ in BertPreTokenizer().pre_tokenize_str(clean)]
+
+
+def _count_words(sentences: Sequence[str], lower_case: bool) -> Counter[str]:
+    every = -(-sum(map(len, sentences)) // TRAINING_CHARACTERS)
+    counts: Counter[str] = Counter()
+    for sentence in sentences[:: max(1, every)]:
+        counts.update(word for word in split_words(sentence, lower_case) if len(word) <= LONGEST_WORD)
+    return counts
+
+
+def tokenizer_from_json(text: str) -> Tokenizer:
+    """The tokenizer that `to_json` wrote."""
+    saved = json.loads(text)
+    if saved["kind"] == "wordpiece":
+        return WordPieceTokenizer(saved["pieces"], saved["lower_case"])
+    return IdTokenizer(saved["vocab_size"]) if saved["kind"] == "ids" else ByteTokenizer()

@@ -1,0 +1,1 @@
+"""This computer: its console, its devices and memory, text from elsewhere."""

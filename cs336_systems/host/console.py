@@ -1,0 +1,194 @@
+"""Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import click
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.segment import Segment
+
+from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
+
+PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
+PLAIN_SECONDS = 5.0  # between two lines of progress there
+NEW_LINE = "\n"
+
+
+class LiteralConsole(Console):
+    """A console of rich on which text is text: square brackets are no markup, and control characters are shown.
+
+    Whoever wants colours says so with a style, or with Text.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """See rich; whatever is printed passes here."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text, keep="\n"), style, control)
+
+
+def console(stderr: bool = False, quiet: bool = False) -> Console:
+    """Where to print: tables and results on stdout, progress and notes on stderr; `quiet` prints nothing."""
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return LiteralConsole(stderr=stderr, width=None if terminal else PLAIN_WIDTH, quiet=quiet)
+
+
+def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
+    """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
+    that it is about. Returns the exit status: 0, 2, or 130 for ^C.
+
+    Both quote what others wrote, so control characters are shown; the lines that an error is divided into stay.
+    """
+    format_of_python = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"note: {printable(str(message), keep=NEW_LINE)}\n"
+    try:
+        command.main(args=arguments, standalone_mode=False)
+    except click.ClickException as error:
+        message = " ".join(error.format_message().split())
+    except UserError as error:
+        message = str(error)
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return 130
+    else:
+        return 0
+    finally:
+        warnings.formatwarning = format_of_python
+    print(f"error: {printable(message, keep=NEW_LINE)}", file=sys.stderr)
+    return 2
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> `1.5 KiB`: the binary units that memory is sold in."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def format_count(count: float, billion: str = "G") -> str:
+    """92700000 -> `92.7 M`; parameters are counted in `B`, everything else in `G`."""
+    for unit in ("", " k", " M", f" {billion}", " T"):
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.3g} P"
+
+
+def format_seconds(seconds: float) -> str:
+    """0.0012 -> `1.2 ms`, 75 -> `1 min 15 s`."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if whole < 48 * 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    days = seconds / 86400
+    return f"{days:.1f} days" if days < 730 else f"{days / 365.25:,.1f} years"
+
+
+class _TimeLeft:
+    """Text of the time left of `total` equal steps: the expected duration until the first steps tell the real one."""
+
+    def __init__(self, total: int, expected_seconds: float, done: int = 0) -> None:
+        self.total, self.first, self.done, self.estimate = total, done, done, expected_seconds
+        self.start = time.monotonic()
+
+    def advance(self) -> None:
+        self.done += 1
+        self.estimate = (time.monotonic() - self.start) / (self.done - self.first) * (self.total - self.first)
+
+    def __str__(self) -> str:
+        return f"{format_seconds(max(0.0, self.start + self.estimate - time.monotonic()))} left"
+
+
+@contextmanager
+def progress(
+    label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False, done: int = 0
+) -> Iterator[Callable[[str], None]]:
+    """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps of which some may be
+    `done`; the seconds are those of the rest.
+
+    In a file or a pipe it prints a line every few seconds instead.
+    """
+    left, out = _TimeLeft(total, expected_seconds, done), console(stderr=True)
+    names = ("{task.description}", "{task.fields[left]}", "{task.fields[note]}")
+    words, time_left, notes = (TextColumn(name, markup=False) for name in names)
+    time_left.style = "cyan"
+    columns = (words, BarColumn(bar_width=24), MofNCompleteColumn(), time_left, notes)
+    next_line = time.monotonic() + PLAIN_SECONDS / 2
+    with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as bar:
+        task = bar.add_task(label, total=total, completed=done, note="", left=left)
+
+        def advance(note: str = "") -> None:
+            nonlocal next_line
+            left.advance()
+            bar.update(task, advance=1, note=note)
+            if bar.disable and not quiet and (time.monotonic() >= next_line or left.done == total):
+                next_line = time.monotonic() + PLAIN_SECONDS
+                ahead = f", {left}" if left.done < total else ""
+                line = printable(f"{label} {left.done}/{total}{ahead}  {note}".rstrip())
+                print(line, file=sys.stderr, flush=True)
+
+        yield advance
+
+
+def flag(name: str) -> str:
+    """The option of a name: `micro_batch_size` -> `--micro-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def setting(default: Any, help: str, type: Any = None, **option: Any) -> Any:
+    """Define a dataclass field that `options` turns into an option of the command line.
+
+    `type` is click's, where the annotation does not say enough. `option` may give its name where that is not the
+    field's, `also` other names, and `off` the opposite of a flag. The rest goes to click as it is.
+    """
+    return field(default=default, metadata={"option": {"help": help, **({"type": type} if type else {}), **option}})
+
+
+def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation.
+
+    A bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None. The
+    help lists them in order, those of base classes after the class's own.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        hints = get_type_hints(settings)
+        listed = [each for each in fields(settings) if "option" in each.metadata]
+        listed.sort(key=lambda each: each.name not in settings.__annotations__)  # what is inherited comes last
+        for each in reversed(listed):
+            hint, extra = hints[each.name], dict(each.metadata["option"])
+            if type(None) in get_args(hint):
+                hint = next(kind for kind in get_args(hint) if kind is not type(None))
+            if get_origin(hint) is Literal:
+                extra.setdefault("type", click.Choice([str(choice) for choice in get_args(hint)]))
+            elif hint is bool:
+                extra["is_flag"] = True
+            elif get_origin(hint) is tuple:
+                extra["multiple"] = True
+            else:
+                extra.setdefault("type", hint)
+            show = each.default not in (None, ()) and hint is not bool
+            name = extra.pop("option", each.name)
+            flags = [flag(name), *extra.pop("also", ())]
+            if (opposite := extra.pop("off", None)) is not None:
+                flags[-1] += f"/{opposite}"
+            function = click.option(*flags, name, default=each.default, show_default=show, **extra)(function)
+        return function
+
+    return decorate

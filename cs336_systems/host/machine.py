@@ -1,0 +1,150 @@
+"""This computer's device and memory, and the stamp of both that every log and record carries."""
+
+import ctypes
+import gc
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.errors import UserError
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Device that `--device` names, by default the first GPU, else the CPU. Raises UserError for a missing GPU."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda, but torch finds no CUDA device here; use --device cpu")
+    return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """The maker's name of the device, such as `NVIDIA H200` or `AMD EPYC`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    model = " ".join(_fields("/proc/cpuinfo").get("model name", "").split())
+    return model or platform.processor() or platform.machine()
+
+
+def _fields(path: str) -> dict[str, str]:
+    """Fields of a file of lines `name: value`; none where there is no such file, as on other systems than Linux."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that a program started now could use: free GPU memory, or memory available to this process group."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if not (meminfo := _fields("/proc/meminfo")):  # not Linux: half of the installed memory is a fair guess
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    return min(free, _cgroup_memory(Path("/sys/fs/cgroup")) or free)
+
+
+def _cgroup_memory(folder: Path) -> int | None:
+    """Bytes that a container (cgroup v2) may still take: its limit less its use, except file cache it can drop."""
+    try:
+        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(limit) - used + int(stat.get("inactive_file", 0)) if limit.isdigit() else None
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """True if torch ran out of memory, which only a GPU's allocator says by the type of its error."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+# Tensors can fill only a part of what is available: a CPU process grows holes (freed activations that the C allocator
+# cannot give back; up to 1.5 x was measured), a GPU's caching allocator fewer.
+USABLE = {"cpu": 1 / 1.5, "cuda": 0.95}
+
+
+def usable_memory(device: torch.device) -> int:
+    """Bytes of tensors that a program started now can count on."""
+    return int(USABLE[device.type] * available_memory(device))
+
+
+class PeakMemory:
+    """Peak memory since `reset`, in bytes; on a CPU the resident set above that at construction.
+
+    Linux lets a process reset its peak; elsewhere `read` returns None for a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        # What the allocator holds for reuse would otherwise be counted as there already, and not as used again.
+        gc.collect()
+        if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+            libc.malloc_trim(0)
+        self.base = self._resident("VmRSS")
+        self.reset()
+
+    @staticmethod
+    def _resident(field: str) -> int:
+        return int(_fields("/proc/self/status").get(field, "0 kB").split()[0]) * 1024
+
+    def reset(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+            self.resettable = True
+        except OSError:
+            self.resettable = False
+
+    def read(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return max(0, self._resident("VmHWM") - self.base) if self.resettable else None
+
+
+def _git(*arguments: str) -> str | None:
+    command, folder = ["git", *arguments], Path(__file__).resolve().parent
+    try:
+        return subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, Any]:
+    """Stamp of a measurement: device, versions, commit and date. `commit` is for copies that lack their .git."""
+    # Records that a benchmark has just appended do not change the code.
+    unclean = ("status", "--porcelain", "--", ":/", ":(top,exclude)benchmarks/results")
+    status = _git(*unclean) if commit is None else ""
+    return {
+        "device": device_name(device),
+        "device_type": device.type,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "world_size": 1,
+        "backend": None,
+        "commit": commit or _git("rev-parse", "HEAD"),
+        "dirty": None if status is None else bool(status),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

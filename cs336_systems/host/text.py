@@ -1,0 +1,50 @@
+"""Foreign text made harmless for its destination: a terminal, a plot, Markdown.
+
+Names of files, modules and traces, and errors' messages, may hold anything, and each destination has signs that are
+commands there. Foreign text passes through the function of its destination where it is written. (HTML and SVG:
+`html.escape(printable(text))`. JSON: `json.dumps`, which escapes all that a terminal would obey.)
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from unicodedata import category
+
+
+def printable(text: str, keep: str = "") -> str:
+    r"""Text for one line of a terminal or a log: what would move the cursor, start a line, turn the writing direction
+    or fail to be encoded is shown as Python writes it, `\x1b`, unless it is in `keep`.
+
+    A terminal obeys escape sequences (CWE-150), and a log's reader takes a line break for a new entry (CWE-117).
+    """
+    if text.isprintable():
+        return text
+    # "Zs": the other spaces, such as that which does not break.
+    shown = (each in keep or each.isprintable() or category(each) == "Zs" for each in text)
+    return "".join(each if plain else ascii(each)[1:-1] for each, plain in zip(text, shown, strict=True))
+
+
+def plot_text(text: str) -> str:
+    """Text for a label in matplotlib, which takes what stands between two dollar signs for a formula."""
+    return printable(text, keep="\n").replace("$", "\\$")
+
+
+def markdown_text(text: str) -> str:
+    """Text for one line of Markdown, or a cell of a table there, that starts no HTML tag, link, code, formula or cell.
+
+    For GitHub's Markdown and for pandoc's. An underscore inside a word is text in both.
+    """
+    escaped = re.sub(r"([\\|`*\[\]$~^#\"]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", printable(text))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def markdown_code(text: str) -> str:
+    """Text as code in a cell of a Markdown table, between more backticks than it has in a row."""
+    text = printable(text).replace("|", "\\|")
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def markdown_row(cells: Iterable[str], escape: Callable[[str], str] = markdown_text) -> str:
+    """A row of a Markdown table, each cell escaped."""
+    return f"| {' | '.join(map(escape, cells))} |"

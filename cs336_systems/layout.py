@@ -1,0 +1,199 @@
+"""A layout: how a model and its batch are spread over ranks, checked before anything is built, and what each rank owns.
+
+Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
+each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
+of which each has some of the experts and all else. What a rank owns follows from its stage alone: the vocabulary is
+padded until it divides, so that all other ranks of a stage have tensors of the same shapes.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from cs336_systems.errors import UserError
+from cs336_systems.presets import ModelConfig
+from cs336_systems.schedule import blocks_of, bubble_fraction
+
+TIED = "embedding.tokens.weight"
+
+
+class Spread(Protocol):
+    """Degrees of parallelism and a batch in sequences."""
+
+    @property
+    def pp(self) -> int: ...
+    @property
+    def dp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def micro_batch(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+
+
+def check_spread(spread: Spread, counts: tuple[str, ...]) -> None:
+    """Raises UserError, with the numbers, for one of the `counts` below one, a stage of ZeRO that does not exist, and a
+    batch or a schedule that does not divide."""
+    for name in counts:
+        if getattr(spread, name) < 1:
+            raise UserError(f"{name} must be at least 1, not {getattr(spread, name)}")
+    if spread.zero not in (0, 1, 2, 3):
+        raise UserError(f"ZeRO has stages 0 to 3, not {spread.zero}")
+    batch, together = spread.global_batch, spread.micro_batch * spread.dp * spread.ep
+    if batch % together:
+        below = batch // together * together
+        near = f"{below} or {below + together}" if below else str(together)
+        raise UserError(
+            f"a global batch of {batch} sequences is not a multiple of micro-batch {spread.micro_batch} x dp "
+            f"{spread.dp}{f' x ep {spread.ep}' if spread.ep > 1 else ''} = {together}: use {near}"
+        )
+    if spread.chunks > 1 and spread.pp == 1:
+        raise UserError(f"{spread.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
+    bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The degrees of parallelism and the batch, in sequences; checked on construction as far as no model is needed.
+
+    Raises UserError, with the numbers, for degrees below one and a batch or schedule that does not divide.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    chunks: int = 1  # of a stage, for the schedule "interleaved"
+    schedule: str = "1f1b"
+    sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
+    zero: int = 0  # ZeRO stage over the ranks that see different rows
+    micro_batch: int = 1
+    global_batch: int = 1
+    vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
+    ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
+
+    def __post_init__(self) -> None:
+        check_spread(self, ("tp", "pp", "dp", "ep", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"))
+
+    @property
+    def ranks(self) -> int:
+        """tp pp dp ep."""
+        return self.tp * self.pp * self.data
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different rows."""
+        return self.dp * self.ep
+
+    @property
+    def microbatches(self) -> int:
+        """That a replica takes in a step."""
+        return self.global_batch // (self.micro_batch * self.data)
+
+    @property
+    def data_axis(self) -> str:
+        """The axis of the mesh over which dense parameters have replicas: "data" joins "dp" and "ep"."""
+        return "data" if self.ep > 1 else "dp"
+
+    def check(self, config: ModelConfig, seq: int | None = None) -> None:
+        """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
+        check_experts(config, self.ep)
+        if seq is not None and seq > config.context_length:
+            raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
+        check_divides(config, self.tp, self.sequence, seq)
+        padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp)
+        self.blocks(config)
+
+    def blocks(self, config: ModelConfig, stage: int = 0, chunk: int = 0) -> range:
+        """The blocks of one chunk of a stage. Raises UserError if the layers do not divide."""
+        return blocks_of(stage, chunk, self.pp, self.chunks, config.num_layers)
+
+    def vocabulary(self, config: ModelConfig) -> int:
+        """Words, padding included, of which a rank has the logits; one tp rank needs no padding."""
+        if self.tp == 1:
+            return config.vocab_size
+        return padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp) // self.tp
+
+    def ends(self, stage: int) -> tuple[bool, bool]:
+        """(has the embedding, has the head) of a stage. Raises UserError for no stage."""
+        if not 0 <= stage < self.pp:
+            raise UserError(f"stage {stage} does not exist: the {self.pp} stages are 0 to {self.pp - 1}")
+        return stage == 0, stage == self.pp - 1
+
+
+def check_experts(config: ModelConfig, ranks: int) -> None:
+    """Raises UserError if the model's experts cannot be split over so many ranks."""
+    if ranks > 1 and not config.num_experts:
+        raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
+    if config.num_experts % ranks:
+        raise UserError(
+            f"{config.num_experts} experts do not divide over ep {ranks}: choose an ep that divides "
+            f"{config.num_experts}"
+        )
+
+
+def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:
+    """Raises UserError, with the numbers, for a model that tensor parallelism cannot split over so many ranks."""
+    sizes = [("heads", config.num_heads), ("key/value heads", config.kv_heads), ("of d_ff", config.d_ff)]
+    for name, size in sizes + ([("of the experts' d_ff", config.expert_d_ff)] if config.num_experts else []):
+        if size % ranks:
+            raise UserError(f"{size} {name} do not divide over tp {ranks}: choose a tp that divides {size}")
+    if sequence and (seq or config.context_length) % ranks:
+        raise UserError(f"a sequence of {seq or config.context_length} tokens does not divide over tp {ranks}")
+
+
+def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
+    """The vocabulary with padding to a multiple. Raises UserError if that does not divide over the ranks."""
+    padded = -(-vocab_size // multiple) * multiple
+    if padded % ranks:
+        raise UserError(
+            f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple}), does not divide over tp "
+            f"{ranks}: pad it to a multiple of {ranks}"
+        )
+    return padded
+
+
+class Transfer(NamedTuple):
+    """One collective or message of a step: its phase, its axis of the mesh ("tp", "pp", "ep", "dp", "data", which joins
+    these two, "ends" or "world"), verb, purpose, bytes of the whole tensor, and how many ranks take part."""
+
+    phase: str
+    axis: str
+    verb: str
+    what: str
+    nbytes: int
+    ranks: int
+
+
+class Work(NamedTuple):
+    """Computing of one phase: FLOPs of products, operators, the bytes that they read and write but for products, and
+    new memory in bytes of storages so large that an allocator maps them anew."""
+
+    flops: int = 0
+    operators: int = 0
+    moved: int = 0
+    new: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Memory (bytes) and work of a rank in one optimizer step."""
+
+    parameters: int  # how many
+    state: dict[str, int]  # at rest: parameters, gradients after their synchronisation, optimizer state
+    kept: int  # for the backward of the first microbatch
+    activations: int  # kept at once, of all microbatches under way
+    peak: int  # of everything
+    work: dict[str, Work]  # by phase
+    traffic: Counter[Transfer]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by part; their sum is the peak, unless not all of them are at their most at the same moment."""
+        parts = self.state | {"activations": self.activations}
+        return parts | {"workspace": max(0, self.peak - sum(parts.values()))}

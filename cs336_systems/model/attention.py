@@ -1,0 +1,134 @@
+"""Self-attention, its mask and rotary positions. Shapes are in einops order."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange, repeat
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.model.dropout import DropoutKey, drop
+from cs336_systems.presets import ModelConfig
+from kernels.flash_attention import FlashAttention2
+
+
+class BlockInputs(NamedTuple):
+    """Inputs that all blocks share; None for what the model does not use."""
+
+    rotary: Tensor | None = None  # (2 seq head_dim/2), a `rotary_table`
+    bias: Tensor | None = None  # an `attention_bias`
+    real: Tensor | None = None  # (batch seq), False at padding
+    key: DropoutKey | None = None  # random numbers by place in the run
+
+
+def angles(seq: int, dim: int, base: float, device: torch.device) -> Tensor:
+    """(seq dim/2) of position times base^(-2i/dim), in float64: at position 8191 float32 has lost four digits."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    return torch.arange(seq, dtype=torch.float64, device=device)[:, None] / base**exponents
+
+
+def rotary_table(config: ModelConfig, seq: int, like: Tensor) -> Tensor:
+    """Cosines and sines of the rotary angles, (2 seq head_dim/2), in float32 at least; one table serves every layer."""
+    turn = angles(seq, config.head_dim, config.rotary_base, like.device)
+    return torch.stack((turn.cos(), turn.sin())).to(torch.promote_types(like.dtype, torch.float32))
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Rotary position embedding (arXiv:2104.09864) of x (... seq head_dim) by a `rotary_table`.
+
+    Coordinate i is paired with i + head_dim/2, as in GPT-NeoX and Llama; the paper pairs neighbours, which is the same
+    up to a permutation of the rows of the query and key weights.
+    """
+    cos, sin = table
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Bias of the scores, broadcastable to (batch heads seq seq): 0 at visible keys, else the lowest finite number
+    (minus infinity would turn a row without any visible key into NaN); None where every key is visible.
+
+    padding_mask is (batch seq), True at real tokens.
+    """
+    lowest, bias = torch.finfo(like.dtype).min, None
+    if config.causal:
+        hidden = torch.ones(seq, seq, dtype=torch.bool, device=like.device).triu(1)
+        bias = like.new_zeros(seq, seq).masked_fill(hidden, lowest)
+    if padding_mask is not None:
+        hidden = rearrange(~padding_mask, "batch key -> batch 1 1 key")
+        bias = (like.new_zeros(1) if bias is None else bias).masked_fill(hidden, lowest)
+    return bias
+
+
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same.
+
+    `dropout` is applied to the weights (batch heads query key)."""
+    scores = einsum(q, k, "batch heads query dim, batch heads key dim -> batch heads query key")
+    scores = scores / math.sqrt(q.shape[-1])
+    if bias is not None:
+        scores = scores + bias
+    # The sum of many small weights wants float32, whatever the precision of the products.
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
+    if dropout is not None:
+        weights = dropout(weights)
+    return einsum(weights, v, "batch heads query key, batch heads key dim -> batch heads query dim")
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
+
+    `layer` is its number in the model. Under tensor parallelism its weights have the rows of some heads only, of which
+    the first is `first_head`.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.config, self.layer, self.first_head = config, layer, 0
+        kv_width = config.kv_heads * config.head_dim
+        self.query = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.key = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.value = nn.Linear(config.d_model, kv_width, bias=config.bias)
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
+        config = self.config
+        q, k, v = (
+            rearrange(project(x), "batch seq (heads dim) -> batch heads seq dim", dim=config.head_dim)
+            for project in (self.query, self.key, self.value)
+        )
+        if shared.rotary is not None:
+            q, k = rotate(q, shared.rotary), rotate(k, shared.rotary)
+        if config.kv_heads != config.num_heads:
+            group = config.num_heads // config.kv_heads
+            k, v = (repeat(t, "batch heads seq dim -> batch (heads group) seq dim", group=group) for t in (k, v))
+        again = config.recompute == "attention" and torch.is_grad_enabled()  # selective recompute
+        attend = partial(checkpoint, self.attend, use_reentrant=False) if again else self.attend
+        y = attend(q, k, v, shared.bias, shared.key)
+        return self.out(rearrange(y, "batch heads seq dim -> batch seq (heads dim)"))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+        """Attention without its linear layers: (batch heads seq head_dim) -> the same."""
+        dropout = self.config.dropout if self.training else 0.0
+        if self.config.attention == "flash":
+            return FlashAttention2.apply(q, k, v, self.config.causal)
+        # Torch's fused attention draws its own mask, which no key can choose.
+        if self.config.attention == "sdpa" and (key is None or not dropout):
+            causal = self.config.causal and bias is None
+            if bias is not None and bias.dtype != q.dtype:
+                # Autocast would round float32's lowest number to minus infinity in half precision.
+                bias = bias.clamp(min=torch.finfo(q.dtype).min).to(q.dtype)
+            if q.is_meta and not dropout:  # torch takes its fused attention only where it has a device
+                fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+                return fused(q, k, v, dropout, causal, attn_mask=bias)[0]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, is_causal=causal)
+        if self.config.attention == "sdpa" and bias is None:
+            bias = attention_bias(self.config, q.shape[-2], None, q)
+        site = f"blocks.{self.layer}.attention"
+        return naive_attention(q, k, v, bias, partial(drop, p=dropout, key=key, site=site, starts=(self.first_head,)))

@@ -1,0 +1,113 @@
+"""Dropout and random numbers by place in the run, without a generator: no layout and no recompute changes them.
+
+Each element's number is a hash of (seed, step, row of the global batch, site, global position), as in counter-based
+generators (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC 2011). A rank that computes a slice of an
+activation draws the same slice of one global mask: rows in data parallelism, positions in sequence parallelism, heads
+in tensor parallelism, layers in a pipeline, and all of it again in a recomputed forward.
+
+The hash is SplitMix64's (Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014), taken once for
+each axis: hash = mix(hash + (index + 1) GOLDEN). It is integer arithmetic that wraps around, the same on every device.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cs336_systems.errors import UserError
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, factor
+LAST_SHIFT = 31
+
+
+class DropoutKey(NamedTuple):
+    """64 bits for each sequence of a microbatch, int64 (batch,), from `dropout_key`."""
+
+    rows: Tensor
+
+
+def dropout_key(seed: int, step: int, rows: Tensor) -> DropoutKey:
+    """The key of a microbatch in a step: `rows` int64 (batch,) are its rows' numbers in the global batch."""
+    start = _mix_number(_mix_number(seed + GOLDEN) + (step + 1) * GOLDEN)
+    return DropoutKey(_mix((rows.long() + 1) * _signed(GOLDEN) + _signed(start)))
+
+
+def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
+    """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p.
+
+    x is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
+    for those left out). `site` names the place in the model; 7 and "7" are the same. Backward keeps one byte per
+    element. The mask depends neither on dtype nor on device; p is met to 2^-32. p = 0 returns x itself. Raises
+    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis.
+    """
+    if not 0 <= p < 1:
+        raise UserError(f"dropout p must lie in [0, 1), not {p}")
+    starts = tuple(starts or ())
+    _check_rows("dropout", x.shape, key)
+    if len(starts) >= x.dim() or min(starts, default=0) < 0:
+        raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(x.shape)}")
+    if p == 0:
+        return x
+    words = _words(x.shape, key, site, (*starts, *[0] * (x.dim() - 1 - len(starts))), x.device)
+    keep = words >= min(round(p * 2**32) - 2**31, 2**31 - 1)
+    return x * keep * (1 / (1 - p))  # a product with a bool keeps nothing but the bool for backward
+
+
+def drop(x: Tensor, p: float, key: DropoutKey | None, site: str, starts: Sequence[int] = ()) -> Tensor:
+    """`keyed_dropout` or, without a key, dropout by torch's generator."""
+    if not p:
+        return x
+    return F.dropout(x, p) if key is None else keyed_dropout(x, p, key, site, starts)
+
+
+def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device: torch.device) -> Tensor:
+    """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
+
+    None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows.
+    """
+    _check_rows("numbers", shape, key)
+    words = _words(torch.Size(shape), key, site, [0] * (len(shape) - 1), device)
+    return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
+
+
+def _check_rows(what: str, shape: Sequence[int], key: DropoutKey) -> None:
+    if len(shape) < 2 or len(key.rows) != shape[0]:
+        raise UserError(f"{what} of shape {tuple(shape)} with a key of {len(key.rows)} rows: one a row is meant")
+
+
+def _words(shape: torch.Size, key: DropoutKey, site: int | str, starts: Sequence[int], device: torch.device) -> Tensor:
+    """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
+    first, last = starts[-1], starts[-1] + shape[-1]
+    axes = [(start, start + extent) for extent, start in zip(shape[1:-1], starts, strict=False)]
+    number = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest(), "little", signed=True)
+    words = _mix(key.rows.to(device) + number)
+    # A word of 64 bits serves two neighbours of the last axis, its halves seen as int32.
+    for begin, end in (*axes, (first // 2, (last + 1) // 2)):
+        words = _mix(words[..., None] + torch.arange(begin + 1, end + 1, device=device) * _signed(GOLDEN))
+    return words.view(torch.int32)[..., first % 2 : first % 2 + shape[-1]]
+
+
+def _mix(words: Tensor) -> Tensor:
+    """SplitMix64's finalizer of every element, in place. The masks make torch's arithmetic shift a logical one."""
+    for shift, factor in ROUNDS:
+        words ^= (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        words *= _signed(factor)
+    words ^= (words >> LAST_SHIFT).bitwise_and_((1 << (64 - LAST_SHIFT)) - 1)
+    return words
+
+
+def _mix_number(word: int) -> int:
+    """`_mix` of one number on the host."""
+    word %= 2**64
+    for shift, factor in ROUNDS:
+        word = (word ^ word >> shift) * factor % 2**64
+    return word ^ word >> LAST_SHIFT
+
+
+def _signed(word: int) -> int:
+    """The int64 with the same bits."""
+    return (word + 2**63) % 2**64 - 2**63

@@ -1,0 +1,133 @@
+"""Feed-forward layers, dense and of many experts: two linear layers with a GELU between, or SwiGLU (arXiv:2002.05202).
+
+The weights of a layer's experts are stacked, so that however many there are, they are two grouped matrix products
+without a loop in Python; in bfloat16 on a GPU each is one kernel, which reads on the device where the rows of each
+expert end (Gale et al., MegaBlocks, arXiv:2211.15841, section 4).
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cs336_systems.presets import FeedForwardKind, ModelConfig
+from kernels.swiglu import SwiGLUFunction
+
+
+def activate(kind: FeedForwardKind, fused: bool, up: Tensor, gate: Tensor | None) -> Tensor:
+    """Activation of the hidden layer (... d_ff), of one projection or, if gated, of two."""
+    if gate is not None:
+        return SwiGLUFunction.apply(gate, up) if fused else F.silu(gate) * up
+    return F.gelu(up, approximate="tanh" if kind == "gelu-tanh" else "none")
+
+
+class FeedForward(nn.Module):
+    """(batch seq d_model) -> the same, through d_ff."""
+
+    gate: Any  # each an nn.Linear or, of experts, a GroupedLinear
+    up: Any
+    down: Any
+
+    def __init__(self, config: ModelConfig, experts: int = 0) -> None:
+        super().__init__()
+        self.kind, self.fused = config.feed_forward, config.kernels == "triton"
+        hidden = config.expert_d_ff if experts else config.d_ff
+        make: Callable[..., nn.Module] = partial(GroupedLinear, experts) if experts else nn.Linear
+        if self.kind == "swiglu":  # layers in the order of their calls, in which FSDP gathers ahead
+            self.gate = make(config.d_model, hidden, bias=config.bias)
+        self.up = make(config.d_model, hidden, bias=config.bias)
+        self.down = make(hidden, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
+        gate = self.gate(x, *counts) if self.kind == "swiglu" else None
+        return self.down(activate(self.kind, self.fused, self.up(x, *counts), gate), *counts)
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by `factor`."""
+    if factor == 1.0 or not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    scaled = x.view_as(x)
+    scaled.register_hook(lambda gradient: gradient * factor)
+    return scaled
+
+
+def even_shares(rows: int, experts: int) -> list[int]:
+    """Rows of each expert of a balanced router, for the meta device, on which counts have no values."""
+    return [rows * (n + 1) // experts - rows * n // experts for n in range(experts)]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix: x (rows in) in the order of experts, weight (experts out in), counts
+    (experts,) -> (rows out).
+
+    Under autocast the dtypes are those of a linear layer. torch has no grouped product for float64, nor for rows whose
+    size is no multiple of 16 bytes; there a loop over experts computes the same, and the host waits for the counts.
+    """
+    casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    if casts and x.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    aligned = not any(size * x.element_size() % 16 for size in weight.shape[1:])
+    # Without values torch knows the shapes of bfloat16's grouped products only.
+    shapeless = (torch.compiler.is_compiling() or x.is_meta) and x.dtype != torch.bfloat16
+    if x.dtype == torch.float64 or not aligned or shapeless:
+        rows = even_shares(len(x), len(weight)) if counts.is_meta else counts.tolist()
+        parts = zip(x.split(rows), weight.unbind(), strict=True)
+        return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+    y = F.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    if y.requires_grad:
+        y.register_hook(torch.Tensor.contiguous)  # its backward takes no expanded gradient, such as that of a sum
+    return y
+
+
+class GroupedLinear(nn.Module):
+    """Linear layers of several experts: x (rows in) in the order of experts, counts (experts,) -> (rows out).
+
+    `bias_share` is the part of the bias that is added here, where the results of several ranks are added up.
+    """
+
+    def __init__(self, experts: int, size_in: int, size_out: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, size_out, size_in))
+        self.bias = nn.Parameter(torch.empty(experts, size_out)) if bias else None
+        self.bias_share, self.gradient_scale = 1.0, 1.0
+
+    def scaled(self) -> tuple[Tensor, Tensor | None]:
+        """Weight (experts out in) and bias (experts out), with scaled gradients."""
+        bias = None if self.bias is None else scale_gradient(self.bias, self.gradient_scale) * self.bias_share
+        return scale_gradient(self.weight, self.gradient_scale), bias
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        weight, bias = self.scaled()
+        y = grouped_linear(x, weight, counts)
+        if bias is not None:  # in place: a new tensor of this size costs more than the sum
+            y += bias.to(y.dtype).repeat_interleave(counts, dim=0, output_size=len(x))
+        return y
+
+
+class Experts(FeedForward):
+    """Experts of a layer that are here, in the order of their numbers; `first` is the number of the first one.
+
+    x (rows d_model) in the order of experts, counts (experts,) rows of each -> (rows d_model).
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, config.num_experts)
+        self.first = 0
+
+    def one_by_one(self, slots: Tensor) -> Tensor:
+        """A loop over experts, as in fairseq: slots (experts rows d_model) -> the same."""
+        layers = []
+        for layer in (getattr(self, name) for name in ("up", "down", "gate") if hasattr(self, name)):
+            weight, bias = layer.scaled()
+            # Unbound once: indexing would make a gradient as large as all experts' for each of them.
+            layers.append(zip(weight.unbind(), [None] * len(weight) if bias is None else bias.unbind(), strict=True))
+        outputs = []
+        for rows, up, down, *gate in zip(slots.unbind(), *layers, strict=True):
+            hidden = activate(self.kind, self.fused, F.linear(rows, *up), F.linear(rows, *gate[0]) if gate else None)
+            outputs.append(F.linear(hidden, *down))
+        return torch.stack(outputs)

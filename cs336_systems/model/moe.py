@@ -1,0 +1,146 @@
+"""Mixture of experts: a router sends each token to one or two of many feed-forwards: more parameters, not more FLOPs.
+
+    x -> router -> routing.py -> dispatch -> experts (feed_forward.py) -> combine -> weighted, added up
+
+(Shazeer et al., arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668; Fedus et al., arXiv:2101.03961.) In one
+process nothing moves between dispatch and combine. Expert parallelism (`expert_parallel.py`) replaces the layer's
+dispatcher by one that sends rows to the rank of their expert, and back.
+"""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.model.dropout import DropoutKey
+from cs336_systems.model.feed_forward import Experts, FeedForward
+from cs336_systems.model.one_hot import from_slots, one_hot_gate, to_slots
+from cs336_systems.model.routing import Average, ExpertLoad, Noise, draw_noise, gate
+from cs336_systems.presets import ModelConfig
+
+
+class Dispatched:
+    """Rows on their way to their experts; in one process they are there."""
+
+    def __init__(self, rows: Tensor, counts: Tensor) -> None:
+        self.rows, self.counts = rows, counts
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Rows (rows d_model) in the order of the experts on this rank, and the number of each expert's (experts,)."""
+        return self.rows, self.counts
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """The experts' results back on the ranks of their tokens, in the order in which the rows were sent."""
+        return rows
+
+
+class LocalDispatcher:
+    """Dispatcher of a process that has all experts: nothing moves."""
+
+    def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
+        """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each."""
+        return Dispatched(rows, counts)
+
+    def dispatch_slots(self, slots: Tensor) -> Tensor:
+        """Slots of all experts (experts slots d_model) -> all ranks' slots of the experts here."""
+        return slots
+
+    def combine_slots(self, slots: Tensor) -> Tensor:
+        """All ranks' slots of the experts here -> this rank's slots of all experts (experts slots d_model)."""
+        return slots
+
+
+class _AddLoss(torch.autograd.Function):
+    """y; backward also gives `loss` the gradient that it would have if loss x weight were added to the model's loss."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(loss)
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (loss,) = ctx.saved_tensors
+        return gradient, torch.full_like(loss, ctx.weight), None
+
+
+def set_balance_scale(model: nn.Module, scale: float) -> None:
+    """Set the factor of the balancing losses of a model's expert layers (default 1) to that of the loss whose backward
+    is run, for example one over the number of microbatches, or the loss scale."""
+    for layer in model.modules():
+        if isinstance(layer, MoELayer):
+            layer.balance_scale = scale
+
+
+class MoELayer(nn.Module):
+    """Mixture of experts in place of a feed-forward: (batch seq d_model) -> the same.
+
+    All tokens of one call are a group, which shares the experts' capacity. The balancing loss is added in backward, to
+    pass no pipeline stage: the gradient is that of a loss larger by aux_weight x `balance_scale` x it.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.config, self.mixture, self.layer = config, config.mixture, layer
+        self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared = FeedForward(config) if self.mixture.shared_expert else None
+        self.dispatcher = LocalDispatcher()
+        self.average: Average | None = None  # over the ranks that balance together
+        self.balance_scale, self.copies = 1.0, 1  # copies: ranks that compute the same balancing loss
+        self.balance: Tensor | None = None  # of the last call, without a gradient
+        self.load: ExpertLoad | None = None  # of the last call; None with einsum
+
+    def forward(self, x: Tensor, real: Tensor | None = None, key: DropoutKey | None = None) -> Tensor:
+        """`real` (batch seq) is False at padding; `key` chooses the random numbers of some policies by place."""
+        mixture, tokens, noise = self.mixture, x.reshape(-1, x.shape[-1]), None
+        logits = self.logits(tokens)
+        capacity = mixture.capacity(len(tokens), self.config.num_experts, self.training)
+        if self.training and mixture.is_random:
+            noise = draw_noise(mixture, logits, (x.shape[0], x.shape[1]), key, f"blocks.{self.layer}.router")
+        real = real.flatten() if real is not None and mixture.mask_padding else None
+        run = self.by_einsum if mixture.dispatch == "einsum" else self.by_sort
+        return run(tokens, logits, capacity, real, noise).view(x.shape)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """The router's scores (tokens experts), in float32 at least if `gating_fp32`."""
+        if not self.mixture.gating_fp32:
+            return F.linear(tokens, self.router.weight)
+        wide = torch.promote_types(tokens.dtype, torch.float32)
+        with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
+            return F.linear(tokens.to(wide), self.router.weight.to(wide))
+
+    def by_sort(
+        self, tokens: Tensor, logits: Tensor, capacity: int | None, real: Tensor | None, noise: Noise | None
+    ) -> Tensor:
+        """A row for each kept choice: (tokens d_model) -> the same."""
+        routing = gate(logits, self.mixture, capacity, real, noise, self.average if self.training else None)
+        self.load = routing.load
+        dispatched = self.dispatcher.dispatch(tokens.index_select(0, routing.tokens), routing.counts)
+        shared = None if self.shared is None else self.shared(tokens)  # while the rows travel
+        rows = dispatched.combine(self.experts(*dispatched.wait()))
+        weighted = rows * routing.weights.to(rows.dtype)[:, None]
+        y = torch.zeros_like(tokens, dtype=rows.dtype).index_add_(0, routing.tokens, weighted)
+        return self._add_loss(y if shared is None else y + shared, routing.balance)
+
+    def by_einsum(
+        self, tokens: Tensor, logits: Tensor, capacity: int | None, real: Tensor | None, noise: Noise | None
+    ) -> Tensor:
+        """All slots of all experts, full or empty: (tokens d_model) -> the same."""
+        average = self.average if self.training else None
+        combine, balance = one_hot_gate(logits, self.mixture, capacity, real, noise, average)
+        self.load = None
+        here = self.dispatcher.dispatch_slots(to_slots(combine, tokens))
+        y = from_slots(combine, self.dispatcher.combine_slots(self.experts.one_by_one(here)))
+        return self._add_loss(y if self.shared is None else y + self.shared(tokens), balance)
+
+    def _add_loss(self, y: Tensor, balance: Tensor) -> Tensor:
+        self.balance = balance.detach()
+        weight = self.mixture.aux_weight * self.balance_scale / self.copies
+        added: Tensor = _AddLoss.apply(y, balance, weight) if self.training and weight else y
+        return added

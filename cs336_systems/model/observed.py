@@ -1,0 +1,133 @@
+"""Counts of a model's passes without running them: its own code on fake tensors under an `Observer` (host/observe.py).
+
+The largest model of the course takes seconds and no memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cs336_systems.host.observe import Counts, Observer, fake_model
+from cs336_systems.model.precision import autocast
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.presets import ModelConfig, Precision
+
+PARTS = ("parameters", "gradients", "optimizer state", "activations")
+# The phases of each pass that is timed. A backward needs the forward before it.
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": ("evaluation",),
+    "backward": ("backward",),
+    "forward-backward": ("forward", "backward"),
+    "step": ("forward", "backward", "optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes that autograd keeps for backward, parameters and their casts apart, by the time at which they are freed."""
+
+    ids: int  # token ids, targets and what all blocks share: when backward ends
+    blocks: tuple[int, ...]  # of each block
+    head: int  # of the last norm, the head and the loss: before the backward of the blocks
+
+    @property
+    def total(self) -> int:
+        """All of them, when forward ends."""
+        return self.ids + sum(self.blocks) + self.head
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Counts by phase: "evaluation", a forward without backward, and "forward", "backward", "optimizer" of a step."""
+
+    phases: Mapping[str, Counts]
+
+    def of(self, mode: str) -> dict[str, Counts]:
+        """The phases of a mode: forward, backward, forward-backward or step."""
+        return {phase: self.phases[phase] for phase in PHASES[mode]}
+
+    def memory(self, mode: str) -> dict[str, int]:
+        """Bytes by part at the fullest moment of a mode; their sum is the peak. Only a step has optimizer state."""
+        peaks = [counts.peak for counts in self.of("forward-backward" if mode == "backward" else mode).values()]
+        fullest = max(peaks, key=lambda peak: sum(peak.values()))
+        parts = {part: fullest.get(part, 0) for part in PARTS}
+        parts["activations"] += sum(nbytes for kind, nbytes in fullest.items() if kind not in PARTS)
+        return parts if mode == "step" else parts | {"optimizer state": 0}
+
+
+def _fake(config: ModelConfig, batch: int, seq: int, device: str) -> tuple[TransformerLM, Tensor, Tensor, int | None]:
+    """A fake model, tokens and targets (batch seq), and the rows that an expert layer keeps in training: all its slots,
+    which a balanced router fills, or None without a capacity."""
+    model = fake_model(TransformerLM(config, "meta"), device)
+    tokens, targets = (torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2))
+    slots = config.mixture.capacity(batch * seq, config.num_experts, training=True) if config.num_experts else None
+    return model, tokens, targets, None if slots is None else config.num_experts * slots
+
+
+@cache
+def observe_passes(
+    config: ModelConfig,
+    batch: int,
+    seq: int,
+    precision: Precision = "fp32",
+    device: str = "cpu",
+    keeps_gradients: bool = False,
+) -> Passes:
+    """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there.
+
+    The optimizer has its state already. With `keeps_gradients` the gradients of the step before are there until the
+    next are added to them, as in a wrapper's flat buffers. Raises UserError for what the model refuses.
+    """
+    with FakeTensorMode():
+        model, tokens, targets, rows = _fake(config, batch, seq, device)
+        parameters, optimizer = list(model.parameters()), AdamW(model.parameters())
+        for each in parameters:
+            each.grad = torch.empty_like(each)
+        optimizer.step()
+        if not keeps_gradients:
+            optimizer.zero_grad()
+        state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
+        held = {"optimizer state": state, "gradients": [p.grad for p in parameters if p.grad is not None]}
+        with Observer(parameters=parameters, **held) as seen:
+            seen.rows = rows
+            seen.begin("evaluation")
+            with torch.no_grad(), autocast(tokens.device, precision):
+                lm_loss(model, tokens, targets)
+            seen.begin("forward")
+            with autocast(tokens.device, precision):
+                loss = lm_loss(model, tokens, targets)
+            seen.begin("backward")
+            loss.backward()
+            seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
+            for each in parameters:  # BERT's classifier of pairs has no part in this loss
+                each.grad = torch.empty_like(each) if each.grad is None else each.grad
+            seen.begin("optimizer")
+            optimizer.step()
+    return Passes(seen.phases)
+
+
+@cache
+def observe_kept(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32", device: str = "cpu") -> Kept:
+    """Count what autograd keeps for the backward of a pass over (batch seq) tokens. Blocks that are recomputed in
+    segments are counted one by one, as if each were a segment."""
+    blocks: list[int] = []
+    with FakeTensorMode():
+        model, tokens, targets, rows = _fake(config, batch, seq, device)
+        with Observer(parameters=model.parameters(), ids=[tokens, targets]) as seen, autocast(tokens.device, precision):
+            seen.rows = rows
+            x = model.embed(tokens, None)
+            shared = model.shared_inputs(x, tokens, None)
+            seen.label("ids", (each for each in shared if isinstance(each, Tensor)))
+            before = seen.saved_bytes()
+            for layer in range(config.num_layers):
+                x = model.run_blocks(x, shared, span=range(layer, layer + 1))
+                blocks.append(seen.saved_bytes() - before - sum(blocks))
+            loss = model.finish(x, targets)
+            ids, head = before + seen.saved_bytes("ids"), seen.saved_bytes() - before - sum(blocks)
+            del loss  # which has held what autograd keeps until here
+    return Kept(ids, tuple(blocks), head)

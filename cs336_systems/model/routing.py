@@ -1,0 +1,158 @@
+"""Routing: the experts that a token is sent to, and the slot that it gets there, by one stable sort.
+
+Each token chooses one or two experts; an expert has a number of slots, its capacity, and drops the tokens that come
+after. GShard (arXiv:2006.16668, algorithm 1; `one_hot.py`) computes this with one-hot tensors of tokens x experts x
+slots. Here all first choices in the order of the tokens, followed by all second choices, are sorted by expert. The sort
+is stable, so the rank of a choice within its expert's run is GShard's slot number: first choices before second ones,
+earlier tokens before later ones. Capacity is `slot < capacity`; dropless is the same code without that line.
+
+    choices, choice-major      2 0 2 1 | 0 2 0 0         tokens 0 1 2 3, first choices | second choices
+    sorted by expert           0 0 0 0   1   2 2 2       of tokens 1 0 2 3, 3, 0 2 1
+    slot                       0 1 2 3   0   0 1 2       with two slots, the second choices of 2 3 and of 1 are dropped
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.model.dropout import DropoutKey, keyed_uniform
+from cs336_systems.presets import Mixture
+
+Average = Callable[[Tensor], Tensor]  # the mean of a tensor over the ranks that balance together
+
+
+class ExpertLoad(NamedTuple):
+    """Choices of a group of tokens, without gradients."""
+
+    wanted: Tensor  # (top_k experts): first and second choices of each expert, before any was dropped
+    kept: Tensor  # (top_k,): choices that found a slot
+
+
+class Routing(NamedTuple):
+    """The kept choices of a group of tokens, a row each, ordered by expert and within an expert by slot."""
+
+    tokens: Tensor  # (rows,) int64: each row's token
+    weights: Tensor  # (rows,): factor of the expert's output
+    counts: Tensor  # (experts,) int64: rows of each expert
+    slots: Tensor  # (rows,) int64: its place in its expert's run
+    balance: Tensor  # the balancing loss, a scalar: 1 if all experts are equally likely
+    load: ExpertLoad
+
+
+class Noise(NamedTuple):
+    """Random numbers, uniform between 0 and 1, both excluded, for the second of two choices; None where the policy
+    needs none."""
+
+    logits: Tensor | None  # (tokens experts), for `sampling`
+    second: Tensor | None  # (tokens,), for `random`
+
+
+def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, int], key: DropoutKey | None, site: str) -> Noise:
+    """Noise for logits `like` (tokens experts) of `shape` (batch seq) tokens: by place if there is a key, else from
+    torch's generator. In float32 at least: bfloat16 would round one in 512 to 1."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+
+    def uniform(*shape: int) -> Tensor:
+        if key is None:
+            return torch.rand(shape, device=like.device, dtype=wide).clamp_(min=torch.finfo(wide).tiny)
+        return keyed_uniform(shape, key, site, like.device).to(wide)
+
+    if mixture.second_policy == "sampling":
+        return Noise(uniform(*shape, like.shape[-1]).flatten(0, 1), None)
+    return Noise(None, uniform(*shape).flatten())
+
+
+def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Noise | None) -> Tensor:
+    """The experts of every token, best first: logits and their softmax, gates (tokens experts) -> (top_k tokens).
+
+    As in fairseq, the first choice has the largest probability and the second the largest logit of the others; ties go
+    to the lower number. With noise for the logits the second choice is a sample of the router's distribution without
+    the first (Gumbel's trick).
+    """
+    first = gates.argmax(dim=-1)
+    if mixture.top_k == 1:
+        return first[None]
+    if noise is not None and noise.logits is not None:
+        logits = logits - noise.logits.log().neg().log()
+    return torch.stack((first, logits.scatter(-1, first[:, None], -torch.inf).argmax(dim=-1)))
+
+
+def gate(
+    logits: Tensor,
+    mixture: Mixture,
+    capacity: int | None = None,
+    real: Tensor | None = None,
+    noise: Noise | None = None,
+    average: Average | None = None,
+) -> Routing:
+    """Route one group of tokens by their logits (tokens experts).
+
+    `capacity` is the number of an expert's slots, None for as many as are needed. `real` (tokens,) is False at padding.
+    `average` is for the balancing loss. The host waits for the device once, for the number of kept choices, and not at
+    all where nothing can be dropped.
+    """
+    tokens, experts = logits.shape
+    gates = logits.softmax(dim=-1)
+    chosen = choose(logits.detach(), gates.detach(), mixture, noise)
+    weights = gates.gather(-1, chosen.T).T  # (top_k tokens)
+    if mixture.top_k == 2 and mixture.normalize == "before":
+        weights = _normalized(weights)
+    # Choices that are not made, an improbable second one and those of padding, get a number behind all experts'.
+    none, all_made = experts, real is None and (noise is None or noise.second is None)
+    if noise is not None and noise.second is not None:
+        chosen = torch.stack((chosen[0], chosen[1].masked_fill(noise.second >= 2 * weights[1].detach(), none)))
+    if real is not None:
+        chosen = chosen.masked_fill(~real, none)
+    wanted = torch.zeros(len(chosen), experts + 1, dtype=torch.int64, device=logits.device)
+    wanted = wanted.scatter_add_(1, chosen, torch.ones_like(chosen))[:, :experts]
+    order, slots = _sort(chosen, wanted.sum(0), gates.detach().amax(-1) if mixture.prioritized else None)
+    if capacity is not None or not all_made:
+        keep = chosen.flatten()[order] < experts
+        if capacity is not None:
+            keep &= slots < capacity
+        if keep.is_meta:  # without values: as many rows as a balanced router's
+            rows = order.new_empty(len(keep) if capacity is None else min(len(keep), experts * capacity))
+        else:
+            rows = keep.nonzero()[:, 0]  # the one wait
+        order, slots = order[rows], slots[rows]
+    kept = torch.zeros(weights.shape, dtype=torch.bool, device=logits.device)
+    kept.view(-1).index_fill_(0, order, True)
+    if mixture.top_k == 2 and mixture.normalize == "after":
+        weights = _normalized(weights * kept)
+    counts = wanted.sum(0) if capacity is None else wanted.sum(0).clamp(max=capacity)
+    balance, load = balancing_loss(gates, wanted[0], average), ExpertLoad(wanted, kept.sum(dim=1))
+    return Routing(order % tokens, weights.flatten().index_select(0, order), counts, slots, balance, load)
+
+
+def _normalized(weights: Tensor) -> Tensor:
+    """Weights (top_k tokens) divided by each token's sum, at least the smallest step from 1."""
+    return weights / weights.sum(0).clamp(min=torch.finfo(weights.dtype).eps)
+
+
+def _sort(chosen: Tensor, wanted: Tensor, sureness: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Choices (top_k tokens), numbered choice-major, by expert, and the slot of each. With `sureness` (tokens,) the
+    surest tokens come first in an expert's run."""
+    choices = chosen.flatten()
+    if sureness is None:
+        order = choices.argsort(stable=True)
+    else:
+        surest = sureness.argsort(descending=True, stable=True)
+        turn = (surest + torch.arange(len(chosen), device=surest.device)[:, None] * len(surest)).flatten()
+        order = turn[choices[turn].argsort(stable=True)]
+    first = torch.cat((wanted.cumsum(0) - wanted, wanted.sum()[None]))  # of each expert's run, and of choices not made
+    return order, torch.arange(len(order), device=order.device) - first[choices[order]]
+
+
+def balancing_loss(gates: Tensor, wanted: Tensor, average: Average | None = None) -> Tensor:
+    """E sum_e (mean probability of e) (share of tokens whose first choice is e), a scalar, of gates (tokens experts)
+    and the number of first choices of each expert (experts,) (arXiv:2101.03961, section 2.2).
+
+    1 where the mean probabilities are equal, E where one expert is sure to get all tokens, and below 1 where many
+    tokens barely prefer an expert that the others are sure to avoid. As in fairseq, padding has probabilities but
+    makes no choice. `average` takes the mean share over ranks, so that the mean of their losses is that of one group.
+    """
+    tokens = max(len(gates), 1)
+    share = wanted.to(gates.dtype) / tokens
+    return gates.shape[1] * (gates.sum(0) / tokens * (share if average is None else average(share))).sum()

@@ -1,0 +1,268 @@
+"""The transformer: a decoder (GPT, Llama) or an encoder (BERT), by ModelConfig.
+
+    positions     learned, rotary, sinusoidal or none            attention.py
+    attention     multi-head or grouped-query; naive, torch's fused, or this project's FlashAttention-2
+    norm          pre-norm, RMSNorm or LayerNorm
+    feed-forward  GELU, SwiGLU (feed_forward.py), or a mixture of experts (moe.py)
+    head          tied to the embedding or not, BERT's heads (heads.py), or fused with the loss
+    dropout       by torch's generator, or by place in the run (dropout.py)
+    recompute     segments of blocks, nested halves, or attention alone (recompute.py)
+
+Parallelism is applied from outside, at seams: a pipeline's stage calls `embed`, `run_blocks` and `finish` or `losses`;
+tensor parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
+an expert layer. Shapes are in einops order: batch, seq, d_model, heads, head_dim.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cs336_systems.data.corpus import IGNORED, Batch, count_targets
+from cs336_systems.errors import UserError
+from cs336_systems.model.attention import BlockInputs, SelfAttention, angles, attention_bias, rotary_table
+from cs336_systems.model.dropout import DropoutKey, drop
+from cs336_systems.model.feed_forward import FeedForward
+from cs336_systems.model.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.recompute import recomputed, run_nested
+from cs336_systems.presets import ModelConfig
+from kernels.cross_entropy import linear_cross_entropy
+from kernels.reference import rmsnorm
+from kernels.rmsnorm import TritonRMSNormFunction
+
+
+class RMSNorm(nn.Module):
+    """`kernels.reference.rmsnorm` or its fused form, with the gain as a parameter: (... d_model) -> (... d_model)."""
+
+    def __init__(self, d_model: int, eps: float, fused: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_model))
+        self.eps, self.fused = eps, fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm: Callable[..., Tensor] = TritonRMSNormFunction.apply if self.fused else rmsnorm
+        return norm(x, self.weight, self.eps)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The normalisation that the configuration names."""
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
+    return RMSNorm(config.d_model, config.norm_eps, fused=config.kernels == "triton")
+
+
+class Embedding(nn.Module):
+    """Sum of token, position and segment embeddings: (batch seq) -> (batch seq d_model)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        if config.positions == "learned":
+            self.positions = nn.Embedding(config.context_length, config.d_model)
+        if config.token_types:
+            self.types = nn.Embedding(config.token_types, config.d_model)
+
+    def forward(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+        config, seq = self.config, tokens.shape[1]
+        x = self.tokens(tokens)
+        if config.positions == "learned":
+            x = x + self.positions.weight[:seq]
+        elif config.positions == "sinusoidal":
+            # Attention Is All You Need (arXiv:1706.03762), sections 3.4 and 3.5, sines first as in fairseq: the
+            # embedding is scaled so that the fixed waves of size one do not drown it.
+            turn = angles(seq, config.d_model, 10_000.0, x.device)
+            x = x * math.sqrt(config.d_model) + torch.cat((turn.sin(), turn.cos()), dim=-1).to(x.dtype)
+        if config.token_types:
+            x = x + self.types(torch.zeros_like(tokens) if token_types is None else token_types)
+        return drop(x, config.dropout if self.training else 0.0, key, "embedding")
+
+
+class Block(nn.Module):
+    """Pre-norm residual block: (batch seq d_model) -> the same.
+
+    `layer` is its number in the model. Under sequence parallelism x is the `part`-th of equal parts of the sequence.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int = 0) -> None:
+        super().__init__()
+        self.dropout, self.layer, self.part = config.dropout, layer, 0
+        self.attention_norm = make_norm(config)
+        self.attention = SelfAttention(config, layer)
+        self.feed_forward_norm = make_norm(config)
+        self.feed_forward = MoELayer(config, layer) if config.has_experts(layer) else FeedForward(config)
+
+    def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
+        def dropped(y: Tensor, branch: str) -> Tensor:
+            p, start = self.dropout if self.training else 0.0, self.part * y.shape[1]
+            return drop(y, p, shared.key, f"blocks.{self.layer}.{branch}", (start,))
+
+        x = x + dropped(self.attention(self.attention_norm(x), shared), "attention branch")
+        routed = (shared.real, shared.key) if isinstance(self.feed_forward, MoELayer) else ()
+        return x + dropped(self.feed_forward(self.feed_forward_norm(x), *routed), "feed-forward branch")
+
+
+def initial_weight(
+    config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device, first_expert: int = 0
+) -> Tensor:
+    """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a rank
+    can make its part of a model without the rest.
+
+    Weights are normal with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers),
+    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero. Each of
+    several experts (experts ...) has a name of its own, with its number; the number of the first is `first_expert`.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape, device=device)
+    if "norm." in name:
+        return torch.ones(shape, device=device)
+    deviation = 0.02
+    if name == "embedding.tokens.weight" and config.positions == "sinusoidal":
+        deviation = config.d_model**-0.5
+    elif name.endswith(("attention.out.weight", "down.weight")):
+        deviation = 0.02 / math.sqrt(2 * config.num_layers)
+    value, experts = torch.empty(shape, device=device), ".experts." in name
+    generator = torch.Generator(value.device)
+    for number, part in enumerate(value if experts else [value], first_expert):
+        digest = hashlib.blake2b(f"{seed} {name}{f' {number}' if experts else ''}".encode(), digest_size=7).digest()
+        part.normal_(std=deviation, generator=generator.manual_seed(int.from_bytes(digest, "little")))
+    return value
+
+
+def first_expert(model: nn.Module, name: str) -> int:
+    """The number of the first expert that a parameter here holds; 0 for a parameter of no expert."""
+    layer, found, _ = name.partition(".experts.")
+    return model.get_submodule(f"{layer}.experts").first if found else 0  # type: ignore[return-value]
+
+
+class TransformerLM(nn.Module):
+    """The language model: `forward` is `embed`, `run_blocks` and `finish` in turn."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        # On the meta device first: torch's layers would otherwise fill weights that are drawn again below.
+        with torch.device("meta"):
+            self.embedding = Embedding(config)
+            self.blocks = nn.ModuleList(Block(config, i) for i in range(config.num_layers))
+            self.final_norm = make_norm(config)
+            self.bert_heads = BertHeads(config) if config.bert_heads else None
+            self.head = None if config.tied_head else nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.tied_head = TiedHead() if config.tied_head else None
+            self.token_loss = TokenLoss()
+        self.fused_loss = config.kernels == "triton" and self.bert_heads is None
+        device = torch.device(device) if device is not None else torch.get_default_device()
+        if device.type != "meta":  # a meta model has no values: to be counted, or cut into parts before they are drawn
+            self.to_empty(device=device)
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter anew (`initial_weight`); the default seed comes from torch's global generator."""
+        seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
+        for name, parameter in self.named_parameters():
+            first = first_expert(self, name)
+            parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device, first))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor | BertOutput:
+        """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the sentence pair's; or, with
+        targets (batch seq), the mean cross entropy in nats of those that are not IGNORED.
+
+        token_types (batch seq) are BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens.
+        Raises UserError for a sequence longer than the context, and for a padding mask with flash attention.
+        """
+        if targets is not None and targets.shape != tokens.shape:
+            given, wanted = tuple(targets.shape), tuple(tokens.shape)
+            raise UserError(f"targets have shape {given}, tokens {wanted}; one a token is meant")
+        x = self.embed(tokens, token_types)
+        x = self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask))
+        return self.finish(x, targets)
+
+    def embed(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+        """First part: tokens (batch seq) -> (batch seq d_model)."""
+        if tokens.shape[1] > self.config.context_length:
+            raise UserError(f"{tokens.shape[1]} tokens do not fit the context of {self.config.context_length}")
+        return self.embedding(tokens, token_types, key)
+
+    def shared_inputs(
+        self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None, key: DropoutKey | None = None
+    ) -> BlockInputs:
+        """Inputs that all blocks share, for tokens (batch seq), in the dtype and on the device of `like`."""
+        config, seq = self.config, tokens.shape[1]
+        if config.attention == "flash" and padding_mask is not None:
+            raise UserError("attention flash knows no padding mask; use sdpa")
+        table = rotary_table(config, seq, like) if config.positions == "rotary" else None
+        # The fused attention knows causality by itself and is faster without a bias.
+        fused = config.attention != "naive" and padding_mask is None
+        bias = None if fused else attention_bias(config, seq, padding_mask, like)
+        return BlockInputs(table, bias, padding_mask, key)
+
+    def run_blocks(self, x: Tensor, shared: BlockInputs, span: range | None = None) -> Tensor:
+        """Second part: the blocks of `span` (default all) in order, (batch seq d_model) -> the same; backward runs
+        again those that `recompute` names."""
+
+        def run(first: int, last: int, x: Tensor) -> Tensor:
+            for block in self.blocks[first:last]:
+                x = block(x, shared)
+            return x
+
+        first, last = (0, len(self.blocks)) if span is None else (span.start, span.stop)
+        every, recompute = self.config.recompute_every, self.config.recompute if torch.is_grad_enabled() else "none"
+        if recompute == "segments":
+            for start in range(first, last, every):
+                x = recomputed(run, start, min(start + every, last), x)
+            return x
+        return run_nested(run, first, last, x) if recompute == "nested" else run(first, last, x)
+
+    def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor | BertOutput:
+        """Last part, of x (batch seq d_model): logits or, with targets, the mean loss, as `forward` returns them."""
+        if targets is not None and self.fused_loss:
+            return linear_cross_entropy(self.final_norm(x), self.head_weight(), targets, IGNORED)
+        logits, pair = self.logits(x)
+        if targets is not None:
+            return self.token_loss(logits, targets, "mean")
+        logits = self.token_loss.whole(logits)
+        return logits if pair is None else BertOutput(logits, pair)
+
+    def losses(self, x: Tensor, batch: Batch) -> Losses:
+        """Last part, of x (batch seq d_model): sums of losses, which may be added over microbatches and ranks."""
+        assert batch.targets is not None
+        if self.fused_loss:
+            mean = linear_cross_entropy(self.final_norm(x), self.head_weight(), batch.targets, IGNORED)
+            return Losses(mean * count_targets(batch))
+        logits, pair = self.logits(x)
+        tokens = self.token_loss(logits, batch.targets, "sum")
+        if pair is None or batch.pair_labels is None:
+            return Losses(tokens)
+        wide = pair.to(torch.promote_types(pair.dtype, torch.float32))
+        return Losses(tokens, F.cross_entropy(wide, batch.pair_labels, reduction="sum"))
+
+    def logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits of every token and, with `bert_heads`, of the sentence pair, from x (batch seq d_model)."""
+        x, pair, bias = self.final_norm(x), None, None
+        if self.bert_heads is not None:
+            x, pair = self.bert_heads(x)
+            bias = self.bert_heads.bias
+        if self.head is not None:
+            return self.head(x), pair
+        assert self.tied_head is not None
+        return self.tied_head(x, self.embedding.tokens.weight, bias), pair
+
+    def head_weight(self) -> Tensor:
+        """(vocab_size d_model)."""
+        return self.embedding.tokens.weight if self.head is None else self.head.weight
+
+
+def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats of the targets (batch seq) of tokens (batch seq), a scalar."""
+    return model(tokens, targets=targets)

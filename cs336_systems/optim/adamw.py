@@ -1,0 +1,105 @@
+"""AdamW written out, its parameter groups, and the learning-rate schedule."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.errors import UserError
+
+
+class AdamW(torch.optim.Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2).
+
+    m = b1 m + (1 - b1) g          the gradient's running mean
+    v = b2 v + (1 - b2) g^2        its running square
+    p = p - lr decay p             decay acts on the parameter, not through the gradient
+    p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    The divisions undo the bias of running means that start at zero. Raises ValueError for a hyperparameter out of range
+    and TypeError for a sparse gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with hyperparameters of their own, by default the optimizer's."""
+        group = self.defaults | param_group
+        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+        if lr < 0 or eps < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
+            numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
+            raise ValueError(f"{numbers} must not be negative, betas {betas} lie in [0, 1)")
+        super().add_param_group(param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update(parameter, parameter.grad, self.state[parameter], group)
+        return loss
+
+
+def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of AdamW for one parameter, in place. Raises TypeError for a sparse gradient."""
+    if gradient.is_sparse:
+        raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
+    if not state:
+        state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    state["step"] += 1
+    (beta1, beta2), mean, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
+    mean.lerp_(gradient, 1 - beta1)
+    square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    mean_bias, square_bias = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
+    denominator = square.sqrt().div_(math.sqrt(square_bias)).add_(group["eps"])
+    parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_bias)
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups: matrices decay, gains and biases do not, nor do the stacked biases of experts."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    matrices = {parameter for name, parameter in named if parameter.dim() >= 2 and not name.endswith("bias")}
+    return [
+        {"params": [p for _, p in named if p in matrices], "weight_decay": weight_decay},
+        {"params": [p for _, p in named if p not in matrices], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(
+    step: int,
+    peak: float,
+    floor: float,
+    warmup_steps: int,
+    decay_steps: int,
+    shape: Literal["cosine", "linear"] = "cosine",
+) -> float:
+    """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, constant.
+
+    `decay_steps` belongs to the schedule, not to the run: a run that is cut short or resumed follows the same curve.
+    Raises UserError for a warm-up longer than that.
+    """
+    if warmup_steps > decay_steps:
+        raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
+    if step >= decay_steps:
+        return floor
+    done = (step - warmup_steps) / (decay_steps - warmup_steps)
+    remaining = (1 + math.cos(math.pi * done)) / 2 if shape == "cosine" else 1 - done
+    return floor + (peak - floor) * remaining

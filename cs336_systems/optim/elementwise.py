@@ -1,0 +1,46 @@
+"""Check that an optimizer is element-wise, so that it can be given pieces of parameters."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cs336_systems.errors import UserError
+
+ROWS, COLUMNS, CUT = 4, 6, 11
+
+
+def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, options: dict[str, Any]) -> torch.Tensor:
+    """A 4 x 6 parameter (24,) after three steps, given whole or as two flat pieces."""
+
+    def views(flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[:CUT], flat[CUT:]] if in_pieces else [flat.view(ROWS, COLUMNS)]
+
+    whole = torch.linspace(-1, 1, ROWS * COLUMNS, dtype=torch.float32).cos()
+    parameters = [nn.Parameter(view, requires_grad=False) for view in views(whole)]
+    optimizer = optimizer_cls(parameters, **options)
+    for step in range(3):
+        gradient = torch.linspace(-2, 3, ROWS * COLUMNS, dtype=torch.float32).sin() * (step + 1)
+        for parameter, piece in zip(parameters, views(gradient), strict=True):
+            parameter.grad = piece.clone()
+        optimizer.step()
+    return whole
+
+
+def require_elementwise(optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    """Try the optimizer on 24 numbers, whole and in two pieces. Raises UserError with its name if the results differ.
+
+    Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently.
+    """
+    # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
+    options = {key: value for key, value in options.items() if key != "capturable"} | {"lr": 0.1}
+    optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # a wrong option speaks for itself
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever device is the default meanwhile
+        try:
+            whole, pieces = (_updates(optimizer_cls, in_pieces, options) for in_pieces in (False, True))
+            same = torch.allclose(whole, pieces, rtol=1e-5, atol=1e-7, equal_nan=True)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
+            same = False
+    if not same:
+        found = f"{optimizer_cls.__name__} does not treat every element by itself"
+        raise UserError(f'{found}, so a parameter cannot be cut for it; use layout="whole"')

@@ -1,0 +1,55 @@
+"""Global norm of gradients, some of which are sharded over ranks, and clipping by it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.comm import Group, all_gather
+
+
+class LocalGradient(NamedTuple):
+    """Gradient of a parameter on this rank after synchronisation: whole and equal on every rank, or a shard."""
+
+    parameter: nn.Parameter
+    gradient: Tensor
+    sharded: bool
+
+
+@torch.no_grad()
+def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
+    """Norm of all gradients as one vector, a float64 scalar equal on every rank.
+
+    `sharded` are this rank's shards; `replicated` are equal on every rank and count once. The ranks' norms are
+    gathered, not max-reduced, since a max reduction loses NaN. Every rank must call this if any gradient is sharded.
+    """
+    device = (*sharded, *replicated, torch.empty(0))[0].device
+    # One dtype on all ranks: one that has no gradient could not know the others'.
+    norms = torch.zeros(group.size(), dtype=torch.float64, device=device)
+
+    def norm(gradients: Sequence[Tensor]) -> Tensor:
+        """In float32 at least; a complex element counts by its absolute value."""
+        pairs = [(g, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g.numel()]
+        parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide).double() for g, wide in pairs]
+        return torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else norms.new_zeros(())
+
+    norms[group.rank()] = norm(sharded)
+    all_gather(norms, group, "gradient norm").wait()
+    return torch.linalg.vector_norm(torch.cat((norms, norm(replicated)[None])), norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale gradients by max_norm / norm where that is below one; a norm that is not finite passes into them."""
+    scale = (max_norm / norm).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(scale.to(gradient.dtype))
+
+
+def clip_local(gradients: Sequence[LocalGradient], max_norm: float, norm_type: float, group: Group) -> Tensor:
+    """Clip a wrapper's gradients by their global norm, and return it. Every rank must call this."""
+    sharded, replicated = ([each.gradient for each in gradients if each.sharded is kind] for kind in (True, False))
+    norm = global_norm(sharded, replicated, norm_type, group)
+    clip_by_norm([*sharded, *replicated], norm, max_norm)
+    return norm

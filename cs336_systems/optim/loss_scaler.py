@@ -1,0 +1,106 @@
+"""Loss scaling: fp16 loses gradients below 6e-8, so the loss is multiplied by a factor and the gradients divided by it.
+
+The factor is found by trial (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2): too large a
+factor overflows fp16's 65504, which shows as inf or NaN; that step is skipped and the factor halved. After many steps
+without overflow it is doubled.
+"""
+
+import math
+
+from cs336_systems.errors import UserError
+
+
+class LossScaler:
+    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do.
+
+    `update` is told after each backward if any gradient on any rank was inf or NaN. `overflows` counts these steps in a
+    row; if `at_floor`, the scale can fall no further, and more of them mean that training has diverged. Raises
+    UserError for a scale that is not positive and finite.
+    """
+
+    saved: tuple[str, ...] = ("overflows",)  # in a checkpoint; arguments of the constructor are not
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not 0 < scale < math.inf:
+            raise UserError(f"a loss scale must be positive and finite, not {scale}")
+        self.scale, self.overflows = scale, 0
+
+    @property
+    def at_floor(self) -> bool:
+        """True if the scale can fall no further."""
+        return True
+
+    def update(self, overflow: bool) -> None:
+        """Count overflows in a row."""
+        self.overflows = self.overflows + 1 if overflow else 0
+
+    def state_dict(self) -> dict[str, float]:
+        """State for a checkpoint."""
+        return {name: getattr(self, name) for name in self.saved}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint. Raises UserError for the state of another kind of scaler."""
+        if state.keys() != set(self.saved):
+            numbers = f"{sorted(state)}, this one {sorted(self.saved)}"
+            raise UserError(f"the checkpoint's loss scaler has {numbers}: same precision?")
+        self.overflows = int(state["overflows"])
+
+
+class DynamicLossScaler(LossScaler):
+    """Megatron-LM v2.5's dynamic loss scale (its DynamicGradScaler, with its defaults).
+
+    window        steps in a row without overflow after which the scale grows
+    hysteresis    the first hysteresis - 1 overflows are tolerated, and every further one lowers the scale
+
+    Only growth renews the tolerance. With hysteresis 2 it takes 17 overflows from 2^32 to 2^16: one tolerated and 16
+    halvings. Raises UserError for arguments out of range.
+    """
+
+    saved = ("scale", "clean", "tolerance", "overflows")
+
+    def __init__(
+        self,
+        initial: float = 2.0**32,
+        window: int = 1000,
+        hysteresis: int = 2,
+        floor: float = 1.0,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+    ) -> None:
+        if not 0 < floor <= initial < math.inf:
+            raise UserError(f"a loss scale of {initial} with floor {floor}: want 0 < floor <= scale, and a finite one")
+        if window < 1 or hysteresis < 1:
+            raise UserError(f"loss scale window {window} and hysteresis {hysteresis} must both be 1 at least")
+        if not (1 < growth < math.inf and 0 < backoff < 1):
+            raise UserError(f"a loss scale grows by more than 1, not {growth}, and falls by less than 1, not {backoff}")
+        self.window, self.hysteresis, self.floor, self.growth, self.backoff = window, hysteresis, floor, growth, backoff
+        super().__init__(initial)
+        self.clean = 0  # steps without overflow since the last overflow or growth
+        self.tolerance = hysteresis  # the overflow that brings it to 0, and every one after, lowers the scale
+
+    @property
+    def at_floor(self) -> bool:
+        """True if the scale can fall no further."""
+        return self.scale <= self.floor
+
+    def update(self, overflow: bool) -> None:
+        """Lower or raise the scale after a step; the caller skips one that overflowed."""
+        super().update(overflow)
+        self.clean = 0 if overflow else self.clean + 1
+        if overflow:
+            self.tolerance = max(self.tolerance - 1, 0)
+            if self.tolerance == 0:
+                self.scale = max(self.scale * self.backoff, self.floor)
+        elif self.clean == self.window:
+            self.clean, self.tolerance = 0, self.hysteresis
+            self.scale *= self.growth
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue from a checkpoint. Raises UserError for the state of another kind of scaler, or an invalid scale."""
+        super().load_state_dict(state)
+        if not 0 < state["scale"] < math.inf:
+            raise UserError(f"the checkpoint has a loss scale of {state['scale']}")
+        # The arguments may have been changed since.
+        self.scale = max(float(state["scale"]), self.floor)
+        self.clean = min(int(state["clean"]), self.window - 1)
+        self.tolerance = min(int(state["tolerance"]), self.hysteresis)

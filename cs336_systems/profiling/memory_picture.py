@@ -1,0 +1,133 @@
+"""The memory timeline as a picture: stacked areas by category over time, with phases and the peak."""
+
+from pathlib import Path
+
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import plot_text
+from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline, phase_peaks
+from cs336_systems.profiling.memory_owners import CATEGORIES
+from cs336_systems.profiling.pictures import FAINT, GREY, INK, PAINTS, Picture, fitting, styled
+from cs336_systems.profiling.trace import Trace
+
+LEFT, TOP, COLUMNS, HEIGHT = 90, 96, 1000, 420  # the plot, in pixels
+STRIP = 20  # height of the strips of steps and phases
+FILLS = {
+    "parameters": "#0072B2",
+    "gradients": "#D55E00",
+    "optimizer state": "#009E73",
+    "activations": "#E69F00",
+    "other": "#999999",
+}
+
+
+def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
+    """Write a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
+    trace without allocations has no picture."""
+    memory = memory_timeline(trace)
+    if not memory.blocks:
+        return []
+    draw_memory(trace, memory).save(path)
+    return [path]
+
+
+def thin(memory: MemoryTimeline, columns: int, start: int, end: int) -> list[tuple[int, int]]:
+    """(column, level) for as many columns of equal time in [start, end]: the highest level that held in each.
+
+    Only columns in which that changes are listed, so a peak is never lost and a plateau costs one entry.
+    """
+    result: list[tuple[int, int]] = []
+    span = max(1, end - start)
+    for column in range(columns):
+        first, last = start + span * column // columns, start + span * (column + 1) // columns
+        # A column's end belongs to the next one, except the last column's.
+        highest = memory.highest_in(first, last - 1 if column < columns - 1 and last > first else last)
+        if not result or memory.amounts[highest] != memory.amounts[result[-1][1]]:
+            result.append((column, highest))
+    return result
+
+
+@styled()
+def draw_memory(trace: Trace, memory: MemoryTimeline) -> Picture:
+    """The picture of one rank's memory on one device."""
+    where = f"rank {trace.rank} of {trace.world_size}, {memory.device.upper()}"
+    picture = Picture(TOP + HEIGHT + 56, f"Memory alive over time: {where}")
+    start = memory.times[0]
+    end = max([memory.times[-1], start + 1, *(each.end for each in (*memory.phases, *memory.steps))])
+    seconds = end - start >= 10**10
+    scale = 1e9 if seconds else 1e6
+    size = next(each for each in (2**30, 2**20, 2**10, 1) if memory.peak >= each or each == 1)
+    axes = picture.axes(LEFT, TOP, COLUMNS, HEIGHT)
+    axes.set(xlim=(0, (end - start) / scale), ylim=(0, max(1.0, memory.peak * 1.08) / size))
+    axes.set_xlabel("time, s" if seconds else "time, ms")
+    axes.yaxis.set_major_formatter(f"{{x:g}} { {2**30: 'GiB', 2**20: 'MiB', 2**10: 'KiB', 1: 'B'}[size] }")
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    levels = [*thin(memory, COLUMNS, start, end)]
+    levels.append((COLUMNS, levels[-1][1]))
+    times = [(end - start) / scale * column / COLUMNS for column, _ in levels]
+    stacks = [[memory.amounts[level][i] / size for _, level in levels] for i in range(len(CATEGORIES))]
+    areas = axes.stackplot(times, stacks, colors=[FILLS[each] for each in CATEGORIES], step="post", linewidth=0)
+    for area, category in zip(areas, CATEGORIES, strict=True):
+        area.set_gid(picture.tooltip(category))
+    _strips(picture, memory, start, end)
+    for phase in memory.phases:
+        for time in (phase.start, phase.end):
+            axes.axvline((time - start) / scale, color=GREY, linewidth=0.6, linestyle=(0, (2, 4)))
+    axes.axhline(memory.peak / size, color=INK, linewidth=1, linestyle=(0, (6, 4)))
+    time = memory.peak_time - start
+    words = f"peak {format_bytes(memory.peak)} at {time / 1e6:.2f} ms"
+    late = time > (end - start) / 2
+    axes.annotate(
+        words,
+        (time / scale, memory.peak / size),
+        xytext=(-6 if late else 6, 7),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+    )
+    _legend(picture, memory)
+    return picture
+
+
+def _strips(picture: Picture, memory: MemoryTimeline, start: int, end: int) -> None:
+    """Steps above phases, each with its duration and peak as a tooltip."""
+    strip = picture.axes(LEFT, TOP - 2 * STRIP - 6, COLUMNS, 2 * STRIP + 2)
+    strip.set(xlim=(0, end - start), ylim=(2 * STRIP + 2, 0))
+    strip.axis("off")
+    for row, periods in enumerate((memory.steps, memory.phases)):
+        for each in periods:
+            fill = PAINTS[each.name][1] if each.name in PAINTS else FAINT
+            most = format_bytes(memory.peak_in(each.start, each.end))
+            tip = f"{each.name}: {each.duration / 1e6:.2f} ms, peak {most}"
+            at, top, width = each.start - start, row * (STRIP + 2), each.duration
+            picture.box(strip, at, top, width, STRIP, fill, tip, edgecolor=GREY, linewidth=0.5)
+            # A word cut to a few letters helps nobody; the strip's colour is in the legend.
+            if fitting(each.name, width / (end - start) * COLUMNS, 11) == each.name:
+                strip.text(at + width / 2, top + 14, plot_text(each.name), size=11, ha="center")
+
+
+def _legend(picture: Picture, memory: MemoryTimeline) -> None:
+    """At the right: what the peak consists of, the peak of each phase, and the bytes at both ends."""
+    side = picture.axes(LEFT + COLUMNS + 20, TOP, 270, HEIGHT)
+    side.set(xlim=(0, 270), ylim=(HEIGHT, 0))
+    side.axis("off")
+    y = 10
+    side.text(0, y, f"at the peak: {memory.peak:,} bytes")
+    peaks = phase_peaks(memory)
+    parts = reversed(memory.at_peak.items())
+    entries: list[tuple[str, int | None, str, str]] = [
+        (name, nbytes, FILLS[name], f"{nbytes / max(1, memory.peak):.0%}") for name, nbytes in parts
+    ]
+    entries += [("the peak in each phase", None, "", "")] if peaks else []
+    entries += [(name, nbytes, PAINTS[name][1] if name in PAINTS else FAINT, "") for name, nbytes in peaks.items()]
+    entries += [("alive", None, "", "")]
+    entries += [("at the start", memory.before, "", ""), ("at the end", memory.totals[-1], "", "")]
+    for name, nbytes, fill, share in entries:
+        y += 24 if nbytes is not None else 44
+        side.text(22 if nbytes is not None else 0, y, plot_text(name))
+        if nbytes is not None:
+            side.text(220, y, format_bytes(nbytes), ha="right")
+            side.text(265, y, share, ha="right")
+        if fill:
+            picture.box(side, 0, y - 11, 14, 14, fill, f"{name}: {nbytes:,} bytes", edgecolor=GREY, linewidth=0.5)

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism, applied to a model from outside."""

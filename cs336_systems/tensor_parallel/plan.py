@@ -1,0 +1,205 @@
+"""Tensor parallelism: the matrices of every layer are split over the ranks of a group, from outside the model.
+
+    x ->  copy -> [ column parallel: some heads, or some of d_ff ] -> [ row parallel ] -> reduce -> + bias
+
+The first matrix is cut by its outputs and the second by its inputs, so that nothing is sent between them; the sum of
+the ranks' results is the layer's. That is one all-reduce forward and one backward for attention, and the same for the
+feed-forward (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3).
+
+Sequence parallelism keeps the residual stream between them, its norms and dropout, split along the sequence: reduce
+becomes a reduce-scatter and copy an all-gather, which together move as many bytes as the all-reduce, and each rank
+keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2; `sequence.py`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.comm import Group, pairs
+from cs336_systems.layout import check_divides, padded_vocabulary
+from cs336_systems.model.heads import TokenLoss
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.transformer import Block, TransformerLM, first_expert, initial_weight
+from cs336_systems.presets import ModelConfig
+from cs336_systems.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Move,
+    RowParallelLinear,
+    RowParallelPart,
+    my_part,
+    split,
+)
+from cs336_systems.tensor_parallel.sequence import SequenceGather
+from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss, VocabParallelTiedHead
+
+
+@dataclass
+class TensorParallel:
+    """A model that is split, and how: parameters keep their names in the whole model.
+
+    `cut` maps names to the dimension along which they are split. `partial` are parameters that are whole on every rank
+    but whose gradient is a part of a sum over the group: routers, biases of experts' second layers and, under sequence
+    parallelism, whatever is computed of this rank's tokens only.
+    """
+
+    model: TransformerLM
+    group: Group
+    padded: int  # size of the vocabulary
+    cut: dict[str, int] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+
+    def whole_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        """Shape in the whole model of a parameter that has `shape` here."""
+        sizes = list(shape)
+        if (dim := self.cut.get(name)) is not None:
+            sizes[dim] = self.model.config.vocab_size if of_vocabulary(name) else sizes[dim] * self.group.size()
+        return torch.Size(sizes)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the whole model, such as a parameter or its gradient."""
+        if (dim := self.cut.get(name)) is None:
+            return whole
+        return my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The tensor of the whole model from the ranks' parts. Every rank must call this."""
+        if (dim := self.cut.get(name)) is None or self.group.size() == 1:
+            return part
+        whole = pairs.gather(part.detach(), dim, self.group, name)
+        return whole.narrow(dim, 0, self.whole_shape(name, part.shape)[dim]).contiguous()
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, device: torch.device) -> None:
+        """Give a model built on the meta device its part of the values that the whole model has with this seed."""
+        self.model.to_empty(device=device)
+        for name, parameter in self.model.named_parameters():
+            shape = self.whole_shape(name, parameter.shape)
+            first = first_expert(self.model, name)
+            parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device, first)))
+
+    def note(self, name: str, sequence: bool) -> None:
+        """Note how a parameter was split, by its name."""
+        if ".feed_forward.experts." in name and not name.endswith("down.bias"):
+            self.cut[name] = 2 if name.endswith("down.weight") else 1  # weights (experts out in), biases (experts out)
+        elif name.endswith((".router.weight", ".experts.down.bias", ".shared.down.bias")):
+            self.partial.add(name)
+        elif name.endswith(("attention.out.weight", "down.weight")):
+            self.cut[name] = 1
+        elif any(f".{layer}." in name for layer in ("query", "key", "value", "up", "gate")) or of_vocabulary(name):
+            self.cut[name] = 0
+        elif sequence and name.startswith(("blocks.", "final_norm.")):
+            self.partial.add(name)
+
+
+def of_vocabulary(name: str) -> bool:
+    """True for a parameter, by its name in the model, with a row for every word."""
+    return name in ("embedding.tokens.weight", "bert_heads.bias", "head.weight")
+
+
+def tensor_parallel(
+    model: TransformerLM, group: Group, sequence: bool = False, vocabulary_multiple: int = 1
+) -> TensorParallel:
+    """Split a model, or a pipeline's stage, over a group, in place; before, every rank has the same whole model.
+
+    With `sequence` the stream between layers is split along the sequence, too. The vocabulary is padded to a multiple
+    of `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads,
+    d_ff or a vocabulary that do not divide.
+    """
+    config = model.config
+    check_divides(config, group.size())
+    plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
+    if group.size() == 1:
+        return plan
+    for block in model.blocks:
+        if isinstance(block, Block):
+            _split_block(block, config, group, sequence)
+    if isinstance(getattr(model.embedding, "tokens", None), nn.Embedding):
+        tokens = VocabParallelEmbedding(model.embedding.tokens, plan.padded, group)
+        model.set_submodule("embedding.tokens", tokens)
+    if sequence:
+        model.embedding.register_forward_hook(lambda module, args, x: pairs.scatter(x, 1, group, "embedding"))
+    if isinstance(model.get_submodule("token_loss"), TokenLoss):
+        _split_head(model, plan, sequence)
+    for name, _ in model.named_parameters():
+        plan.note(name, sequence)
+    return plan
+
+
+def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool) -> None:
+    attention, feed_forward = block.attention, block.feed_forward
+    _split_columns(attention, ("query", "key", "value"), group)
+    block.set_submodule("attention.out", RowParallelLinear(attention.out, group, sequence))
+    attention.first_head = group.rank() * config.num_heads // group.size()
+    block.part = group.rank() if sequence else 0
+    layers: dict[str, nn.Module] = {"attention": attention}
+    if isinstance(feed_forward, MoELayer):
+        _split_experts(feed_forward, group, sequence)
+    else:
+        _split_columns(feed_forward, ("up", "gate"), group)
+        block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
+        layers["feed-forward"] = feed_forward
+    for label, module in layers.items():
+        if sequence:
+            # An input that is recomputed anyway need not be gathered a second time for backward.
+            SequenceGather(group, label, again=config.recompute in ("none", "attention")).install(module)
+        else:
+            module.register_forward_pre_hook(_enter(_entry(group, label, sequence)))
+
+
+def _split_columns(module: nn.Module, names: tuple[str, ...], group: Group) -> None:
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, ColumnParallelLinear(getattr(module, name), group))
+
+
+def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
+    """Split the hidden width of a layer's experts.
+
+    All ranks route alike, and each computes a part of every output, so the layer's result is reduced once, not each
+    choice's. The paths behind the layer's input differ by rank, so the router's gradient is a part of a sum as well;
+    the balancing loss, which all ranks compute alike, counts by parts.
+    """
+    experts, width = layer.experts, "of the experts' hidden width"
+    for name in (name for name in ("up", "gate", "down") if hasattr(experts, name)):
+        linear = getattr(experts, name)
+        linear.weight = split(linear.weight, 2 if name == "down" else 1, group, width)
+        if linear.bias is not None and name != "down":
+            linear.bias = split(linear.bias, 1, group, width)
+    experts.down.bias_share = float(group.rank() == 0)
+    if layer.shared is not None:
+        _split_columns(layer.shared, ("up", "gate"), group)
+        layer.shared.set_submodule("down", RowParallelPart(layer.shared.down, group))
+    leave = partial(pairs.reduce_sequence, dim=1) if sequence else pairs.reduce
+    layer.register_forward_pre_hook(_enter(_entry(group, "experts", sequence)))
+    layer.register_forward_hook(lambda module, args, y: leave(y, group=group, label="experts"))
+    layer.copies = group.size()
+
+
+def _entry(group: Group, label: str, sequence: bool) -> Move:
+    """Bring a layer's whole input to every rank. A closure: with a partial, a copied model would copy the group."""
+    return lambda x: pairs.gather_sequence(x, 1, group, label) if sequence else pairs.copy(x, group, label)
+
+
+def _enter(move: Move) -> Callable[[nn.Module, Any], Any]:
+    return lambda module, args: (move(args[0]), *args[1:])
+
+
+def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> None:
+    group = plan.group
+    model.set_submodule("token_loss", VocabParallelLoss(model.config.vocab_size, plan.padded, group))
+    model.fused_loss = False
+    if model.bert_heads is not None:
+        # BERT's classifiers read the first token, and compute the same on every rank.
+        if sequence:
+            model.bert_heads.register_forward_pre_hook(_enter(lambda x: pairs.gather(x, 1, group, "heads")))
+        model.bert_heads.bias = split(model.bert_heads.bias, 0, group, "words", plan.padded)
+        sequence = False
+    enter = _entry(group, "head", sequence)
+    if model.head is None:
+        model.set_submodule("tied_head", VocabParallelTiedHead(enter))
+    else:
+        model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded, enter))

@@ -1,0 +1,1 @@
+"""A training run: recipe, trainer, loop, run folder and its command line."""

@@ -1,0 +1,231 @@
+"""Train a model: `python -m cs336_systems.train --size tiny`, alone or on each rank under torchrun.
+
+`Recipe` holds the options, `Trainer` takes a step, `Loop` takes them all; this file checks, begins and ends a run, and
+has the command line. A run with a folder (`--out`) survives: see `run_folder.py`.
+"""
+
+import json
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+
+from cs336_systems.comm import Group, Place, agree, current_place, default_group, distributed, find_place
+from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.cost import Hardware, Mode, count_parameters
+from cs336_systems.cost.capacity import require_fit as require_step_fits
+from cs336_systems.cost.capacity import require_layout_fits
+from cs336_systems.cost.flops import model_flops
+from cs336_systems.cost.probe import probe
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import flag, format_count
+from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
+from cs336_systems.presets import ModelConfig
+from cs336_systems.train.batches import most_tokens
+from cs336_systems.train.dry_run import dry_run, fullest
+from cs336_systems.train.loop import Loop
+from cs336_systems.train.megatron import translate
+from cs336_systems.train.random_state import seed_generators
+from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe, recipe_options
+from cs336_systems.train.run_folder import RunCheckpoints, load_weights, run_folder
+from cs336_systems.train.run_log import conclude, final_record, header, open_log, write_line
+from cs336_systems.train.stop import STEPS_AHEAD, StopSignal
+from cs336_systems.train.trainer import Trainer
+
+SAVE_SECONDS = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
+OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "nproc"}  # options that may differ
+
+
+def require_one_recipe(recipe: Recipe, world: Group) -> None:
+    """Ranks that were started one by one may have been given different options: different collectives would meet.
+
+    Raises UserError on every rank, naming the first option that differs.
+    """
+    mine = {name: str(value) for name, value in recipe.options().items() if name not in OF_A_MACHINE}
+    first, *others = map(json.loads, agree("options", json.dumps(mine, allow_nan=False), world))
+    for rank, theirs in enumerate(others, 1):
+        for name, value in theirs.items():
+            if value != first.get(name):
+                both = f"{flag(name)} {value} and rank 0 with {flag(name)} {first.get(name)}"
+                raise UserError(f"rank {rank} was started with {both}: give all ranks the same options")
+
+
+def introduce(trainer: Trainer, hardware: Hardware) -> None:
+    """Print what is about to be trained, and on what."""
+    recipe, mesh = trainer.recipe, trainer.mesh
+    config, parameters = trainer.config, format_count(sum(count_parameters(trainer.config).values()), billion="B")
+    experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
+    ranks = mesh.world.size()
+    layout = f", {ranks} ranks ({mesh}), ZeRO stage {recipe.parallel.zero}" if ranks > 1 else ""
+    stages = mesh.pp.size()
+    count = trainer.batch // mesh.data.size() // trainer.micro_batch
+    micro = f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
+    micro += f", schedule {recipe.parallel.schedule_name}" if stages > 1 else ""
+    console.console(quiet=mesh.world.rank() > 0).print(
+        f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: {parameters} parameters{experts}, batch "
+        f"{trainer.batch} x {trainer.seq}{layout}{micro}\n"
+        f"{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
+        f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}",
+        markup=False,
+    )
+
+
+def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
+    """Run a recipe on every rank; rank 0 prints what came of it. Returns the log's last record.
+
+    Ranks that torchrun has `restarted` go on with the run that it began. Raises UserError for a run that cannot be
+    made, or whose loss diverges.
+    """
+    world, device = default_group(), choose_device(recipe.launch.device)
+    require_one_recipe(recipe, world)
+    seed_generators(recipe.run.seed, world.rank())  # for whoever draws: see random_state.py
+    # From the beginning, since a large model takes minutes to build and to read.
+    stopping = StopSignal(world, STEPS_AHEAD if device.type == "cuda" else 0, active=recipe.run.out is not None)
+    with stopping, run_folder(recipe, world, restarted) as resume:
+        trainer = Trainer(recipe.change(resume=resume))
+        return _train(trainer, console.console(quiet=world.rank() > 0), stopping)
+
+
+def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, Any]:
+    recipe, device, world = trainer.recipe, trainer.device, trainer.mesh.world
+    hardware = probe(device, recipe.model.precision, device_name(device), budget=0.2)
+    introduce(trainer, hardware)
+    checkpoints = RunCheckpoints(trainer, partial(out.print, soft_wrap=True)) if recipe.run.out else None
+    done = checkpoints.restore() if checkpoints and recipe.run.resume else 0
+    if done >= recipe.run.steps:
+        out.print(f"nothing is left to train: {done} steps are done, and --steps {recipe.run.steps} counts those, too")
+    if checkpoints and recipe.run.resume and not done:
+        out.print(f"no checkpoint in {checkpoints.folder}: this run begins anew", soft_wrap=True)
+    if recipe.run.weights and not done:
+        load_weights(trainer, recipe.run.weights)
+        out.print(f"begins with the parameters of {recipe.run.weights}", soft_wrap=True)
+    with open_log(recipe.run.log_path, world, done) as log:
+        write_line(header(trainer, done), log)
+        peak, start = PeakMemory(device), time.perf_counter()
+        # FLOPs of microbatches, since the capacity of an expert is a group's.
+        flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)
+        loop = Loop(trainer, log, peak, flops, hardware.matmul_flops * devices(trainer), checkpoints, done)
+        try:
+            complete = loop.run(stopping)
+        except UserError:  # of all ranks: let a save beside training come to its end
+            loop.finish_save()
+            raise
+        if not complete:
+            write_line(stopped := {"stopped": "SIGTERM", "step": loop.done}, log)
+            where = f"saved in {recipe.run.out}" if loop.done > done else "before another one, with nothing new to save"
+            where = "not saved, see above" if trainer.overflows > 1 else where
+            said = f"SIGTERM: stopped after {loop.done} of {recipe.run.steps} steps, {where}; go on with --resume"
+            out.print(said, soft_wrap=True)
+            return stopped
+        final = final_record(trainer, loop.done, time.perf_counter() - start, peak)
+        write_line(final, log)
+    conclude(trainer, final, done)
+    return final
+
+
+def devices(trainer: Trainer) -> float:
+    """The ranks' computing power as a multiple of one rank's: their number, or less if they share cores."""
+    ranks = trainer.mesh.world.size()
+    if trainer.device.type == "cuda":
+        return ranks
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return ranks * min(1.0, cores / (torch.get_num_threads() * current_place().local_world_size))
+
+
+def usable_by_rank(recipe: Recipe, ranks: int) -> int:
+    """Bytes that each of so many ranks could use if they were started now; those on a CPU share its memory."""
+    if recipe.launch.device == "cpu" or not torch.cuda.device_count():
+        return usable_memory(torch.device("cpu")) // ranks
+    # A child asks the GPU, since no rank could be forked from a process that has.
+    with ProcessPoolExecutor(1, get_context("fork")) as child:
+        return child.submit(usable_memory, torch.device("cuda", find_place().local_rank)).result()
+
+
+def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
+    """Raises UserError, saying what would fit, for a run that needs more than the `usable` bytes of a rank.
+
+    A model whose vocabulary the text decides is counted with the largest one.
+    """
+    config, layout = recipe.model_config(most_tokens(recipe)), recipe.layout(ranks)
+    name, seq = recipe.model.name, recipe.seq(config)
+
+    def needs(config: ModelConfig, batch: int, seq: int, mode: Mode = "step") -> dict[str, int]:
+        return fullest(
+            recipe.change(context=seq), config, replace(layout, micro_batch=batch, global_batch=batch * layout.data)
+        )
+
+    if ranks == 1:
+        require_step_fits(name, config, layout.micro_batch, seq, "step", needs, usable, modes=())
+    else:
+        require_layout_fits(name, config, layout, seq, fullest(recipe, config, layout), usable)
+
+
+def work(place: Place, recipe: Recipe) -> None:
+    """One rank's part. Raises UserError for a run that cannot be made."""
+    device = choose_device(recipe.launch.device)
+    with distributed(device, recipe.launch.backend, recipe.launch.timeout, place):
+        try:
+            train(recipe, restarted=place.attempt != "0")
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                "out of memory although it was counted to fit; lower --micro-batch-size or --context, or recompute"
+            ) from error
+
+
+class TrainCommand(click.Command):
+    """A command that lists its options by group, and also understands Megatron-LM's names of them."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See click."""
+        words, notes = translate(args)
+        for note in notes:
+            click.echo(f"note: {note}", err=True)
+        return super().parse_args(ctx, list(words))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """See click."""
+        records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
+        for group in GROUPS:
+            with formatter.section(f"Options: {group}"):
+                formatter.write_dl([records.pop(name) for name, (its, _) in OPTIONS.items() if its == group])
+        with formatter.section("Options"):
+            formatter.write_dl(list(records.values()))
+
+
+@click.command(cls=TrainCommand)
+@recipe_options
+@click.argument("more_data", nargs=-1)
+def main(more_data: tuple[str, ...], **settings: Any) -> None:
+    """Train a language model on text or random tokens and print a sample of what it learned.
+
+    Megatron-LM's names of the options work, too: an option string of its pretraining scripts trains here as it stands.
+    """
+    if more_data and not settings["data"]:
+        raise UserError(f"unexpected argument {more_data[0]!r}; text is named with --data FILE ...")
+    settings["data"] = (*settings["data"], *more_data)  # --data a.txt b.txt
+    recipe = Recipe.of(**settings)
+    # A run that cannot be laid out or does not fit is refused here, before any rank is started or joins.
+    ranks = max(find_place().world_size, recipe.launch.nproc or 1)
+    recipe.check_run()
+    recipe.check_layout(recipe.model_config(), ranks)
+    if recipe.launch.dry_run:
+        console.console().print(dry_run(recipe, ranks), markup=False)
+        return
+    require_fit(recipe, ranks, usable_by_rank(recipe, ranks))
+    patience = SAVE_SECONDS if recipe.run.out else 2.0
+    start_ranks(work, recipe.launch.device, recipe.launch.nproc, recipe, patience=patience)
+
+
+if __name__ == "__main__":
+    sys.exit(run_command_on_ranks(main))

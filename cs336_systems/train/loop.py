@@ -1,0 +1,191 @@
+"""The loop of a training run: steps, a log line and an evaluation now and then, checkpoints, and how it ends."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any
+
+import torch
+
+from cs336_systems.checkpoint import SaveError
+from cs336_systems.comm import agree
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_count
+from cs336_systems.host.machine import PeakMemory
+from cs336_systems.train.run_folder import RunCheckpoints
+from cs336_systems.train.run_log import iteration_line, write_line
+from cs336_systems.train.stop import STEPS_AHEAD, StopSignal
+from cs336_systems.train.trainer import Step, Trainer
+
+
+@dataclass(eq=False)
+class Loop:
+    """The steps of a recipe that are left after the first `done`, with a log line every `log_every` of them, an
+    evaluation every `eval_interval` and a checkpoint every `save_every`.
+
+    `flops` are the model's in a step, and `peak` how many all ranks can compute in a second: for the utilisation (MFU).
+    """
+
+    trainer: Trainer
+    log: IO[str]
+    memory: PeakMemory
+    flops: float
+    peak: float
+    checkpoints: RunCheckpoints | None = None
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.recipe, self.world = self.trainer.recipe, self.trainer.mesh.world
+        self.out = console.console(quiet=self.world.rank() > 0)
+        self.ahead = STEPS_AHEAD if self.trainer.device.type == "cuda" else 0
+        self.unchecked: deque[tuple[int, Step]] = deque()
+        self.saving: int | None = None  # the step of a save under way
+        self.save_seconds = 0.0  # seconds that training has stood still for it
+        self.since: list[Step] = []  # the last log line
+        self.note = ""
+
+    def run(self, stop: StopSignal) -> bool:
+        """Take the steps; returns False if SIGTERM ended them early, after a save of the state if there was a step.
+
+        Raises UserError when the loss or its gradient is no longer a number, and for a last checkpoint that cannot be
+        written.
+        """
+        run, steps = self.recipe.run, range(self.done + 1, self.recipe.run.steps + 1)
+        expected = len(steps) * self.flops / self.peak
+        with console.progress("training", run.steps, expected, self.world.rank() > 0, self.done) as advance:
+            # Who is late now must not seem slow in the first step.
+            if any(agree("ready for the first step, or told to stop", "stop" if stop.told else "", self.world)):
+                steps = steps[:0]
+            self.trainer.timers.reset()
+            self.start = time.perf_counter()
+            for number in steps:
+                step = self.trainer.step(number - 1)
+                self.since.append(step)
+                self._require_finite(number, step)
+                last = stop.after(number) or number == run.steps
+                save = self.checkpoints is not None and (last or _every(run.save_every, number))
+                if save or last or _every(run.log_every, number):  # a run goes on where a line ends
+                    self._require_finite(number)  # which names rank and step, as a mean over steps cannot
+                    self._report(number)
+                if _every(run.eval_interval, number):
+                    self._evaluate(number)
+                if save:
+                    self._save(number, last)
+                self.done = number
+                advance(self.note)
+                if last:
+                    break
+        return self.done >= run.steps
+
+    def _save(self, number: int, last: bool) -> None:
+        """Save, or begin to with --background-save. If that fails, say so and go on, for there are earlier checkpoints:
+        not with the last. Several steps in a row that were left out may mean that the weights are ruined."""
+        assert self.checkpoints is not None
+        if self.trainer.overflows > 1:
+            why = f"the last {self.trainer.overflows} gradients were inf or NaN; earlier checkpoints are as they were"
+            write_line({"step": number, "save_failed": why}, self.log)
+            self.out.print(f"step {number} is not saved: {why}", soft_wrap=True)
+            return
+        began = time.perf_counter()
+        self.finish_save()
+        self.saving, self.save_seconds = number, 0.0
+        self._go_on_saving(partial(self.checkpoints.save, number), last)
+        if last or not self.recipe.run.background_save:
+            self.finish_save(last)
+        self.start += time.perf_counter() - began
+
+    def finish_save(self, last: bool = False) -> None:
+        """Wait for a save under way, and log what has come of it. Raises SaveError if the `last` one failed."""
+        if self.checkpoints is not None and self.saving is not None:
+            self._go_on_saving(self.checkpoints.finish, last)
+        if self.saving is not None:
+            write_line({"step": self.saving, "saved": True, "save_seconds": self.save_seconds}, self.log)
+            self.saving = None
+
+    def _go_on_saving(self, action: Callable[[], object], last: bool) -> None:
+        step, began = self.saving, time.perf_counter()
+        try:
+            action()
+        except SaveError as error:
+            self.saving = None
+            write_line({"step": step, "save_failed": str(error)}, self.log)
+            if last:
+                raise
+            self.out.print(f"step {step}: {error}", soft_wrap=True)
+        self.save_seconds += time.perf_counter() - began
+
+    def _require_finite(self, number: int, step: Step | None = None) -> None:
+        """Look at a step's gradient norm, on a GPU at one of some steps ago, so that the host need not wait; without a
+        step at all that are left. Raises UserError on every rank, naming those whose loss it came from."""
+        if step is not None:
+            self.unchecked.append((number, step))
+        while len(self.unchecked) > (self.ahead if step is not None else 0):
+            number, step_then = self.unchecked.popleft()
+            norm = step_then.norm.item()
+            if math.isfinite(norm) or step_then.skipped:
+                continue
+            mine = "" if torch.isfinite(step_then.losses).all() else "not finite"
+            answers = agree("whose loss is finite", mine, self.world)
+            bad = [str(rank) for rank, answer in enumerate(answers) if answer]
+            which = f"the loss of rank{'s' * (len(bad) > 1)} {', '.join(bad)}"
+            raise UserError(
+                f"{which if bad else 'the gradient, unlike the loss,'} is not finite in step {number} (gradient norm "
+                f"{norm}); lower --lr (now {self.recipe.optimizer.lr:g}), or leave such steps out with "
+                "--on-nonfinite skip"
+            )
+
+    def _report(self, number: int) -> None:
+        trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch
+        taken = [step for step in self.since if not step.skipped]  # an overflow's loss may be no number
+        lm, pair = trainer.mean_losses(taken)
+        norm, seconds = self.since[-1].norm.item(), (time.perf_counter() - self.start) / steps
+        if taken and not math.isfinite(lm + pair):  # although its gradient was
+            lr = self.recipe.optimizer.lr
+            raise UserError(f"the loss is {lm + pair} after {number} steps; lower --lr (now {lr:g})")
+        mfu, tokens = self.flops / seconds / self.peak, batch * trainer.seq / seconds
+        line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
+        line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
+        line["peak_memory"] = self.memory.read()  # of rank 0
+        if self.recipe.model.is_bert:
+            line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
+        line |= (routing := trainer.routing())
+        if self.recipe.model.precision == "fp16":
+            line["loss_scale"] = trainer.scaler.scale
+        if self.recipe.model.precision == "fp16" or self.recipe.optimizer.on_nonfinite == "skip":
+            line["skipped"] = steps - len(taken)
+        kind = trainer.timers_shown
+        if kind != "none":
+            line["step_ms"] = 1e3 * seconds
+            line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
+                name: [None if math.isnan(each) else each / steps for each in values]
+                for name, values in trainer.timers.by_rank().items()
+            }
+            last = trainer.timers.line(steps, "minmax" if kind == "minmax" else "max")
+            self.out.print(iteration_line(line, self.recipe.run.steps, batch), markup=False, soft_wrap=True)
+            self.out.print(last, markup=False, soft_wrap=True)
+        write_line(line, self.log)
+        loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
+        loss += f"  balance {routing['balance']:.2f}" if routing else ""
+        loss += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
+        self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
+        self.since, self.start = [], time.perf_counter()
+
+    def _evaluate(self, number: int) -> None:
+        began = time.perf_counter()
+        losses = self.trainer.validate()
+        if losses is None:
+            return
+        line = {"step": number, "validation_loss": losses[0]}
+        line |= {"validation_sop_loss": losses[1]} if self.recipe.model.is_bert else {}
+        write_line(line, self.log)
+        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
+        self.out.print(f"step {number}: {shown}", markup=False)
+        self.start += time.perf_counter() - began
+
+
+def _every(interval: int | None, number: int) -> bool:
+    return interval is not None and number % interval == 0

@@ -1,0 +1,179 @@
+"""The recipe: all options of a training run in groups, what follows from several of them, and which do not go together.
+
+recipe = Recipe.of(size="tiny", tp=2, lr=1e-3)      from options by name, as the command line and a log have them
+recipe.parallel.tp, recipe.optimizer.lr             the same in groups
+"""
+
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+from cs336_systems.comm import mesh_sizes
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import flag
+from cs336_systems.layout import Layout
+from cs336_systems.optim.loss_scaler import DynamicLossScaler, LossScaler
+from cs336_systems.presets import ModelConfig
+from cs336_systems.train import options
+
+# What makes a decoder's shape BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
+ENCODER: dict[str, Any] = {"causal": False, "positions": "learned", "token_types": 2, "bias": True}
+ENCODER |= {"norm": "layernorm", "feed_forward": "gelu", "tied_head": True, "bert_heads": True, "kernels": "torch"}
+# Options that are fields of the model's configuration.
+SHAPE = ("vocab_size", "d_model", "num_layers", "num_heads", "dropout", "norm", "attention", "kernels", "recompute")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run: groups of options, each with its defaults."""
+
+    model: options.ModelOptions = field(default_factory=options.ModelOptions)
+    experts: options.ExpertOptions = field(default_factory=options.ExpertOptions)
+    data: options.DataOptions = field(default_factory=options.DataOptions)
+    optimizer: options.OptimizerOptions = field(default_factory=options.OptimizerOptions)
+    parallel: options.ParallelOptions = field(default_factory=options.ParallelOptions)
+    launch: options.LaunchOptions = field(default_factory=options.LaunchOptions)
+    run: options.RunOptions = field(default_factory=options.RunOptions)
+
+    @classmethod
+    def of(cls, **options: Any) -> Self:
+        """The recipe with these options, by the names that the command line has for them."""
+        return cls().change(**options)
+
+    def change(self, **options: Any) -> Self:
+        """The recipe with other values of some options. Raises TypeError for a name that is no option's."""
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in options.items():
+            if name not in OPTIONS:
+                raise TypeError(f"{name!r} is no option of a recipe")
+            group, option = OPTIONS[name]
+            groups.setdefault(group, {})[option] = value
+        return replace(self, **{group: replace(getattr(self, group), **new) for group, new in groups.items()})
+
+    def options(self) -> dict[str, Any]:
+        """Every option's value by name, without groups: the form of the command line."""
+        return {name: getattr(getattr(self, group), option) for name, (group, option) in OPTIONS.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """The options as JSON, for logs and checkpoints."""
+        return {name: str(value) if isinstance(value, Path) else value for name, value in self.options().items()}
+
+    def model_config(self, tokens: int | None = None) -> ModelConfig:
+        """The preset with this recipe's changes; `tokens` is the tokenizer's vocabulary, for a model that has none of
+        its own. Raises UserError for a model that cannot be."""
+        model, base = self.model, self.model.preset.model
+        if model.is_bert and base.causal:
+            base = replace(base, **ENCODER, vocab_size=tokens or base.vocab_size)
+        elif not model.is_bert and not base.causal:
+            raise UserError(f"{model.name} is an encoder, which cannot predict the next token; use --objective bert")
+        elif model.is_bert and model.size is None:
+            base = replace(base, vocab_size=tokens or base.vocab_size)
+        if model.is_bert and model.attention == "flash":
+            raise UserError("BERT's text is padded, and attention flash knows no padding mask; use --attention sdpa")
+        shape = base.override(
+            d_ff=model.d_ff or (4 * model.d_model if model.d_model else None),
+            context_length=model.max_context or self.data.context,
+            recompute_every=model.recompute_every,
+            **{name: getattr(model, name) for name in SHAPE},
+        )
+        if self.experts.mask_padding and not model.is_bert:
+            raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
+        return self.experts.with_experts(shape)
+
+    def seq(self, config: ModelConfig) -> int:
+        """Tokens in a sequence. Raises UserError for more than the model has positions."""
+        context = self.data.context
+        if context and context > config.context_length:
+            raise UserError(f"--context {context} exceeds the model's {config.context_length} positions")
+        return context or config.context_length
+
+    def loss_scaler(self) -> LossScaler:
+        """The scale that keeps fp16's gradients in range, 1 in other precisions. Raises UserError for a scale that
+        cannot be."""
+        optimizer = self.optimizer
+        if self.model.precision != "fp16":
+            return LossScaler()
+        if optimizer.loss_scale:
+            return LossScaler(optimizer.loss_scale)
+        return DynamicLossScaler(
+            optimizer.initial_loss_scale, optimizer.loss_scale_window, optimizer.hysteresis, optimizer.min_loss_scale
+        )
+
+    def mesh_sizes(self, ranks: int) -> dict[str, int]:
+        """Ranks along each axis of the mesh. Raises UserError where the degrees do not divide so many ranks."""
+        return mesh_sizes(ranks, self.parallel.tp, self.parallel.pp, self.parallel.ep, self.parallel.dp)
+
+    def batch_sizes(self, ranks: int) -> tuple[int, int]:
+        """(sequences in a step, in a microbatch) on so many ranks. Raises UserError where they do not divide."""
+        sizes, stages = self.mesh_sizes(ranks), self.parallel.pp
+        data = sizes["dp"] * sizes["ep"]
+        given = self.data.micro_batch_size
+        batch = self.data.batch_size or (given * data if given else self.model.preset.batch_size)
+        rows, rest = divmod(batch, data)
+        if rest:
+            kind = "data-parallel ranks" if data < ranks else "ranks"
+            raise UserError(f"--batch-size {batch} does not divide over {data} {kind}")
+        if given and rows % given:
+            raise UserError(
+                f"--batch-size {batch} gives each of {data} data-parallel ranks {rows} sequences, which is no multiple "
+                f"of --micro-batch-size {given}"
+            )
+        most = rows if stages == 1 else max(1, rows // (4 * stages))
+        in_turn = stages if self.parallel.chunks > 1 else 1  # interleaved: as many microbatches as stages pass in turn
+        fitting = [size for size in range(most, 0, -1) if rows % (size * in_turn) == 0]
+        return batch, given or (fitting[0] if fitting else 1)
+
+    def layout(self, ranks: int) -> Layout:
+        """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
+        parallel, (batch, micro) = self.parallel, self.batch_sizes(ranks)
+        return Layout(
+            tp=parallel.tp,
+            pp=parallel.pp,
+            dp=self.mesh_sizes(ranks)["dp"],
+            chunks=parallel.chunks,
+            schedule=parallel.schedule_name,
+            sequence=parallel.sequence_parallel,
+            zero=parallel.zero,
+            micro_batch=micro,
+            global_batch=batch,
+            vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
+            ep=parallel.ep,
+        )
+
+    def check_layout(self, config: ModelConfig, ranks: int) -> None:
+        """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
+        parallel, seq = self.parallel, self.seq(config)
+        if parallel.pp == 1 and parallel.chunks > 1:
+            raise UserError(f"--chunks {parallel.chunks} divide a pipeline stage; with --pp 1 there is none")
+        if parallel.zero == 3 and parallel.chunks > 1:
+            raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
+        if parallel.sequence_parallel and parallel.tp == 1:
+            raise UserError(
+                "--sequence-parallel splits the sequence over the tensor-parallel ranks; use --tp 2 or more"
+            )
+        self.layout(ranks).check(config, seq)
+
+    def check_run(self) -> None:
+        """Raises UserError for options that mean nothing without a folder, and for a learning rate that cannot be."""
+        run = self.run
+        needing = {name: getattr(run, name) for name in ("save_every", "resume", "background_save")}
+        if run.out is None and (used := [flag(name) for name, value in needing.items() if value]):
+            raise UserError(f"{used[0]} needs a folder for the checkpoints: name one with --out DIR")
+        self.optimizer.learning_rate(0)
+
+
+def _name(option: Field[Any]) -> str:
+    return option.metadata["option"].get("option", option.name)
+
+
+GROUPS: dict[str, type] = {group.name: type(getattr(Recipe(), group.name)) for group in fields(Recipe)}
+OPTIONS = {_name(each): (group, each.name) for group, kind in GROUPS.items() for each in fields(kind)}
+
+
+def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a click command every option of a recipe, group by group."""
+    for kind in reversed(GROUPS.values()):
+        command = console.options(kind)(command)
+    return command

@@ -1,0 +1,223 @@
+"""A run's folder: its lock, its checkpoints, and the settings that must be equal for a run to go on there."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems.checkpoint import (
+    RANDOM,
+    VALUE,
+    Checkpoint,
+    Saver,
+    clean,
+    list_checkpoints,
+    locked,
+    open_newest,
+    open_plain,
+)
+from cs336_systems.checkpoint.disk import make_folder
+from cs336_systems.comm import Group, agree
+from cs336_systems.comm.flight_recorder import born
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import flag
+from cs336_systems.host.machine import device_name
+from cs336_systems.train.random_state import random_pieces, random_problem, restore_random
+from cs336_systems.train.recipe import Recipe
+from cs336_systems.train.run_state import RunState
+from cs336_systems.train.trainer import Trainer
+
+# How a model is computed may change, what it is may not.
+IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
+BERT_DATA = ("mask_prob", "short_seq_prob", "split")
+# What may change on the way, and is said.
+SCHEDULE = (
+    *("lr", "min_lr", "warmup_steps", "warmup_fraction", "decay_steps", "decay", "weight_decay", "beta1", "beta2"),
+    *("adam_eps", "clip", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
+    "on_nonfinite",
+)
+
+
+@contextmanager
+def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
+    """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
+
+    Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises
+    UserError, on every rank, for a folder that another run uses or cannot be written, and for one that has checkpoints
+    unless the run is to be resumed.
+    """
+    with ExitStack() as stack:
+        problem, resume = "", recipe.run.resume
+        if recipe.run.out is not None and group.rank() == 0:
+            try:
+                lock, parent = stack.enter_context(locked(recipe.run.out)), os.getppid()
+                launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
+                resume |= restarted and lock.before.endswith(launcher)
+                make_folder(recipe.run.checkpoints)  # what stands in the way is better known now than at the first save
+                clean(recipe.run.checkpoints)
+                if (found := list_checkpoints(recipe.run.checkpoints)) and not resume:
+                    raise UserError(
+                        f"{recipe.run.out} holds a run with a checkpoint {found[-1].name}: go on from it with "
+                        "--resume, or name another folder with --out DIR"
+                    )
+                lock.sign(f"process {os.getpid()}, {launcher}")
+            except UserError as error:
+                problem = str(error)
+            except OSError as error:  # whatever it is, the others wait for a word
+                where = error.filename or recipe.run.out
+                problem = f"cannot use {where}: {error.strerror}; name another folder with --out DIR"
+        problem, _, decided = agree("run folder", f"{problem}\n{resume}", group)[0].rpartition("\n")
+        if problem:
+            raise UserError(problem)
+        yield decided == "True"
+
+
+def identity(trainer: Trainer) -> dict[str, Any]:
+    """Settings and facts that decide what is learned, in any layout, by the name that a message gives them."""
+    recipe = trainer.recipe
+    shape = asdict(trainer.config)
+    facts: dict[str, Any] = {f"the model's {name}": shape[name] for name in shape if name not in IMPLEMENTATION}
+    facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
+    facts |= {"--precision": recipe.model.precision, "the text's SHA-256": trainer.batches.sha256}
+    return facts | ({flag(name): getattr(recipe.data, name) for name in BERT_DATA} if recipe.model.is_bert else {})
+
+
+def computed(trainer: Trainer) -> dict[str, Any]:
+    """Settings that change only the rounding: layout and implementation, by the name that a message gives them."""
+    recipe, config, device = trainer.recipe, asdict(trainer.config), trainer.device
+    parallel = recipe.parallel
+    found: dict[str, Any] = {"layout": str(trainer.mesh) or "1 rank", "--zero": parallel.zero}
+    found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": parallel.chunks}
+    found |= {"--schedule": parallel.schedule_name, "--sequence-parallel": parallel.sequence_parallel}
+    found |= {"--pad-vocabulary": parallel.pad_vocabulary} | {name: config[name] for name in IMPLEMENTATION}
+    found["backend"] = recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
+    return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def state_problem(checkpoint: Checkpoint) -> str:
+    """The reason why a checkpoint's JSON state is not one that `RunCheckpoints.save` writes; "" if it is."""
+    state, step = checkpoint.manifest.state, checkpoint.manifest.step
+    for name in ("identity", "trainer", "recipe", "computed"):
+        if not isinstance(state.get(name), dict):
+            return f"it does not say what run it is of: its state has no {name}"
+    trainer = state["trainer"]
+    skipped, scaler = trainer.get("skipped"), trainer.get("scaler")
+    amounts = isinstance(scaler, dict) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < 1e300 for each in scaler.values()
+    )
+    if type(skipped) is not int or not 0 <= skipped <= step or not amounts:
+        return f"its state has a trainer of {str(trainer)[:80]} after {step} steps"
+    if not scaler.get("scale", 1):
+        return "it has a loss scale of 0"
+    parameters = [kinds for name, kinds in checkpoint.tensors.items() if not name.startswith(RANDOM)]
+    if skipped < step and all(kinds.keys() == {VALUE} for kinds in parameters):
+        return f"it has no optimizer's state, after {step - skipped} updates"
+    return ""
+
+
+class RunCheckpoints:
+    """Saves a trainer's run to its folder, and restores the newest checkpoint there. `say` prints a line for people.
+
+    Every rank must construct it and call its methods.
+    """
+
+    def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
+        recipe = trainer.recipe
+        self.trainer, self.say, self.world = trainer, say, trainer.mesh.world
+        self.folder = recipe.run.checkpoints
+        self.saver = Saver(self.folder, self.world, recipe.run.keep, recipe.run.background_save)
+        self.state = RunState(trainer)
+
+    def save(self, step: int) -> None:
+        """Save the state after so many steps, or begin to, with --background-save. Raises SaveError, of an earlier save
+        as well: `finish` first."""
+        trainer, rank = self.trainer, self.world.rank()
+        pieces, scalars = self.state.pieces()
+        random, more = random_pieces(rank, trainer.device)
+        state: dict[str, Any] = {
+            "trainer": trainer.state(),
+            "identity": identity(trainer),
+            "computed": computed(trainer),
+        }
+        state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
+        self.saver.start(step, pieces + random, scalars | more, state)
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises SaveError."""
+        self.saver.finish()
+
+    def restore(self) -> int:
+        """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
+
+        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused.
+        """
+        checkpoint = open_newest(self.folder, self.world, self._problem, self.say)
+        if checkpoint is None:
+            return 0
+        self.state.restore(checkpoint)
+        saved = checkpoint.manifest.state["trainer"]
+        if saved["scaler"].keys() != (mine := self.trainer.state()["scaler"]).keys():
+            # --loss-scale has made a constant of what was found by trial, or undone it.
+            saved = saved | {"scaler": mine}
+        self.trainer.load_state(saved)
+        restore_random(checkpoint, self.world.rank(), self.trainer.device)
+        self._introduce(checkpoint)
+        return checkpoint.manifest.step
+
+    def _problem(self, checkpoint: Checkpoint) -> str:
+        """The reason why a checkpoint cannot be used; "" if it can.
+
+        Raises UserError, on every rank, if it is of another run: an older checkpoint there would be, too.
+        """
+        if problem := state_problem(checkpoint):
+            return problem
+        saved, mine = checkpoint.manifest.state["identity"], _as_json(identity(self.trainer))
+        differing = (
+            f"{name} was {saved.get(name)} there and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
+        )
+        if problem := next(filter(None, agree("which run this is", next(differing, ""), self.world)), ""):
+            raise UserError(
+                f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
+                "another folder with --out DIR"
+            )
+        random = random_problem(checkpoint, self.world.rank(), self.trainer.device)
+        return self.state.problem(checkpoint) or random
+
+    def _introduce(self, checkpoint: Checkpoint) -> None:
+        """Say where the run goes on, how exactly, and which settings are other ones."""
+        saved = checkpoint.manifest.state
+        before, after = saved["computed"], computed(self.trainer)
+        other = [f"{name} {before.get(name)} -> {each}" for name, each in after.items() if before.get(name) != each]
+        exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
+        then, now = saved["recipe"], _as_json(self.trainer.recipe.to_json())
+        changed = [f"{flag(name)} {then.get(name)} -> {now[name]}" for name in SCHEDULE if then.get(name) != now[name]]
+        if changed:  # what was learned so far is the same, what will be is not
+            exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
+        self.say(f"resumed {checkpoint.folder} after {checkpoint.manifest.step} steps, {exactly}")
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """The values as they come back from a file: a tuple becomes a list."""
+    return json.loads(json.dumps(values, allow_nan=False))
+
+
+def load_weights(trainer: Trainer, path: Path) -> None:
+    """Begin with the parameters of a plain safetensors file. Every rank must call this.
+
+    Raises UserError, on every rank, for those of another model, of which one stage alone may know.
+    """
+    state = RunState(trainer)
+    try:
+        source = open_plain(path)
+        problem = state.problem(source, cast=True)
+        said = f"{path} does not fit the model: {problem}" if problem else ""
+    except UserError as error:
+        said = str(error)
+    if problem := next(filter(None, agree("weights", said, trainer.mesh.world)), ""):
+        raise UserError(problem)
+    state.restore(source)

@@ -1,0 +1,193 @@
+"""The log of a run: JSON lines in a file, the first and the last of them, with a sample of text, and Megatron-LM's line
+for people."""
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import Group, agree, all_gather
+from cs336_systems.data.corpus import Batch
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.machine import PeakMemory, environment
+from cs336_systems.train.trainer import Trainer
+
+TEMPERATURE = 0.8  # of a sample
+
+
+@contextmanager
+def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
+    """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
+
+    It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
+    which will be taken again. Raises UserError, on every rank, where it cannot be written.
+    """
+    file, problem = None, ""
+    path = path if group.rank() == 0 else Path(os.devnull)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if done and path.is_file():
+            temporary = path.with_name(f".{path.name}")
+            temporary.write_text(_up_to(path.read_text(errors="replace"), done))
+            temporary.replace(path)  # a log of many hours is never half there
+        file = path.open("a" if done else "w")
+    except OSError as error:
+        problem = f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE"
+    if problem := agree("log", problem, group)[0]:
+        raise UserError(problem)
+    assert file is not None
+    try:
+        yield file
+    finally:
+        with suppress(OSError):  # said already
+            file.close()
+
+
+def _up_to(text: str, done: int) -> str:
+    """The lines of a log that tell of the first `done` steps; one that was cut short by a kill is left out, or is no
+    record at all, and so is the last one of a run, and where an earlier one went on after more steps."""
+    lines = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        step = record.get("step", record.get("resumed", 0)) if isinstance(record, dict) else None
+        if isinstance(step, int) and step <= done and "steps" not in record:  # which the last line has
+            lines.append(f"{line}\n")
+    return "".join(lines)
+
+
+def write_line(record: dict[str, Any], log: IO[str]) -> None:
+    """One JSON line, on disk at once. A disk that is full costs lines, with a warning, and not the run."""
+    try:
+        print(json.dumps(record, allow_nan=False), file=log, flush=True)
+    except OSError as error:
+        warnings.warn(f"the log cannot be written: {error.strerror}", stacklevel=1)
+
+
+def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:
+    """A log record in the form of Megatron-LM v2.5, for whoever reads its logs by eye or program."""
+    parts = [f"iteration {record['step']:8d}/{steps:8d}", f"consumed samples: {record['step'] * batch:12d}"]
+    parts += [f"elapsed time per iteration (ms): {record['step_ms']:.1f}", f"learning rate: {record['lr']:.3E}"]
+    parts.append(f"global batch size: {batch:5d}")
+    if record["loss"] is not None:  # there is none where every step was skipped
+        parts.append(f"lm loss: {record.get('lm_loss', record['loss']):.6E}")
+    if "sop_loss" in record:
+        parts.append(f"sop loss: {record['sop_loss']:.6E}")
+    parts.append(f"loss scale: {record.get('loss_scale', 1.0):.1f}")
+    if record["grad_norm"] is not None:
+        parts.append(f"grad norm: {record['grad_norm']:.3f}")
+    parts.append(f"number of skipped iterations: {record.get('skipped', 0):3d}")
+    return " | ".join(parts)
+
+
+def header(trainer: Trainer, done: int) -> dict[str, Any]:
+    """The log's first record: what is trained, on what; in a log that goes on, with the steps that are done."""
+    recipe, world = trainer.recipe, trainer.mesh.world
+    stamp = environment(trainer.device) | {"world_size": world.size(), "backend": recipe.launch.backend}
+    record: dict[str, Any] = {"resumed": done} if done else {}
+    record |= {"recipe": recipe.to_json(), "corpus": trainer.batches.name, "sha256": trainer.batches.sha256}
+    record |= {"model": asdict(trainer.config), "seq": trainer.seq, "batch_size": trainer.batch}
+    return record | {"micro_batch_size": trainer.micro_batch, "mesh": trainer.mesh.sizes, "environment": stamp}
+
+
+def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
+    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
+    loss that is no number."""
+    recipe = trainer.recipe
+    final: dict[str, Any] = {"steps": steps, "seconds": seconds}
+    final["peak_memory"] = over_ranks(peak.read() or 0, trainer)
+    losses = trainer.validate()
+    if losses and not math.isfinite(sum(losses)):
+        raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
+    final["validation_loss"] = None if losses is None else losses[0]
+    if losses and recipe.model.is_bert:
+        final["validation_sop_loss"] = losses[1]
+    if (text := sample(trainer)) is not None:
+        final["sample"] = text
+    return final
+
+
+@torch.no_grad()
+def sample_text(
+    model: Callable[[Tensor], Tensor], device: torch.device, context: int, prompt: str, length: int, seed: int
+) -> str:
+    """`length` bytes drawn after the prompt, seeing `context` tokens, as text that is safe to print.
+
+    `model` gives logits (1 seq vocab_size) of tokens (1 seq), without dropout.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    tokens = torch.tensor([list(prompt.encode(errors="surrogateescape") or b"\n")], device=device)
+    for _ in range(length):
+        logits = model(tokens[:, -context:])[:, -1, :256] / TEMPERATURE
+        tokens = torch.cat((tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)), dim=1)
+    text = bytes(tokens[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
+
+
+def sample(trainer: Trainer) -> str | None:
+    """A sample of text from the trained model; None for random tokens, for a BERT, and with pipeline stages.
+
+    Every rank must call this.
+    """
+    recipe = trainer.recipe
+    if recipe.model.is_bert or list(recipe.data.files) == ["random"] or trainer.stage.stages > 1:
+        return None
+
+    def logits(tokens: Tensor) -> Tensor:
+        # Pad the sequence so that it splits evenly. Later tokens do not change a token's logits, except that padding
+        # may take an expert's slots.
+        short = -tokens.shape[1] % trainer.pipeline.sequence
+        padded = torch.nn.functional.pad(tokens, (0, short))
+        return trainer.model(Batch(padded, None))[:, : tokens.shape[1]]
+
+    trainer.model.eval()
+    return sample_text(logits, trainer.device, trainer.seq, recipe.run.prompt, recipe.run.sample_bytes, recipe.run.seed)
+
+
+def over_ranks(value: float, trainer: Trainer) -> list[float]:
+    """(least, most) of a number over all ranks. Every rank must call this."""
+    group = trainer.mesh.world
+    values = torch.zeros(group.size(), dtype=torch.float64, device=trainer.device)
+    values[group.rank()] = value
+    all_gather(values, group, "a number of each rank").wait()
+    return [values.min().item(), values.max().item()]
+
+
+def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> None:
+    """Print what came of a run, which may have begun after some steps of an earlier one."""
+    recipe, loss = trainer.recipe, final["validation_loss"]
+    out = console.console(quiet=trainer.mesh.world.rank() > 0)
+    reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
+    if "validation_sop_loss" in final:
+        reached += f" and {final['validation_sop_loss']:.3f} a sentence pair"
+    text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert
+    guessing = math.log(256 if text else trainer.batches.vocab_size)
+    least, most = final["peak_memory"]
+    memory = f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
+    steps = f"{final['steps'] - done} steps{f' after {done}' if done else ''}"
+    out.print(
+        f"{steps} in {format_seconds(final['seconds'])}; validation loss {reached} "
+        f"(guessing: {guessing:.3f}); {memory}log: {recipe.run.log_path}",
+        markup=False,
+        soft_wrap=True,
+    )
+    if trainer.skipped:
+        why = "their gradients were inf or NaN"
+        if recipe.model.precision == "fp16":
+            why = f"their gradients overflowed fp16, and the loss scale came down to {trainer.scaler.scale:g}"
+            why += "; take more steps, or a lower --initial-loss-scale"
+        out.print(f"{trainer.skipped} of {final['steps']} steps were skipped: {why}", markup=False, soft_wrap=True)
+    if "sample" in final:
+        out.print(f"\n{final['sample']}\n", markup=False)

@@ -1,0 +1,219 @@
+"""The trainer: optimizer steps of a model that `assemble` laid out over the ranks.
+
+The global batch is the same for every layout, and so is what is learned.
+"""
+
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import Mesh, all_reduce, at_step
+from cs336_systems.data.corpus import Batch, count_targets
+from cs336_systems.errors import UserError
+from cs336_systems.host.machine import choose_device
+from cs336_systems.model.dropout import dropout_key
+from cs336_systems.model.heads import Losses
+from cs336_systems.model.moe import set_balance_scale
+from cs336_systems.model.precision import set_matmul_precision
+from cs336_systems.optim.grad_norm import clip_by_norm
+from cs336_systems.optim.master_weights import MasterAdamW
+from cs336_systems.pipeline import Pipeline, Timer
+from cs336_systems.train.assembly import assemble
+from cs336_systems.train.batches import make_batches
+from cs336_systems.train.recipe import Recipe
+from cs336_systems.train.timers import Timers
+
+ORDER = (  # of a step's timers in a report, on every stage
+    *("batch-generator", "forward-recv", "forward-compute", "forward-send", "forward-send-backward-recv"),
+    *("backward-recv", "backward-compute", "backward-send", "backward-send-forward-recv"),
+    *("backward-params-all-reduce-wait", "backward-params-all-reduce", "backward-embedding-all-reduce-wait"),
+    *("backward-embedding-all-reduce", "optimizer-unscale-and-check-inf", "optimizer-copy-to-main-grad"),
+    *("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params", "optimizer"),
+)
+MOST_OVERFLOWS = 10  # steps in a row that were left out, at the lowest loss scale, after which a run is given up
+
+
+class Step(NamedTuple):
+    """Outcome of an optimizer step.
+
+    `losses` (2,) are this rank's share of the losses of tokens and of sentence pairs, which add up over all ranks,
+    `norm` the gradient's before clipping; `skipped` if that is not finite and the update was left out.
+    """
+
+    losses: Tensor
+    norm: Tensor
+    rate: float
+    skipped: bool
+
+
+class Trainer:
+    """This rank's part of a model, its optimizer and its data. Every rank must construct it and call its methods.
+
+    Raises UserError for a recipe that does not divide over the ranks. That it fits is for the caller to check.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.device, parallel = recipe, choose_device(recipe.launch.device), recipe.parallel
+        if recipe.launch.backend == "gloo" and self.device.type == "cuda" and parallel.pp > 1:
+            raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
+        self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.dp)
+        layout = recipe.layout(mesh.world.size())
+        self.batch, self.micro_batch = layout.global_batch, layout.micro_batch
+        self.batches = make_batches(recipe, self.batch, mesh.world)
+        self.config = recipe.model_config(self.batches.vocab_size)
+        self.seq = recipe.seq(self.config)
+        set_matmul_precision(self.device, recipe.model.precision)
+
+        part = assemble(recipe, self.config, layout, mesh, self.device)
+        self.stage, self.plan, self.experts = part.stage, part.plan, part.experts
+        self.model, self.optimizer, self.gradients = part.model, part.optimizer, part.gradients
+        self.timers, by_default = Timers(self.device, mesh.world), recipe.model.is_bert or mesh.model.size() > 1
+        self.timers_shown = recipe.run.timers or ("max" if by_default else "none")
+        for name in ORDER:
+            self.timers(name)
+        # Timers that nobody reads would pile up events on a GPU.
+        self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
+        for each in getattr(self.optimizer, "optimizers", [self.optimizer]):
+            if isinstance(inner := getattr(each, "inner", each), MasterAdamW):
+                inner.timer = self.timer
+        split = parallel.tp if parallel.sequence_parallel else 1  # parts of a sequence between the layers
+        self.pipeline = Pipeline(self.stage, self.model, mesh, layout.schedule, split, self.timer)
+        self.evaluation = Pipeline(self.stage, self.model, mesh, layout.schedule, split)  # which no timer counts
+        self.scaler = recipe.loss_scaler()
+        self.skipped = self.overflows = 0  # steps; overflows in a row at the lowest loss scale
+
+    def step(self, step: int) -> Step:
+        """One optimizer step, the first is 0, on this rank's rows of the global batch."""
+        at_step(step + 1)
+        with self.timer("batch-generator"):
+            batch = self.batches.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
+            counted = self._count_targets(batch)
+            microbatches = batch.split(self.micro_batch)
+            drawn = self.config.dropout or (self.config.num_experts and self.config.mixture.is_random)
+            rows = [each.rows for each in microbatches if each.rows is not None]
+            keys = [dropout_key(self.recipe.run.seed, step, each) for each in rows] if drawn else None
+        set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
+        # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
+        weight = self.mesh.data.size() * self.scaler.scale
+
+        def loss(losses: Losses) -> Tensor:
+            return weight * self._share(losses, counted).sum()
+
+        every = self.pipeline.run(microbatches, loss, keys, self.model.no_sync)
+        collective = self.timers.collective if self.timers_shown == "waits" else self.timer
+        with collective("backward-params-all-reduce"):
+            self.model.finish_gradient_synchronization()
+        with collective("backward-embedding-all-reduce"):
+            self.gradients.add_partial()
+            self.gradients.add_tied()
+        rate = self.recipe.optimizer.learning_rate(step - self.skipped)
+        with self.timer("optimizer"):
+            norm, skipped = self._update(rate)
+        self.optimizer.zero_grad()
+        total = torch.zeros(2, device=self.device)
+        if every and not self.mesh.tp.rank():  # the other tp ranks have the same
+            total = torch.stack([self._share(losses, counted) for losses in every]).sum(0)
+        return Step(total, norm, rate, skipped)
+
+    def _update(self, rate: float) -> tuple[Tensor, bool]:
+        """Clip and step, unless the gradients are to be left out: (their norm, whether they were)."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        fp16, options = self.recipe.model.precision == "fp16", self.recipe.optimizer
+        scale = self.scaler.scale  # of these gradients; the update below may change it for the next
+        with self.timer("optimizer-unscale-and-check-inf"):
+            norm = self.gradients.norm() / scale
+            # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
+            asked = fp16 or options.on_nonfinite == "skip"
+            overflow = asked and not math.isfinite(norm.item())
+        # Overflows on the way down from the first scale are how the right one is found.
+        self.overflows = self.overflows + 1 if overflow and self.scaler.at_floor else 0
+        self.scaler.update(overflow)
+        if overflow:
+            self.skipped += 1
+            if self.overflows == MOST_OVERFLOWS:
+                cure = "--loss-scale" if options.loss_scale else f"--lr (now {options.lr:g})"
+                where = f" at a loss scale of {scale:g}" if fp16 else ""
+                raise UserError(f"the gradients were inf or NaN {self.overflows} times in a row{where}; lower {cure}")
+            return norm, True
+        if self.recipe.model.half:
+            multiplier = (options.clip / norm).clamp(max=1.0) / scale
+            self.optimizer.step(multiplier=multiplier)  # type: ignore[call-overload]
+        else:
+            with self.timer("optimizer-clip-main-grad"):
+                gradients = [each.gradient for each in self.gradients.kept().values()]
+                clip_by_norm(gradients, norm, options.clip)
+            self.optimizer.step()
+        return norm, False
+
+    def state(self) -> dict[str, Any]:
+        """The state besides tensors that the steps so far have changed, as JSON for a checkpoint."""
+        return {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint. Raises UserError for a loss scaler of another kind."""
+        self.scaler.load_state_dict(state["scaler"])
+        self.skipped = int(state["skipped"])  # not how many in a row: what follows may be done otherwise
+
+    def routing(self) -> dict[str, float]:
+        """The balancing loss of the last microbatch, 1 if balanced and nothing is padding, the mean over expert layers
+        and ranks, and the share of choices that were dropped (not known by einsum); nothing without experts. Every rank
+        must call it."""
+        if not self.config.num_experts:
+            return {}
+        total = torch.zeros(4, dtype=torch.float64, device=self.device)
+        for layer in self.experts.layers():
+            if layer.balance is not None:
+                total[:2] += torch.stack((layer.balance.double(), total.new_ones(())))
+            if layer.load is not None:
+                total[2:] += torch.stack((layer.load.kept.sum(), layer.load.wanted.sum()))
+        all_reduce(total, self.mesh.world, "balance", "sum").wait()
+        balance, count, kept, wanted = total.tolist()
+        return ({"balance": balance / count} if count else {}) | ({"dropped": 1 - kept / wanted} if wanted else {})
+
+    def _count_targets(self, batch: Batch) -> Tensor:
+        """Targets in the global batch, a scalar."""
+        if self.batches.targets is not None:
+            return torch.tensor(float(self.batches.targets), device=self.device)
+        counted = count_targets(batch).float()
+        all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
+        return counted
+
+    def _share(self, losses: Losses, counted: Tensor) -> Tensor:
+        """Contribution of some rows to the global batch's mean losses, (2,): of targets, and of sentence pairs."""
+        pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
+        return torch.stack((losses.tokens / counted, pair))
+
+    def mean_losses(self, steps: list[Step]) -> list[float]:
+        """The global losses of tokens and pairs, averaged over steps, NaN over none: the one wait for the device
+        between two logs."""
+        losses = [each.losses for each in steps]
+        total = (torch.stack(losses).mean(0) if losses else torch.full((2,), torch.nan, device=self.device)).double()
+        all_reduce(total, self.mesh.world, "losses", "sum").wait()
+        return total.tolist()
+
+    @torch.no_grad()
+    def validate(self) -> list[float] | None:
+        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
+        place = self.mesh.data.rank(), self.mesh.data.size()
+        if self.batches.validation(0, *place) is None:
+            return None
+        self.model.eval()
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for number in range(self.recipe.run.eval_iters):
+            batch = self.batches.validation(number, *place)
+            assert batch is not None
+            for losses in self.evaluation.run(batch.to(self.device).split(self.micro_batch), None):
+                sums[0] += losses.tokens
+                sums[1] += 0.0 if losses.pair is None else losses.pair
+            if self.stage.has_last:
+                sums[2] += count_targets(batch)
+        if self.mesh.tp.rank():
+            sums.zero_()
+        all_reduce(sums, self.mesh.world, "validation losses", "sum").wait()
+        self.model.train()
+        tokens, pairs, counted = sums.tolist()
+        return [tokens / counted, pairs / (self.recipe.run.eval_iters * self.batch)]

@@ -1,0 +1,203 @@
+"""The all-reduce benchmark: what it measures and refuses, the ways to start it, its table and its plot."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import allreduce, allreduce_plot, collective
+from benchmarks.collective import Job, Settings
+from benchmarks.records import RESULTS, Record, append_record
+from cs336_systems.comm import Place
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "allreduce.py"
+TINY = ("--steps", "2", "--warmup", "1", "--results", "out", "--sizes", "4KB", "40KB")
+
+
+def blank(nbytes: int = 1000, count: int = 2, **config) -> Record:
+    job = Job(Settings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), ())
+    record = job.record(Place(world_size=count, local_world_size=count), nbytes, {"device": "abacus", "cores": 2})
+    return replace(record, config=record.config | config)
+
+
+def measured(nbytes: int = 1000, count: int = 2, **config) -> Record:
+    return collective.finished(blank(nbytes, count, **config), torch.ones(count, 3), Link(1e-3, 1e6), 0)
+
+
+def read(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "out/allreduce.jsonl").read_text().splitlines()]
+
+
+def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_every_backend_of_the_machine_is_measured(monkeypatch):
+    gpus = 0
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert allreduce.combinations(Settings()) == [("cpu", "gloo")]
+    gpus = 1
+    assert allreduce.combinations(Settings()) == [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")]
+    assert allreduce.combinations(Settings(backend="nccl")) == [("cuda", "nccl")]
+    assert allreduce.combinations(Settings(device="cpu")) == [("cpu", "gloo")]
+    assert allreduce.cannot("gloo", Place(world_size=2, local_world_size=2)) == ""
+    assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
+
+
+def test_ranks_without_a_gpu_each_are_recorded_as_unsupported(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(allreduce, "environment", lambda device, commit: {"device": "abacus", "cores": 2})
+    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started what cannot run"))
+    monkeypatch.setattr(allreduce, "can_plot", lambda: False)
+    options = ("--backend", "nccl", "--machine", "abacus", "--sizes", "1KB", "2KB", "--results", "out")
+    assert run_command(allreduce.main, [*options]) == 0
+    assert [(r["config"]["ranks"], r["status"]) for r in read(in_tmp)] == [
+        (count, "unsupported") for count in (2, 2, 4, 4, 6, 6)
+    ]
+    shown = capsys.readouterr().out
+    assert "2 ranks nccl cuda 1 kB, 2 ranks nccl cuda 2 kB: nccl needs a GPU a rank: 2 ranks, 1 GPU\n" in shown
+    assert allreduce.HOW_TO_PLOT in shown
+
+
+def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
+    started = []
+    monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, job)))
+    monkeypatch.setattr(allreduce, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(allreduce.main, ["--smoke", "--device", "cpu"]) == 0
+    [(count, job)] = started
+    assert count == 2
+    assert max(job.sizes) < 10**6
+    assert [RESULTS in path.parents for path in job.paths] == [False]
+
+
+def test_ranks_that_were_started_are_those_measured(monkeypatch):
+    here = Place(rank=1, world_size=3, local_rank=1, local_world_size=3, meeting="host:1")
+    assert allreduce.places(Settings(), here) == [here]
+    assert [place.world_size for place in allreduce.places(Settings(), Place())] == [2, 4, 6]
+    assert [place.world_size for place in allreduce.places(Settings(nproc=3), Place())] == [3]
+    worked = []
+    monkeypatch.setattr(allreduce, "find_place", lambda: here)
+    monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append((place, len(job.paths))))
+    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started ranks beside those there are"))
+    allreduce.run(Settings(device="cpu"))
+    assert worked == [(here, 1)]  # rank 1 opens no file of records
+    with pytest.raises(UserError, match="--nproc 4 would start ranks, but 3 were started already"):
+        allreduce.places(Settings(nproc=4), here)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--sizes", "1XB"), "error: '1XB' is no size; write bytes, or 512KB, 10MB, 1GB (thousands), 64MiB (1024s)"),
+        (("--sizes", "1MB", "10"), "error: 10 is 10 bytes, which no number of float32 elements (4 bytes each) fills"),
+        (("--sizes", "0"), "error: 0 is 0 bytes, which no number of float32 elements"),
+        (
+            ("--device", "cpu", "--backend", "nccl"),
+            "error: --backend nccl moves tensors between GPUs, and --device cpu",
+        ),
+        (("--nproc", "0"), "error: Invalid value for '--nproc': 0 is not in the range x>=1."),
+        (("--results", "file"), "error: cannot write file/allreduce.jsonl: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(options, line, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started in vain"))
+    (in_tmp / "file").write_text("")
+    assert run_command(allreduce.main, [*options]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--device", "cuda"), "error: --device cuda, but torch finds no CUDA device here; use --device cpu"),
+        (
+            ("--backend", "nccl"),
+            "error: --backend nccl moves tensors between GPUs, and there is none here; use --backend",
+        ),
+    ],
+)
+def test_a_missing_gpu_is_one_line(options, line, capsys):
+    assert run_command(allreduce.main, [*options]) == 2
+    assert capsys.readouterr().err.startswith(line)
+
+
+# The ways to start it, each once: a start takes seconds.
+
+
+def check_run(records: list[dict], counts: tuple[int, ...]) -> None:
+    assert [(r["config"]["ranks"], r["config"]["bytes"]) for r in records] == [
+        (count, nbytes) for count in counts for nbytes in (4000, 40_000)
+    ]
+    for record in records:
+        count = record["config"]["ranks"]
+        assert record["status"] == "ok"
+        assert (record["environment"]["world_size"], record["environment"]["backend"]) == (count, "gloo")
+        assert len(record["samples_ms"]) == 2
+        assert len(record["metrics"]["rank_mean_ms"]) == count
+        assert record["predicted"]["mean_ms"] > 0
+
+
+def test_alone_it_starts_2_4_and_6_ranks_itself(in_tmp):
+    done = start(str(SCRIPT), "--device", "cpu", *TINY, folder=in_tmp)
+    assert done.returncode == 0, done.stderr
+    check_run(read(in_tmp), (2, 4, 6))
+    assert done.stdout.count("all-reduce (mean) of float32") == 1
+    assert "records appended to out/allreduce.jsonl" in done.stdout
+
+
+def test_under_torchrun_it_measures_the_ranks_there_are(in_tmp):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = start(*torchrun, str(SCRIPT), "--device", "cpu", *TINY, "--link", "two tins and a string", folder=in_tmp)
+    assert done.returncode == 0, done.stderr
+    check_run(read(in_tmp), (2,))
+    assert {r["config"]["link"] for r in read(in_tmp)} == {"two tins and a string"}
+    assert done.stdout.count("all-reduce (mean) of float32") == 1  # of two ranks, one prints
+    assert "cores; two tins and a string" in done.stdout
+
+
+# The table and the plot.
+
+
+def test_the_table_says_what_is_missing(capsys):
+    allreduce.show([measured(10**6, nodes=2), collective.finished(blank(2**30, nodes=2), None, Link(1, 1), 2**30)])
+    shown = capsys.readouterr().out
+    assert shown.startswith("all-reduce (mean) of float32 on abacus, 2 cores; 2 nodes")
+    [row] = [line for line in shown.splitlines() if " 1 MB " in line]
+    cells = [cell.strip() for cell in row.strip("│ ").split("│")]
+    assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "0 ms"]
+    assert "does not fit" in shown
+    assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown
+
+
+def test_a_line_of_the_plot_is_a_number_of_ranks_on_a_link():
+    out = replace(blank(8000), status="out-of-memory")
+    newest = measured(2000, warmup=9)
+    records = [measured(2000), measured(1000), out, measured(1000, 4, nodes=2), measured(1000, link="a string"), newest]
+    assert {name: [r.config["bytes"] for r in line] for name, line in allreduce_plot.lines(records).items()} == {
+        "2 ranks, gloo": [1000, 2000],
+        "4 ranks, gloo, 2 nodes": [1000],
+        "2 ranks, gloo\na string": [1000],
+    }
+    assert allreduce_plot.lines(records)["2 ranks, gloo"][1] is newest
+    assert allreduce_plot.label(measured(device="cuda").config) == "2 ranks, gloo, GPU tensors"
+
+
+@pytest.mark.skipif(not allreduce_plot.can_plot(), reason="matplotlib is in the extra `writeup`")
+def test_the_plot_is_the_same_for_the_same_records(in_tmp):
+    path = in_tmp / "allreduce.jsonl"
+    for record in (measured(1000), measured(10**6), measured(10**6, 4)):
+        append_record(record, path)
+    picture = allreduce_plot.plot(path)
+    first = picture.read_bytes()
+    assert b"<svg" in first
+    assert allreduce_plot.plot(path).read_bytes() == first

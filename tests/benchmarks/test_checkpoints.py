@@ -1,0 +1,70 @@
+"""The benchmark of checkpoints on a small model, and its gate, which sees what was not saved."""
+
+from pathlib import Path
+
+import torch
+
+from benchmarks import checkpoint_candidates as rivals
+from benchmarks import checkpoints
+from benchmarks.checkpoint_tables import checkpoint_tables
+from benchmarks.records import read_records
+from cs336_systems.comm import Place
+from cs336_systems.cost import count_parameters
+from cs336_systems.train.recipe import Recipe
+from tests.support import ranks
+
+SMALL = {"size": "tiny", "d_model": 64, "layers": 1, "context": 8, "rounds": 2, "device": "cpu"}
+
+
+def benchmark_case(rank: int, world: int, folder: str, results: str) -> None:
+    settings = checkpoints.Settings(**SMALL, results=Path(results), folder_of_files=Path(results))
+    checkpoints.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
+    (tmp_path / "machine").mkdir()
+    ranks.run_alone(benchmark_case, 2, results=str(tmp_path / "machine"))
+    assert [path.name for path in (tmp_path / "machine").iterdir()] == ["checkpoints.jsonl"]
+    records = {each.config["candidate"]: each for each in read_records(tmp_path / "machine/checkpoints.jsonl")}
+    assert list(records) == [
+        *(rivals.OURS, rivals.BACKGROUND, rivals.LOAD),
+        *(rivals.DCP_SAVE, rivals.DCP_LOAD, rivals.TORCH_SAVE, rivals.TORCH_LOAD),
+    ]
+    parameters = sum(count_parameters(checkpoints.Settings(**SMALL).config()).values())
+    for name, record in records.items():
+        assert len(record.samples_ms) == 2
+        assert record.metrics["bytes"] == 12 * parameters, "a weight and two moments"
+        assert bool(record.predicted) == (name in (rivals.OURS, rivals.BACKGROUND, rivals.LOAD))
+    assert records[rivals.DCP_SAVE].metrics["ratio_median"] == records[rivals.DCP_LOAD].metrics["ratio_median"] == 1.0
+    (table,) = checkpoint_tables(tmp_path)
+    assert table.count("\n| ") == 2 + 7  # the head and its line
+
+
+def gate_case(group, folder: str) -> list[str]:
+    """What the gate says of a way to load that changes nothing, and of one that forgets a tensor."""
+    recipe = Recipe.of(size="tiny", data=("random",), num_layers=1, batch_size=2, context=8, device="cpu")
+    bench = rivals.Bench(recipe, group, torch.device("cpu"), Path(folder))
+    kept = {}
+
+    def keep() -> None:
+        kept.update({key: tensor.clone() for key, tensor in bench.tensors().items()})
+
+    def give_back(but: str = "") -> None:
+        for key, tensor in bench.tensors().items():
+            if key != but:
+                tensor.copy_(kept[key])
+
+    bench.check("right", keep, give_back)
+    said = []
+    for wrong in (rivals.nothing, lambda: give_back(but="embedding.tokens.weight/exp_avg_sq")):
+        try:
+            bench.check("wrong", keep, wrong)
+        except rivals.WrongResultError as error:
+            said.append(str(error))
+        give_back()
+    return said
+
+
+def test_the_gate_sees_what_does_not_come_back(tmp_path):
+    for said in ranks.run(gate_case, 2, folder=str(tmp_path)):
+        assert said == ["wrong: what was loaded is not what was saved"] * 2

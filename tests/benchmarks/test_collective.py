@@ -1,0 +1,168 @@
+"""What every rank does in an all-reduce's benchmark: its arithmetic, its gate, and what the ranks tell each other."""
+
+import socket
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from benchmarks import collective, rank_times
+from benchmarks.collective import Job, Settings
+from benchmarks.harness import WrongResultError
+from benchmarks.records import Record, read_records
+from cs336_systems.comm import Place, all_reduce, distributed, launch
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.errors import UserError
+from tests.support import ranks
+
+CPU = torch.device("cpu")
+
+
+def blank(nbytes: int) -> Record:
+    job = Job(Settings(), "gloo", "cpu", (nbytes,), ())
+    return job.record(Place(world_size=2, local_world_size=2), nbytes, {})
+
+
+def test_sizes_are_read_in_thousands_or_1024s():
+    assert collective.parse_sizes("512KB 1MB, 1.5GB 64 4KiB 2mib") == (512_000, 10**6, 15 * 10**8, 64, 4096, 2**21)
+    assert len(collective.parse_sizes(collective.COURSE_SIZES)) == 7
+    assert [collective.size_name(nbytes) for nbytes in (64, 512_000, 10**9)] == ["64 B", "512 kB", "1 GB"]
+
+
+def test_bus_bandwidth_is_what_leaves_a_rank():
+    # 4 ranks reduce 100 MB in 50 ms: 2 GB/s of tensor, of which each rank sends 2 x 3/4.
+    speeds = collective.bandwidths(100_000_000, 4, 50.0)
+    assert speeds == {"algorithm_bytes_per_s": 2e9, "bus_bytes_per_s": 3e9}
+
+
+def test_an_all_reduce_takes_as_long_as_its_slowest_rank():
+    times = torch.tensor([[1.0, 5.0, 3.0], [2.0, 4.0, 3.0]], dtype=torch.float64)  # (rank sample)
+    record = collective.finished(blank(3000), times, Link(0.5e-3, 2e6), 0)
+    metrics = record.metrics
+    assert record.samples_ms == [2.0, 5.0, 3.0]
+    assert (metrics["mean_ms"], metrics["median_ms"]) == (pytest.approx(10 / 3), 3.0)
+    assert metrics["rank_spread_ms"] == pytest.approx(2 / 3)
+    assert metrics["rank_mean_ms"] == [3.0, 3.0]
+    assert metrics["algorithm_bytes_per_s"] == pytest.approx(3000 / (10 / 3) * 1e3)
+    assert record.predicted == {"mean_ms": pytest.approx(0.5 + 2 * 1 / 2 * 3000 / 2e6 * 1e3)}
+    assert (metrics["latency_ms"], metrics["link_bytes_per_s"]) == (0.5, 2e6)
+    assert record.flags == ["noisy: standard deviation 46% of the mean"]
+    assert record.environment["world_size"] == 2
+    assert record.environment["backend"] == "gloo"
+
+
+def test_without_memory_the_record_says_how_much_it_takes():
+    record = collective.finished(blank(2**30), None, Link(1, 1), 2**30)
+    assert (record.status, record.samples_ms) == ("out-of-memory", [])
+    assert record.predicted == {"memory_bytes": 2**31, "usable_bytes": 2**30}
+    assert record.flags == ["needs 2.0 GiB on each rank, where 1.0 GiB are usable"]
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_of_the_ranks_of_a_machine_one_speaks(local_rank, monkeypatch, capsys):
+    @click.command()
+    def failing() -> None:
+        print("a table")
+        raise UserError("what all ranks find")
+
+    monkeypatch.setattr(sys, "argv", ["allreduce"])
+    place = {"RANK": 2 + local_rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    assert launch.run_command_on_ranks(failing) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == (("", "") if local_rank else ("a table\n", "error: what all ranks find\n"))
+
+
+def gather_case(group) -> list:
+    return rank_times.gather_times([10.0 * group.rank() + sample for sample in range(3)], group, CPU).tolist()
+
+
+def test_times_of_all_ranks_are_on_every_rank():
+    assert ranks.run(gather_case, 3) == [[[0, 1, 2], [10, 11, 12], [20, 21, 22]]] * 3
+
+
+def shift_case(group) -> float:
+    inbox = torch.full((5,), -1.0)
+    collective.make_shift(torch.full((5,), float(group.rank())), inbox, group, "gloo")()
+    assert inbox.unique().numel() == 1
+    return inbox[0].item()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_probe_sends_to_the_next_rank(count):
+    received = ranks.run(shift_case, count)
+    assert received == ([-1] if count == 1 else [(rank - 1) % count for rank in range(count)])
+
+
+def broken_case(group, where: str) -> None:
+    honest = {"gate": "", "timing": "gate"}[where]
+
+    def broken(flat, group, label=""):
+        work = all_reduce(flat, group, label)
+        work.wait()
+        flat[-1] += 1e-3 * (label not in (honest, "line up"))
+        return work
+
+    collective.all_reduce = broken
+    if where == "gate":
+        collective.gate(group, CPU)
+    collective.time_size(4000, group, CPU, Settings(warmup=1, steps=1), lambda note: None)
+
+
+@pytest.mark.parametrize("where", ["gate", "timing"])
+def test_a_wrong_mean_leaves_no_figure(where):
+    errors = ranks.run_failing(broken_case, 2, where=where)
+    expected = {"gate": "this all-reduce is off its reference by", "timing": "4 kB: the mean over the ranks is off by"}
+    for kind, message in errors:
+        assert kind == WrongResultError.__name__
+        assert message.startswith(expected[where])
+
+
+def memory_case(group) -> list:
+    free = (1200, 3000, 1200)[group.rank()]
+    collective.usable_memory = lambda device: free
+    alone = collective.room(group, CPU)
+    socket.gethostname = lambda: "big" if group.rank() == 1 else "small"
+    apart = collective.room(group, CPU)
+    torch.full = no_memory if group.rank() == 1 else torch.full
+    return [alone, apart, collective.allocate(4000, group, CPU) is None]
+
+
+def no_memory(*_, **__):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+
+def test_ranks_of_one_machine_share_its_memory_and_one_without_it_stops_all():
+    # Three on one machine have a third each; of two machines, the small one has room for half of 1200 on each.
+    assert ranks.run(memory_case, 3) == [[400, 600, True]] * 3
+
+
+def work_case(rank: int, world_size: int, folder: str) -> None:
+    collective.usable_memory = lambda device: world_size * 10_000
+    place = Place(rank, world_size, rank, world_size, f"{folder}/store")
+    job = Job(Settings(steps=2, warmup=0), "gloo", "cpu", (4000, 8000), (Path(folder, "records"),))
+    collective.work(place, job)
+    if rank == 0:
+        kept = [(r.config["bytes"], r.status, len(r.samples_ms)) for r in read_records(job.paths[0])]
+        assert kept == [(4000, "ok", 2), (8000, "out-of-memory", 0)]
+
+
+def test_rank_0_records_every_size_and_those_that_do_not_fit():
+    ranks.run_alone(work_case, 2)
+
+
+def twice_case(rank: int, world_size: int, folder: str) -> None:
+    for collectives in (1, 2):
+        with distributed(timeout=10, place=Place(rank, world_size, rank, world_size, f"{folder}/store")) as group:
+            for _ in range(collectives):
+                all_reduce(torch.ones(1), group).wait()
+            # Who ends first must not take what the others said at the end of an earlier group for their word.
+            time.sleep(0.2 * rank)
+
+
+def test_ranks_may_meet_again_at_the_same_place():
+    ranks.run_alone(twice_case, 2)

@@ -1,0 +1,51 @@
+"""Variants that take turns: what is compared, recorded and refused."""
+
+import json
+
+import pytest
+
+from benchmarks import compare
+from cs336_systems.host.console import run_command
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.presets import model_preset
+
+
+def test_compare_interleaves_and_records_ratios(quick_probe, in_tmp, capsys):
+    arguments = ["--device", "cpu", "--size", "tiny", "--batch-size", "1", "--steps", "3", "--results", "out"]
+    variants = ["norm=rmsnorm", "norm=layernorm,attention=naive", "precision=bf16"]
+    assert run_command(compare.main, [*arguments, "--mode", "step", *variants]) == 0
+    records = [json.loads(line) for line in (in_tmp / "out/compare.jsonl").read_text().splitlines()]
+    assert [r["config"]["variant"] for r in records] == variants
+    assert [(r["config"]["norm"], r["config"]["attention"], r["config"]["precision"]) for r in records] == [
+        ("rmsnorm", "sdpa", "fp32"),
+        ("layernorm", "naive", "fp32"),
+        ("rmsnorm", "sdpa", "bf16"),
+    ]
+    assert records[0]["metrics"]["ratio_median"] == 1.0
+    pairs = sorted(a / b for a, b in zip(records[2]["samples_ms"], records[0]["samples_ms"], strict=True))
+    assert records[2]["metrics"]["ratio_median"] == pytest.approx(pairs[1])
+    assert "precision=bf16" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("variants", "message"),
+    [
+        ((), "name two or more different variants"),
+        (("norm=rmsnorm",), "name two or more different variants"),
+        (("norm=rmsnorm", "norm=rmsnorm"), "name two or more different variants"),
+        (("norm=rmsnorm", "norm=batchnorm"), "Invalid value for '--norm': 'batchnorm' is not one of"),
+        (("norm=rmsnorm", "size=xl"), "'size=xl' is no variant"),
+        (("norm=rmsnorm", "compile=yes"), "'compile=yes' is no variant"),
+    ],
+)
+def test_bad_variants_are_one_line(variants, message, capsys):
+    assert run_command(compare.main, ["--device", "cpu", *variants]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_compare_needs_memory_for_all(monkeypatch, capsys):
+    one = sum(observe_passes(model_preset("tiny"), 16, 128).memory("step").values())
+    monkeypatch.setattr(compare, "usable_memory", lambda device: 2 * one - 2)
+    arguments = ["--device", "cpu", "--size", "tiny", "--mode", "step", "compile", "norm=rmsnorm"]
+    assert run_command(compare.main, arguments) == 2
+    assert "error: tiny compile with batch 16 x 128 needs" in capsys.readouterr().err

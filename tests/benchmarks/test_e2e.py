@@ -1,0 +1,257 @@
+"""The end-to-end benchmark, run as a user runs it: what it plans, measures, records and refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import e2e, plan
+from benchmarks.harness import Measurement
+from benchmarks.records import RESULTS
+from benchmarks.workload import Case, Workload
+from cs336_systems.cost import MODES, Hardware, forward_flops
+from cs336_systems.host.console import run_command
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.presets import ModelConfig, model_preset
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+FAST = Hardware("fast", 1e12, 1e11, "made up")
+SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=4)
+
+
+def run(*arguments: str) -> int:
+    return run_command(e2e.main, ["--device", "cpu", *arguments])
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "e2e.jsonl").read_text().splitlines()]
+
+
+def bench(usable: int, **settings) -> plan.Bench:
+    return plan.Bench(plan.Settings(**settings), CPU, FAST, usable, {})
+
+
+def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
+    assert run("--size", "tiny", "--batch-size", "2", "--steps", "3", "--results", "out") == 0
+    records = lines(in_tmp / "out")
+    assert [r["config"]["mode"] for r in records] == list(MODES)
+    shown = capsys.readouterr().out
+    config = model_preset("tiny")
+    forward = sum(forward_flops(config, 2, 128).values())
+    for record, flops in zip(records, (forward, 2 * forward, 3 * forward, 3 * forward), strict=True):
+        metrics, predicted = record["metrics"], record["predicted"]
+        assert record["status"] == "ok"
+        assert record["schema"] == 1
+        assert len(record["samples_ms"]) == 3
+        assert metrics["flops"] == flops
+        assert metrics["tokens_per_s"] == pytest.approx(2 * 128 / metrics["mean_ms"] * 1e3)
+        assert metrics["mfu"] == pytest.approx(flops / metrics["mean_ms"] * 1e3 / metrics["peak_flops_per_s"])
+        assert predicted["mean_ms"] > 0
+        assert predicted["peak_memory_bytes"] == sum(predicted["memory_by_part"].values())
+        assert record["config"]["mode"] in shown
+
+
+def test_fused_kernels_pass_the_gate_and_are_named(in_tmp, quick_probe):
+    short = ("--size", "tiny", "--batch-size", "1", "--context", "16", "--mode", "forward", "--steps", "1")
+    assert run(*short, "--results", "out") == 0
+    assert run(*short, "--kernels", "triton", "--attention", "flash", "--results", "out") == 0
+    plain, fused = lines(in_tmp / "out")
+    assert (fused["config"]["kernels"], fused["config"]["attention"]) == ("triton", "flash")
+    assert "kernels" not in plain["config"]  # as in the records from before there was a choice
+    what_ran = ("fused kernels in Triton's interpreter", "plain torch in place of the fused kernels")
+    assert [flag.startswith(what_ran) for flag in fused["flags"] if "fused" in flag] == [True]
+    assert not any("fused" in flag for flag in plain["flags"])
+
+
+def test_the_file_itself_runs_as_a_script(in_tmp):
+    before = {path: path.stat().st_mtime for path in RESULTS.rglob("*")}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "e2e.py", "--smoke"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tiny" in done.stdout
+    assert {path: path.stat().st_mtime for path in RESULTS.rglob("*")} == before
+
+
+def test_smoke_writes_nothing(in_tmp, monkeypatch):
+    monkeypatch.setattr(e2e, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run("--smoke") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
+        (("--year", "2023"), "error: no 2023 edition"),
+        (("--precision", "tf32"), "error: tf32 is a format of NVIDIA GPUs"),
+        (("--steps", "0"), "error: Invalid value for '--steps': 0 is not in the range x>=1."),
+        (("--mode", "sideways"), "error: Invalid value for '--mode': 'sideways' is not one of"),
+        (("--nonsense",), "error: No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
+    assert run(*arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_line(capsys):
+    assert run_command(e2e.main, ["--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda, but torch finds no CUDA device here; use --device cpu\n"
+
+
+def test_an_explicit_mode_that_does_not_fit_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 15 * 2**30)
+    assert run("--size", "2.7B", "--mode", "step") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("error: 2.7B with batch 16 x 128 needs 41.0 GiB for a step (parameters 9.5 GiB, ")
+    assert errors[0].endswith("but 15.0 GiB are usable; what fits here: --mode forward")
+
+
+def test_a_model_with_experts_says_what_it_needs(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 15 * 2**30)
+    assert run("--size", "fairseq-moe-15b", "--mode", "step") == 2
+    line = "error: fairseq-moe-15b with batch 1 x 2048 needs 222.1 GiB for a step (parameters 54.4 GiB, "
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_smaller_batch_is_offered_where_it_helps(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 6 * 2**30)
+    assert run("--size", "medium", "--mode", "step") == 2
+    fits = "--mode forward or --mode backward or --mode forward-backward or --batch-size 8"
+    assert f"what fits here: {fits}" in capsys.readouterr().err
+
+
+def test_a_shorter_context_is_offered_where_a_smaller_batch_does_not_help(monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 2**30)
+    assert run("--size", "tiny", "--context", "10000000", "--mode", "forward") == 2
+    offer = capsys.readouterr().err.split("what fits here: --context ")[1]
+    assert run("--size", "tiny", "--context", str(2 * int(offer)), "--mode", "forward") == 2
+    shorter = model_preset("tiny").override(context_length=int(offer))
+    assert sum(observe_passes(shorter, 16, int(offer)).memory("forward").values()) <= 2**30
+
+
+def test_modes_that_do_not_fit_are_recorded_and_the_rest_is_run(in_tmp, monkeypatch, capsys):
+    config = model_preset("tiny")
+    just_forward = sum(observe_passes(config, 2, 128).memory("forward").values())
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: just_forward)
+    assert run("--size", "tiny", "--batch-size", "2", "--steps", "1", "--results", "out") == 0
+    records = lines(in_tmp / "out")
+    assert [r["status"] for r in records] == ["ok"] + ["out-of-memory"] * 3
+    assert records[3]["samples_ms"] == []
+    assert records[3]["predicted"]["peak_memory_bytes"] == sum(observe_passes(config, 2, 128).memory("step").values())
+    assert capsys.readouterr().out.count("does not fit") == 6
+
+
+def explode(*_, **__):
+    raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+
+
+def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch):
+    monkeypatch.setattr(Workload, "run", explode)
+    assert run("--size", "tiny", "--batch-size", "1", "--results", "out") == 0
+    assert {r["status"] for r in lines(in_tmp / "out")} == {"out-of-memory"}
+
+
+def test_where_a_step_explodes_its_backward_is_still_measured(in_tmp, monkeypatch):
+    monkeypatch.setattr(Workload, "update", explode)
+    assert run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--results", "out") == 0
+    status = {r["config"]["mode"]: r["status"] for r in lines(in_tmp / "out")}
+    assert status == {"forward": "ok", "backward": "ok", "forward-backward": "ok", "step": "out-of-memory"}
+
+
+def test_what_was_measured_outlives_what_fails_later(in_tmp, monkeypatch):
+    monkeypatch.setattr(Workload, "backward", lambda self: self.loss.fill_(float("nan")))
+    assert run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--results", "out") == 2
+    assert [(r["config"]["mode"], r["status"]) for r in lines(in_tmp / "out")] == [("forward", "ok")]
+
+
+def test_an_unwritable_folder_is_refused_before_anything_is_measured(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(e2e, "make_bench", lambda *_: pytest.fail("measured in vain"))
+    (in_tmp / "file").write_text("")
+    assert run("--size", "tiny", "--results", "file") == 2
+    assert capsys.readouterr().err.startswith("error: cannot write file/e2e.jsonl: ")
+
+
+def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
+    monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
+    records = e2e.run(plan.Settings(all_sizes=True, year=2026, device="cpu", results=tmp_path))
+    assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "10B"]
+    assert {r.status for r in records} == {"out-of-memory"}
+
+
+def test_a_plan_runs_each_pass_once():
+    case = Case(SMALL, 2, "fp32", False, CPU)
+    need = {mode: sum(observe_passes(SMALL, 2, 16).memory(mode).values()) for mode in MODES}
+    assert bench(need["step"]).plan(case) == {
+        "forward": ("forward",),
+        "step": ("backward", "forward-backward", "step"),
+    }
+    assert list(bench(need["step"] - 1).plan(case)) == ["forward", "forward-backward"]
+    assert list(bench(need["forward-backward"] - 1).plan(case)) == ["forward"]
+    assert bench(need["forward"] - 1).plan(case) == {}
+    assert bench(10**12, mode="backward").plan(case) == {"backward": ("backward",)}
+
+
+def test_long_passes_are_repeated_less():
+    case = Case(model_preset("xl"), 16, "fp32", False, CPU)
+    slow = replace(bench(10**12), hardware=Hardware("slow", 1e11, 1e10, ""))
+    assert slow.passes(case, "step") == 2 + 2
+    assert replace(slow, settings=plan.Settings(steps=7, warmup=0)).passes(case, "step") == 7
+    assert bench(10**12).passes(Case(SMALL, 1, "fp32", False, CPU), "step") == 2 + 5
+
+
+def test_a_modes_peak_is_its_own():
+    first, later = {"forward": 5, "backward": 7, "optimizer": 9}, {"forward": 8, "backward": 11, "optimizer": 10}
+    done = Measurement({}, first, later)
+    assert plan.peak_of(done, "forward-backward", False) == 7  # before the optimizer made its state
+    assert plan.peak_of(done, "step", False) == 11
+    assert plan.peak_of(done, "backward", compiled=True) is None  # the compiler was in it
+    assert plan.peak_of(done, "step", compiled=True) == 11
+    assert plan.peak_of(Measurement({}), "step", False) is None
+
+
+@pytest.mark.parametrize("warmup", ["0", "1"])
+def test_a_wrong_model_leaves_no_figure(warmup, monkeypatch, in_tmp, capsys):
+    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", lambda q, k, v, **_: v)
+    arguments = ("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", warmup, "--results", "out")
+    assert run(*arguments) == 2
+    assert "is off its reference by" in capsys.readouterr().err
+    assert (in_tmp / "out/e2e.jsonl").read_text() == ""
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("benchmarks.workload.shutil.which", lambda name: None)
+    assert run("--smoke", "--compile") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: --compile needs one of g++, clang++, c++ on the PATH")
+
+
+def test_a_warm_up_of_zero_keeps_the_start_cold(in_tmp, monkeypatch):
+    order = []
+    monkeypatch.setattr(e2e, "check", lambda case: order.append("gate") or (0.0, 1.0))
+    true_run = Workload.run
+    monkeypatch.setattr(Workload, "run", lambda self, mode, *rest: order.append(mode) or true_run(self, mode, *rest))
+    run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", "0", "--results", "out")
+    run("--size", "tiny", "--batch-size", "1", "--steps", "1", "--warmup", "1", "--results", "out")
+    assert order == ["forward", "step", "gate", "gate", "forward", "step"]
+    assert len(lines(in_tmp / "out")) == 8
+
+
+def test_a_workload_trains():
+    load = Workload(Case(SMALL, 4, "fp32", False, CPU))
+    load.run("forward", 0, 1)
+    assert not load.loss.requires_grad  # nothing was kept for a backward
+    before = load.loss.item()
+    assert all(p.grad is None for p in load.weights.parameters())
+    load.run("step", 0, 20)
+    assert load.loss.item() < before
+    assert all(p.grad is None for p in load.weights.parameters())

@@ -1,0 +1,271 @@
+"""The benchmark of the fused kernels: what it counts, gates, measures, leaves out and records."""
+
+import json
+import statistics
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import fused, fused_candidates, fused_rows, kernel_run
+from benchmarks.fused_candidates import KERNELS, gpt2_shapes
+from benchmarks.fused_rows import Task
+from benchmarks.harness import WrongResultError
+from cs336_systems.cost import Hardware
+from cs336_systems.host.console import run_command
+from kernels import reference
+from kernels.launch import INTERPRETED
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FAST = ("--device", "cpu", "--rounds", "4", "--results", "out")
+BOTH = "forward-backward"
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU here")
+GATED = {"cross-entropy": (64, 32, 500), "swiglu": (100, 32), "add-rmsnorm": (100, 32), "adamw": (1, 16, 64)}
+TINY = {name: Task(name, GATED[name], kernel.dtypes[-1], kernel.passes[-1]) for name, kernel in KERNELS.items()}
+
+
+@pytest.fixture(autouse=True)
+def small_and_known(monkeypatch):
+    """Shapes that take no time, and ceilings that need not be measured and are out of reach."""
+    monkeypatch.setattr(kernel_run, "measure_once", lambda *_: Hardware("fast", 1e15, 1e14, "made up"))
+    for kernel in KERNELS.values():
+        monkeypatch.setattr(type(kernel), "cpu_sizes", (kernel.tiny,))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "out/fused.jsonl").read_text().splitlines()]
+
+
+def pick(*names):
+    return [word for name in names for word in ("--candidate", name)]
+
+
+def moved(name, sizes, dtype, what):
+    return KERNELS[name].moved(Task(name, sizes, dtype, what), CPU)
+
+
+def test_bytes_and_flops_are_those_of_the_hand_count():
+    assert moved("swiglu", (8192, 11008), "bf16", "forward") == 3 * 8192 * 11008 * 2
+    assert moved("swiglu", (8192, 11008), "bf16", BOTH) == (3 + 5) * 8192 * 11008 * 2
+    forward = 4 * 8192 * 4096 * 2 + 4096 * 2 + 4 * 8192  # x, residual, sum, y; the weight; 1 / rms
+    assert moved("add-rmsnorm", (8192, 4096), "bf16", "forward") == forward
+    assert moved("add-rmsnorm", (8192, 4096), "bf16", BOTH) == 2 * forward + 4096 * 2
+    assert len(gpt2_shapes((12, 768, 50_257))) == 148
+    assert moved("adamw", (12, 768, 50_257), "fp32", "step") == 28 * 124_439_808
+    sizes = (4096, 4096, 128_256)
+    forward, both = (Task("cross-entropy", sizes, "bf16", what) for what in ("forward", BOTH))
+    assert KERNELS["cross-entropy"].flops(forward) == 2 * 4096 * 4096 * 128_256
+    assert KERNELS["cross-entropy"].flops(both) == 6 * 4096 * 4096 * 128_256
+    assert moved("cross-entropy", sizes, "bf16", BOTH) == 2 * 4096 * 128_256 * 2
+
+
+def test_peak_memory_of_the_loss_is_that_of_the_hand_count():
+    task = Task("cross-entropy", (8192, 4096, 128_256), "bf16", BOTH)
+    hidden, weight, logits = 8192 * 4096 * 2, 128_256 * 4096 * 2, 8192 * 128_256 * 2
+    kept = 2 * (hidden + weight) + 8 * 8192
+    assert KERNELS["cross-entropy"].peak_bytes("torch", task) == kept + 3 * logits
+    # The weight's gradient in float32, and in bf16 with that of hidden once more: both outweigh 4096 tokens' logits.
+    assert KERNELS["cross-entropy"].peak_bytes("ours", task) == kept + 2 * weight + hidden
+    assert KERNELS["cross-entropy"].peak_bytes("liger", task) == kept + 256 * 128_256 * 2
+    assert fused.memory_needed(task, "ours") > 4 * 8 * 128_256 * 4096
+
+
+def test_peak_memory_of_rows_is_that_of_the_hand_count():
+    def matrices(kernel, name, what):
+        return KERNELS[kernel].peak_bytes(name, Task(kernel, (8, 16), "bf16", what)) / (8 * 16 * 2)
+
+    assert matrices("swiglu", "ours", "forward") == 3  # gate, up, y
+    assert matrices("swiglu", "torch", "forward") == 4  # and silu(gate)
+    assert matrices("swiglu", "ours", BOTH) == 6  # and dy, dgate, dup
+    assert matrices("swiglu", "torch", BOTH) == 7  # and silu(gate), then its gradient
+    assert matrices("swiglu", "liger", BOTH) == 8  # and inputs of its own to write over
+    assert matrices("add-rmsnorm", "ours", BOTH) == 7  # x, residual, sum, y, both upstream gradients, one gradient
+
+
+def test_the_shapes_that_matter_most_come_first():
+    tasks = fused.Settings().tasks(CUDA)
+    assert [task.kernel for task in tasks[:7]] == [
+        *["cross-entropy"] * 2,
+        *["swiglu"] * 2,
+        *["add-rmsnorm"] * 2,
+        "adamw",
+    ]
+    assert len(tasks) == 2 * (3 + 2 + 2) + 1
+    assert Task("cross-entropy", (16384, 1600, 50_257), "bf16", BOTH) in tasks
+    assert {task.kernel for task in fused.Settings(kernel=("adamw",)).tasks(CUDA)} == {"adamw"}
+    assert {task.what for task in fused.Settings(forward=True).tasks(CUDA)} == {"forward"}
+    assert not fused.Settings(kernel=("adamw",), dtype="bf16").tasks(CUDA)
+
+
+def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
+    assert run_command(fused.main, [*FAST, *pick("torch", "torch-fused", "eager", "liger")]) == 0
+    found = {(r["config"]["kernel"], r["config"]["pass"], r["config"]["candidate"]): r for r in lines(in_tmp)}
+    assert len(found) == 2 * (2 + 2 + 2) + 3 + 4
+    for (name, what, candidate), record in found.items():
+        kernel, config = KERNELS[name], record["config"]
+        assert tuple(config[size] for size in kernel.sizes_are) == kernel.tiny
+        if candidate == "liger":
+            assert record["flags"] == ["Liger-Kernel is not installed"]
+            continue
+        task, metrics, predicted = (
+            Task(name, kernel.tiny, config["dtype"], what),
+            record["metrics"],
+            record["predicted"],
+        )
+        assert len(record["samples_ms"]) == 4
+        assert metrics["flops"] == kernel.flops(task)
+        assert metrics["bytes_per_s"] == pytest.approx(1e3 * metrics["bytes"] / metrics["median_ms"])
+        assert predicted["median_ms"] == pytest.approx(1e3 * (metrics["flops"] / 1e15 + metrics["bytes"] / 1e14))
+        if candidate == kernel.floor:
+            assert metrics["bytes"] == (0 if metrics["flops"] else kernel.moved(task, CPU))
+            continue
+        assert metrics["bytes"] == kernel.moved(task, CPU)
+        assert predicted["peak_memory_bytes"] == kernel.peak_bytes(candidate, task)
+        floor = found[name, what, kernel.floor]["samples_ms"]
+        pairs = [a / b for a, b in zip(record["samples_ms"], floor, strict=True)]
+        assert metrics["floor_ratio_median"] == pytest.approx(statistics.median(pairs))
+        assert metrics["floor"] == {"cross-entropy": "matmuls"}.get(name, "copy")
+        assert metrics["gate_error"] < 0.01
+    assert found["adamw", "step", "eager"]["metrics"]["best_other"] == "torch-fused"
+    shown = capsys.readouterr().out
+    assert "cross-entropy 64 x 32 x 500 bf16, both" in shown
+    assert "of floor" in shown
+
+
+def test_a_smoke_run_is_quick_and_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(kernel_run, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(fused.main, ["--smoke", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "ours: not timed on a CPU" in shown
+    if INTERPRETED:
+        assert all(f"{name} within" in shown for name in KERNELS)
+
+
+def test_a_wrong_candidate_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
+    wrong = {"torch": fused_rows.always(lambda gate, up: 1.001 * reference.swiglu(gate, up))}
+    right = {"liger": fused_rows.always(reference.swiglu)}
+    monkeypatch.setattr(type(KERNELS["swiglu"]), "candidates", wrong | right)
+    assert run_command(fused.main, [*FAST, "--kernel", "swiglu", "--dtype", "fp32", *pick("torch", "liger")]) == 2
+    for record in lines(in_tmp):
+        if record["config"]["candidate"] == "torch":
+            assert record["status"] == "unsupported"
+            assert record["samples_ms"] == []
+            assert "wrong result: torch's result 0 is off its reference by" in record["flags"][0]
+        else:
+            assert record["status"] == "ok"
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: wrong result: torch's result 0 is off")
+
+
+def gate(name, function):
+    task = TINY[name]
+    return KERNELS[name].gate("it", function, task, KERNELS[name].inputs(task, CPU))
+
+
+def detached(result, *leaves):
+    """The same result with no gradient for the last of the leaves."""
+    return result(*leaves[:-1], leaves[-1].detach() + 0 * leaves[-1])
+
+
+def test_the_gates_see_every_result_and_gradient():
+    norm, loss = fused_rows.reference_add_rmsnorm, fused_candidates.torch_loss
+    assert gate("swiglu", reference.swiglu) < 1e-6
+    assert gate("add-rmsnorm", norm) < 1e-6
+    assert gate("cross-entropy", loss) < 1e-6
+    with pytest.raises(WrongResultError, match="it's gradient 1 is off"):
+        gate("swiglu", lambda *leaves: detached(reference.swiglu, *leaves))
+    with pytest.raises(WrongResultError, match="it's gradient 2 is off"):
+        gate("add-rmsnorm", lambda *leaves: detached(norm, *leaves))
+    with pytest.raises(WrongResultError, match="it's result 1 is off"):
+        gate("add-rmsnorm", lambda x, residual, weight: (norm(x, residual, weight)[0], x))
+    with pytest.raises(WrongResultError, match="it's result 0 is off"):
+        gate("swiglu", lambda x, up: torch.cat((reference.swiglu(x[:-1], up[:-1]), up[-1:])))
+    with pytest.raises(WrongResultError, match="it's loss is off"):
+        gate("cross-entropy", lambda hidden, weight, targets: loss(hidden, weight, targets.clamp(min=0)))
+    with pytest.raises(WrongResultError, match="it's gradient of hidden is off"):
+        gate(
+            "cross-entropy", lambda hidden, weight, targets: detached(lambda w, h: loss(h, w, targets), weight, hidden)
+        )
+    with pytest.raises(WrongResultError, match="it's gradient of weight is off"):
+        gate("cross-entropy", lambda hidden, *rest: detached(lambda t, w: loss(hidden, w, t), rest[1], rest[0]))
+
+
+@pytest.mark.parametrize("change", [{"betas": (0.9, 0.96)}, {"weight_decay": 0.0}, {"lr": 1.001e-3}, {"eps": 1e-4}])
+def test_the_gate_of_adamw_sees_every_setting(change):
+    options = fused_candidates.AdamWStep.options
+    assert gate("adamw", lambda params: torch.optim.AdamW(params, **options)) < 5e-6
+    with pytest.raises(WrongResultError, match="it's parameter 0 is off"):
+        gate("adamw", lambda params: torch.optim.AdamW(params, **options | change))
+
+
+def test_the_gate_of_adamw_sees_a_tensor_that_was_left_out():
+    options = fused_candidates.AdamWStep.options
+    with pytest.raises(WrongResultError, match="it's parameter 15 is off"):
+        gate("adamw", lambda params: torch.optim.AdamW(params[:-1], **options))
+
+
+class Overwriting(torch.autograd.Function):
+    """SwiGLU whose backward writes over its inputs, as Liger-Kernel's does."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.kept = gate.detach(), up.detach()
+        return reference.swiglu(gate, up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = reference.swiglu_backward(grad, *ctx.kept)
+        return tuple(kept.copy_(each) for kept, each in zip(ctx.kept, grads, strict=True))
+
+
+def test_a_candidate_that_writes_over_its_inputs_spoils_them_for_no_other(in_tmp, monkeypatch):
+    both = {"liger": fused_rows.always(Overwriting.apply), "torch": fused_rows.always(reference.swiglu)}
+    monkeypatch.setattr(type(KERNELS["swiglu"]), "candidates", both)
+    task, clock = TINY["swiglu"], SimpleNamespace(device=CPU)
+    inputs = KERNELS["swiglu"].inputs(task, CPU)
+    before = [matrix.detach().clone() for matrix in inputs.matrices]
+    assert fused_candidates.prepare(clock, "liger", task, inputs).gate_error < 1e-6
+    assert all(map(torch.equal, before, inputs.matrices))
+
+
+@needs_interpreter
+def test_our_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
+    monkeypatch.setitem(KERNELS["swiglu"].candidates, "ours", fused_rows.always(lambda gate, up: gate))
+    assert run_command(fused.main, [*FAST, "--kernel", "swiglu", *pick("ours"), "--forward"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: swiglu: ours's result 0 is off its reference")
+
+
+def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
+    task = Task("cross-entropy", KERNELS["cross-entropy"].tiny, "bf16", BOTH)
+    need = fused.memory_needed(task, "torch")
+    monkeypatch.setattr(kernel_run, "usable_memory", lambda device: need - 1)
+    assert run_command(fused.main, [*FAST, "--kernel", "cross-entropy", "--backward", *pick("torch")]) == 0
+    (record,) = lines(in_tmp)
+    assert record["status"] == "out-of-memory"
+    assert record["flags"][0].startswith("needs ")
+    assert record["predicted"]["peak_memory_bytes"] < need
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, torch, compiled, liger"),
+        (("--kernel", "softmax"), "error: Invalid value for '--kernel': 'softmax' is not one of 'cross-entropy'"),
+        (("--results", "file"), "error: cannot write file/fused.jsonl: "),
+        (("--kernel", "adamw", "--dtype", "bf16"), "error: nothing to measure: adamw is not measured in bf16"),
+        (("--kernel", "adamw", "--forward"), "error: nothing to measure: adamw has no forward pass"),
+        (("--candidate", "ours"), "error: nothing to measure: ours is not timed on a CPU, where Triton has an inter"),
+        (("--smoke", "--candidate", "compiled"), "error: nothing to measure: compiled is left out of smoke runs"),
+        (
+            ("--kernel", "swiglu", "--candidate", "torch-fused"),
+            "error: nothing to measure: torch-fused is no candidate for swiglu",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_run, "RESULTS", in_tmp / "results")
+    (in_tmp / "file").write_text("")
+    assert run_command(fused.main, ["--device", "cpu", *arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+    assert not (in_tmp / "results").exists()

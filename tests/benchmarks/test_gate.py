@@ -1,0 +1,58 @@
+"""The correctness gate: it passes what is right and stops what only looks right, in every precision."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks.gate import check
+from benchmarks.harness import WrongResultError
+from benchmarks.workload import Case
+from cs336_systems.presets import ModelConfig, model_preset
+
+CPU = torch.device("cpu")
+SMALL = ModelConfig(vocab_size=64, context_length=16, d_model=32, d_ff=64, num_layers=2, num_heads=4)
+
+
+# The course's width, at which a sum has as many terms as there; a narrower feed-forward and vocabulary are quicker.
+WIDE = replace(model_preset("small"), d_ff=256, vocab_size=64)
+CONFIGS = {"toy": SMALL, "tiny": model_preset("tiny"), "wide": WIDE}
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("size", CONFIGS)
+def test_the_gate_passes_what_is_right(size, precision, attention):
+    error, tolerance = check(Case(replace(CONFIGS[size], attention=attention), 2, precision, False, CPU))
+    assert 0 < error < tolerance
+
+
+BROKEN = {
+    "no causal mask": lambda q, k, v, **_: F.softmax(q @ k.mT / q.shape[-1] ** 0.5, dim=-1) @ v,
+    "no scale": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True, scale=1.0),
+    "no output": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True) * 0,
+    "no gradient": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v, is_causal=True).detach(),
+    "neighbour's value": lambda q, k, v, **_: TRUE_ATTENTION(q, k, v.roll(1, dims=1), is_causal=True),
+}
+TRUE_ATTENTION = F.scaled_dot_product_attention
+
+
+# Of the wide one bf16 is enough: what passes a finer format's tolerance passes its, which is the widest.
+@pytest.mark.parametrize(
+    ("size", "precision"), [("tiny", "fp32"), ("tiny", "bf16"), ("tiny", "fp16"), ("wide", "bf16")]
+)
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_gate_stops_what_is_wrong(name, size, precision, monkeypatch):
+    case = Case(replace(CONFIGS[size], attention="sdpa"), 2, precision, False, CPU)
+    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", BROKEN[name])
+    with pytest.raises(WrongResultError):
+        check(case)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch about itself
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++", "c++"))), reason="no C++ compiler")
+def test_a_compiled_model_passes_the_gate():
+    error, tolerance = check(Case(replace(SMALL, num_layers=1), 2, "fp32", True, CPU))
+    assert 0 < error < tolerance

@@ -1,0 +1,127 @@
+"""The harness: what is timed, what is kept, and what is refused."""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks.harness import (
+    Measurement,
+    Timer,
+    WrongResultError,
+    interleave,
+    measure,
+    ratios,
+    require_close,
+    summarise,
+    suspicions,
+)
+from cs336_systems.cost import Hardware
+from cs336_systems.host.machine import PeakMemory
+
+CPU = torch.device("cpu")
+MACHINE = Hardware("test", matmul_flops=1e12, bandwidth=1e10, source="made up")
+
+
+def test_every_sample_but_the_warm_up_is_kept():
+    calls = []
+    phases = {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}
+    done = measure(phases, CPU, warmup=2, steps=3, before=lambda: calls.append("before"))
+    assert calls == ["before", "a", "b"] * 5
+    assert {name: len(samples) for name, samples in done.samples_ms.items()} == {"a": 3, "b": 3}
+
+
+def test_a_phase_is_charged_with_its_own_time(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("benchmarks.harness.time.perf_counter", lambda: now[0])
+
+    def takes(seconds):
+        return lambda: now.__setitem__(0, now[0] + seconds)
+
+    done = measure({"long": takes(2.0), "short": takes(0.5)}, CPU, warmup=1, steps=2, before=takes(7.0))
+    assert done.samples_ms == {"long": [2000.0] * 2, "short": [500.0] * 2}
+    assert done.total(("long", "short")) == [2500.0] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_lap_is_the_devices_time():
+    device = torch.device("cuda")
+    a = torch.randn(8192, 8192, device=device)
+    for _ in range(3):
+        torch.mm(a, a)
+    torch.cuda.synchronize()
+    timer, start = Timer(device), time.perf_counter()
+    timer.lap(lambda: a @ a)
+    (lap,) = timer.milliseconds()
+    waited = (time.perf_counter() - start) * 1e3
+    assert 0.5 * waited < lap <= waited  # the host only launches, which takes microseconds
+
+
+def test_peak_memory_is_that_of_the_phase():
+    memory = PeakMemory(CPU)
+    if memory.read() is None:
+        pytest.skip("this system does not let a process reset its peak")
+    size = 2**28
+    done = measure({"big": lambda: torch.ones(size, dtype=torch.uint8), "small": lambda: None}, CPU, 0, 2, memory)
+    for peaks in (done.first_peak, done.peak):
+        assert peaks["big"] >= size * 0.99  # the kernel counts pages in batches
+        assert peaks["small"] < size / 2
+
+
+def test_summary():
+    summary = summarise([1.0, 2.0, 6.0])
+    assert (summary["mean_ms"], summary["median_ms"], summary["min_ms"], summary["max_ms"]) == (3.0, 2.0, 1.0, 6.0)
+    assert summary["std_ms"] == pytest.approx(7.0**0.5)
+    assert summarise([4.0])["std_ms"] == 0.0
+
+
+def test_candidates_take_turns():
+    order = []
+
+    def candidate(name, ms):
+        return lambda: order.append(name) or ms
+
+    samples = interleave({"a": candidate("a", 1.0), "b": candidate("b", 2.0)}, rounds=3)
+    assert order == ["a", "b"] * 3
+    assert samples == {"a": [1.0] * 3, "b": [2.0] * 3}
+
+
+def test_ratios_survive_a_drifting_machine():
+    drift = [1.0, 3.0, 9.0, 2.0]
+    against = ratios([2 * d for d in drift], drift)
+    assert against == {"ratio_median": 2.0, "ratio_low": 2.0, "ratio_high": 2.0}
+    assert ratios([3.0], [2.0])["ratio_median"] == 1.5
+    with pytest.raises(ValueError, match="zip"):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_impossible_and_noisy_figures_are_flagged():
+    second = summarise([1000.0, 1000.0])
+    assert suspicions(second, flops=1e12, bytes_moved=1e10, hardware=MACHINE) == []
+    assert suspicions(second, 1.2e12, 0, MACHINE) == ["faster than the measured matrix-product peak by 1.20 x"]
+    assert suspicions(second, 0, 1.3e10, MACHINE) == ["faster than the measured memory bandwidth by 1.30 x"]
+    # What fits a cache may be read faster than memory.
+    assert suspicions(summarise([1e-3, 1e-3]), 0, 2**28, MACHINE) == []
+    assert suspicions(summarise([900.0, 1100.0]), 0, 0, MACHINE) == ["noisy: standard deviation 14% of the mean"]
+
+
+def test_a_missed_synchronisation_is_flagged():
+    # The original write-up's 1 GB all-reduce in 0.25 ms, read as a copy: 4 TB/s on a link and memory of less.
+    h100 = Hardware("H100", matmul_flops=67e12, bandwidth=3.35e12, source="data sheet")
+    assert suspicions(summarise([0.25] * 5), flops=0, bytes_moved=2**30, hardware=h100)
+
+
+def test_the_gate_refuses_what_is_wrong():
+    wanted = torch.tensor([3.0, 4.0])
+    assert require_close("same", wanted.clone(), wanted, 0.0) == 0.0
+    assert require_close("near", wanted + torch.tensor([0.0, 0.05]), wanted, 0.011) == pytest.approx(0.01, rel=1e-4)
+    with pytest.raises(WrongResultError, match=r"far is off its reference by 2.00e-01, more than 1.00e-01"):
+        require_close("far", wanted + torch.tensor([0.0, 1.0]), wanted, 0.1)
+    with pytest.raises(WrongResultError, match="nan"):
+        require_close("broken", wanted * float("nan"), wanted, 0.1)
+
+
+def test_totals_need_every_phase():
+    with pytest.raises(KeyError):
+        Measurement({"forward": [1.0]}).total(("forward", "backward"))

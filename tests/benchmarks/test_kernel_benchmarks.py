@@ -1,0 +1,294 @@
+"""The benchmarks of norms and attention: what they count, gate, measure, leave out, record and print."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+from benchmarks import attention, attention_candidates, kernel_run, norm_candidates, norms
+from benchmarks.attention_candidates import Inputs, Task, flops, peak_bytes, some_queries
+from benchmarks.contest import UnavailableError
+from benchmarks.harness import WrongResultError
+from benchmarks.norm_candidates import Shape, bytes_moved
+from cs336_systems.cost import Hardware
+from cs336_systems.host.console import run_command
+from kernels import reference
+from kernels.launch import INTERPRETED
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FAST = ("--device", "cpu", "--rounds", "4", "--results", "out")
+TINY_NORM = ("--rows", "32", "--columns", "64", "--candidate", "layernorm", "--candidate", "eager", *FAST)
+needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU here")
+TINY_FLASH = ("--grid", "flash", "--sequence", "32", "--dim", "16", "--dtype", "fp32", *FAST)
+
+
+@pytest.fixture(autouse=True)
+def quick_probe(monkeypatch):
+    """Ceilings that need not be measured, and out of reach."""
+    monkeypatch.setattr(kernel_run, "measure_once", lambda *_: Hardware("fast", 1e15, 1e15, "made up"))
+
+
+def lines(folder, benchmark):
+    return [json.loads(line) for line in (folder / f"out/{benchmark}.jsonl").read_text().splitlines()]
+
+
+def by_name(records, what):
+    return {r["config"]["candidate"]: r for r in records if r["config"]["pass"] == what}
+
+
+def test_bytes_are_those_of_the_hand_count():
+    forward = 2 * 50_000 * 1024 * 4 + 1024 * 4 + 4 * 50_000
+    assert bytes_moved(Shape(50_000, 1024, "fp32", "forward"), 264) == forward == 409_804_096
+    backward = 3 * 50_000 * 1024 * 4 + 2 * 1024 * 4 + 4 * 50_000 + 2 * 264 * 1024 * 4
+    assert bytes_moved(Shape(50_000, 1024, "fp32", "forward-backward"), 264) == forward + backward == 1_026_574_976
+    assert bytes_moved(Shape(4096, 1024, "bf16", "forward"), 264) == 16_795_648
+
+
+def test_flops_are_those_of_the_hand_count():
+    full, causal = (Task("flash", 2, 8, 4, "fp32", causal) for causal in (False, True))
+    assert flops(full, "forward") == 2 * (2 * 2 * 8 * 8 * 4)  # two products of 2 x (8 x 4) (4 x 8), 2 FLOPs each
+    assert flops(causal, "forward") == flops(full, "forward") / 2
+    assert flops(causal, "backward") == 2.5 * flops(causal, "forward")
+    leaderboard = flops(attention.LEADERBOARD[0], "forward-backward")
+    assert leaderboard == flops(attention.LEADERBOARD[0], "forward") * 3.5
+    assert leaderboard / 5.364e-3 == pytest.approx(359e12, rel=0.01)  # what the published best amounts to
+
+
+def test_naive_attention_needs_its_scores():
+    task = Task("course", 8, 16384, 128, "fp32", causal=False)
+    scores = 8 * 16384**2
+    assert peak_bytes("eager", task) == 8 * 8 * 16384 * 128 * 4 + 12 * scores
+    assert peak_bytes("ours", task) == 8 * 8 * 16384 * 128 * 4
+
+
+def test_the_write_ups_shapes_are_covered():
+    shapes = norms.Settings().shapes(CUDA)
+    assert len(shapes) == 2 * (4 + 14)
+    assert Shape(50_000, 8192, "fp32", "forward-backward") in shapes
+    assert Shape(8192, 262_144, "bf16", "forward") in shapes
+    assert {s.what for s in norms.Settings(forward=True).shapes(CUDA)} == {"forward"}
+    on_cpu = norms.Settings().shapes(CPU)
+    assert max(s.rows * s.columns for s in on_cpu) <= norms.CPU_ELEMENTS
+    assert norms.Settings(rows=7).shapes(CPU)[0].rows == 7
+    tasks = attention.Settings(grid="flash").tasks()
+    assert len(tasks) == 2 * 4 * 10
+    assert {(t.batch, t.causal) for t in tasks} == {(1, True)}
+    assert len(attention.Settings(grid="course").tasks()) == 4 * 5
+    assert not any(t.backward for t in attention.Settings(forward=True).tasks())
+    assert len(attention.Settings(grid="leaderboard", backward=True).tasks()) == 1
+
+
+def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsys):
+    assert run_command(norms.main, [*TINY_NORM]) == 0
+    records = lines(in_tmp, "norms")
+    assert len(records) == 2 * 3
+    for what in ("forward", "forward-backward"):
+        found = by_name(records, what)
+        assert set(found) == {"layernorm", "eager", "copy"}
+        for record in found.values():
+            metrics, predicted = record["metrics"], record["predicted"]
+            moved = bytes_moved(Shape(32, 64, "fp32", what), 0)
+            assert len(record["samples_ms"]) == 4
+            assert record["config"] | {"rows": 32, "columns": 64, "dtype": "fp32"} == record["config"]
+            assert metrics["bytes"] == moved
+            assert metrics["bytes_per_s"] == pytest.approx(1e3 * moved / statistics.median(record["samples_ms"]))
+            assert predicted["median_ms"] == pytest.approx(1e3 * moved / 1e15)
+            assert predicted["formula"] == "bytes / bandwidth_bytes_per_s"
+        eager, others = found["eager"], found["layernorm"]["samples_ms"]
+        copies = [a / b for a, b in zip(found["copy"]["samples_ms"], eager["samples_ms"], strict=True)]
+        assert eager["metrics"]["copy_fraction_median"] == pytest.approx(statistics.median(copies))
+        pairs = [a / b for a, b in zip(eager["samples_ms"], others, strict=True)]
+        assert eager["metrics"]["ratio_median"] == pytest.approx(statistics.median(pairs))
+        assert eager["metrics"]["best_other"] == "layernorm"
+        assert eager["metrics"]["host_us"] > 0
+    shown = capsys.readouterr().out
+    assert "32 x 64 fp32, forward-backward" in shown
+    assert "of copy" in shown
+
+
+def test_a_run_of_attention_records_time_memory_and_refusals(in_tmp, capsys):
+    names = ("eager", "sdpa-flash", "sdpa-cudnn")
+    options = [word for name in names for word in ("--candidate", name)]
+    assert run_command(attention.main, [*TINY_FLASH, *options]) == 0
+    records = lines(in_tmp, "attention")
+    for what, share in (("forward", 1), ("backward", 2.5), ("forward-backward", 3.5)):
+        found = by_name(records, what)
+        assert found["sdpa-cudnn"]["status"] == "unsupported"
+        assert found["sdpa-cudnn"]["samples_ms"] == []
+        for name in names[:2]:
+            record, metrics = found[name], found[name]["metrics"]
+            assert metrics["flops"] == share * 4 * 32 * 32 * 16 / 2
+            assert record["predicted"]["median_ms"] == pytest.approx(1e3 * metrics["flops"] / 1e15)
+            assert metrics["mfu"] == pytest.approx(metrics["flops_per_s"] / 1e15)
+            assert len(record["samples_ms"]) == 4
+            assert metrics["gate_error"] < 1e-5
+        # q, k, v and the weights, (1 32 16) and (1 32 32), in float32
+        assert found["eager"]["metrics"]["before_backward_bytes"] == 3 * 32 * 16 * 4 + 32 * 32 * 4
+    shown = capsys.readouterr().out
+    assert "1 x 32 x 16 fp32 causal" in shown
+    assert "sdpa-cudnn: does not take fp32 of this shape on cpu" in shown
+
+
+@pytest.mark.parametrize("command", [norms, attention])
+def test_a_smoke_run_is_quick_and_writes_nothing(command, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_run, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(command.main, ["--smoke", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "ours: not timed on a CPU" in shown
+    assert "eager" in shown
+
+
+def test_a_wrong_norm_gets_no_speed_and_the_others_theirs(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(norm_candidates, "torch_rmsnorm", lambda x, weight: 1.001 * norm_candidates.rmsnorm(x, weight))
+    assert run_command(norms.main, [*TINY_NORM, "--candidate", "torch"]) == 2
+    for what in ("forward", "forward-backward"):
+        found = by_name(lines(in_tmp, "norms"), what)
+        assert found["torch"]["status"] == "unsupported"
+        assert found["torch"]["samples_ms"] == []
+        assert found["torch"]["metrics"] == {}
+        assert "wrong result: torch's y is off its reference by" in found["torch"]["flags"][0]
+        assert found["eager"]["status"] == "ok"
+    captured = capsys.readouterr()
+    assert "wrong result" in captured.out
+    assert captured.err.splitlines()[-1].startswith("error: wrong result: torch's y is off")
+
+
+class WrongWeightGradient(torch.autograd.Function):
+    """RMSNorm whose weight's gradient forgets a row, the last."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return reference.rmsnorm(x, weight, norm_candidates.EPS)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        grad_x = reference.rmsnorm_backward_x(grad, x, weight, norm_candidates.EPS)
+        return grad_x, reference.rmsnorm_backward_g(grad[:-1], x[:-1], weight, norm_candidates.EPS)
+
+
+def test_the_gate_sees_every_gradient_and_the_last_row():
+    shape = Shape(1000, 16, "fp32", "forward-backward")
+    inputs, norm = norm_candidates.Inputs(shape, CPU), norm_candidates.CANDIDATES["eager"]
+    assert norm_candidates.gate("eager", norm_candidates.rmsnorm, norm, shape, inputs) < 1e-6
+    with pytest.raises(WrongResultError, match="shy's dw is off"):
+        norm_candidates.gate("shy", WrongWeightGradient.apply, norm, shape, inputs)
+
+    def forgets_the_last_row(x, weight):
+        return torch.cat((norm_candidates.rmsnorm(x[:-1], weight), x[-1:]))
+
+    with pytest.raises(WrongResultError, match="short's y is off"):
+        norm_candidates.gate("short", forgets_the_last_row, norm, shape, inputs)
+
+
+def test_wrong_attention_gets_no_speed(in_tmp, monkeypatch):
+    right = attention_candidates.naive_attention
+    monkeypatch.setattr(attention_candidates, "naive_attention", lambda q, k, v, bias: right(q, k, v, None))  # no mask
+    assert run_command(attention.main, [*TINY_FLASH, "--candidate", "eager", "--candidate", "sdpa-math"]) == 2
+    found = by_name(lines(in_tmp, "attention"), "forward")
+    assert "wrong result: eager's output" in found["eager"]["flags"][0]
+    assert found["eager"]["samples_ms"] == []
+    assert found["sdpa-math"]["status"] == "ok"
+
+
+class WrongKeyGradient(torch.autograd.Function):
+    """Attention whose dK lacks the scale."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        o, lse = reference.attention(q, k, v, True)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, grad):
+        dq, dk, dv = reference.attention_backward(grad, *ctx.saved_tensors, True)
+        return dq, 4 * dk, dv
+
+
+def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
+    task = Task("flash", 2, 50, 16, "fp32", causal=True)
+    inputs, queries = Inputs(task, CPU), torch.tensor([0, 3, 49])
+    few = some_queries(inputs.q[:, queries], inputs.k, inputs.v, queries, True)
+    assert torch.allclose(few, reference.attention(inputs.q, inputs.k, inputs.v, True)[0][:, queries], atol=1e-6)
+    with pytest.raises(WrongResultError, match="unscaled's dk is off"):
+        attention_candidates.gate("unscaled", WrongKeyGradient.apply, task, inputs)
+
+
+@needs_interpreter
+def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, capsys):
+    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 0
+    assert "ours" not in by_name(lines(in_tmp, "norms"), "forward")
+    assert "gate: equals float64 within" in capsys.readouterr().out
+
+
+@needs_interpreter
+def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
+    with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
+        attention_candidates.load_ours(Task("flash", 1, 32, 129, "fp32", causal=True), CPU)
+    attention_candidates.load_ours(Task("flash", 1, 32, 128, "fp32", causal=True), CPU)
+    options = ("--dim", "129", "--candidate", "ours", "--candidate", "eager", "--forward", "--smoke")
+    assert run_command(attention.main, ["--device", "cpu", *options]) == 0
+    shown = capsys.readouterr().out
+    assert "ours: not timed on a CPU" in shown
+    assert "nor checked: takes dims up to 128, not 129" in shown
+
+
+@needs_interpreter
+def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(norms, "ours", lambda x, weight: x)
+    assert run_command(norms.main, [*TINY_NORM, "--candidate", "ours", "--forward"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ours's y is off its reference")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "line"),
+    [
+        (norms, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from layernorm, eager, torch"),
+        (norms, ("--rows", "0"), "error: Invalid value for '--rows': 0 is not in the range x>=1."),
+        (norms, ("--columns", "many"), "error: Invalid value for '--columns': 'many' is not a valid integer range."),
+        (norms, ("--dtype", "fp8"), "error: Invalid value for '--dtype': 'fp8' is not one of 'fp32', 'bf16'."),
+        (norms, ("--results", "file"), "error: cannot write file/norms.jsonl: "),
+        (attention, ("--grid", "moon"), "error: Invalid value for '--grid': 'moon' is not one of"),
+        (attention, ("--candidate", "theirs"), "error: no candidate 'theirs'; choose from ours, tiled, eager"),
+        (attention, ("--dim", "0"), "error: Invalid value for '--dim': 0 is not in the range x>=1."),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_run, "RESULTS", in_tmp / "results")
+    (in_tmp / "file").write_text("")
+    assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+    assert not (in_tmp / "results").exists()
+
+
+def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_run, "usable_memory", lambda device: 13_000)
+    assert run_command(norms.main, [*TINY_NORM]) == 0
+    assert {r["status"] for r in lines(in_tmp, "norms")} == {"out-of-memory"}
+    options = ("--candidate", "eager", "--candidate", "sdpa-flash", "--forward")
+    assert run_command(attention.main, [*TINY_FLASH, *options]) == 0
+    found = by_name(lines(in_tmp, "attention"), "forward")
+    assert found["eager"]["status"] == "out-of-memory"
+    assert found["eager"]["flags"] == ["needs 20.0 KiB, 12.7 KiB usable"]
+    assert found["eager"]["predicted"]["peak_memory_bytes"] == 20 * 2**10
+    assert found["sdpa-flash"]["status"] == "ok"
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_running_out_of_memory_ends_one_candidate_only(in_tmp, monkeypatch):
+    def explode(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(norm_candidates, "layernorm", explode)
+    assert run_command(norms.main, [*TINY_NORM, "--forward"]) == 0
+    found = by_name(lines(in_tmp, "norms"), "forward")
+    assert {name: record["status"] for name, record in found.items()} == {
+        "layernorm": "out-of-memory",
+        "eager": "ok",
+        "copy": "ok",
+    }

@@ -1,0 +1,240 @@
+"""The leaderboard tasks: how large a step fits, what its gate sees, and what is recorded."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import attention_candidates, leaderboard, leaderboard_step
+from benchmarks.harness import WrongResultError
+from benchmarks.leaderboard_step import FULL, TINY, Step, gate_step, largest_step
+from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.model import attention
+from kernels import reference
+
+CPU = torch.device("cpu")
+PLAIN = replace(TINY, attention="naive", kernels="torch")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def quick_probe(monkeypatch):
+    """Ceilings that need not be measured, and out of reach."""
+    monkeypatch.setattr(leaderboard, "measure_once", lambda *_: Hardware("fast", 1e15, 1e15, "made up"))
+
+
+def test_what_a_step_needs_is_that_of_the_hand_count():
+    # Per block 4 attention matrices, 3 of the gated layer and 2 norms; an embedding, a head and the last norm.
+    parameters = 34 * (4 * 4096**2 + 3 * 4096 * 11_008 + 2 * 4096) + 2 * 151_936 * 4096 + 4096
+    assert parameters == pytest.approx(8.1e9, rel=0.01)
+    tokens = 2 * 32_768
+    activations = 34 * tokens * 4096 * 2 + tokens * 2 * (18 * 4096 + 6 * 11_008)
+    head = 151_936 * (6 * 4096 + 2 * 4096)
+    assert Step(FULL, 2, False).bytes_needed == 12 * parameters + activations + head
+    assert largest_step(FULL, None, None, False, 140 * GIB) == Step(FULL, 2, False)
+
+
+def test_the_step_is_scaled_to_what_fits():
+    found = largest_step(FULL, None, None, False, 80 * GIB)
+    assert 1 < found.config.num_layers < 34
+    assert found.bytes_needed <= 80 * GIB
+    assert found.batch == 1
+    deeper = replace(found, config=replace(found.config, num_layers=found.config.num_layers + 1))
+    assert deeper.bytes_needed > 80 * GIB
+    assert largest_step(FULL, 8, None, False, 80 * GIB) == Step(replace(FULL, num_layers=8), 2, False)
+    with pytest.raises(UserError, match=r"--layers 34 at batch 2 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
+        largest_step(FULL, 34, 2, False, 80 * GIB)
+
+
+def test_the_predicted_time_is_that_of_the_hand_count():
+    step = Step(replace(TINY, recompute="none"), 2, False)
+    per_token = 2 * (4 * 32**2 + 3 * 32 * 64 + 256 * 32)
+    scores = 2 * 2 * 2 * 32 * 32 / 2 * 32  # two products, batch 2, 32 queries and keys, half of them masked
+    predicted = step.predict(Hardware("slow", 1e9, 1e9, "made up"))
+    assert predicted["flops"] == pytest.approx(3 * (2 * 32 * per_token + scores), rel=0.01)
+    parameters = 4 * 32**2 + 3 * 32 * 64 + 2 * 32 + 2 * 256 * 32 + 32
+    assert predicted["median_ms"] == pytest.approx(1e3 * (predicted["flops"] + 22 * parameters) / 1e9)
+
+
+def test_a_smoke_run_writes_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(leaderboard, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(leaderboard.main, ["--smoke", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "attention-2025: not run on a CPU" in shown
+    assert "step-2026: gate: one block equals float64 within" in shown
+    assert "step-2026: on a CPU" in shown
+
+
+def test_the_records_have_what_was_measured_and_what_was_not(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
+    assert run_command(leaderboard.main, ["--device", "cpu", "--steps", "2", "--results", "out"]) == 0
+    skipped, done = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
+    assert (skipped["status"], skipped["flags"], skipped["samples_ms"]) == ("unsupported", ["needs a GPU"], [])
+    assert skipped["predicted"]["flops"] == 3.5 * 4 * 16 * 16_384**2 * 64 / 2
+    config, metrics = done["config"], done["metrics"]
+    assert config == {
+        "task": "step-2026", "layers": 1, "d_model": 32, "batch_size": 2, "context": 32, "compile": False,
+        "dtype": "bf16",
+    }  # fmt: skip
+    assert len(done["samples_ms"]) == 2
+    assert 0 < metrics["gate_error"] < 0.1
+    assert metrics["peak_memory_bytes"] >= 0
+    assert metrics["flops_per_s"] == pytest.approx(1e3 * done["predicted"]["flops"] / metrics["median_ms"])
+    shown = capsys.readouterr().out
+    assert "2 records appended" in shown
+    assert "step-2026: 1 layer of width 32, batch 2 x 32 (the board's" in shown
+    assert "published_on" not in metrics  # of another model
+    assert "best published" not in shown
+
+
+def test_the_published_best_stands_beside_its_own_model_however_deep(monkeypatch, capsys):
+    full = replace(TINY, num_layers=4)
+    monkeypatch.setattr(leaderboard, "FULL", full)
+    monkeypatch.setattr(leaderboard, "gate_step", lambda *_: 0.0)
+    monkeypatch.setattr(leaderboard, "time_step", lambda *_: ([2.0, 2.0], None))
+    hardware = Hardware("fast", 1e15, 1e15, "made up")
+    for model, known in ((full, True), (replace(full, num_layers=2), True), (replace(full, d_ff=32), False)):
+        monkeypatch.setattr(leaderboard, "LAPTOP", model)
+        record = leaderboard.finish(leaderboard.run_step(leaderboard.Settings(), CPU, hardware), hardware, {})
+        assert ("published_best_ms" in record.metrics) == known
+        shown = capsys.readouterr().out
+        assert ("best published, the whole task on two B200: 3.8 s" in shown) == known
+        assert f"{model.num_layers} layers of width" in shown
+
+
+def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
+    task, cuda = attention_candidates.Task("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda")
+    hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
+
+    def right(q, k, v):
+        return reference.attention(q, k, v, True)[0]
+
+    def compiler(found):
+        return lambda function, device: found
+
+    def clock(flash, seconds, device):
+        timed.append(flash)
+        return [2.0, 2.0]
+
+    monkeypatch.setattr(leaderboard, "TASK", task)
+    monkeypatch.setattr(leaderboard, "load_ours", lambda task, device: right)
+    monkeypatch.setattr(leaderboard, "Inputs", lambda task, device: attention_candidates.Inputs(task, CPU))
+    monkeypatch.setattr(leaderboard, "time_attention", clock)
+    monkeypatch.setattr(leaderboard, "compiled", compiler(compiled := lambda q, k, v: right(q, k, v)))
+    fields = leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+    assert timed == [compiled]
+    leaderboard.finish(fields, hardware, {})
+    assert "best published, the whole task on an H100: 5.36 ms" in capsys.readouterr().out
+    monkeypatch.setattr(leaderboard, "compiled", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
+    with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
+        leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+    assert len(timed) == 1
+
+
+def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkeypatch):
+    triton, calls, task = pytest.importorskip("triton.testing"), [], replace(leaderboard.TASK, batch=2, seq=8, dim=4)
+
+    def flash(q, k, v):
+        assert q.shape == (2, 8, 4)
+        q.register_hook(lambda grad: calls.append("backward"))
+        calls.append("forward")
+        return q + k + v
+
+    def bench(run, rep, warmup, return_mode):
+        run()
+        return [rep, warmup]
+
+    monkeypatch.setattr(leaderboard, "TASK", task)
+    monkeypatch.setattr(triton, "do_bench", bench)
+    assert leaderboard.time_attention(flash, 2.0, CPU) == [2000.0, 200.0]
+    assert calls == ["forward", "backward"]
+
+
+def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
+    step = Step(replace(TINY, kernels="torch"), 2, False)
+
+    def broken(q, k, v, is_causal):
+        return reference.attention(q, k, v, False)[0]
+
+    def right(q, k, v, is_causal):
+        return reference.attention(q, k, v, is_causal)[0]
+
+    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=right))
+    assert gate_step(step, CPU) < step.tolerance / 5
+    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=broken))
+    with pytest.raises(WrongResultError, match=r"of a block|the gradient of"):
+        gate_step(step, CPU)
+
+
+def test_the_gate_sees_a_gradient_that_is_missing(monkeypatch):
+    step = Step(replace(TINY, kernels="torch"), 2, False)
+
+    def forgetful(q, k, v, is_causal):
+        return reference.attention(q, k.detach(), v, is_causal)[0]
+
+    monkeypatch.setattr(attention, "FlashAttention2", SimpleNamespace(apply=forgetful))
+    with pytest.raises(WrongResultError, match="the gradient of"):
+        gate_step(step, CPU)
+
+
+def test_the_gate_sees_a_parameter_without_a_gradient(monkeypatch):
+    def freeze(model):
+        torch.nn.Module.bfloat16(model)
+        list(model.parameters())[-1].requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(leaderboard_step.TransformerLM, "bfloat16", freeze)
+    with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
+        gate_step(Step(PLAIN, 2, False), CPU)
+
+
+def test_a_wrong_result_is_one_line_and_leaves_no_speed(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
+    right = leaderboard_step.lm_loss
+    factors = iter((1.0, 1.2))  # the candidate's, the reference's
+    monkeypatch.setattr(leaderboard_step, "lm_loss", lambda model, *batch: next(factors) * right(model, *batch))
+    assert run_command(leaderboard.main, ["--device", "cpu", "--results", "out"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: step-2026: the loss of a block is off its ref")
+    assert [json.loads(line)["status"] for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines()] == [
+        "unsupported"
+    ]
+
+
+def test_running_out_of_memory_is_recorded(in_tmp, monkeypatch):
+    def explode(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    monkeypatch.setattr(leaderboard, "LAPTOP", PLAIN)
+    monkeypatch.setattr(leaderboard, "time_step", explode)
+    assert run_command(leaderboard.main, ["--device", "cpu", "--task", "step-2026", "--results", "out"]) == 0
+    (record,) = (json.loads(line) for line in (in_tmp / "out/leaderboard.jsonl").read_text().splitlines())
+    assert record["status"] == "out-of-memory"
+    assert record["samples_ms"] == []
+
+
+def test_a_loss_that_is_no_number_has_no_speed(monkeypatch):
+    right = leaderboard_step.lm_loss
+    monkeypatch.setattr(leaderboard_step, "lm_loss", lambda model, *batch: right(model, *batch) * float("nan"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        leaderboard_step.time_step(Step(PLAIN, 1, False), 1, CPU)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--task", "step-2027"), "error: Invalid value for '--task': 'step-2027' is not one of"),
+        (("--layers", "0"), "error: Invalid value for '--layers': 0 is not in the range x>=1."),
+        (("--results", "file"), "error: cannot write file/leaderboard.jsonl: "),
+        (("--task", "step-2026", "--layers", "90000"), "error: step-2026: --layers 90000 at batch 1 needs "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
+    (in_tmp / "file").write_text("")
+    assert run_command(leaderboard.main, ["--device", "cpu", "--results", "out", *arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)

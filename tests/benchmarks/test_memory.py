@@ -1,0 +1,268 @@
+"""The memory benchmark, run as a user runs it: what it measures beside the prediction, records, shows and refuses."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import memory
+from benchmarks.memory_tables import grouped, label, peak_row, place, sheets, stream_bytes
+from benchmarks.plan import Bench
+from benchmarks.plan import Settings as PlanSettings
+from benchmarks.records import Record, read_records
+from benchmarks.tables import FIRST, measured_tables
+from benchmarks.workload import Case
+from cs336_systems.cost import Hardware
+from cs336_systems.host.console import run_command
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.profiling.memory_owners import live_storages
+from cs336_systems.profiling.segments import neighbours, strategy, sweep
+
+CPU = torch.device("cpu")
+FAST = Hardware("fast", 1e12, 1e11, "made up")
+WHERE = {
+    "device": "Test CPU",
+    "cores": 2,
+    "torch": "2.13",
+    "commit": "abcdef012345",
+    "dirty": False,
+    "date": "2026-01-01",
+}
+TINY = ("--size", "tiny", "--batch-size", "2", "--context", "32", "--results", "out/here")
+CONFIG = model_preset("tiny").override(context_length=32)
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """No probe of this machine's speed, which no test looks at; enough memory unless a test says otherwise."""
+    monkeypatch.setattr(memory, "make_bench", lambda plan, device, usable: Bench(plan, device, FAST, usable, WHERE))
+    monkeypatch.setattr(memory, "usable_memory", lambda device: 2**30)
+
+
+@pytest.fixture
+def collected():
+    """Models that earlier tests have left would count as memory that was there before."""
+    gc.collect()
+
+
+def run(*arguments: str) -> int:
+    return run_command(memory.main, ["--device", "cpu", *arguments])
+
+
+def one_of_each(config: ModelConfig, batch: int) -> int:
+    """Bytes that the count may miss: it is made of whole tensors, and of each kind one may live inside a block."""
+    seq = config.context_length
+    return 4 * batch * seq * (config.d_model + config.d_ff + config.num_heads * seq)
+
+
+def test_both_passes_are_measured_beside_the_prediction(in_tmp, capsys, collected):
+    foreign = sum(each.nbytes for each in live_storages([]))  # of other tests in this process
+    assert run(*TINY) == 0
+    records = read_records(Path("out/here/memory.jsonl"))
+    assert [(r.config["mode"], r.status, r.samples_ms) for r in records] == [("forward", "ok", []), ("step", "ok", [])]
+    weights = observe_passes(CONFIG, 2, 32).memory("forward")["parameters"]
+    for record in records:
+        mode, metrics = record.config["mode"], record.metrics
+        parts = observe_passes(CONFIG, 2, 32).memory(mode)
+        assert record.predicted == {"peak_memory_bytes": sum(parts.values()), "memory_by_part": parts}
+        assert abs(metrics["peak_memory_bytes"] - foreign - sum(parts.values())) <= one_of_each(CONFIG, 2)
+        measured = metrics["memory_by_part"]
+        assert sum(measured.values()) == metrics["peak_memory_bytes"]
+        assert measured["parameters"] == weights
+        # Two moments of each weight, there from the step before, and for each tensor the count of its steps.
+        state = measured["optimizer state"]
+        assert state == 0 if mode == "forward" else 2 * weights <= state <= 2 * weights + 8 * len(records) * 100
+    assert "tiny (2024) 2 x 32" in capsys.readouterr().out
+
+
+def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch):
+    monkeypatch.setattr(memory, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    for which in (("--mode", "forward"), ("--residuals",)):
+        assert run("--smoke", *which) == 0
+    assert not list(in_tmp.iterdir())
+
+
+def test_what_does_not_fit_is_computed_and_says_so(in_tmp, monkeypatch, capsys):
+    fits = sum(observe_passes(CONFIG, 2, 32).memory("forward").values())
+    monkeypatch.setattr(memory, "usable_memory", lambda device: fits)
+    monkeypatch.setattr(memory, "measure_peak", lambda case, mode: {"forward": {"peak_memory_bytes": 2 * fits}}[mode])
+    assert run(*TINY) == 0
+    forward, step = read_records(Path("out/here/memory.jsonl"))
+    assert (forward.status, step.status, step.metrics) == ("ok", "out-of-memory", {})
+    assert "does not fit: computed" in capsys.readouterr().out
+    need = sum(observe_passes(CONFIG, 2, 32).memory("step").values())
+    page = measured_tables(Path("out"), "memory")
+    assert "Test CPU, 2 cores, torch 2.13, commit abcdef0, 2026-01-01:" in page
+    assert f"| step | fp32 | {need / 2**20:.1f} MiB (computed) | {need / 2**20:.1f} MiB |" in page
+    assert f"| forward | fp32 | {2 * fits / 2**20:.1f} MiB (+100.0%) | {fits / 2**20:.1f} MiB |" in page
+    assert page.endswith("(computed): does not fit this machine; the figures are the memory model's.")
+
+
+def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch, capsys):
+    def explode(case, mode):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(memory, "measure_peak", explode)
+    assert run(*TINY) == 0
+    assert {record.status for record in read_records(Path("out/here/memory.jsonl"))} == {"out-of-memory"}
+    assert "out of memory although it was counted to fit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("year", "largest"), [("2024", "2.7B"), ("2026", "10B")])
+def test_all_sizes_end_with_the_largest_in_mixed_precision(year, largest, in_tmp, monkeypatch):
+    monkeypatch.setattr(memory, "usable_memory", lambda device: 0)
+    assert run("--all-sizes", "--year", year, "--results", "out") == 0
+    records = read_records(Path("out/memory.jsonl"))
+    assert len(records) == 12
+    assert {record.status for record in records} == {"out-of-memory"}
+    assert [r.config["precision"] for r in records] == ["fp32"] * 10 + ["bf16"] * 2
+    assert {r.config["size"] for r in records[8:]} == {largest}
+    assert run("--all-sizes", "--year", year, "--precision", "bf16", "--results", "bf16") == 0
+    assert len(Path("bf16/memory.jsonl").read_text().splitlines()) == 10
+
+
+def test_segments_are_measured_beside_the_prediction(in_tmp, monkeypatch, collected):
+    ways = neighbours(CONFIG, 2, 32)[2:]
+    monkeypatch.setattr(memory, "neighbours", lambda *shape: ways)
+    assert run(*TINY, "--segments") == 0
+    records = read_records(Path("out/here/memory.jsonl"))
+    assert [(r.config["recompute"], r.config["recompute_every"]) for r in records] == [("segments", 2), ("nested", 1)]
+    for record, way in zip(records, ways, strict=True):
+        assert record.predicted["peak_bytes"] == way.peak
+        assert record.predicted["peak_by_length"] == [each.peak for each in sweep(CONFIG, 2, 32)]
+        assert abs(record.metrics["peak_bytes"] - way.peak) <= one_of_each(CONFIG, 2)
+    assert records[1].metrics["peak_bytes"] < records[0].metrics["peak_bytes"]
+    page = measured_tables(Path("out"), "memory")
+    where = "Test CPU, 2 cores, torch 2.13, commit abcdef0, 2026-01-01"
+    assert f"Activations at their most, tiny (2024) 2 x 32, fp32, {where}:" in page
+    assert "Predicted best: segments of 1 of 4 blocks" in page
+    assert page.count("| segments of 2 |") == 1
+
+
+def test_a_chosen_recompute_joins_the_segments(in_tmp):
+    settings = memory.Settings(size="tiny", segments=True, recompute="segments", recompute_every=4, device="cpu")
+    bench = Bench(PlanSettings(), CPU, FAST, 0, WHERE)
+    runs = memory.make_runs(settings, settings.cases(CPU), {"fp32": bench})
+    assert [run.way.name for run in runs] == ["none", "segments of 1", "segments of 2", "nested", "segments of 4"]
+    assert [run.case.config.recompute_every for run in runs] == [1, 1, 2, 1, 4]
+    assert {memory.measure(run, 2024).status for run in runs} == {"out-of-memory"}
+    known = replace(settings, recompute_every=2)
+    assert len(memory.make_runs(known, known.cases(CPU), {"fp32": bench})) == 4
+
+
+def test_residuals_are_counted_for_every_way_of_recomputing(in_tmp):
+    assert run("--size", "small", "--residuals", "--results", "out/here") == 0
+    records = read_records(Path("out/here/memory.jsonl"))
+    config = model_preset("small")
+    kept = [strategy(config, 16, 128, recompute).kept for recompute in ("none", "attention", "segments", "nested")]
+    assert [record.metrics["kept_bytes"] for record in records] == kept
+    assert [record.predicted["kept_bytes"] for record in records] == kept
+    page = measured_tables(Path("out"), "memory")
+    assert "| kept by | none | attention | segments of 1 | nested |" in page
+    assert "| blocks.1 to blocks.5, each | 120.0 MiB | 108.0 MiB | 6.0 MiB | 0 B |" in page  # nested keeps 0 and 6
+    assert "| none | blocks.1 | blocks.1.feed_forward.down | 2048 x 3072 | float32 | 24.0 MiB | gelu |" in page
+    # With recompute the whole model's: what the loss keeps, and then inputs of the blocks that are run again.
+    logits = "model | token_loss | 2048 x 10000 | float32 | 78.1 MiB | log_softmax"
+    for name in ("attention", "segments of 1", "nested"):
+        assert len([line for line in page.splitlines() if line.startswith(f"| {name} | model |")]) == 5
+        assert f"| {name} | {logits} |" in page
+    assert "| segments of 1 | model | blocks.0 | 16 x 128 x 768 | float32 | 6.0 MiB | add |" in page
+
+
+def test_mixed_precision_shows_its_copies_of_the_weights(in_tmp):
+    assert run(*TINY, "--residuals", "--precision", "bf16") == 0
+    products = 4 * 12 * 128**2 + 256 * 128
+    page = measured_tables(Path("out"), "memory")
+    assert f"autocast's copies of the weights: {2 * products / 2**20:.1f} MiB" in page
+
+
+def test_every_table_says_of_what_it_is(in_tmp):
+    for precision in ("fp32", "bf16"):
+        assert run(*TINY, "--residuals", "--precision", precision) == 0
+    titles = [sheet.title for sheet in sheets(read_records(Path("out/here/memory.jsonl")))]
+    assert len(set(titles)) == len(titles) == 6
+    for title in titles:
+        precision = "fp32" if title in titles[:3] else "bf16"
+        assert title.endswith(f", tiny (2024) 2 x 32, {precision}, {place(record())}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
+        (("--year", "2023", "--all-sizes"), "error: no 2023 edition"),
+        (("--mode", "backward"), "error: Invalid value for '--mode': 'backward' is not one of"),
+        (("--compile",), "error: what a compiled model needs is not known beforehand"),
+        (("--results", "file"), "error: cannot write file/memory.jsonl"),
+        (("--smoke", "--size", "huge"), "error: no size 'huge' in 2024; choose from tiny, small"),
+        (("--residuals", "--segments"), "error: --residuals and --segments cannot be combined: each measures"),
+        (("--residuals", "--mode", "step"), "error: --residuals and --mode cannot be combined: residuals are of"),
+        (("--residuals", "--recompute", "none"), "error: --residuals and --recompute cannot be combined"),
+        (("--residuals", "--recompute-every", "1"), "error: --residuals and --recompute-every cannot be combined"),
+        (("--segments", "--mode", "forward"), "error: --segments and --mode cannot be combined"),
+        (("--all-sizes", "--size", "small"), "error: --all-sizes and --size cannot be combined: all sizes"),
+        (("--recompute-every", "2"), "error: --recompute-every needs --recompute segments, not none"),
+        (
+            ("--recompute-every", "1", "--recompute", "nested"),
+            "error: --recompute-every needs --recompute segments, not nested",
+        ),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
+    (in_tmp / "file").write_text("")
+    assert run(*arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+def record(status="ok", **config) -> Record:
+    base = {"size": "2.7B", "year": 2024, "mode": "step", "precision": "fp32", "norm": "rmsnorm", "attention": "naive"}
+    base |= {"recompute": "none", "recompute_every": 1, "batch_size": 16, "context": 128}
+    metrics = {"peak_memory_bytes": 2**30} if status == "ok" else {}
+    figures = {"peak_memory_bytes": 2**29, "memory_by_part": {"parameters": 2**28, "activations": 2**28}}
+    return Record("memory", base | config, WHERE, metrics=metrics, predicted=figures, status=status)
+
+
+def test_one_activation_of_the_course_is_20_mib():
+    assert stream_bytes(record()) == 20 * 2**20
+    assert peak_row(record())[-1] == "20.0 MiB"
+
+
+def test_a_row_names_what_is_unusual():
+    assert label(record()) == "2.7B (2024) 16 x 128"
+    changed = record(norm="layernorm", kernels="triton", recompute="segments", recompute_every=2)
+    assert label(changed) == "2.7B (2024) 16 x 128, norm layernorm, kernels triton, recompute segments of 2"
+    assert label(record(recompute="nested")).endswith(", recompute nested")
+    # What a GPU does not tell by category is the prediction's.
+    assert peak_row(record())[3:6] == ["1.0 GiB (+100.0%)", "512.0 MiB", "parameters 256.0 MiB, activations 256.0 MiB"]
+
+
+def test_equal_neighbours_share_a_row():
+    none = {"embedding": 1, "blocks.0": 7, "blocks.1": 5, "blocks.2": 5, "blocks.3": 5, "head": 5}
+    some = {"embedding": 1, "blocks.0": 7, "blocks.1": 5, "blocks.2": 5}
+    assert grouped([none]) == [
+        ["embedding", "1 B"], ["blocks.0", "7 B"], ["blocks.1 to blocks.3, each", "5 B"], ["head", "5 B"],
+    ]  # fmt: skip
+    assert [row[0] for row in grouped([none, some])] == [
+        "embedding", "blocks.0", "blocks.1 to blocks.2, each", "blocks.3", "head",
+    ]  # fmt: skip
+
+
+def test_each_commit_has_its_own_table():
+    other = replace(record(mode="forward"), environment=WHERE | {"commit": "9876543210"})
+    assert [sheet.title.split(", ")[4] for sheet in sheets([record(), other])] == ["commit abcdef0", "commit 9876543"]
+
+
+def test_the_page_says_what_to_run_where_there_is_no_record(tmp_path):
+    assert measured_tables(tmp_path, "memory") == f"Not measured yet: `{FIRST['memory']}`, then `make readme`."
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_counts_for_itself():
+    case = Case(CONFIG, 2, "fp32", False, torch.device("cuda"))
+    found = memory.measure_peak(case, "step")["peak_memory_bytes"]
+    assert found >= observe_passes(CONFIG, 2, 32).memory("step")["parameters"]

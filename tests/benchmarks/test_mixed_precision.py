@@ -1,0 +1,243 @@
+"""The lessons on mixed precision: sums as exact arithmetic foretells them, and dtypes as torch was seen to use them."""
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import mixed_precision
+from benchmarks.mixed_precision import SUMS, Sum, account, accumulate, main, why
+from benchmarks.mixed_precision_parts import (
+    LOG_SOFTMAX,
+    LOSS,
+    NAMES,
+    PARAMETERS,
+    PRODUCTS,
+    STATISTICS,
+    TOY,
+    TRANSFORMER,
+    Part,
+    documented_for_cuda,
+    on_cuda,
+    probe,
+    probe_toy,
+    probe_transformer,
+)
+from benchmarks.records import read_records
+from cs336_systems.host.console import run_command
+
+CPU = torch.device("cpu")
+BITS = {"fp32": 24, "fp16": 11, "bf16": 8}  # of the significand, the leading one included
+COURSE = {
+    "fp32 += fp32": 10.0001,
+    "fp16 += fp16": 9.9531,
+    "fp32 += fp16": 10.0021,
+    "fp32 += fp16 cast to fp32": 10.0021,
+}
+OURS = {"bf16 += bf16": 4.0, "fp32 += bf16": 10.0098, "fp32 += bf16 cast to fp32": 10.0098}
+
+
+def rounded(x: Fraction, bits: int) -> Fraction:
+    """To the nearest number of so many bits, ties to even, by exact arithmetic; subnormal numbers are not met."""
+    exponent = 0
+    while x >= 2 ** (exponent + 1):
+        exponent += 1
+    while x < Fraction(2) ** exponent:
+        exponent -= 1
+    spacing = Fraction(2) ** (exponent - bits + 1)
+    return round(x / spacing) * spacing
+
+
+def foretold(case: Sum) -> Fraction:
+    term, total = rounded(Fraction(0.01), BITS[case.term]), Fraction(0)
+    for _ in range(1000):
+        total = rounded(total + term, BITS[case.total])
+    return total
+
+
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_a_sum_is_what_exact_arithmetic_and_rounding_foretell(case):
+    result = accumulate(case, CPU)
+    assert Fraction(result) == foretold(case)
+    assert round(result, 4) == (COURSE | OURS)[str(case)]
+
+
+def test_the_courses_sums_are_those_shown():
+    assert {str(case) for case in SUMS} == COURSE.keys() | OURS.keys()
+    total, half = np.float16(0), np.float32(0)
+    for _ in range(1000):
+        total += np.float16(0.01)
+        half += np.float32(np.float16(0.01))
+    assert accumulate(Sum("fp16", "fp16"), CPU) == total
+    assert accumulate(Sum("fp32", "fp16"), CPU) == half
+
+
+@pytest.mark.parametrize("case", SUMS, ids=str)
+def test_the_error_is_split_without_remainder(case):
+    result = accumulate(case, CPU)
+    facts = account(case, result)
+    assert facts["error"] == facts["error_of_term"] + facts["error_of_additions"] == result - 10
+    assert Fraction(facts["term"]) == rounded(Fraction(0.01), BITS[case.term])
+    total = torch.tensor(result, dtype={name: dtype for dtype, name in NAMES.items()}[case.total])
+    above = torch.nextafter(total, torch.full_like(total, 100))
+    assert facts["spacing"] == (above - total).item()
+    assert facts["added"] == (total + facts["term"]).item() - result  # one more addition does just that
+
+
+def test_the_reasons_are_read_off_the_numbers():
+    def reason(total: str, term: str, result: float, cast: bool = False, uncast: float | None = None) -> str:
+        case = Sum(total, term, cast)
+        return why(case, account(case, result), uncast)
+
+    assert "spaced 0.0078125 at 9.9531, so an addition there adds 0.0078125" in reason("fp16", "fp16", 9.953125)
+    assert "holds 0.01 as 0.010002136" in reason("fp16", "fp16", 9.953125)
+    assert "spaced 0.03125 at 4, the term is less than half of that" in reason("bf16", "bf16", 4.0)
+    assert "no addition rounds" in reason("fp32", "fp16", 10.00213623046875)
+    assert "no addition rounds" not in reason("fp32", "fp16", 10.0021)
+    assert "equal to the last bit" in reason("fp32", "fp16", 10.0021, cast=True, uncast=10.0021)
+    assert "equal to the last bit" not in reason("fp32", "fp16", 10.0021, cast=True, uncast=10.0022)
+
+
+def forward_and_backward(precision: str, lowered: bool) -> Part:
+    dtype = precision if lowered else "fp32"
+    return Part(dtype, dtype)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_dtypes_of_the_toy_model_on_a_cpu(precision):
+    """What this torch does on a CPU; the lists of CUDA differ in the layer norm."""
+    low, wide = forward_and_backward(precision, True), forward_and_backward(precision, False)
+    assert probe_toy(CPU, precision) == {
+        PARAMETERS: wide,
+        "fc1 (Linear)": low,
+        "relu (ReLU)": low,
+        "ln (LayerNorm)": low,
+        "fc2 (Linear)": low,
+        LOSS: wide,
+        PRODUCTS: low,
+        STATISTICS: Part("fp32"),
+        LOG_SOFTMAX: wide,
+    }
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_dtypes_of_the_transformer_on_a_cpu(precision):
+    parts = probe_transformer(CPU, precision)
+    low = forward_and_backward(precision, True)
+    linear = [part for name, part in parts.items() if name.endswith("(Linear)")]
+    assert len(linear) == 4 + 3 + 1
+    assert all(part == low for part in [*linear, parts[PRODUCTS], parts["blocks.0.attention (SelfAttention)"]])
+    wide = [part for name, part in parts.items() if name.endswith(("(RMSNorm)", "(Block)", "(Embedding)"))]
+    assert len(wide) == 3 + 1 + 2  # the stream that runs through the blocks stays wide
+    inside = [parts["softmax of attention"], parts[LOG_SOFTMAX], parts[LOSS], parts[PARAMETERS]]
+    assert all(part == Part("fp32", "fp32") for part in [*wide, *inside])
+    assert parts["RMSNorm's mean of squares"] == Part("fp32")
+
+
+def test_what_is_seen_is_what_runs():
+    """A model whose parts disagree with each other: nothing here is known beforehand."""
+    first, second = torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.Linear(4, 4, dtype=torch.float64)
+    model = torch.nn.Sequential(first, second)
+
+    def loss() -> torch.Tensor:
+        return second(first(torch.ones(2, 4, dtype=torch.bfloat16)).double()).float().sum()
+
+    assert probe(model, loss, CPU, "fp32") == {
+        PARAMETERS: Part("bf16, float64", "bf16, float64"),
+        "0 (Linear)": Part("bf16", "bf16"),
+        "1 (Linear)": Part("float64", "float64"),
+        LOSS: Part("fp32", "fp32"),
+        PRODUCTS: Part("bf16, float64", "float64, bf16"),
+    }
+
+
+def test_what_is_documented_for_cuda():
+    assert set(documented_for_cuda("fp32").values()) == {"fp32"}
+    documented = documented_for_cuda("fp16")
+    assert documented.keys() <= probe_toy(CPU, "fp16").keys()
+    assert [name for name, dtype in documented.items() if dtype == "fp16"] == [
+        "fc1 (Linear)",
+        "relu (ReLU)",
+        "fc2 (Linear)",
+        PRODUCTS,
+    ]
+    assert set(documented.values()) == {"fp16", "fp32"}
+    assert on_cuda("relu", "fp32", "fp16") == "fp32"  # in neither list: as its input
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_cuda_does_what_is_documented(precision):
+    parts = probe_toy(torch.device("cuda"), precision)
+    assert {name: parts[name].forward for name in documented_for_cuda(precision)} == documented_for_cuda(precision)
+
+
+def run(*words: str, capsys) -> tuple[int, str, str]:
+    status = run_command(main, [*words])
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_the_command_prints_and_records_both_lessons(in_tmp, capsys):
+    status, out, _ = run("--device", "cpu", "--results", "out", "--commit", "abc", capsys=capsys)
+    assert status == 0
+    for figure in ("10.0001", "9.9531", "10.0021", "4.0000"):
+        assert f" {figure} " in out
+    assert "bf16 += bf16: stuck: " in out
+    assert "fp16: ln (LayerNorm) gives fp16 here, on cpu; on CUDA it is documented to give fp32." in out
+    assert "fp16: backward's matrix products give fp16; a parameter's gradient is cast to its own fp32" in out
+    assert "bf16: LayerNorm, which gives bf16, keeps its mean and 1/std in fp32." in out
+    assert "fp32: LayerNorm" not in out
+    assert out.endswith("7 records appended to out/mixed_precision.jsonl\n")
+    records = read_records(in_tmp / "out/mixed_precision.jsonl")
+    assert len(records) == 7  # none replaces another
+    sums = records[0].metrics["sums"]
+    assert {name: round(facts["sum"], 4) for name, facts in sums.items()} == COURSE | OURS
+    assert {(r.config["model"], r.config["precision"]) for r in records[1:]} == {
+        (model, precision) for model in (TOY, TRANSFORMER) for precision in ("fp32", "bf16", "fp16")
+    }
+    toy = next(r for r in records if r.config.get("model") == TOY and r.config["precision"] == "fp16")
+    assert toy.metrics["parts"]["fc1 (Linear)"] == {"forward": "fp16", "backward": "fp16"}
+    assert toy.metrics["parts"][PARAMETERS] == {"forward": "fp32", "backward": "fp32"}
+    assert toy.metrics["documented_for_cuda"]["ln (LayerNorm)"] == "fp32"
+    assert [r.environment["commit"] for r in records] == ["abc"] * 7
+
+
+def test_one_lesson_and_one_precision(in_tmp, capsys):
+    status, out, _ = run("dtypes", "--precision", "bf16", "--device", "cpu", "--smoke", capsys=capsys)
+    assert status == 0
+    assert "bf16: forward" in out
+    assert "fp16" not in out
+    assert "+=" not in out
+    status, out, _ = run("dtypes", "--precision", "fp32", "--device", "cpu", "--smoke", capsys=capsys)
+    assert (status, "fp32: forward" in out, "documented" in out) == (0, True, False)  # nothing is cast
+    status, out, _ = run("accumulation", "--device", "cpu", "--results", ".", capsys=capsys)
+    assert (status, "1 record appended" in out, "LayerNorm" in out) == (0, True, False)
+    assert json.loads((in_tmp / "mixed_precision.jsonl").read_text())["samples_ms"] == []
+
+
+def test_a_smoke_run_writes_nothing(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(mixed_precision, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run("--smoke", "--device", "cpu", capsys=capsys)[0] == 0
+    assert not list(in_tmp.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("accumulation", "--precision", "fp16"), "accumulation shows every format"),
+        (("sums",), "'sums' is not one of 'accumulation', 'dtypes', 'both'"),
+        (("dtypes", "--precision", "tf32"), "'tf32' is not one of"),
+        (("--results", "taken"), "cannot write taken/mixed_precision.jsonl"),
+    ],
+)
+def test_errors_are_one_line(in_tmp, capsys, words, line):
+    (in_tmp / "taken").write_text("a file")
+    status, out, err = run(*words, "--device", "cpu", capsys=capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert line in err
+    assert err.count("\n") == 1

@@ -1,0 +1,181 @@
+"""The command that evaluates a mixture of experts: published counts, formulations side by side, profile, refusals."""
+
+import gc
+import math
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import moe_eval
+from benchmarks.moe_eval_counts import ALL_TO_ALL, expected
+from benchmarks.moe_eval_model import TAGS
+from benchmarks.moe_eval_options import Settings
+from benchmarks.moe_eval_record import predicted_bytes
+from benchmarks.records import Record, read_records
+from cs336_systems.host.console import run_command
+from cs336_systems.presets import Mixture
+from cs336_systems.profiling.trace import read_json
+from tests.benchmarks.test_moe_eval_scores import SHAPE
+from tests.support import ranks
+from tests.support.merged_trace import validate
+from tests.support.tolerances import bound
+
+TINY = ("--device", "cpu", "--d-model", "16", "--num-heads", "2", "--vocab-size", "256", "--context", "16")
+SMALL = (*TINY, "--num-layers", "3", "--num-experts", "4", "--eval-fraction", "0.25", "--batches", "2")
+
+
+def command(arguments: list[str], out: Path) -> dict:
+    """Run it in this process, which must not have run tensor code, as it forks; ranks write into the file."""
+    with out.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        code = run_command(moe_eval.main, arguments)
+    return {"code": code, "out": out.read_text()}
+
+
+def command_case(rank: int, world: int, folder: str, results: str) -> dict:
+    gc.freeze()  # what the ranks need not copy
+    text = Path(results, "text")
+    text.write_text("of 512 experts a rank has 128. " * 200)
+    common = ["--data", str(text), "--results"]
+    counts = [
+        *TINY,
+        "--nproc",
+        "4",
+        "--moe",
+        "einsum",
+        "--words",
+        "slow",
+        "--warmup",
+        "0",
+        *common,
+        f"{results}/counts",
+    ]
+    both = [*SMALL, "--nproc", "2", "--profile", "--out", f"{results}/out", *common, f"{results}/both"]
+    both += ["--words-file", f"{results}/words"]
+    return {
+        "counts": command(counts, Path(results, "counts.txt")),
+        "both": command(both, Path(results, "both.txt")),
+        "one": command([*SMALL, "--moe", "both", "--smoke", "--data", str(text)], Path(results, "one.txt")),
+    }
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> dict:
+    """What the commands said, and the folder of what they left."""
+    folder = tmp_path_factory.mktemp("moe_eval")
+    (answer,) = ranks.run_alone(command_case, 1, results=str(folder))
+    for said in answer.values():
+        assert said["code"] == 0, said["out"]
+    return answer | {"folder": folder}
+
+
+def records_of(folder: Path) -> dict[str, Record]:
+    return {record.config["moe"]: record for record in read_records(folder / "moe_eval.jsonl")}
+
+
+def test_the_published_counts_come_out_on_every_rank(commands):
+    (record,) = records_of(commands["folder"] / "counts").values()
+    published = {
+        "aten::addmm": 7740, "aten::linear": 8015, "aten::matmul": 275, "aten::mm": 335, "aten::gelu": 3870,
+        "aten::bmm": 180, "launch all-to-all": 60, "TransformerDecoder": 5, "MoELayer": 30, "eval_lm": 1,
+        "TransformerDecoderLayer with MoE": 30, "TransformerDecoderLayer without MoE": 30, "MultiheadAttention": 60,
+    }  # fmt: skip
+    counts = record.metrics["calls"]
+    assert {name: counts[name] for name in published} == {name: [count] * 4 for name, count in published.items()}
+    # Of words, and what one_hot asks on a CPU: eight a layer.
+    assert counts["aten::item"][0] >= 5 * (4 * 16 - 1 + 6 * 8)
+    lines = [line for line in commands["counts"]["out"].splitlines() if line.startswith("│ ")]
+    assert sum(" equal " in line for line in lines) == 12
+    assert "40,995" in commands["counts"]["out"]
+
+
+def test_formulations_side_by_side(commands):
+    records, out = records_of(commands["folder"] / "both"), commands["both"]["out"]
+    einsum, sort = records["einsum"], records["sort"]
+    config = replace(SHAPE, mixture=Mixture(eval_fraction=0.25))
+    # Four slots of four experts, sixteen wide, in float32: 16 rows of 64 bytes; of 32 choices sorting sends 16 at most.
+    assert einsum.metrics["bytes_per_all_to_all"] == einsum.predicted["bytes_per_all_to_all"] == 4 * 4 * 16 * 4
+    assert predicted_bytes(config, "einsum", 16, 4) == 4 * 4 * 16 * 4
+    assert 0 < sort.metrics["bytes_per_all_to_all"] <= sort.predicted["bytes_per_all_to_all"] == 16 * 16 * 4
+    assert sort.metrics["ratios"]["bytes_per_all_to_all"] == 1024 / sort.metrics["bytes_per_all_to_all"]
+    derived = expected(SHAPE, 2, 2)
+    assert {name: einsum.metrics["calls"][name] for name in derived} == {
+        name: [each.count] * 2 for name, each in derived.items()
+    }
+    assert sort.metrics["calls"][ALL_TO_ALL] == [6, 6]  # with the counts of rows
+    assert einsum.metrics["score"] == pytest.approx(sort.metrics["score"], rel=bound(torch.float32, 48, 256))
+    assert [list(each) for each in einsum.metrics["collectives"]] == [
+        ["all-to-all | dispatch", "all-to-all | combine", "all-gather | scores"]
+    ] * 2
+    assert all(0 < share < 1 for share in sort.metrics["waiting"])
+    assert "sort: loss (base 2)" in out
+    assert f"{sort.metrics['loss']:.6f}, perplexity {2 ** sort.metrics['loss']:,.2f}" in out
+    assert sort.metrics["loss"] == pytest.approx(-sort.metrics["score"] / 64 / math.log(2))
+
+
+def test_the_profile_of_all_ranks(commands):
+    out = commands["both"]["out"]
+    for dispatch in ("einsum", "sort"):
+        folder = commands["folder"] / "out" / dispatch
+        merged = read_json(folder / "merged.trace.json.gz")
+        assert not validate(merged).problems
+        assert list(merged["ranks"]) == ["0", "1"]
+        table = (folder / "eval_lm.md").read_text()
+        for tag in TAGS:
+            assert f"| `{tag}` |" in table
+        assert table.splitlines()[4].startswith("| `eval_lm` |")  # the largest
+        assert f"{dispatch}: no table by CUDA total, for there is no device but the CPU." in out
+        assert f"{dispatch}: of " in out
+
+
+def test_the_file_of_words_adds_up_to_the_score(commands):
+    lines = (commands["folder"] / "words").read_text().splitlines()
+    assert lines[0] == "block\tplace\tword\tlog_prob"
+    rows = [line.split("\t") for line in lines[1:]]
+    record = records_of(commands["folder"] / "both")["sort"]
+    assert len(rows) == record.metrics["tokens"] == 64
+    assert [(int(row[0]), int(row[1])) for row in rows] == [(i // 16, i % 16) for i in range(64)]
+    assert math.fsum(float(row[3]) for row in rows) == pytest.approx(record.metrics["score"], rel=1e-14)
+    kept = ("of 512 experts a rank has 128. " * 200).encode()[-620:]
+    assert [int(row[2]) for row in rows] == list(kept[1:65])
+
+
+def test_one_rank_and_no_record(commands):
+    assert "record" not in commands["one"]["out"]
+    assert "einsum over sort: CPU time of an expert layer" in commands["one"]["out"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nproc", "3"], "512 experts do not divide over ep 3: choose an ep that divides 512"),
+        (["--nproc", "4", "--tp", "3"], "4 heads do not divide over tp 3: choose a tp that divides 4"),
+        (["--nproc", "4", "--ep", "8"], "tp 1 x pp 1 x ep 8 = 8 does not divide the 4 ranks"),
+        (["--size", "huge"], "no size 'huge' in 2024; choose from "),
+        (["--size", "bert-345m"], "bert-345m is no language model: it sees the words that it would be asked for"),
+        (["--context", "900"], " has 100 tokens; a context of 900 needs 901: use a longer text or --context 99"),
+        (["--words", "none", "--words-file", "x"], "--words none reads no words to write to x; drop one of the two"),
+        (["--out", "text/profile"], "cannot write text/profile: Not a directory; name another"),
+        (["--eval-fraction", "2"], "Invalid value for '--eval-fraction'"),
+    ],
+)
+def test_refused_in_one_line(tmp_path, monkeypatch, capsys, arguments, line):
+    monkeypatch.chdir(tmp_path)
+    Path("text").write_text("a" * 1000)
+    context = [] if "--context" in arguments else ["--context", "16"]
+    assert run_command(moe_eval.main, ["--device", "cpu", "--data", "text", *context, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert line in said
+    assert not list(Path().glob("*/moe_eval.jsonl"))
+
+
+def test_layouts_that_follow_from_the_ranks():
+    config = Settings().config()
+    assert Settings().sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 4, "tp": 1}
+    assert Settings(tp=2).sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 2, "tp": 2}
+    assert Settings().sizes(replace(config, num_experts=2), 8) == {"pp": 1, "dp": 4, "ep": 2, "tp": 1}
+    assert Settings(profile=True).variants() == ("einsum", "sort")
+    assert Settings(size="tiny").sizes(Settings(size="tiny").config(), 4)["dp"] == 4

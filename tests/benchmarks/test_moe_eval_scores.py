@@ -1,0 +1,195 @@
+"""Evaluation of a mixture of experts: scores that are equal on any ranks, every target once, words in two ways."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.profiler import profile
+
+from benchmarks.moe_blocks import NO_BLOCK, Blocks
+from benchmarks.moe_eval_model import build
+from benchmarks.moe_eval_rank import Scorer, summarise_load
+from benchmarks.moe_words import FastWords, SlowWords
+from cs336_systems.comm import Mesh
+from cs336_systems.data.corpus import IGNORED
+from cs336_systems.errors import UserError
+from cs336_systems.presets import Mixture, ModelConfig
+from tests.support import ranks
+from tests.support.tolerances import bound
+
+CONTEXT = 16
+SHAPE = ModelConfig(
+    vocab_size=64, context_length=CONTEXT, d_model=16, d_ff=32, num_layers=3, num_heads=2, positions="sinusoidal",
+    bias=True, norm="layernorm", num_experts=4, expert_every=2,
+)  # fmt: skip
+# Of sixteen tokens with two choices each, four experts of six slots take twenty-four at most.
+MIXTURES = {
+    "dropless": Mixture(),
+    "capped": Mixture(eval_fraction=6 / CONTEXT),
+    "einsum": Mixture(eval_fraction=6 / CONTEXT, dispatch="einsum"),
+    "masked": Mixture(eval_fraction=6 / CONTEXT, mask_padding=True),
+}
+TEXT = 5 * CONTEXT - 5  # targets: five blocks, the last of which is eleven long
+
+
+def make_blocks() -> Blocks:
+    return Blocks(np.random.default_rng(1).integers(SHAPE.vocab_size, size=TEXT + 1), CONTEXT)
+
+
+def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
+    """Every mixture's scores by block, log-probabilities and load."""
+    mesh = Mesh(tp, 1, ep or group.size() // tp)
+    found, device = {}, torch.device("cpu")
+    for name, mixture in MIXTURES.items():
+        config = replace(SHAPE, mixture=mixture)
+        evaluated = build(config, mesh, 3, device, torch.float64, rows, CONTEXT, 2**30)
+        for parameter in evaluated.model.blocks.parameters():
+            parameter.mul_(10 if parameter.dim() > 1 else 1)  # with which experts and attention matter
+        scorer = Scorer(evaluated, make_blocks(), mesh, device, rows)
+        tally = scorer.new_tally(mixture.dispatch, "none")
+        for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
+            scorer.take(number, tally, keep=True)
+        outcome = scorer.share(tally)
+        found[name] = {
+            "score": outcome.score, "tokens": outcome.tokens, "blocks": list(outcome.blocks.items()),
+            "load": outcome.load, "log_probs": list(scorer.every_log_prob(tally).items()),
+        }  # fmt: skip
+    with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
+        build(replace(SHAPE, mixture=MIXTURES["einsum"]), mesh, 3, device, torch.float64, 1, CONTEXT, 1024)
+    assert "one-hot tensors" in str(no.value)
+    return found
+
+
+LAYOUTS = {
+    1: {"alone": {}, "rows": {"rows": 2}},
+    2: {"ep2": {}},
+    4: {"ep4": {}, "tp2 ep2": {"tp": 2}, "dp2 ep2": {"ep": 2}},
+}
+
+
+def layouts_case(group) -> dict:
+    return {name: score(group, **layout) for name, layout in LAYOUTS[group.size()].items()}
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[str, list]:
+    """By layout what every rank says."""
+    found = {}
+    for world in LAYOUTS:
+        every = ranks.run(layouts_case, world)
+        found |= {name: [said[name] for said in every] for name in LAYOUTS[world]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(scores) -> dict:
+    return scores["alone"][0]
+
+
+def tolerance() -> float:
+    """At most sixteen roundings a layer (norms, products, softmaxes, experts), of sums as long as the vocabulary."""
+    return bound(torch.float64, 16 * (SHAPE.num_layers + 1), SHAPE.vocab_size)
+
+
+@pytest.mark.parametrize("layout", ["ep2", "ep4", "tp2 ep2", "dp2 ep2"])
+def test_scores_are_those_of_one_rank(scores, alone, layout):
+    """Five blocks are no multiple of two or four: ranks run dry, and stay in the collectives."""
+    for found in scores[layout]:
+        for name, want in alone.items():
+            got = found[name]
+            assert got["tokens"] == want["tokens"] == TEXT
+            assert math.isclose(got["score"], want["score"], rel_tol=tolerance())
+            assert [number for number, _ in got["blocks"]] == list(range(5))
+            for (_, mine), (_, one) in zip(got["log_probs"], want["log_probs"], strict=True):
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(one), rtol=tolerance(), atol=0)
+            assert got["load"] == pytest.approx(want["load"], abs=1e-12)
+
+
+def test_what_is_scored(alone):
+    """The formulations agree; a capacity drops choices and changes scores; a block's score is the sum of its words'."""
+    assert alone["dropless"]["load"]["dropped"] == 0
+    assert alone["capped"]["load"]["dropped"] >= 8 / 32
+    assert math.isclose(alone["einsum"]["score"], alone["capped"]["score"], rel_tol=tolerance())
+    assert abs(alone["dropless"]["score"] - alone["capped"]["score"]) > 1e-3
+    assert abs(alone["masked"]["score"] - alone["capped"]["score"]) > 1e-6
+    assert alone["einsum"]["load"] == {}
+    for found in alone.values():
+        sums = [math.fsum(values) for _, values in found["log_probs"]]
+        assert [len(values) for _, values in found["log_probs"]] == [16, 16, 16, 16, 11]
+        assert sums == pytest.approx([score for _, score in found["blocks"]], rel=1e-14)
+
+
+def test_batches_of_several_blocks_route_together(scores, alone):
+    """Dropless it does not matter who is in a batch."""
+    (found,) = scores["rows"]
+    assert math.isclose(found["dropless"]["score"], alone["dropless"]["score"], rel_tol=tolerance())
+    assert found["dropless"]["tokens"] == TEXT
+    assert abs(found["capped"]["score"] - alone["capped"]["score"]) > 1e-6
+
+
+@pytest.mark.parametrize(("world", "rows"), [(1, 1), (2, 1), (3, 2), (4, 1), (8, 1)])
+def test_every_target_is_dealt_once(world, rows):
+    blocks = make_blocks()
+    seen = []
+    for rank in range(world):
+        for number in range(blocks.batches(world, rows)):
+            batch = blocks.batch(number, rank, world, rows)
+            assert batch.tokens.shape == batch.targets.shape == (rows, CONTEXT)
+            for row, block in enumerate(batch.rows.tolist()):
+                real = batch.targets[row] != IGNORED
+                assert torch.equal(real, batch.padding_mask[row])
+                assert int(real.sum()) == blocks.targets(block)
+                assert block == NO_BLOCK or block % world == rank
+                seen += [
+                    (block * CONTEXT + int(i), int(batch.tokens[row, i]), int(batch.targets[row, i]))
+                    for i in real.nonzero()
+                ]
+    tokens = blocks.tokens.tolist()
+    assert sorted(seen) == [(i, tokens[i], tokens[i + 1]) for i in range(TEXT)]
+
+
+def test_words_read_one_by_one_are_those_read_at_once():
+    generator = torch.Generator().manual_seed(0)
+    slow, fast = SlowWords(8), FastWords(8)
+    for length in (9, 0, 1):
+        targets = torch.randint(8, (2, 9), generator=generator)
+        log_probs = -torch.rand(2, 9, generator=generator, dtype=torch.float64)
+        log_probs[0, 4] = -torch.inf
+        targets[1, length:] = IGNORED
+        for words in (slow, fast):
+            words.read(targets, log_probs, targets)
+    assert slow.words == fast.words
+    assert len(slow.words) == 3 * 9 + 9 + 0 + 1
+    np.testing.assert_array_equal(slow.sums(), fast.sums())
+    assert fast.sums()[:, 0].sum() == len(fast.words)
+    last = fast.words[-1]  # a block of one word: nothing follows it
+    before = FastWords(8)
+    before.read(torch.tensor([[last[0]]]), torch.tensor([[last[1]]], dtype=torch.float64), torch.tensor([[last[0]]]))
+    assert before.sums()[last[0]].tolist() == [1, last[1], 0]
+
+
+def test_slow_words_are_four_reads_each():
+    targets, log_probs = torch.arange(8)[None], -torch.ones(1, 8, dtype=torch.float64)
+    counts = []
+    for words in (SlowWords(8), FastWords(8)):
+        with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+            words.read(targets, log_probs, targets)
+        counts.append(sum(event.count for event in run.key_averages() if event.key == "aten::item"))
+    assert counts == [4 * 8 - 1, 0]
+
+
+def test_load_of_experts_by_hand():
+    """Ten experts, of which two are a fifth: 12 of 20 choices, 1 of 20; three unused."""
+    first, second = [6, 0, 1, 0, 1, 1, 0, 0, 1, 0], [0, 5, 1, 1, 1, 1, 0, 0, 1, 0]
+    load = summarise_load(torch.tensor([[first, second]]).double(), torch.tensor([[9.0, 6.0]]).double())
+    assert load == pytest.approx(
+        {
+            "dropped": 0.25,
+            "dropped_first": 0.1,
+            "most_loaded_share": 11 / 20,
+            "least_loaded_share": 0.0,
+            "unused_experts": 3,
+        }
+    )

@@ -1,0 +1,245 @@
+"""The benchmark of one expert layer: what it counts, what its gate refuses, and what it says of bad input."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import moe_layer, moe_layer_run, moe_layer_turns
+from benchmarks.harness import WrongResultError, summarise
+from benchmarks.moe_layer_run import Bench, build_layer, predict, too_large
+from benchmarks.moe_layer_turns import Contender, Lap
+from benchmarks.records import read_records
+from cs336_systems.comm import Place
+from cs336_systems.cost import Hardware
+from cs336_systems.host.console import run_command
+from cs336_systems.host.observe import Observer
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.presets import Mixture
+from tests.support import ranks
+
+TINY = {"experts": 8, "tokens": 16, "d_model": 8, "d_ff": 16, "eval_fraction": 1.0, "rounds": 2, "steps": 1}
+IDEAL = Hardware("ideal", 1e9, 1e9, "made by hand")
+
+
+class Alone:
+    """A group of one."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def measured_case(rank: int, world: int, folder: str, results: str) -> None:
+    moe_layer.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
+    for backward in (False, True):
+        settings = moe_layer.Settings(**TINY, backward=backward, results=Path(results))
+        moe_layer.work(Place(rank, world, rank, world, f"{folder}/store-{backward}"), settings)
+
+
+def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
+    ranks.run_alone(measured_case, 2, results=str(tmp_path))
+    records = read_records(tmp_path / "moe_layer.jsonl")
+    assert [(r.config["candidate"], r.config["backward"]) for r in records] == [
+        (name, backward) for backward in (False, True) for name in ("einsum", "sort", "sort, dropless")
+    ]
+    for record in records:
+        config, metrics = record.config, record.metrics
+        rows = 8 * 16 if config["candidate"] == "einsum" else 2 * 16
+        assert config["slots"] == (None if "dropless" in config["candidate"] else 16)
+        assert metrics["rows"] == record.predicted["rows"] == rows
+        assert metrics["all_to_all_bytes"] == record.predicted["all_to_all_bytes"] == rows * 8 * 4
+        counts = 0 if config["candidate"] == "einsum" else 8 * 8  # an int64 for each expert, forward alone
+        assert metrics["layer_bytes"] == (4 if config["backward"] else 2) * rows * 8 * 4 + counts
+        assert metrics["dropped_share"] == 0
+        assert len(record.samples_ms) == 2
+        assert (config["ranks"], record.environment["world_size"]) == (2, 2)
+    einsum = records[0].metrics
+    assert einsum["bytes_ratio"] == 2 * 128 * 32 / (2 * 32 * 32 + 64)
+    assert records[1].metrics["ratio_median"] == records[1].metrics["bytes_ratio"] == 1
+
+
+def sees(bench: Bench, ways: list, wrong: str) -> str | None:
+    """What the gate says of a layer whose sort is wrong in one way."""
+    right = MoELayer.by_sort
+
+    def by_sort(self, x, logits, capacity, *rest):
+        if wrong == "capacity ignored":
+            capacity = None
+        if wrong == "one slot less":
+            capacity = capacity and max(capacity - 1, 1)
+        if wrong == "gradient twice":
+            x = 2 * x - x.detach()
+        if wrong == "router detached":
+            logits = logits.detach() + 0 * logits
+        y = right(self, x, logits, capacity, *rest)
+        return y * (torch.arange(len(y)) > 0)[:, None] if wrong == "a token lost" else y
+
+    MoELayer.by_sort = by_sort if bench.group.rank() == 0 else right
+    try:
+        moe_layer.check(bench, ways)
+    except WrongResultError as refused:
+        return str(refused)
+    finally:
+        MoELayer.by_sort = right
+    return None
+
+
+def gate_case(group) -> list[dict]:
+    """By whether gradients are looked at as well: what the gate says of each wrong layer, of which only rank 0's is."""
+    plenty = moe_layer.Settings(**TINY)
+    narrow, found = replace(plenty, eval_fraction=0.25).ways(), []
+    for backward in (False, True):
+        bench = Bench(narrow[1].config, 0.5, group, backward)
+        names = ("right", "a token lost", "one slot less", "gradient twice", "router detached")
+        found.append({name: sees(bench, narrow, name) for name in names})
+        # Where what is timed drops nothing, only the gate's layer with a single slot can tell.
+        found[-1]["capacity ignored"] = sees(bench, plenty.ways(), "capacity ignored")
+    return found
+
+
+def test_the_gate_sees_wrong_layers_on_all_ranks():
+    first, second = ranks.run(gate_case, 2)
+    assert first == second
+    forward, backward = first
+    for found in (forward, backward):
+        assert found["right"] is None
+        for name in ("a token lost", "capacity ignored", "one slot less"):
+            assert "is off its reference by" in found[name], name
+    assert forward["gradient twice"] is forward["router detached"] is None  # whose output is right
+    for name in ("gradient twice", "router detached"):
+        assert "sort's gradients is off its reference by" in backward[name]
+
+
+def test_experts_have_the_same_weights_on_any_number_of_ranks():
+    config = moe_layer.Settings(**TINY).ways()[0].config
+    whole = build_layer(config, Alone()).state_dict()
+    assert whole["experts.up.bias"].abs().min() > 0
+
+    class Second(Alone):
+        def size(self) -> int:
+            return 4
+
+        def rank(self) -> int:
+            return 1
+
+    part = build_layer(config, Second())
+    for name, value in part.state_dict().items():
+        assert torch.equal(value, whole[name][2:4] if "experts" in name else whole[name]), name
+    assert (part.dispatcher.local, part.experts.first) == (2, 2)
+
+
+def test_the_published_layer_is_padded_twelve_times():
+    einsum, sort, dropless = moe_layer.Settings().ways()
+    said = {way.name: predict(way, 2048, 2, IDEAL, False) for way in (einsum, sort, dropless)}
+    assert einsum.slots(2048) == 103
+    assert said["einsum"]["all_to_all_bytes"] == 512 * 103 * 64 * 4
+    assert said["sort"]["all_to_all_bytes"] == said["sort, dropless"]["all_to_all_bytes"] == 4096 * 64 * 4
+    assert said["einsum"]["all_to_all_bytes"] / said["sort"]["all_to_all_bytes"] == 12.875
+    # Two products with the one-hot tensor, its two outer products, and all slots through the experts.
+    router = 2 * 2048 * 64 * 512
+    assert said["sort"]["flops"] == router + 4096 * 4 * 64 * 256
+    assert said["einsum"]["flops"] == router + 52_736 * (4 * 64 * 256 + 4 * 2048 * 64 + 4 * 2048)
+    assert predict(einsum, 2048, 1, IDEAL, False)["all_to_all_bytes"] == 0
+    # Backward does all products twice, but tokens' way in once: where they go has no gradient.
+    assert predict(sort, 2048, 2, IDEAL, True)["flops"] == 3 * said["sort"]["flops"]
+    way_in = 2 * 2048 * 52_736 * 64
+    outer = 2 * 2 * 2048 * 52_736
+    assert predict(einsum, 2048, 2, IDEAL, True)["flops"] == 3 * said["einsum"]["flops"] - way_in - outer
+
+
+def test_ratios_are_of_pairs_in_one_round():
+    bench = Bench(moe_layer.Settings(**TINY).ways()[0].config, 0.0, Alone())
+    einsum, sort, _ = (Contender(bench, way, 1) for way in moe_layer.Settings(**TINY).ways())
+    einsum.laps = [Lap(40.0, 30.0, 0.0), Lap(90.0, 30.0, 0.0), Lap(60.0, 0.0, 0.0)]
+    sort.laps = [Lap(10.0, 5.0, 0.0), Lap(10.0, 0.0, 0.0), Lap(20.0, 0.0, 0.0)]
+    sort.sent = {"layer_bytes": 100.0}
+    found = {"layer_bytes": 1200.0} | summarise([40.0, 90.0, 60.0])
+    record = einsum.record("moe_layer", sort, found, {}, {}, {"link": "a string"})
+    assert record.samples_ms == [40.0, 90.0, 60.0]
+    assert record.metrics["ratio_median"] == 4.0
+    assert record.metrics["user_ratio_median"] == 3.0
+    assert record.metrics["bytes_ratio"] == 12.0
+    assert record.config["link"] == "a string"
+    assert record.flags == ["noisy: standard deviation 40% of the mean"]
+
+
+def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
+    einsum = moe_layer.Settings().ways()[0]
+    monkeypatch.setattr(moe_layer_run, "room", lambda group, device: 2**30)
+    assert too_large(einsum, 2048, False, Alone()) == (
+        "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
+        "usable"
+    )
+    monkeypatch.setattr(moe_layer_run, "room", lambda group, device: 2**31)
+    assert too_large(einsum, 2048, False, Alone()) == ""
+    assert too_large(einsum, 2048, True, Alone()).startswith("one-hot tensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--nproc", "3"), "error: 512 experts do not divide over 3 ranks: choose ranks that divide 512"),
+        (("--eval-fraction", "1.5"), "error: Invalid value for '--eval-fraction': 1.5 is not in the range 0<x<=1."),
+        (("--eval-fraction", "0"), "error: Invalid value for '--eval-fraction': 0.0 is not in the range 0<x<=1."),
+        (("--experts", "1"), "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1"),
+        (("--results", "file"), "error: cannot write file/moe_layer.jsonl: "),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(moe_layer, "start_ranks", lambda *_: pytest.fail("started in vain"))
+    (in_tmp / "file").write_text("")
+    assert run_command(moe_layer.main, [*arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        moe_layer, "start_ranks", lambda work, device, nproc, settings: started.append((nproc, settings))
+    )
+    monkeypatch.setattr(moe_layer, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
+    assert run_command(moe_layer.main, ["--smoke"]) == 0
+    [(nproc, settings)] = started
+    assert nproc == 2
+    assert settings.tokens <= 64
+
+
+def test_the_table_has_a_column_a_candidate(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        moe_layer_turns, "gather_times", lambda samples, group, device: torch.tensor([samples]).double()
+    )
+    bench = Bench(moe_layer.Settings(**TINY).ways()[0].config, 0.0, Alone())
+    contenders = [Contender(bench, way, 1) for way in moe_layer.Settings(**TINY).ways()]
+    records = []
+    for scale, each in zip((60.0, 1.0, 2.0), contenders, strict=True):
+        each.laps = [Lap(1500.0 * scale, 0.0, 1000.0)]
+        each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
+    for each in contenders:
+        said, stamp = predict(each.way, 16, 1, IDEAL, False), {"threads": 1, "device": "abacus", "cores": 2}
+        records.append(each.record("moe_layer", contenders[1], each.metrics(), said, stamp, {}))
+    moe_layer.show(records)
+    shown = capsys.readouterr().out
+    assert "einsum takes 60 times the CPU time of sort" in shown
+    lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown.splitlines() if line.startswith("│")}
+    assert [cell.strip() for cell in lines["CPU time"]] == ["1 min 30 s", "1.5 s", "3.0 s"]
+    assert [cell.strip() for cell in lines["choices dropped"]] == ["25.0%"] * 3
+    assert [cell.strip() for cell in lines["rows in an all-to-all"]] == ["none"] * 3
+    assert [cell.strip() for cell in lines["memory, at most"]] == ["unknown"] * 3
+
+
+def test_operators_of_a_sorted_layer_are_within_a_fifth():
+    config = moe_layer_run.shape(4, 64, 32, 64, Mixture())
+    layer, x = MoELayer(config), torch.randn(1, 64, 32, requires_grad=True)
+    with Observer() as seen:
+        seen.begin("forward")
+        y = layer(x)
+        seen.begin("backward")
+        y.sum().backward()
+    for said, counts in zip(moe_layer_run.EXPERT_LAUNCHES, seen.phases.values(), strict=True):
+        assert said == pytest.approx(counts.operators, rel=0.2)

@@ -1,0 +1,205 @@
+"""The sweep over expert layers: its grid, what it refuses, its table and its plot."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import moe_sweep, moe_sweep_plot, moe_sweep_table
+from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
+from benchmarks.harness import WrongResultError
+from benchmarks.moe_sweep import Job, Settings, newest, parse_capacity, places
+from benchmarks.moe_sweep_plot import chosen_capacity, factor, lines
+from benchmarks.moe_sweep_table import cells, row
+from benchmarks.records import Record, append_record, read_records
+from cs336_systems.comm import Place
+from cs336_systems.cost import Hardware
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.model.moe import MoELayer
+from tests.support import ranks
+
+TINY = {"experts": (4, 8), "tokens": 32, "d_model": 8, "d_ff": 16, "rounds": 1, "skew": 1.0}
+CAPACITIES = ("1x", "2x", "0.25", "dropless")
+LIMIT = 4 * 32 * 8 * 16 / 1e9  # of a one-hot tensor: 8 experts without a capacity have more
+
+
+def measured(candidate: str = "sort", experts: int = 8, slots: int | None = 4, ranks: int = 2, **config) -> Record:
+    what = {"candidate": candidate, "experts": experts, "slots": slots, "ranks": ranks, "capacity": "0.05"}
+    what |= {"tokens": 32, "d_model": 8, "d_ff": 16, "top_k": 2, "skew": 1.0, "backend": "gloo"} | config
+    rows = experts * (32 if slots is None else slots) if candidate == "einsum" else 64
+    metrics = {"median_ms": 1.5, "ratio_median": 3.0, "bytes_ratio": 2.0, "dropped_share": 0.25}
+    stamp = {"device": "abacus", "cores": 2, "threads": 1}
+    return Record("moe_sweep", what, stamp, [1.5], metrics | {"all_to_all_bytes": 32 * rows}, {"mean_ms": 2.0})
+
+
+def grid() -> list[Record]:
+    return [
+        measured(candidate, experts, slots, ranks, capacity=capacity)
+        for ranks in (1, 2)
+        for experts in (8, 32)
+        for capacity, slots in (("1x", 32 // experts), ("2x", 64 // experts), ("0.05", 2), ("dropless", None))
+        for candidate in ("einsum", "sort")
+    ]
+
+
+def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
+    moe_sweep.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
+    settings = Settings(**TINY, capacity=CAPACITIES, one_hot_limit=LIMIT)
+    moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), Job(settings, (Path(results),)))
+
+
+def broken_case(rank: int, world: int, folder: str) -> str:
+    right = MoELayer.by_sort
+    MoELayer.by_sort = lambda self, x, logits, capacity, *rest: right(self, x, logits, None, *rest)
+    try:
+        sweep_case(rank, world, folder, f"{folder}/never")
+    except WrongResultError as refused:
+        return str(refused)
+    return ""
+
+
+def test_a_sweep_records_every_cell_and_what_it_drops(tmp_path):
+    path = tmp_path / "moe_sweep.jsonl"
+    ranks.run_alone(sweep_case, 2, results=str(path))
+    found = {(r.config["experts"], r.config["capacity"], r.config["candidate"]): r for r in read_records(path)}
+    every = {(e, c, name) for e in (4, 8) for c in CAPACITIES for name in ("einsum", "sort")}
+    assert set(found) == every - {(8, "dropless", "einsum")}
+    assert [found[8, c, "sort"].config["slots"] for c in CAPACITIES] == [4, 8, 8, None]
+    for (experts, _, name), record in found.items():
+        config, metrics, whole = record.config, record.metrics, 2 * 32 * 8 * 4
+        if name == "sort":
+            assert metrics["all_to_all_bytes"] == pytest.approx((1 - metrics["dropped_share"]) * whole)
+            assert metrics["all_to_all_bytes"] <= record.predicted["all_to_all_bytes"]
+        else:
+            slots = 32 if config["slots"] is None else config["slots"]
+            assert metrics["all_to_all_bytes"] == record.predicted["all_to_all_bytes"] == experts * slots * 8 * 4
+            assert metrics["dropped_share"] == found[experts, config["capacity"], "sort"].metrics["dropped_share"]
+    for experts in (4, 8):
+        dropped = [found[experts, c, "sort"].metrics["dropped_share"] for c in ("1x", "2x", "dropless")]
+        assert dropped[0] > dropped[1] > dropped[2] == 0
+        assert dropped[0] >= 0.5  # of all choices: at 1x there are half as many slots
+
+
+def test_a_sweep_of_wrong_layers_ends_before_anything_is_timed():
+    for said in ranks.run_alone(broken_case, 2):
+        assert said.startswith("sort's output is off its reference by")
+
+
+@pytest.mark.parametrize(
+    ("text", "slots", "training"),
+    [("2x", 128, True), ("0.5x", 32, True), ("0.05", 26, False), ("dropless", None, False)],
+)
+def test_capacities(text, slots, training):
+    mixture, found = parse_capacity(text)
+    assert found == training
+    assert mixture.capacity(512, 8, training) == slots
+
+
+def test_ranks_that_were_started_are_those_measured(monkeypatch):
+    started = []
+    monkeypatch.setattr(moe_sweep, "open_records", lambda folder, name: folder / name)
+    monkeypatch.setattr(
+        moe_sweep, "run_ranks", lambda work, count, device, job: started.append((count, len(job.paths)))
+    )
+    moe_sweep.measure(Settings(), Place(), Path("scratch"))
+    moe_sweep.measure(Settings(nproc=(2,), smoke=True), Place(), Path("scratch"))
+    assert started == [(1, 2), (2, 2), (4, 2), (2, 1)]
+    here = Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
+    monkeypatch.setattr(moe_sweep, "work", lambda place, job: started.append((place, len(job.paths))))
+    moe_sweep.measure(Settings(), here, Path("scratch"))
+    assert started[-1] == (here, 1)  # rank 1 opens no file of records
+    with pytest.raises(UserError, match="--nproc 2 would start ranks, but 4 were started already"):
+        places(Settings(nproc=(2,)), here)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--nproc", "3"), "error: 8 experts do not divide over 3 ranks: choose ranks that divide 8"),
+        (("--capacity", "2y"), "error: --capacity '2y' is none: write 2x, or a share of the tokens such as 0.05, or"),
+        (("--capacity", "0"), "error: --capacity '0' is none"),
+        (("--capacity", "1.5"), "error: --capacity '1.5' is none"),
+        (("--capacity", "-1x"), "error: --capacity '-1x' is none"),
+        (
+            ("--experts", "1", "--nproc", "1"),
+            "error: a token is sent to 2 experts, and the layer has 1: use more, or top_k 1",
+        ),
+        (("--plot", "a.gif"), "error: --plot a.gif should end in .png, .svg, .pdf"),
+        (("--results", "file"), "error: cannot write file/moe_sweep.jsonl: "),
+        (("--from-records", "--results", "file"), "error: no records in file/moe_sweep.jsonl: measure first, or name"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("started in vain"))
+    monkeypatch.setattr(moe_sweep, "can_plot", lambda: True)
+    (in_tmp / "file").write_text("")
+    assert run_command(moe_sweep.main, [*arguments]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+def test_without_matplotlib_a_picture_is_refused_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(moe_sweep, "can_plot", lambda: False)
+    for arguments in (["--from-records"], ["--plot", "a.svg"]):
+        assert run_command(moe_sweep.main, arguments) == 2
+        assert capsys.readouterr().err == f"error: {HOW_TO_PLOT}\n"
+
+
+def test_only_the_newest_sweep_is_shown():
+    old, new = [measured(skew=0.0)], [measured(), measured("einsum"), measured(experts=32, slots=None)]
+    assert newest(old + new) == new
+
+
+def test_a_line_of_the_table_is_a_cell():
+    found = cells([*grid(), measured(experts=64, ranks=2, slots=1)])
+    places = [(c["sort"].config["ranks"], c["sort"].config["experts"], c["sort"].config["slots"]) for c in found]
+    assert places[:4] == [(1, 8, 2), (1, 8, 4), (1, 8, 8), (1, 8, None)]
+    assert row(found[3]) == [
+        "1",
+        "8",
+        "dropless",
+        "-",
+        "25.0%",
+        "1.5 ms",
+        "2 ms",
+        "1.5 ms",
+        "2 ms",
+        "3",
+    ]  # nothing is sent
+    assert row(found[8])[7:] == ["1.5 ms", "2 ms", "3", "2.05 kB", "512 B", "2"]
+    assert row(found[-1])[5:] == ["1.5 ms", "2 ms", "", "", "", "2.05 kB"]  # too large for einsum
+
+
+def test_lines_of_the_plot():
+    records = grid()
+    assert chosen_capacity(records) == "0.05"
+    assert chosen_capacity([measured(capacity="2x"), measured(capacity="dropless")]) == "2x"
+    found = lines(records, "factor", "experts", "candidate", "ranks")
+    assert len(found) == 8
+    assert [factor(r.config) for r in found[8, "sort", 1]] == [0.5, 1.0, 2.0]
+    assert [factor(r.config) for r in found[32, "sort", 1]] == [1.0, 2.0, 2.0]
+
+
+@pytest.mark.skipif(not can_plot(), reason="matplotlib is in the extra `writeup`")
+def test_a_picture_is_drawn_from_records_alone_and_the_same_each_time(in_tmp, monkeypatch, capsys):
+    monkeypatch.setattr(moe_sweep, "run_ranks", lambda *_: pytest.fail("measured"))
+    for record in grid():
+        append_record(record, in_tmp / "moe_sweep.jsonl")
+    assert run_command(moe_sweep.main, ["--from-records", "--results", "."]) == 0
+    assert "plot in moe_sweep.svg" in capsys.readouterr().out
+    first = (in_tmp / "moe_sweep.svg").read_bytes()
+    assert b"<svg" in first
+    assert len(first) < 60_000
+    moe_sweep_plot.save(newest(grid()), in_tmp / "again.svg")
+    assert (in_tmp / "again.svg").read_bytes() == first
+    alone = moe_sweep_plot.draw([record for record in grid() if record.config["ranks"] == 1])
+    assert [text.get_text() for text in alone.axes[1].texts] == ["one rank sends nothing"]
+
+
+def test_the_table_says_what_was_measured_where(capsys):
+    moe_sweep_table.show(grid())
+    shown = capsys.readouterr().out
+    assert shown.startswith(
+        "Expert layers, 8 x 16, 32 tokens a rank, top 2, skew 1; gloo ranks of 1 thread(s) on abacus"
+    )

@@ -1,0 +1,132 @@
+"""The benchmarks of data parallelism and ZeRO, on small models; and their gate, which sees a wrong wrapper."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import ddp, parallel_run, zero
+from benchmarks.parallel_run import ParallelSettings
+from benchmarks.peers import wrapped
+from benchmarks.records import read_records
+from benchmarks.turns import check
+from cs336_systems.comm import Place
+from cs336_systems.cost import count_parameters
+from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
+from cs336_systems.ddp import BucketedDDP, FlatDDP
+from cs336_systems.host.console import run_command
+from tests.support import ranks
+from tests.support.machine import made_up
+
+SMALL = {"d_model": 64, "layers": 1, "batch_size": 1, "context": 8, "rounds": 2, "steps": 1, "device": "cpu"}
+
+
+def ddp_case(rank: int, world: int, folder: str, results: str) -> None:
+    settings = ddp.Settings(**SMALL, bucket_sizes="0.01, 25", results=Path(results))
+    parallel_run.probe = made_up  # in the process of this case only
+    ddp.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+def test_ddp_records_every_candidate_beside_torchs(tmp_path):
+    ranks.run_alone(ddp_case, 2, results=str(tmp_path))
+    records = {record.config["candidate"]: record for record in read_records(tmp_path / "ddp.jsonl")}
+    ours = ["naive", "flat", "overlapped", "bucketed 0.01 MB", "bucketed 25 MB"]
+    assert list(records) == ["no communication", "torch DDP", *ours]
+    parameters = sum(count_parameters(ParallelSettings(**SMALL).config()).values())
+    for name in ours:
+        record = records[name]
+        assert len(record.samples_ms) == 2
+        assert record.metrics["bytes_sent"] == 4 * parameters  # 2 (ranks - 1) / ranks of them
+        assert record.environment["world_size"] == 2
+        assert record.predicted["mean_ms"] > 0
+    assert records["flat"].metrics["collectives"] == 1
+    assert records["naive"].metrics["collectives"] == records["overlapped"].metrics["collectives"] == 11
+    assert records["torch DDP"].metrics["ratio_median"] == 1.0
+    assert "exposed_ms" not in records["no communication"].metrics
+
+
+def zero_case(rank: int, world: int, folder: str, results: str) -> None:
+    settings = zero.Settings(**SMALL, results=Path(results))
+    parallel_run.probe = made_up
+    zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+@pytest.mark.parametrize("world_size", [3])  # by which nothing divides
+def test_memory_of_every_stage_is_the_formulas(tmp_path, world_size):
+    """Within 5% of 4+4+8, 4+4+8/N, 4+(4+8)/N and (4+4+8)/N bytes a parameter, counted from live storages."""
+    ranks.run_alone(zero_case, world_size, results=str(tmp_path))
+    records = {record.config["candidate"]: record for record in read_records(tmp_path / "zero.jsonl")}
+    for name in ("stage 0", "stage 1", "stage 2", "stage 3"):
+        metrics, predicted = records[name].metrics, records[name].predicted
+        for kind in ("parameters_bytes", "gradients_bytes", "optimizer_bytes"):
+            assert metrics[kind] == pytest.approx(predicted[kind], rel=0.05), (name, kind)
+    sent = {name: record.metrics for name, record in records.items() if name.startswith("stage")}
+    half = pytest.approx(sent["stage 0"]["reductions_bytes_sent"] / 2, rel=0.01)
+    assert sent["stage 1"]["gathers_bytes_sent"] == half
+    assert sent["stage 1, whole"]["gathers_bytes_sent"] == half
+    assert sent["stage 2"]["reductions_bytes_sent"] == half
+
+
+class Undivided(BucketedDDP):
+    """Adds the ranks' gradients and forgets to divide."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        for p in self.module.parameters():
+            if p.grad is not None:
+                p.grad.mul_(self.group.size())
+
+
+class Unsynchronised(FlatDDP):
+    """Keeps every rank's own gradients."""
+
+    def finish_gradient_synchronization(self) -> None:
+        self.guard.finished()
+
+
+def gate_case(group, broken: bool, kind: str) -> None:
+    wrapper = {"undivided": Undivided, "unsynchronised": Unsynchronised}[kind] if broken else BucketedDDP
+    config = ParallelSettings(**SMALL).config()
+    check(config, {"candidate": wrapped(partial(wrapper))}, group, torch.device("cpu"), lambda note: None)
+
+
+@pytest.mark.parametrize("kind", ["undivided", "unsynchronised"])
+def test_the_gate_sees_a_wrong_wrapper(kind):
+    ranks.run(gate_case, 2, broken=False, kind=kind)
+    errors = ranks.run_failing(gate_case, 2, broken=True, kind=kind)
+    assert all("candidate's update is off its reference by" in error[1] for error in errors)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--bucket-sizes", "0"], "error: --bucket-sizes '0': write sizes in MB, such as 5 25 100"),
+        (["--bucket-sizes", "x"], "error: --bucket-sizes 'x': write sizes in MB"),
+        (["--d-model", "100"], "error: --d-model 100 is no multiple of 64, the size of a head"),
+        (["--size", "huge"], "error: "),
+        (["--backend", "nccl", "--device", "cpu"], "error: --backend nccl moves tensors between GPUs"),
+        (["--nproc", "0"], "error: Invalid value for '--nproc'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
+    assert run_command(ddp.main, arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+def test_reductions_hide_behind_backward():
+    link = Link(latency=0.0, bandwidth=1e9)
+    times = [link.seconds(1e9, ranks=2)] * 4
+    assert times == [1.0] * 4
+    assert exposed_seconds([1e9] * 4, times, backward=4.0, overlap=False) == 4.0
+    assert exposed_seconds([1e9] * 4, times, backward=4.0, overlap=True) == 1.0  # all but the last
+    assert exposed_seconds([1e9] * 4, times, backward=0.4, overlap=True) == pytest.approx(3.7)  # the first waits
+
+
+def test_the_memory_table_of_the_paper():
+    # Rajbhandari et al., figure 1, for 7.5 B parameters on 64 ranks, in fp32 rather than mixed precision.
+    stages = [sum(zero_memory(7_500, 0, 64, stage).values()) for stage in range(4)]
+    assert stages == pytest.approx([120_000, 60_937.5, 31_406.25, 1_875])
+    assert zero_memory(1_000, 100, 2, 3)["parameters"] == 4 * (450 + 100)

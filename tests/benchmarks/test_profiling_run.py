@@ -1,0 +1,259 @@
+"""The command that profiles every rank at once, end to end on small models, and what it refuses."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from benchmarks import profiling_run
+from benchmarks.profiling_pictures import PICTURES, TABLES, folder_name, leave_pictures, picture_beside, tables_beside
+from benchmarks.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
+from benchmarks.profiling_run import Settings
+from benchmarks.records import Record, read_records
+from cs336_systems.comm import Event, Place
+from cs336_systems.cost import Hardware, count_parameters
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.profiling.__main__ import main as profiling
+from cs336_systems.profiling.report import write_report
+from cs336_systems.profiling.trace import parse, read_json, read_trace, trace_files
+from tests.support import ranks
+from tests.support.machine import made_up
+from tests.support.merged_trace import validate
+
+SMALL = {"size": "tiny", "batch_size": 1, "context": 16, "warmup": 1, "steps": 1, "device": "cpu"}
+FILES = [
+    "flame.collapsed.txt",
+    "flame.speedscope.json",
+    "flame.svg",
+    "index.html",
+    "memory.md",
+    "memory.svg",
+    "merged.trace.json.gz",
+    "overlap.md",
+    "tables.md",
+    "timeline.svg",
+]
+
+
+def run_case(rank: int, world: int, folder: str, out: str, wrapper: str) -> None:
+    settings = Settings(**SMALL, wrapper=wrapper, out=Path(out), results=Path(out, "results"))
+    Path(out, "results").mkdir(exist_ok=True, parents=True)
+    profiling_run.probe = made_up  # in the process of this case only
+    profiling_run.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
+
+
+@pytest.fixture(scope="module", params=["bucketed", "zero3"])
+def folder(request, tmp_path_factory) -> Path:
+    """What a run over two ranks leaves."""
+    out = tmp_path_factory.mktemp(request.param)
+    ranks.run_alone(run_case, 2, out=str(out), wrapper=request.param)
+    return out
+
+
+def test_everything_is_left_in_one_folder(folder):
+    found = sorted(path.name for path in folder.iterdir() if path.is_file())
+    assert found == sorted([*FILES, "rank0.trace.json.gz", "rank1.trace.json.gz"])
+    assert not validate(read_json(folder / "merged.trace.json.gz")).problems
+    page = (folder / "index.html").read_text()
+    for picture in ("timeline.svg", "flame.svg", "memory.svg"):
+        assert f'src="{picture}"' in page
+    assert "RMSNorm" in page
+
+
+def test_the_record_says_where_time_and_memory_went(folder):
+    (record,) = read_records(folder / "results" / "profiling.jsonl")
+    metrics, expected, wrapper = record.metrics, record.predicted, record.config["wrapper"]
+    assert len(record.samples_ms) == 1
+    phases = sum(metrics[f"{phase}_ms"] for phase in ("forward", "backward", "synchronise", "optimizer"))
+    assert phases <= metrics["mean_ms"]
+    assert 0 < metrics["share_matrix_products"] < 1
+    assert len(metrics["overlap"]) == 2
+    assert expected["communication_ms"] > 0
+    if wrapper == "bucketed":
+        parameters = sum(count_parameters(Settings(**SMALL).case("tiny", torch.device("cpu")).config).values())
+        assert metrics["peak_memory_bytes"] > 16 * parameters  # weights, gradients, two moments
+        assert expected["exposed_ms"] <= expected["communication_ms"]
+        assert record.config["bucket_size_mb"] == 1.0
+        # A new gradient lies beside its buffer until it is copied.
+        assert metrics["peak_memory_bytes"] == pytest.approx(expected["peak_memory_bytes"], rel=0.05)
+    else:
+        assert not {"bucket_size_mb", "stack", "nvtx"} & record.config.keys()
+        # Layers that are gathered or reduced are much of a model this small.
+        assert 0.8 < expected["peak_memory_bytes"] / metrics["peak_memory_bytes"] < 1
+        assert not {"mean_ms", "exposed_ms"} & expected.keys()
+    assert (record.config["warmup"], record.config["steps"]) == (1, 1)
+
+
+def test_pictures_and_tables_lie_beside_the_record(folder, tmp_path):
+    results = folder / "results"
+    (record,) = read_records(results / "profiling.jsonl")
+    assert record.metrics["pictures"] == f"profiling/tiny-{record.config['wrapper']}"
+    for picture in PICTURES:
+        assert picture_beside(results, record, picture).read_bytes() == (folder / picture).read_bytes()
+    tables = tables_beside(results, record)
+    phases = {"forward", "backward", "synchronise", "optimizer"}
+    assert tables["operators"].keys() == {"step", *phases}
+    assert tables["phases"].keys() == phases
+    products = next(row for row in tables["operators"]["forward"] if row["name"] == "aten::mm")
+    assert products["calls"] > 0
+    assert products["flops"] > 0
+    assert {row["name"] for row in tables["shares"]} >= {"matrix products", "RMSNorm"}
+    assert tables_beside(results, replace(record, samples_ms=[1.0])) is None, "pictures of a later run are another's"
+    assert tables_beside(results, replace(record, metrics={})) is None
+    (tmp_path / record.metrics["pictures"]).mkdir(parents=True)
+    (tmp_path / record.metrics["pictures"] / TABLES).write_text("[]")
+    with pytest.raises(UserError, match=r"tables.json has no tables of a profile"):
+        tables_beside(tmp_path, record)
+
+
+def test_where_pictures_cannot_be_left(tmp_path):
+    config = {"size": "small", "wrapper": "none", "attention": "naive"}
+    assert folder_name(config) == "profiling/small-none-naive"
+    (tmp_path / "profiling").touch()
+    with pytest.raises(UserError, match=r"cannot write to \S+small-none-naive: .*--results DIR"):
+        leave_pictures(Record("profiling", config, {}), [parse({"traceEvents": []})], tmp_path, tmp_path)
+
+
+def test_the_report_can_be_made_again(folder):
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    for name in FILES:
+        (folder / name).unlink()
+    done = CliRunner().invoke(profiling, ["report", str(folder)], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+def test_one_rank_needs_no_wrapper(tmp_path, capsys, quick_probe):
+    options = ["--batch-size", "1", "--context", "16", "--warmup", "0", "--steps", "1", "--device", "cpu"]
+    options += ["--attention", "naive", "--recompute", "segments", "--out", str(tmp_path)]
+    assert run_command(profiling_run.main, [*options, "--results", str(tmp_path / "results")]) == 0
+    out = capsys.readouterr().out
+    assert "softmax" in out
+    assert "communication behind" not in out
+    (record,) = read_records(tmp_path / "results" / "profiling.jsonl")
+    assert record.config["wrapper"] == "none"
+    assert "overlap" not in record.metrics
+    assert record.metrics["share_softmax_of_attention"] > 0
+
+
+def test_a_report_of_a_foreign_trace(tmp_path, capsys):
+    """What plain torch.profiler writes has no tags, marks or phases; nothing breaks."""
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    profiler.export_chrome_trace(str(tmp_path / "rank0.trace.json"))
+    assert run_command(profiling, ["report", str(tmp_path)]) == 0
+    assert (tmp_path / "index.html").exists()
+    assert len(trace_files(tmp_path)) == 1
+    assert not read_trace(trace_files(tmp_path)[0]).ours
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--wrapper", "none", "--nproc", "2"], "--wrapper none joins no ranks, and there are 2"),
+        (["--precision", "fp16"], "fp16"),
+        (["--smoke", "--size", "huge"], "huge"),
+        (["--compile", "--wrapper", "flat"], "cannot be combined with --wrapper flat"),
+        (["--size", "huge"], "huge"),
+        (["--wrapper", "magic"], "magic"),
+        (["--device", "cpu", "--nvtx"], "--nvtx"),
+        (["--size", "2.7B", "--batch-size", "512", "--device", "cpu"], "needs"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options, message, tmp_path, capsys):
+    status = run_command(profiling_run.main, [*options, "--out", str(tmp_path), "--results", str(tmp_path / "r")])
+    error = capsys.readouterr().err
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("data", "message"), [(b"", "empty"), (b"{", "cut short"), (b"trace", "no JSON")])
+def test_a_broken_trace_is_one_line(data, message, tmp_path, capsys):
+    (tmp_path / "rank0.trace.json").write_bytes(data)
+    for command in ("report", "merge"):
+        assert run_command(profiling, [command, str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1
+        assert message in error
+
+
+def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "tables.md").mkdir()
+    event = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "pid": 1, "tid": 1, "ts": 1.0, "dur": 2.0}
+    with pytest.raises(UserError, match="cannot write to"):
+        write_report(tmp_path, [parse({"traceEvents": [event]})], None)
+    with pytest.raises(UserError, match="have no events"):
+        write_report(tmp_path, [parse({"traceEvents": []})], None)
+
+
+def test_predictions_follow_the_wrapper():
+    """With 1 ms a reduction and no latency: naive and flat hide nothing, overlapping ones all but what outlasts."""
+    case = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    hardware, link = Hardware("x", 1e12, 1e12, "made up"), Link(0.0, 1e6)
+    events = [Event("all-reduce", f"bucket {i}", 250, torch.float32, 2, "all-reduce") for i in range(3)]
+    events.append(Event("all-reduce", "used parameters", 10**6, torch.float32, 2, "all-reduce"))
+    naive = predicted(case, hardware, "naive", link, events, 2)
+    hidden = predicted(case, hardware, "bucketed", link, events, 2)
+    assert naive["communication_ms"] == hidden["communication_ms"] == pytest.approx(3.0)
+    assert naive["exposed_ms"] == pytest.approx(3.0)
+    assert hidden["exposed_ms"] == pytest.approx(3.0 - hidden["backward_ms"] * 2 / 3, rel=1e-6)
+    assert hidden["mean_ms"] - naive["mean_ms"] == pytest.approx(hidden["exposed_ms"] - naive["exposed_ms"])
+    alone = predicted(case, hardware, "none", None, [], 1)
+    assert "exposed_ms" not in alone
+    assert alone["mean_ms"] == pytest.approx(naive["mean_ms"] - 3.0)
+    sharded = predicted(case, hardware, "zero1", link, events, 2)
+    assert sharded["optimizer_ms"] == alone["optimizer_ms"] / 2
+    saved = alone["optimizer_ms"] / 2 + hidden["exposed_ms"] - sharded["exposed_ms"]
+    assert sharded["mean_ms"] == pytest.approx(hidden["mean_ms"] - saved)
+    assert not {"mean_ms", "exposed_ms"} & predicted(case, hardware, "zero3", link, events, 2).keys()
+    left_out = {"mean_ms", "exposed_ms", "communication_ms", "peak_memory_bytes"}
+    assert not left_out & predicted(case, hardware, "torch-ddp", link, [], 2).keys()
+
+
+def test_what_was_predicted_stands_beside_what_was_measured():
+    said = {"mean_ms": 2.0, "peak_memory_bytes": 2048, "share_matrix_products": 0.5, "exposed_ms": 3.0, "other_ms": 1.0}
+    found = {"mean_ms": 4.0, "peak_memory_bytes": 4096, "share_matrix_products": 0.25, "exposed_ms": [1.0, 5.0]}
+    table = beside_measured(Record("profiling", {}, {}, metrics=found, predicted=said))
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[1] == ["4 ms", "4.0 KiB", "25.0%", "5 ms", "-"]  # of ranks, the slowest
+    assert cells[2] == ["2 ms", "2.0 KiB", "50.0%", "3 ms", "1 ms"]
+
+
+def test_the_predicted_peak_follows_the_wrapper():
+    """By hand, with P bytes of weights: what keeps buckets has P more while the loss is made; ZeRO shards."""
+    case = Settings(**SMALL | {"batch_size": 8, "context": 128}).case("tiny", torch.device("cpu"))
+    parts = observe_passes(case.config, 8, 128).memory("step")
+    weights, loss = parts["parameters"], parts["activations"]
+    assert parts["gradients"] == 0  # the fullest moment is in the loss
+    norms = 4 * count_parameters(case.config)["norms"]
+    shard = (weights - norms) / 4 + norms
+    expected = dict.fromkeys(("none", "naive", "overlapped"), 3 * weights + loss)
+    expected |= dict.fromkeys(("flat", "bucketed"), 4 * weights + loss)
+    expected |= {"zero1": 2.5 * weights + loss, "zero2": 1.5 * weights + loss, "zero3": 3 * shard + loss}
+    assert {name: predicted_peak(case, name, 4) for name in expected} == expected
+    # With few tokens gradients are the most: of stage 2 this rank's and those of a bucket that is not yet reduced.
+    few = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    weights = observe_passes(few.config, 1, 16).memory("step")["parameters"]
+    assert predicted_peak(few, "zero2", 4) == (1 + 2 / 4 + 1 / 4 + 1) * weights
+
+
+def test_a_record_names_what_was_unusual():
+    case, options = Settings(**SMALL).case("tiny", torch.device("cpu")), vars(Settings())
+    assert {name: options[name] for name in USUAL} == USUAL
+    empty = parse({"traceEvents": [{"ph": "X", "name": "step 0", "ts": 0, "dur": 1000, "tid": 1, "pid": 1}]})
+
+    def config(wrapper: str, **changes: object) -> dict[str, object]:
+        return make_record(options | changes, wrapper, case, [empty], {}, {}).config
+
+    plain = config("flat")
+    assert not {*USUAL, "bucket_size_mb"} & plain.keys()
+    assert config("flat", bucket_size_mb=2.0) == plain  # which nobody has asked for
+    assert config("bucketed")["bucket_size_mb"] == 1.0
+    for name, value in {"warmup": 0, "steps": 5, "stack": True, "nvtx": True}.items():
+        assert config("flat", **{name: value}) == plain | {name: value}

@@ -1,0 +1,232 @@
+"""The published study's figures to their printed digits, formulas against their closed forms, tables and plot."""
+
+from dataclasses import replace
+
+import click
+import pytest
+
+from benchmarks import scaling_plot, scaling_table
+from benchmarks.scaling_logs import read_runs
+from benchmarks.scaling_run import (
+    Run,
+    bubble,
+    default_base,
+    efficiency,
+    ideal_bubble,
+    parent,
+    sample_flops,
+    top_level,
+    top_level_ms,
+    utilisation,
+)
+from benchmarks.scaling_table import PUBLISHED, find_base, import_log, markdown, scaling_sheet, timer_sheet
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from tests.support.scaling_rows import clean
+
+# Computed by hand from the study's printed lines: W, ms an iteration, samples/s, thousands of tokens/s, efficiency
+# relative to 1 and to 8 GPUs, bubble, ideal bubble, HFU, sum of the outermost timers, what they leave.
+STUDY = """
+1    179.1   44.7  22.9 100.0%      -  0.0%  0.0% 20.5%  169.1  10.0
+8    232.0  137.9  70.6  38.6% 100.0% 18.8% 20.0%  7.9%  208.4  23.6
+16  2873.6   22.3  11.4   3.1%   8.1% 18.1% 20.0%  0.6% 2733.9 139.7
+32   377.6  339.0 173.6  23.7%  61.4% 18.0% 20.0%  4.9%  347.7  29.9
+64   368.6  694.4 355.6  24.3%  62.9% 16.2% 20.0%  5.0%  355.2  13.4
+128  445.4 1149.4 588.5  20.1%  52.1% 16.4% 20.0%  4.1%  452.1  -6.7
+"""
+ROWS = [line.split() for line in STUDY.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def published() -> list[Run]:
+    return read_runs([PUBLISHED])
+
+
+def test_the_published_rows_give_the_studys_figures(published):
+    first, base = published[0], default_base(published)
+    assert base is published[1]
+    for run, (world, ms, samples, tokens, to_1, to_8, wait, ideal, hfu, timed, left) in zip(
+        published, ROWS, strict=True
+    ):
+        got = [f"{value:.1f}" for value in (run.iteration_ms, run.samples_per_s, run.tokens_per_s / 1e3)]
+        assert [str(run.world), *got] == [world, ms, samples, tokens]
+        shares = (efficiency(run, first), bubble(run), ideal_bubble(run), utilisation(run))
+        assert [f"{share:.1%}" for share in shares] == [to_1, wait, ideal, hfu]
+        assert to_8 == "-" or f"{efficiency(run, base):.1%}" == to_8
+        assert [f"{value:.1f}" for value in (top_level_ms(run), run.iteration_ms - top_level_ms(run))] == [timed, left]
+    assert [run.ms_per_sample for run in published] == [22.39, 7.25, 44.9, 2.95, 1.44, 0.87]
+    assert [run.micro_batches for run in published] == [2, 4, 4, 4, 4, 4]
+    assert {len(run.timers) for run in published} == {10, 13}
+    assert published[3].samples == 1280  # as printed
+    assert published[1].gpu_memory == (5624, 6176)
+    assert [run.gpu_util for run in published] == [85, 83, 66, 82, 88, 79]
+
+
+def test_the_tables_show_these_figures(published):
+    sheet = scaling_sheet(published)
+    assert sheet.heads[8:10] == ["eff. vs 1", "eff. vs 8"]
+    for cells, want in zip(sheet.rows, ROWS, strict=True):
+        assert [cells[0], *cells[5:13]] == [
+            *want[:3], f"{want[3]}k", *want[4:9],
+        ]  # fmt: skip
+    assert [cells[-1] for cells in sheet.rows] == ["5", "", "3", "1, 4", "", "2, 4"]
+    assert (
+        "HFU: 1.43 TFLOP a sample with recompute full, MFU: 1.1 TFLOP without, over 312 TFLOP/s a device." in sheet.note
+    )
+    assert "66% to 88% of the time" in sheet.note
+    timers = {row[0]: row[1:] for row in timer_sheet(published).rows}
+    assert len(timers) == 13 + 4
+    assert timers["forward-recv"] == ["", "-", "11.05", "222.47", "12.34", "13.24", "12.54"]
+    assert timers["batch-generator"][0] == "forward-compute"
+    assert timers["unaccounted"][1:] == [row[-1] for row in ROWS]
+    assert timers["memory, MiB"][1:3] == ["8,430", "5,624-6,176"]
+    text = markdown(published)
+    assert text.count("\n## ") == 1
+    assert "| 16 | 2/2/4 | 64 | 4 | 44.9 | 2873.6 | 22.3 | 11.4k | 3.1% | 8.1% |" in text
+
+
+def test_the_base_can_be_chosen(published):
+    sheet = scaling_sheet(published, find_base(published, 32))
+    assert [row[9] for row in sheet.rows] == ["-", "-", "-", "100.0%", "102.4%", "84.8%"]
+    assert "eff. vs 1" in scaling_sheet(published, published[0]).heads
+    assert len(scaling_sheet(published, published[0]).heads) == len(sheet.heads) - 1
+    with pytest.raises(UserError, match="--base 7: no run has 7 ranks; choose from 1, 8, 16, 32, 64, 128"):
+        find_base(published, 7)
+    with pytest.raises(UserError, match="no runs"):
+        scaling_sheet([])
+
+
+def test_flops_are_those_of_the_papers(published):
+    for run in published:
+        s, l, h, v = run.seq_length, run.num_layers, run.hidden_size, run.vocab_size  # noqa: E741
+        with_recompute = 96 * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
+        without = 72 * s * l * h**2 * (1 + s / (6 * h) + v / (12 * l * h))
+        # Exact integers against formulas with a handful of roundings.
+        assert sample_flops(run) == pytest.approx(with_recompute, rel=1e-14)
+        assert sample_flops(run, model_only=True) == pytest.approx(without, rel=1e-14)
+        assert sample_flops(replace(run, recompute="none")) == sample_flops(run, model_only=True)
+        selective = sample_flops(replace(run, recompute="selective")) - sample_flops(run, model_only=True)
+        assert selective == l * 4 * s**2 * h
+    assert f"{sample_flops(published[0]) / 1e12:.3f}" == "1.431"
+    assert sample_flops(replace(published[0], vocab_size=None)) is None
+    assert utilisation(replace(published[0], peak_flops=None)) is None
+
+
+def test_timers_inside_others_are_not_added_twice():
+    old = {"forward-compute", "batch-generator", "optimizer", "optimizer-clip-main-grad", "backward-params-all-reduce"}
+    assert [name for name in sorted(old) if parent(name, old)] == ["batch-generator", "optimizer-clip-main-grad"]
+    assert parent("optimizer-clip-main-grad", {"forward-compute"}) is None
+    newer = dict.fromkeys(
+        ("forward-backward", "forward-compute", "backward-compute", "forward-send-backward-recv", "batch-generator",
+         "all-grads-sync", "embedding-grads-all-reduce", "params-all-gather", "optimizer", "optimizer-inner-step"), 1.0,
+    )  # fmt: skip
+    assert list(top_level(clean(8, timers=newer))) == ["forward-backward", "params-all-gather", "optimizer"]
+
+
+def test_a_bubble_needs_its_timers_and_counts_waits_with_their_collective():
+    run = clean(8)
+    assert bubble(run) == pytest.approx(37 / (60 + 12 + 100 + 0.2 + 2 + 25))
+    waiting = {name: value for name, value in run.timers.items() if name != "backward-embedding-all-reduce"}
+    split = {"backward-embedding-all-reduce-wait": 24.0, "backward-embedding-all-reduce": 1.0}
+    assert bubble(replace(run, timers=waiting | split)) == pytest.approx(bubble(run))
+    assert bubble(replace(run, timers={"forward-compute": 1.0})) is None
+    assert bubble(clean(8, pp=1, dp=4)) == 0.0
+    assert ideal_bubble(replace(run, pp=4, dp=1, global_batch_size=20)) == 3 / 8
+
+
+def test_runs_that_look_alike_are_told_apart_by_name():
+    alike = [clean(8, name="gpipe"), clean(8, name="1f1b")]
+    sheet = scaling_sheet(alike)
+    assert sheet.heads[0] == "run"
+    assert [row[0] for row in sheet.rows] == ["gpipe", "1f1b"]
+    assert scaling_sheet([clean(4), clean(8)]).heads[0] == "W"
+
+
+def test_columns_of_timers_are_told_apart():
+    runs = [clean(4), clean(8, name="gpipe"), clean(8, tp=4, dp=1), clean(8, name="1f1b")]
+    assert timer_sheet(runs).heads == ["timer", "inside", "W = 4", "gpipe", "4x2x1", "1f1b"]
+    assert timer_sheet(runs[1:3]).heads[2:] == ["2x2x2", "4x2x1"]
+
+
+def test_flops_of_a_small_model_have_small_units():
+    shape = {"num_layers": 1, "hidden_size": 10, "seq_length": 10, "vocab_size": 100}
+    note = scaling_sheet([clean(4, **shape, peak_flops=2e10)]).note
+    # Three times (24 s h^2 + 4 s^2 h + 2 s h V)
+    assert note.endswith(
+        "HFU: 144 kFLOP a sample with recompute none, MFU: 144 kFLOP without, over 20 GFLOP/s a device."
+    )
+
+
+def test_what_is_unknown_is_a_dash():
+    (row,) = scaling_sheet([clean(8, iterations=None)]).rows
+    assert row[4:] == ["7.16", "229.0", "139.7", "-", "100.0%", "18.6%", "20.0%", "-", "-", "-", ""]
+    assert "memory, MiB" not in [row[0] for row in timer_sheet([clean(8)]).rows]
+    assert [scaling_table.figure(value) for value in (0.012345, 12345.678)] == ["0.0123", "12,345.7"]
+    assert [scaling_table.thousands(value) for value in (512.0, 22867.0)] == ["512", "22.9k"]
+
+
+def test_parts_of_an_iteration_make_it_up(published):
+    for run in published:
+        parts = scaling_plot.breakdown(run)
+        assert sum(parts.values()) == pytest.approx(max(run.iteration_ms, top_level_ms(run)), rel=1e-12)
+    parts = scaling_plot.breakdown(published[1])
+    assert parts["bubble"] == 11.05 + 24.96
+    assert parts["sent between stages"] == 0.2 + 1.98
+    assert (parts["gradients' all-reduce"], parts["optimizer"], parts["other timers"]) == (6.46, 10.59, 0.0)
+    assert scaling_plot.marks(published) == {0: "5", 2: "3", 3: "1, 4", 5: "2, 4"}
+
+
+def test_the_command_line(capsys, monkeypatch, tmp_path):
+    assert run_command(import_log, ["--markdown"]) == 0
+    assert capsys.readouterr().out == markdown(read_runs([PUBLISHED]))
+    assert run_command(import_log, ["--base", "32"]) == 0
+    shown = capsys.readouterr().out
+    assert "102.4%" in shown
+    assert "12,800 fits." in shown
+    assert run_command(import_log, ["--base", "7"]) == 2
+    (peak,) = [option for option in import_log.params if option.name == "peak_tflops"]
+    assert peak.help.startswith("TFLOP/s of a device")
+    assert run_command(import_log, ["--peak-tflops", "0"]) == 2
+    log = tmp_path / "empty.log"
+    log.write_text("nothing")
+    assert run_command(import_log, [str(log)]) == 2
+    assert "empty.log has no timers" in capsys.readouterr().err
+    monkeypatch.setattr(scaling_table, "can_plot", lambda: False)
+    assert run_command(import_log, ["--plot", str(tmp_path / "x.png")]) == 2
+    assert "no plot without matplotlib" in capsys.readouterr().err
+    assert isinstance(import_log, click.Command)
+    assert import_log.name == "import-log"
+
+
+def test_a_peak_that_the_log_does_not_know_can_be_given(capsys, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text(PUBLISHED.read_text().replace('"peak_flops": 312000000000000.0', '"peak_flops": null'))
+    assert run_command(import_log, ["--markdown", str(path)]) == 0
+    assert "20.5%" not in capsys.readouterr().out
+    assert run_command(import_log, ["--markdown", "--peak-tflops", "312", str(path)]) == 0
+    assert capsys.readouterr().out == markdown(read_runs([PUBLISHED]))
+
+
+def test_the_plot(published, tmp_path):
+    pytest.importorskip("matplotlib")
+    throughput, ratio, bars = scaling_plot.draw(published).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in throughput.lines}
+    assert lines["tp 2, pp 2"] == [[run.world, run.samples_per_s] for run in published[1:]]
+    ideal = published[1].samples_per_s / 8
+    assert lines["ideal, from W = 8"] == [[1, ideal], [128, 128 * ideal]]
+    relative = [
+        line.get_ydata().tolist() for line in ratio.lines if str(line.get_label()).startswith("relative to W = 8")
+    ]
+    assert relative == [[100 * efficiency(run, published[1]) for run in published[1:]]]
+    tops = [
+        max(bar.get_y() + bar.get_height() for bar in bars.patches if abs(bar.get_x() + 0.35 - i) < 1e-9)
+        for i in range(6)
+    ]
+    assert tops[1] == pytest.approx(published[1].iteration_ms)
+    assert tops[2] == pytest.approx(tops[5])  # drawn smaller, to the height of the highest other
+    assert any("2,874 ms" in text.get_text() and "drawn at 1/6.4" in text.get_text() for text in bars.texts)
+    scaling_plot.save(published, tmp_path / "a.png")
+    pictures = [scaling_plot.save(published, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg")]
+    assert pictures[0] == pictures[1]
+    with pytest.raises(UserError, match=r"a\.gif should end in \.png, \.svg, \.pdf"):
+        scaling_plot.save(published, tmp_path / "a.gif")

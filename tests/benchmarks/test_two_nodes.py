@@ -1,0 +1,169 @@
+"""Two simulated nodes: what is refused, what is built, that nothing of it stays, and the template for real ones."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks import two_nodes
+from benchmarks.two_nodes import Settings, namespaces, start, tool
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@cache
+def able() -> bool:
+    """Whether this process may make network namespaces and limit rates in them."""
+    if os.geteuid() != 0 or not all(map(shutil.which, two_nodes.TOOLS)):
+        return False
+    try:
+        with namespaces(1) as names:
+            two_nodes.limit(names[0], "lo", Settings())
+    except UserError:
+        return False
+    return True
+
+
+needs_root = pytest.mark.skipif(not able(), reason="needs root, iproute2 and network namespaces with tbf")
+
+
+def ours() -> list[str]:
+    return [line for line in tool("ip", "netns", "list").splitlines() if f"-{os.getpid()}" in line]
+
+
+def refused(arguments: list[str], capsys) -> str:
+    assert run_command(two_nodes.main, arguments) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "error: no command; after -- comes what torchrun runs"),
+        (["--", "nowhere.py"], "error: nowhere.py is no file; after -- comes what torchrun runs"),
+        (["--rate", "fast", "--", "-m", "this"], "error: --rate fast is no rate; write 1gbit"),
+        (["--latency", "5", "--", "-m", "this"], "error: --latency 5 is no time; write 50ms"),
+        (["--nproc", "0", "--", "-m", "this"], "error: Invalid value for '--nproc': 0 is not in the range x>=1."),
+        (["--", "-m", "this"], "error: only root may make network namespaces"),
+    ],
+)
+def test_bad_input_and_a_plain_user_are_one_line(arguments, line, monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert refused(arguments, capsys).startswith(line)
+
+
+def test_a_missing_tool_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(two_nodes.shutil, "which", lambda name: None if name == "tc" else f"/bin/{name}")
+    assert refused(["--", "-m", "this"], capsys) == "error: there is no tc here; install iproute2"
+
+
+def test_records_will_say_what_joined_the_ranks():
+    assert Settings().describe() == "2 nodes simulated on one machine, 1gbit tbf"
+    assert Settings(rate="100mbit", one_node=True).describe() == "loopback of one node, 100mbit tbf"
+
+
+@needs_root
+def test_both_ends_of_the_wire_are_limited():
+    with namespaces(2) as names:
+        two_nodes.join(names, Settings(rate="123mbit", latency="7ms"))
+        for name in names:
+            assert "qdisc tbf" in (shape := tool("tc", "-n", name, "qdisc", "show", "dev", two_nodes.DEVICE))
+            assert "rate 123Mbit" in shape
+            assert "lat 7ms" in shape
+    assert ours() == []
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and that nobody has waited for does not."""
+    status = Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
+
+
+@needs_root
+def test_nothing_stays_when_the_inside_breaks():
+    def breaks() -> None:
+        with namespaces(2) as names:
+            two_nodes.join(names, Settings())
+            # Like torchrun's ranks, the sleeper has a session of its own and does not hear what its parent does.
+            script = "setsid sleep 1000 & echo $MARK $!; wait"
+            process = start(names[1], ["sh", "-c", script], {"MARK": "here"}, subprocess.PIPE)
+            started.append(process)
+            mark, pid = process.stdout.readline().split()
+            pids.append(int(pid))
+            assert mark == b"here"
+            assert alive(pids[0])
+            raise KeyError("broken")
+
+    started, pids = [], []
+    with pytest.raises(KeyError, match="broken"):
+        breaks()
+    started[0].stdout.close()
+    assert started[0].wait(10) == -9
+    assert not alive(pids[0])
+    assert ours() == []
+
+
+@needs_root
+def test_a_tool_that_fails_says_why():
+    with pytest.raises(UserError, match=r"ip netns del nowhere: Cannot remove .*No such file"):
+        tool("ip", "netns", "del", "nowhere")
+
+
+def test_the_first_failure_ends_the_others_after_a_moment(monkeypatch):
+    monkeypatch.setattr(two_nodes, "GRACE", 0.1)
+    words = (["sleep", "100"], [sys.executable, "-c", "raise SystemExit(3)"])
+    processes = [subprocess.Popen(each, start_new_session=True) for each in words]
+    assert two_nodes.finish(processes) == 1
+    assert (processes[0].poll(), processes[1].poll()) == (None, 3)
+    two_nodes.stop(processes)
+    assert processes[0].poll() == -9
+    assert two_nodes.finish([subprocess.Popen(["true"])]) is None
+
+
+@needs_root
+def test_a_benchmark_runs_on_two_nodes_and_its_records_say_so(in_tmp):
+    words = [sys.executable, FOLDER / "two_nodes.py", "--rate", "2gbit", "--", FOLDER / "allreduce.py"]
+    words += ["--device", "cpu", "--sizes", "40KB", "--steps", "2", "--warmup", "1", "--results", "out"]
+    before = tool("ip", "netns", "list")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [record] = [json.loads(line) for line in (in_tmp / "out/allreduce.jsonl").read_text().splitlines()]
+    config = record["config"]
+    assert (config["ranks"], config["nodes"]) == (2, 2)
+    assert config["link"] == "2 nodes simulated on one machine, 2gbit tbf"
+    assert record["status"] == "ok"
+    assert done.stdout.count("all-reduce (mean) of float32") == 1
+    # What was probed is the wire: 250 MB/s and not the loopback's several times that.
+    assert record["metrics"]["link_bytes_per_s"] < 1.1 * 2e9 / 8
+    assert tool("ip", "netns", "list") == before
+
+
+SRUN = """
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_NNODES=2 GLOO_SOCKET_IFNAME=lo "${@:2}" & tasks+=($!)
+done
+for task in "${tasks[@]}"; do wait "$task" || exit 1; done
+"""
+
+
+def test_the_template_for_slurm_leads_the_ranks_together(tmp_path):
+    stubs = {"srun": SRUN, "scontrol": "echo localhost; echo elsewhere", "python": f'exec {sys.executable} "$@"'}
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost,elsewhere", "SLURM_CPUS_PER_TASK": "1"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    words = ["bash", FOLDER / "two_nodes.sbatch", FOLDER / "allreduce.py", "--smoke", "--device", "cpu"]
+    done = subprocess.run(words, env={**os.environ, **job, "PATH": path}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cores; 2 nodes") == 1  # of two ranks, one prints

@@ -1,0 +1,301 @@
+"""Killed at any call to the file system, a save leaves the old or the new checkpoint, whole.
+
+The calls of one save are counted, and Python's own record of what it changes must agree with the count. Then a process
+is killed before, in the middle of and after each of them, with SIGKILL, and another one looks at what is there.
+"""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cs336_systems.checkpoint import clean, list_checkpoints, open_checkpoint, open_newest
+from cs336_systems.comm import Place, agree, agreement, diagnostics, distributed
+from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step, save_steps
+from tests.support.ranks import run_alone
+
+CHANGING = ("open", "write", "fsync", "close", "rename", "mkdir", "unlink", "rmdir")
+SHORT = 1.0  # seconds that a rank waits for one that was killed
+
+
+def forked(function: Callable[..., Any], *arguments: Any) -> Callable[[], tuple[int, Any]]:
+    """Begin to run a function in a process of its own; what is returned waits for (exit code, result or traceback)."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            signal.alarm(int(PATIENCE))
+            result = json.dumps(function(*arguments))
+            code = 0
+        except BaseException:
+            result = json.dumps(traceback.format_exc())
+        try:
+            os.write(writing, result.encode())
+        finally:
+            os._exit(code)
+    os.close(writing)
+
+    def wait() -> tuple[int, Any]:
+        with open(reading) as pipe:
+            text = pipe.read()
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), json.loads(text) if text else None
+
+    return wait
+
+
+class Calls:
+    """Counts the calls that may change a file system, in order, and kills this process at one of them if told.
+
+    `kill` is the number of a call and "before", "middle" (half of what it writes is written) or "after".
+    """
+
+    def __init__(self, kill: tuple[int, str] | None = None) -> None:
+        self.kill, self.log, self.names = kill, [], {}
+        self.written: dict[str, int] = {}
+        self.real = {name: getattr(os, name) for name in CHANGING}
+
+    def __enter__(self) -> "Calls":
+        for name in CHANGING:
+            setattr(os, name, self.wrapped(name))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self.real.items():
+            setattr(os, name, function)
+
+    def wrapped(self, name: str) -> Callable[..., Any]:
+        def call(first: Any, *rest: Any, **named: Any) -> Any:
+            number, real = len(self.log), self.real[name]
+            what = self.names.get(first) if isinstance(first, int) else os.fspath(first)
+            self.log.append([name, what, *(str(each) for each in rest if name in ("rename", "open"))])
+            for moment in ("before", "middle"):
+                if self.kill == (number, moment):
+                    if moment == "middle":
+                        real(first, rest[0][: len(rest[0]) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+            result = real(first, *rest, **named)
+            if name == "open":
+                self.names[result] = what
+            if name == "write":
+                self.written[what] = self.written.get(what, 0) + result
+            if self.kill == (number, "after"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+
+def audited() -> list[list[str]]:
+    """A list to which Python itself adds every change of the file system that it makes from now on."""
+    seen: list[list[str]] = []
+    writing = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+    def hook(event: str, details: tuple) -> None:
+        if event == "open" and isinstance(details[0], str | os.PathLike) and details[2] & writing:
+            seen.append(["open", os.fspath(details[0])])
+        elif event == "shutil.rmtree":
+            pass  # it consists of others
+        elif event.startswith(("os.", "shutil.")) and event not in ("os.listdir", "os.scandir", "os.fork"):
+            seen.append([event.removeprefix("os.").replace("remove", "unlink"), os.fspath(details[0])])
+
+    sys.addaudithook(hook)
+    return seen
+
+
+def watched_save(parent: str, step: int) -> dict[str, Any]:
+    """The calls of a save in order, what Python's own record of it says, and the bytes that went through os.write."""
+    with distributed("cpu", timeout=PATIENCE) as group:
+        seen = audited()
+        with Calls() as calls:
+            folder = save_step(Path(parent), step, group)
+            audit = list(seen)
+    sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+    return {"log": calls.log, "audit": audit, "written": calls.written, "sizes": sizes}
+
+
+def killed_save(parent: str, step: int, kill: tuple[int, str]) -> None:
+    with distributed("cpu", timeout=PATIENCE) as group, Calls(kill):
+        save_step(Path(parent), step, group)
+
+
+def found_after(parents: Sequence[str], ranks: int) -> list[dict[str, Any]]:
+    """What a run that begins in each folder finds: the newest step, how many are whole, what clean() has left."""
+    results = []
+    with distributed("cpu", timeout=PATIENCE) as group:
+        for parent in map(Path, parents):
+            clean(parent)
+            said: list[str] = []
+            newest = open_newest(parent, group, lambda _: "", said.append)
+            whole = [is_step(open_checkpoint(path), int(path.name[5:]), ranks) for path in list_checkpoints(parent)]
+            step = newest.manifest.step
+            names = sorted(path.name for path in parent.iterdir())
+            results.append(
+                {"step": step, "same": is_step(newest, step, ranks), "whole": whole, "names": names, "said": said}
+            )
+    return results
+
+
+def save_alone(parent: str, steps: Sequence[int]) -> None:
+    with distributed("cpu", timeout=PATIENCE) as group:
+        save_steps(group, parent, steps)
+
+
+def sweep_alone(rank: int, world_size: int, store: str, folder: str) -> dict[str, Any]:
+    """Kill the third save of a process at every call, each in a copy of a folder with two checkpoints."""
+    template = f"{folder}/template"
+    first = forked(save_alone, template, [1, 2])()
+    assert first[0] == 0, first
+    shutil.copytree(template, f"{folder}/watched")
+    code, watched = forked(watched_save, f"{folder}/watched", 3)()
+    assert code == 0, watched
+    points = [(number, moment) for number in range(len(watched["log"])) for moment in ("before", "after")]
+    points += [(number, "middle") for number, call in enumerate(watched["log"]) if call[0] == "write"]
+    parents = [f"{folder}/{number}-{moment}" for number, moment in points]
+    for parent in parents:
+        shutil.copytree(template, parent)
+    codes: list[int] = []
+    for begin in range(0, len(points), 6):  # a few at a time
+        waits = [forked(killed_save, parents[i], 3, points[i]) for i in range(begin, min(begin + 6, len(points)))]
+        codes += [wait()[0] for wait in waits]
+    code, found = forked(found_after, parents, 1)()
+    assert code == 0, found
+    return {"watched": watched, "points": points, "codes": codes, "found": found}
+
+
+def rank_of_two(
+    rank: int, folder: str, kill: tuple[int, str] | None = None, steps: Sequence[int] = (3,)
+) -> dict[str, Any]:
+    """One of two ranks that save, and are killed or left behind; how many calls it made, and how it ended."""
+    begin, said = 0.0, ""
+    place = Place(rank, 2, rank, 2, f"{folder}/store-{steps[0]}")
+    calls = Calls(kill)
+    try:
+        with distributed("cpu", timeout=PATIENCE, place=place) as group:
+            agree("ready", "", group)
+            agreement.group_timeout = diagnostics.group_timeout = lambda _: timedelta(
+                seconds=SHORT if steps == (3,) else PATIENCE
+            )
+            begin = time.monotonic()
+            with calls:
+                for step in steps:
+                    save_step(Path(folder) / "checkpoints", step, group)
+            agree("next step", "", group)  # training would go on
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    return {"calls": len(calls.log), "said": said, "seconds": time.monotonic() - begin}
+
+
+def sweep_two(rank: int, world_size: int, store: str, folder: str, together: int = 14) -> dict[str, Any]:
+    """Kill rank 0 or rank 1 before each of its calls and after its last, several pairs of processes at a time."""
+    template = f"{folder}/template"
+    os.mkdir(template)
+    saved = [wait() for wait in [forked(rank_of_two, each, template, None, (1, 2)) for each in (0, 1)]]
+    assert all(code == 0 and not result["said"] for code, result in saved), saved
+    shutil.copytree(template, f"{folder}/watched")
+    watched = [wait() for wait in [forked(rank_of_two, each, f"{folder}/watched") for each in (0, 1)]]
+    assert [code for code, _ in watched] == [0, 0], watched
+    assert [result["said"] for _, result in watched] == ["", ""], watched
+    points = []
+    for victim, (_, result) in enumerate(watched):
+        points += [(victim, number, "before") for number in range(result["calls"])]
+        points.append((victim, result["calls"] - 1, "after"))
+    ended = []
+    for begin in range(0, len(points), together):
+        waits = []
+        for victim, number, moment in points[begin : begin + together]:
+            place = f"{folder}/{victim}-{number}-{moment}"
+            shutil.copytree(template, place)
+            kills = [(number, moment) if each == victim else None for each in (0, 1)]
+            waits.append([forked(rank_of_two, each, place, kills[each]) for each in (0, 1)])
+        ended += [[wait() for wait in pair] for pair in waits]
+    parents = [f"{folder}/{victim}-{number}-{moment}/checkpoints" for victim, number, moment in points]
+    code, found = forked(found_after, parents, 2)()
+    assert code == 0, found
+    return {"points": points, "ended": ended, "found": found, "calls": [result["calls"] for _, result in watched]}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The sweep over the saves of a single process."""
+    return run_alone(sweep_alone, 1, folder=str(tmp_path_factory.mktemp("alone")))[0]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The sweep over the saves of two ranks."""
+    return run_alone(sweep_two, 1, folder=str(tmp_path_factory.mktemp("two")))[0]
+
+
+def test_no_change_of_the_file_system_escapes_the_count(alone):
+    watched = alone["watched"]
+    writing = [call for call in watched["log"] if call[0] == "open" and int(call[2]) & (os.O_WRONLY | os.O_CREAT)]
+    names = ("rename", "mkdir", "unlink", "rmdir")
+    counted = [call[:2] for call in watched["log"] if call[0] in names or call in writing]
+    assert counted == watched["audit"]
+    # Nor does a byte: what is in the files went through os.write.
+    assert {Path(name).name: count for name, count in watched["written"].items()} == watched["sizes"]
+    kinds = [call[0] for call in watched["log"]]
+    assert {kind: kinds.count(kind) for kind in CHANGING} == {
+        "mkdir": 1, "open": 5, "write": 2, "fsync": 4, "close": 5, "rename": 2, "unlink": 2, "rmdir": 1,
+    }  # fmt: skip
+
+
+def test_killed_anywhere_one_process_leaves_old_or_new(alone):
+    points, found = alone["points"], alone["found"]
+    assert alone["codes"] == [-signal.SIGKILL] * len(points)
+    assert len(points) == 2 * 22 + 2
+    names = [call[:3] for call in alone["watched"]["log"]]
+    (commit,) = [i for i, call in enumerate(names) if call[0] == "rename" and call[2].endswith("step-00000003")]
+    for (number, moment), after in zip(points, found, strict=True):
+        new = number > commit or (number, moment) == (commit, "after")
+        assert after["step"] == (3 if new else 2), (number, moment, after)
+        check(after, (number, moment))
+
+
+def check(after: dict[str, Any], point: Any) -> None:
+    """Whole, at least two, nothing refused, and nothing unfinished left."""
+    assert after["same"], (point, after)
+    assert len(after["whole"]) >= 2, (point, after)
+    assert all(after["whole"]), (point, after)
+    assert not after["said"], (point, after)
+    assert all(name.startswith("step-") and len(name) == 13 for name in after["names"]), (point, after)
+
+
+def test_what_a_loss_of_power_may_not_reorder(alone):
+    log = [tuple(call) for call in alone["watched"]["log"]]
+    (new,) = [i for i, call in enumerate(log) if call[0] == "rename" and call[2].endswith("step-00000003")]
+    hidden, name = log[new][1:3]
+    (folder_synced,) = [i for i, call in enumerate(log) if call[:2] == ("fsync", hidden)]
+    (parent_synced,) = [i for i, call in enumerate(log) if call[:2] == ("fsync", str(Path(name).parent))]
+    for file in (FILE, "manifest.json"):
+        last_write = max(i for i, call in enumerate(log) if call[:2] == ("write", f"{hidden}/{file}"))
+        (synced,) = [i for i, call in enumerate(log) if call[:2] == ("fsync", f"{hidden}/{file}")]
+        assert last_write < synced < folder_synced < new < parent_synced
+    deletions = [i for i, call in enumerate(log) if call[0] in ("unlink", "rmdir") or ".deleting" in str(call)]
+    assert [log[i][0] for i in deletions] == ["rename", "open", "unlink", "unlink", "close", "rmdir"]
+    assert parent_synced < min(deletions)
+
+
+def test_killed_anywhere_one_of_two_ranks_leaves_old_or_new(two):
+    assert two["calls"] == [23, 4]
+    for (victim, *point), pair, after in zip(two["points"], two["ended"], two["found"], strict=True):
+        assert pair[victim][0] == -signal.SIGKILL, (victim, point, pair)
+        code, survivor = pair[1 - victim]
+        assert code == 0
+        assert survivor["said"].startswith("CommError: "), (victim, point, survivor)
+        assert f"rank {victim} of 2 did not answer; rank {victim} died" in survivor["said"]
+        assert survivor["seconds"] < 10 * SHORT
+        check(after, (victim, point))
+        if victim == 1:
+            assert after["step"] == 2
+    assert {after["step"] for after in two["found"]} == {2, 3}

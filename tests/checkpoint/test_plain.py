@@ -1,0 +1,264 @@
+"""Checkpoints as others see them: a hash of the weights, plain safetensors files, and the commands."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cs336_systems.checkpoint import (
+    RANDOM,
+    VALUE,
+    Box,
+    Piece,
+    RefusedError,
+    export_plain,
+    my_share,
+    open_checkpoint,
+    open_newest,
+    open_plain,
+    save,
+    weights_hash,
+)
+from cs336_systems.checkpoint.__main__ import main
+from cs336_systems.comm import distributed
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from tests.support.checkpoint_cases import FILE, any_tensor, bits, flip, pieces_of, save_step, save_steps, tensors
+from tests.support.ranks import run
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A group of this process alone."""
+    with distributed("cpu", timeout=20) as joined:
+        yield joined
+
+
+def two_layouts(group, parent: str) -> list[str]:
+    """Hashes of the same weights saved by this many ranks in rows, and in runs."""
+    rank, ranks, found = group.rank(), group.size(), []
+    whole = {key: each for key, each in tensors(4, rank).items() if key[0] != "a.weight"}
+    rows = tensors(4)["a.weight", VALUE]
+    low, high = my_share(6, rank, ranks)
+    box = Box((6, 4), (low, 0), (high - low, 4))
+    folder = save(
+        Path(parent),
+        1,
+        [*pieces_of(whole, rank, ranks), Piece("a.weight", VALUE, box, 0, rows[low:high])],
+        {},
+        {},
+        group,
+    )
+    found.append(weights_hash(open_checkpoint(folder, group)))
+    folder = save(Path(parent), 2, pieces_of(tensors(4, rank), rank, ranks), {}, {}, group)
+    found.append(weights_hash(open_checkpoint(folder, group)))
+    assert open_newest(Path(parent), group, lambda _: "", print).folder == folder
+    return found
+
+
+def test_the_hash_of_weights_does_not_know_the_layout(tmp_path):
+    hashes = {
+        each
+        for ranks in (1, 2, 3)
+        for found in run(two_layouts, ranks, parent=str(tmp_path / str(ranks)))
+        for each in found
+    }
+    assert len(hashes) == 1
+
+
+def test_the_hash_of_weights_knows_every_bit_name_shape_and_dtype(tmp_path, group):
+    base = {("w", VALUE): torch.zeros(2, 3), ("w", "exp_avg"): torch.zeros(2, 3), (f"{RANDOM}x", VALUE): torch.zeros(3)}
+    variants = [
+        {("w", VALUE): torch.zeros(2, 3)},
+        {("w", VALUE): torch.zeros(2, 3).index_fill(0, torch.tensor([1]), -0.0)},
+        {("v", VALUE): torch.zeros(2, 3)},
+        {("w", VALUE): torch.zeros(3, 2)},
+        {("w", VALUE): torch.zeros(2, 3, dtype=torch.int32)},
+        {("w", VALUE): torch.zeros(2, 3), ("v", VALUE): torch.zeros(0)},
+    ]
+    same = [variants[0], base | {("w", "exp_avg"): torch.ones(2, 3)}, base]
+
+    def hash_of(number: int, whole: dict) -> str:
+        return weights_hash(open_checkpoint(save(tmp_path, number, pieces_of(whole, 0, 1), {}, {}, group)))
+
+    assert len({hash_of(number, whole) for number, whole in enumerate(variants)}) == len(variants)
+    assert len({hash_of(10 + number, whole) for number, whole in enumerate(same)}) == 1
+
+
+def test_export_and_import_of_a_plain_file(tmp_path, group, monkeypatch):
+    checkpoint = open_checkpoint(save_step(tmp_path / "checkpoints", 1, group))
+    file = tmp_path / "model.safetensors"
+    assert export_plain(checkpoint, file) == 5
+    assert file.stat().st_mode & 0o777 == (checkpoint.folder / "manifest.json").stat().st_mode & 0o777
+    wanted = {name: each for (name, kind), each in tensors(1).items() if kind == VALUE}
+    theirs, ours = load_file(file), open_plain(file)
+    assert theirs.keys() == wanted.keys() == ours.tensors.keys()
+    for name, tensor in wanted.items():
+        assert theirs[name].dtype == tensor.dtype
+        assert bits(theirs[name]) == bits(tensor) == bits(ours.read(name, VALUE, Box.whole(tensor.shape)))
+    assert weights_hash(ours) == weights_hash(checkpoint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+    before = file.read_bytes()
+    with pytest.raises(UserError, match="exists already; name another file"):
+        export_plain(checkpoint, file)
+    assert file.read_bytes() == before
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/nowhere/x: No such file or directory"):
+        export_plain(checkpoint, tmp_path / "nowhere" / "x")
+
+    def no_rename(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.rename", no_rename)
+    with pytest.raises(UserError, match=f"cannot write {tmp_path}/y: .*Input/output error"):
+        export_plain(checkpoint, tmp_path / "y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
+
+
+def test_files_of_the_checkpoint_are_plain_safetensors(tmp_path, group):
+    folder = save_step(tmp_path, 1, group)
+    theirs = load_file(folder / FILE)
+    assert torch.equal(theirs["a.weight"], tensors(1)["a.weight", VALUE])  # whole, and so in its shape
+    assert torch.equal(theirs["a.weight:exp_avg"], tensors(1)["a.weight", "exp_avg"])
+
+
+def test_a_file_of_the_safetensors_library_is_read(tmp_path):
+    draw = random.Random(5)
+    for number in range(10):
+        shapes = [tuple(draw.choice([0, 1, 3]) for _ in range(draw.randint(0, 3))) for _ in range(4)]
+        wanted = {f"t{i}": any_tensor(draw, shape) for i, shape in enumerate(shapes)}
+        save_file(wanted, tmp_path / f"{number}", {"author": "somebody"} if number % 2 else None)
+        found = open_plain(tmp_path / f"{number}")
+        assert found.tensors.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            read = found.read(name, VALUE, Box.whole(tensor.shape))
+            assert (read.dtype, bits(read)) == (tensor.dtype, bits(tensor))
+
+
+def head(value: object, data: int = 8) -> bytes:
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(data)
+
+
+def one(**changes: object) -> bytes:
+    return head({"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "its head would have 0 bytes of 0"),
+        (b"\x80\x02}q\x00.", "its head would have .* bytes of 6"),
+        (head({}, 0)[:-1], "its head would have 2 bytes of 9"),
+        (b"\xff" * 8 + b"{}", "its head would have 18,446,744,073,709,551,615 bytes of 10"),
+        (head([]), "pop expected at most 1 argument|no safetensors"),
+        (head(b"[" * 5000), "recursion"),
+        (head({"t": 1}), "not subscriptable"),
+        (head({"__metadata__": 1}), "no attribute 'items'"),
+        (one(dtype="F8"), "dtype 'F8'"),
+        (one(dtype=[]), "unhashable"),
+        (one(shape=[3]), "a tensor of 3 elements of F32 at 0 to 8 of 8 bytes"),
+        (one(shape=[-2]), r"shape \[-2\] at 0 to 8"),
+        (one(shape=[True, 2]), r"shape \[True, 2\] at 0 to 8"),
+        (one(shape=[2.0]), r"shape \[2.0\] at 0 to 8"),
+        (one(shape=[1 << 40, 2]), f"a tensor of {1 << 41} elements of F32 at 0 to 8 of 8 bytes"),
+        (one(shape=[1 << 40, 1 << 40, 0], data_offsets=[0, 0]), "shape .1099511627776, 1099511627776, 0."),
+        (one(data_offsets=[0.0, 8.0]), r"shape \[2\] at 0.0 to 8.0"),
+        (one(data_offsets=[-8, 0]), r"shape \[2\] at -8 to 0"),
+        (one(data_offsets=[8, 16]), "a tensor of 2 elements of F32 at 8 to 16 of 8 bytes"),
+        (one(data_offsets=[8, 0]), "a tensor of 2 elements of F32 at 8 to 0 of 8 bytes"),
+        (one(data_offsets=[0]), "not enough values"),
+    ],
+)
+def test_a_plain_file_that_is_none_is_refused(data, said, tmp_path):
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(data)
+    with pytest.raises(RefusedError, match=f"^x.safetensors is no safetensors file: .*({said})"):
+        open_plain(file)
+    with pytest.raises(UserError, match=f"^cannot read {tmp_path}/nothing: No such file"):
+        open_plain(tmp_path / "nothing")
+
+
+@pytest.fixture
+def run_folder(tmp_path, group):
+    """A run's folder with two checkpoints."""
+    save_steps(group, str(tmp_path / "run" / "checkpoints"), [1, 2])
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("inside", ["", "checkpoints", "checkpoints/step-00000002"])
+def test_show(inside, run_folder, capsys):
+    assert run_command(main, ["show", str(run_folder / inside)]) == 0
+    shown = dict(line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if "│" in line)
+    shown = {what.strip(): value.strip() for what, value in shown.items()}
+    newest = open_checkpoint(run_folder / "checkpoints" / "step-00000002")
+    assert shown.pop("files").startswith("1 of 1.")
+    assert shown == {
+        "checkpoint": "step-00000002",
+        "step": "2",
+        "parameters": "37 in 5 tensors",
+        "of the optimizer": "exp_avg",
+        "tensors": "7 in all, of BF16, BOOL, F32, F64, U8",
+        "SHA-256 of the weights": weights_hash(newest),
+        "state: step": "2",
+    }
+
+
+def test_show_takes_any_state(tmp_path, group, capsys):
+    state = {"recipe": {"layers": [1] * 90}, "\x1b[1m": None, "[red]": "é"}
+    folder = save(tmp_path, 3, pieces_of(tensors(3), 0, 1), {}, state, group)
+    assert run_command(main, ["show", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert '{"layers": [1, 1' in shown
+    assert ", 1 ..." in shown
+    assert "\\x1b[1m" in shown
+    assert "\x1b" not in shown
+    assert "[red]" in shown
+    assert '"é"' in shown
+    assert run_command(main, ["show", str(save(tmp_path, 4, [], {}, {}, group))]) == 0
+    assert "0 in 0 tensors" in capsys.readouterr().out
+
+
+def test_verify(run_folder, capsys):
+    assert run_command(main, ["verify", str(run_folder)]) == 0
+    assert capsys.readouterr().out == "step-00000001: whole\nstep-00000002: whole\n"
+    flip(run_folder / "checkpoints" / "step-00000001" / FILE, -1)
+    assert run_command(main, ["verify", str(run_folder)]) == 2
+    out, error = capsys.readouterr()
+    first, second = out.splitlines()
+    assert first.startswith(f"step-00000001: refused: step-00000001/{FILE} is damaged, or of another checkpoint")
+    assert second == "step-00000002: whole"
+    assert error == f"error: 1 of 2 checkpoints in {run_folder} cannot be used\n"
+    assert run_command(main, ["verify", str(run_folder / "checkpoints" / "step-00000002")]) == 0
+    (run_folder / "checkpoints" / "step-00000002" / "manifest.json").unlink()
+    assert run_command(main, ["verify", str(run_folder / "checkpoints" / "step-00000002")]) == 2
+    assert "manifest.json is missing" in capsys.readouterr().out
+
+
+def test_export(run_folder, tmp_path, capsys):
+    file = tmp_path / "model.safetensors"
+    assert run_command(main, ["export", str(run_folder), str(file)]) == 0
+    assert capsys.readouterr().out.startswith(f"{file}: 5 parameters of step-00000002, ")
+    assert torch.equal(load_file(file)["a.weight"], tensors(2)["a.weight", VALUE])
+    assert run_command(main, ["export", str(run_folder), str(file)]) == 2
+    assert capsys.readouterr().err == f"error: {file} exists already; name another file\n"
+    first = run_folder / "checkpoints" / "step-00000001"
+    shutil.move(first, tmp_path / "away")
+    assert run_command(main, ["export", str(tmp_path / "away"), str(tmp_path / "first")]) == 0
+    assert torch.equal(load_file(tmp_path / "first")["a.weight"], tensors(1)["a.weight", VALUE])
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "export"])
+def test_a_path_without_checkpoints_is_one_line(command, run_folder, tmp_path, capsys):
+    more = [str(tmp_path / "out")] if command == "export" else []
+    for path in (tmp_path, tmp_path / "nowhere"):
+        assert run_command(main, [command, str(path), *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {path} is no checkpoint, and there is none in it: ")
+        assert error.count("\n") == 1
+    flip(run_folder / "checkpoints" / "step-00000002" / FILE, -1)
+    assert run_command(main, [command, str(run_folder), *more]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

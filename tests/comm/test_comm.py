@@ -1,0 +1,261 @@
+"""The verbs against what they say, the record of what was sent, and agreement through the store."""
+
+import os
+import signal
+import threading
+import time
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from cs336_systems.comm import agree, all_gather, all_reduce, all_to_all, broadcast, record, reduce_scatter
+from cs336_systems.comm import store as stores
+from cs336_systems.comm.agreement import wait_for
+from cs336_systems.errors import UserError
+from tests.support import ranks
+
+DTYPES = ["float64", "float32", "bfloat16", "float16", "complex64"]
+every_world = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers, whose sums every dtype holds exactly."""
+    return ((torch.arange(numel) % 7 + 1) * (rank + 1)).to(dtype)
+
+
+def verbs_case(group, dtype: str) -> None:
+    warnings.simplefilter("error")  # torch's names change; ours must follow without a word
+    kind, size, me = getattr(torch, dtype), group.size(), group.rank()
+    numel = 5 * size
+    mean = sum(values(rank, numel, kind) for rank in range(size)) / size
+    flat = values(me, numel, kind)
+    work = all_reduce(flat, group)
+    work.wait()
+    work.wait()  # waiting twice is waiting once
+    torch.testing.assert_close(flat, mean)
+
+    flat = values(me, numel, kind)
+    reduce_scatter(flat, group).wait()
+    torch.testing.assert_close(flat.chunk(size)[me], mean.chunk(size)[me])
+
+    flat = torch.full((numel,), torch.nan, dtype=kind)
+    flat.chunk(size)[me].copy_(values(me, numel, kind).chunk(size)[me])
+    all_gather(flat, group).wait()
+    want = torch.cat([values(rank, numel, kind).chunk(size)[rank] for rank in range(size)])
+    assert torch.equal(flat, want)
+
+    for source in range(size):
+        grid = values(me, 12, kind).view(3, 4).T  # not contiguous
+        broadcast(grid, source, group).wait()
+        assert torch.equal(grid, values(source, 12, kind).view(3, 4).T)
+
+
+@every_world
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_verbs(dtype, world_size):
+    ranks.run(verbs_case, world_size, dtype=dtype)
+
+
+def order_case(group) -> None:
+    """The terms of a reduce-scatter are added in the order of the ranks, whatever else is in the buffer."""
+    generator = torch.Generator().manual_seed(0)
+    terms = torch.randn(group.size(), 6 * group.size(), generator=generator)
+    flat = terms[group.rank()].clone()
+    reduce_scatter(flat, group).wait()
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    mine = slice(6 * group.rank(), 6 * group.rank() + 6)
+    assert torch.equal(flat[mine], (total / group.size())[mine])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_reduce_scatter_has_one_order_of_addition(world_size):
+    ranks.run(order_case, world_size)
+
+
+def all_to_all_case(group) -> None:
+    """Rank s sends s + r rows of its number to rank r: uneven, and none from rank 0 to itself."""
+    size, me = group.size(), group.rank()
+    given = torch.cat([torch.full((me + rank, 2), 10.0 * me + rank) for rank in range(size)])
+    output = torch.empty(sum(rank + me for rank in range(size)), 2)
+    all_to_all(output, given, [rank + me for rank in range(size)], [me + rank for rank in range(size)], group).wait()
+    want = torch.cat([torch.full((rank + me, 2), 10.0 * rank + me) for rank in range(size)])
+    assert torch.equal(output, want)
+
+
+@every_world
+def test_all_to_all_of_uneven_and_empty_parts(world_size):
+    ranks.run(all_to_all_case, world_size)
+
+
+def record_case(group) -> list[list]:
+    flat = torch.zeros(12)
+    with record() as outer:
+        all_reduce(flat, group, "first").wait()
+        with record() as inner:
+            reduce_scatter(flat, group, "second").wait()
+            all_gather(flat, group, "third").wait()
+            broadcast(flat, 0, group, "fourth").wait()
+    assert outer[1:] == inner
+    all_reduce(flat, group, "not recorded").wait()
+    return [[event.verb, event.label, event.ranks, event.nbytes, event.bytes_sent] for event in outer]
+
+
+def test_the_record_lists_verbs_and_bytes():
+    for events in ranks.run(record_case, 4):
+        assert events == [
+            ["all-reduce", "first", 4, 48, 72.0],
+            ["reduce-scatter", "second", 4, 48, 36.0],
+            ["all-gather", "third", 4, 48, 36.0],
+            ["broadcast", "fourth", 4, 48, 36.0],
+        ]
+
+
+def agree_case(group) -> list[str]:
+    first = agree("topic", f"a{group.rank()}", group)
+    second = agree("topic", f"b{group.rank()}", group)
+    return first + second
+
+
+def test_ranks_agree_again_and_again():
+    assert ranks.run(agree_case, 3) == [["a0", "a1", "a2", "b0", "b1", "b2"]] * 3
+
+
+def silent_case(group) -> None:
+    if group.rank() != 1:
+        agree("topic", "", group)
+    else:
+        torch.ones(1)
+        all_reduce(torch.ones(1), group, "elsewhere").wait()
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    errors = ranks.run_failing(silent_case, 3)
+    for rank in (0, 2):
+        assert errors[rank][1].startswith("topic: rank 1 of 3 did not answer within 1 s")
+    assert "waited in all-reduce no. 1 (elsewhere, 4 bytes)" in errors[1][1]
+
+
+def ends_case(group, fails: bool) -> None:
+    if group.rank() != 1:
+        agree("topic", "", group)
+    elif fails:
+        raise UserError("no file bad\udcff\n")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_nobody_waits_for_the_answer_of_a_rank_that_has_ended(fails):
+    """With a timeout of a minute, and killed after ten seconds."""
+    with pytest.raises(ranks.RanksFailedError) as error:
+        ranks.ask(ends_case, 3, True, 10.0, 60.0, {"fails": fails})
+    for rank in (0, 2):
+        kind, text = error.value.errors[rank]
+        assert kind == "CommError"
+        said = (
+            r"failed: UserError: no file bad\udcff"
+            if fails
+            else "ended after 0 collectives; did it have fewer batches?"
+        )
+        assert text.startswith("topic: rank 1 of 3 did not answer; ")
+        assert f"rank 1 {said}" in text.splitlines()[0]
+
+
+def test_who_answers_and_then_ends_has_answered():
+    """The answer and the end come between two questions to the store."""
+    store, keys = HashStore(), ["a", "b", "c"]
+    store.set("a", "")
+
+    def answers_at_last(index: int) -> bool:
+        store.set(keys[index], "")
+        return True
+
+    assert wait_for(store, keys, timedelta(seconds=10), in_vain=answers_at_last) == []
+    assert wait_for(store, ["a", "d"], timedelta(seconds=10), in_vain=lambda index: index == 1) == [1]
+
+
+def test_only_who_ended_without_an_answer_did_not_answer():
+    """Rank 2 answers and ends as well, between the question to the store and the one to rank 1."""
+    store, keys = HashStore(), ["a", "b", "c"]
+    store.set("a", "")
+
+    def ended(index: int) -> bool:
+        store.set(keys[2], "")
+        return index in (1, 2)
+
+    assert wait_for(store, keys, timedelta(seconds=10), in_vain=ended) == [1]
+
+
+def patience_case(group) -> list[str]:
+    time.sleep(0.1 * group.rank())
+    agree("no less than the timeout", "", group, patience=timedelta())
+    time.sleep(1.3 * group.rank())
+    return agree("more than the timeout", f"{group.rank()}", group, patience=timedelta(seconds=30))
+
+
+def test_an_agreement_may_take_longer_than_the_timeout():
+    assert ranks.ask(patience_case, 2, True, 30.0, 1.0, {}) == [["0", "1"]] * 2
+
+
+ODD = ["", "caf\u00e9 \U0001f600", "bad\udcff\ud800", "a\0b\n\x1b[2J", "\udcc3\udca9"]
+
+
+def text_case(group) -> None:
+    for text in ODD:
+        assert agree("text", text if group.rank() else text[::-1], group) == [text[::-1], text]
+
+
+def test_any_text_can_be_agreed_on():
+    ranks.run(text_case, 2)
+
+
+class Stopped:
+    """A store that answers no more until it goes on."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+
+    def check(self, keys: list[str]) -> bool:
+        return self.goes_on.wait(30)
+
+
+def test_a_store_that_does_not_answer_is_given_up_until_it_does():
+    stopped = Stopped()
+    hasty, patient = (stores.TimedStore(stopped, timedelta(seconds=seconds)) for seconds in (0.05, 20))
+    with pytest.raises(stores.StoreLostError, match=r"^the store of the ranks did not answer within 0\.05 s$"):
+        hasty.check(["a"])
+    with pytest.raises(stores.StoreLostError, match=r"^the store of the ranks does not answer$"):
+        patient.check(["a"])
+    stopped.goes_on.set()
+    stores._asker.late.result(20)
+    assert patient.check(["a"])
+
+
+def fork_case(rank: int, world: int, folder: str) -> int:
+    """A process that was forked from one that has asked asks, too."""
+    store = stores.TimedStore(HashStore(), timedelta(seconds=20))
+    store.set("a", "b")
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        os._exit(0 if store.get("a") == "b" else 1)
+    return os.waitpid(child, 0)[1]
+
+
+def test_a_fork_asks_by_itself():
+    assert ranks.run_alone(fork_case, 1) == [0]
+
+
+def sizes_case(group) -> None:
+    flat = torch.zeros(4 * group.size() * (1 + group.rank()))
+    reduce_scatter(flat, group, "slices").wait()
+
+
+def test_slices_of_other_sizes_never_meet():
+    for error in ranks.run_failing(sizes_case, 2):
+        assert error[0] == "CommError"
+        assert "32 bytes" in error[1]
+        assert "64 bytes" in error[1]

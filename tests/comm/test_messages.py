@@ -1,0 +1,76 @@
+"""Sums, largest values, and messages between two ranks: by label, whatever overtakes what."""
+
+import warnings
+
+import pytest
+import torch
+
+from cs336_systems.comm import CommError, all_reduce, receive, record, reduce_scatter, send
+from tests.support import ranks
+
+
+def reductions_case(group) -> None:
+    warnings.simplefilter("error")
+    size, me = group.size(), group.rank()
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        values = torch.stack([(torch.arange(4 * size) % 5 - 2.0) * (rank + 1) for rank in range(size)]).to(dtype)
+        wanted = {"sum": values.sum(0), "mean": values.sum(0) / size, "max": values.amax(0)}
+        for reduction, want in wanted.items():
+            flat = values[me].clone()
+            all_reduce(flat, group, reduction, reduction).wait()
+            torch.testing.assert_close(flat, want)
+        for reduction in ("sum", "mean"):
+            flat = values[me].clone()
+            reduce_scatter(flat, group, reduction, reduction).wait()
+            torch.testing.assert_close(flat.chunk(size)[me], wanted[reduction].chunk(size)[me])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_reductions(world_size):
+    ranks.run(reductions_case, world_size)
+
+
+def overtaking_case(group) -> list[list]:
+    """Each rank sends three messages to the other; they are taken in another order, and one label comes twice."""
+    me, other = group.rank(), 1 - group.rank()
+    outbox = {label: torch.full((4,), 10.0 * me + i) for i, label in enumerate("abc")}
+    inbox = {label: torch.empty(4) for label in "abc"}
+    with record() as events:
+        sent = [send(outbox[label], other, group, label) for label in "abc"]
+        received = [receive(inbox[label], other, group, label) for label in "cab"]
+        for work in [*received, *sent]:
+            work.wait()
+            work.wait()
+    assert [inbox[label][0].item() for label in "abc"] == [10.0 * other + i for i in range(3)]
+    again = [torch.full((4,), 50.0 + i) for i in range(2)]  # of one label, in the order of their sending
+    if me == 0:
+        works = [send(each, 1, group, "again") for each in again]
+    else:
+        works = [receive(each.zero_(), 0, group, "again") for each in again]
+    for work in works:
+        work.wait()
+    assert [each[0].item() for each in again] == [50.0, 51.0]
+    return [[event.verb, event.label, event.nbytes, event.ranks, event.bytes_sent] for event in events]
+
+
+def test_labels_keep_messages_apart():
+    sent = [["send", label, 16, 2, 16.0] for label in "abc"]
+    received = [["receive", label, 16, 2, 0.0] for label in "cab"]
+    assert ranks.run(overtaking_case, 2) == [sent + received] * 2
+
+
+def sizes_case(group) -> None:
+    """The one that is there waits by label, size and dtype; what is another never meets it."""
+    if group.rank() == 0:
+        works = [send(torch.ones(4), 1, group, "sizes"), receive(torch.ones(1), 1, group, "answer")]
+    else:
+        works = [receive(torch.ones(6), 0, group, "sizes")]
+    for work in works:
+        work.wait()
+
+
+def test_messages_of_other_sizes_never_meet():
+    first, second = ranks.run_failing(sizes_case, 2, collective_timeout=0.5)
+    assert first[0] == second[0] == CommError.__name__
+    assert second[1].startswith("rank 1 waited in receive no. 1 (sizes, 24 bytes); rank 0 waited in ")
+    assert "(answer, 4 bytes)" in first[1] or "(sizes, 16 bytes)" in first[1]

@@ -1,0 +1,159 @@
+"""Collectives that autograd knows: each against the same thing in one process, and what they must leave alone."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import all_reduce, pairs, record
+from tests.support import ranks
+
+
+class Meaning(NamedTuple):
+    """A pair in one process, from the x of all ranks to the y of all ranks; what is alike on every rank is one."""
+
+    formula: object  # list of x -> list of y
+    same_x: bool = False
+    same_y: bool = False
+
+
+def parts(x: Tensor, size: int) -> list[Tensor]:
+    return list(x.tensor_split(size, 1))
+
+
+def meanings(size: int) -> dict[str, Meaning]:
+    return {
+        "copy": Meaning(lambda xs: xs * size, same_x=True),
+        "reduce": Meaning(lambda xs: [torch.stack(xs).sum(0)], same_y=True),
+        "scatter": Meaning(lambda xs: parts(xs[0], size), same_x=True),
+        "gather": Meaning(lambda xs: [torch.cat(xs, 1)], same_y=True),
+        "gather_sequence": Meaning(lambda xs: [torch.cat(xs, 1)] * size),
+        "reduce_sequence": Meaning(lambda xs: parts(torch.stack(xs).sum(0), size)),
+    }
+
+
+# What each sends forward and backward.
+SENT = {
+    "copy": (None, "all-reduce"),
+    "reduce": ("all-reduce", None),
+    "scatter": (None, "all-gather"),
+    "gather": ("all-gather", None),
+    "gather_sequence": ("all-gather", "reduce-scatter"),
+    "reduce_sequence": ("reduce-scatter", "all-gather"),
+}
+
+
+def call(name: str, x: Tensor, group, dim: int = 1, label: str = "here") -> Tensor:
+    operator = getattr(pairs, name)
+    return operator(x, group, label) if name in ("copy", "reduce") else operator(x, dim, group, label)
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    """Small whole numbers, whose sums are exact in every dtype."""
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def layouts(x: Tensor) -> list[Tensor]:
+    """The same values, contiguous and not; and one that repeats a row by a stride of 0."""
+    return [x, x.transpose(0, 2).contiguous().transpose(0, 2), x[:1].expand_as(x)]
+
+
+def run_pair(name: str, dtype: torch.dtype, which_x: int, which_g: int, group) -> None:
+    size, me = group.size(), group.rank()
+    meaning = meanings(size)[name]
+    xs = [layouts(drawn(i, 3, 2 * size, 2).to(dtype))[which_x] for i in range(1 if meaning.same_x else size)]
+    leaves = [x.clone().requires_grad_() for x in xs]
+    ys = meaning.formula(leaves)
+    gs = [
+        layouts(drawn(100 + i, *y.shape).to(dtype))[which_g] for i, y in enumerate(ys[: 1 if meaning.same_y else size])
+    ]
+    wanted = torch.autograd.grad(ys, leaves, gs)
+
+    x = xs[0 if meaning.same_x else me].detach()
+    x.requires_grad_()
+    g = gs[0 if meaning.same_y else me]
+    before = x._version, x.detach().clone(), g._version, g.clone()
+    with record() as events:
+        y = call(name, x, group)
+        (gradient,) = torch.autograd.grad(y, x, g, retain_graph=True)
+    place = 0 if meaning.same_x else me
+    assert torch.equal(y, ys[0 if meaning.same_y else me]), name
+    assert torch.equal(gradient, wanted[place]), name
+    assert y.dtype == gradient.dtype == dtype
+    assert (x._version, g._version) == (before[0], before[2]), name
+    assert torch.equal(x, before[1]), name
+    assert torch.equal(g, before[3]), name
+
+    sent = [(verb, way) for verb, way in zip(SENT[name], ("here", "here, gradient"), strict=True) if verb and size > 1]
+    assert [(event.verb, event.label) for event in events] == sent
+    # Whatever is gathered or reduced is counted whole.
+    whole = 12 * size * (size if name in ("gather", "gather_sequence") else 1)
+    assert all(event.nbytes == whole * dtype.itemsize and event.ranks == size for event in events), name
+    (again,) = torch.autograd.grad(y, x, g)
+    assert torch.equal(again, gradient), "a backward that runs twice gives the same"
+
+
+def pairs_case(group) -> None:
+    for name in SENT:
+        for which_x in range(3):
+            for which_g in range(3):
+                run_pair(name, torch.float64, which_x, which_g, group)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            run_pair(name, dtype, 0, 0, group)
+    if group.size() > 1:
+        check_jacobians(group)
+        check_adjoints(group)
+        check_refusals(group)
+    else:
+        x = drawn(1, 2, 3, 2)
+        assert all(call(name, x, group) is x for name in SENT), "a group of one does nothing"
+
+
+def check_jacobians(group) -> None:
+    """Every rank differentiates the same function of the x of all ranks, in step; its y are used unlike by rank."""
+    size, me = group.size(), group.rank()
+    for name, (_, same_x, same_y) in meanings(size).items():
+
+        def everything(x: Tensor, name=name, same_x=same_x, same_y=same_y) -> Tensor:
+            mine = x if same_x else pairs.scatter(x, 0, group)[0]
+            y = call(name, mine.sin(), group)
+            return y.exp() if same_y else pairs.gather((y * (me + 2)).exp()[None], 0, group)
+
+        x = torch.rand(() if same_x else (size,), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        x = x[..., None, None].expand(*x.shape, 1, size).clone().requires_grad_()
+        assert torch.autograd.gradcheck(everything, x), name
+
+
+def check_adjoints(group) -> None:
+    """<A x, g> = <x, A^T g>, with what is alike on every rank counted once. All are whole numbers."""
+    size, me = group.size(), group.rank()
+    for name, (_, same_x, same_y) in meanings(size).items():
+        x = drawn(1 if same_x else 10 + me, 2, 2 * size, 3).requires_grad_()
+        y = call(name, x, group)
+        g = drawn(2 if same_y else 20 + me, *y.shape)
+        (gradient,) = torch.autograd.grad(y, x, g)
+        products = torch.stack([(y * g).sum(), (x * gradient).sum()]).detach()
+        products /= torch.tensor([size if same_y else 1, size if same_x else 1])
+        all_reduce(products, group, "products", "sum").wait()
+        assert products[0] == products[1], name
+        assert products[0] != 0, name
+
+
+def check_refusals(group) -> None:
+    x = torch.zeros(2, 2 * group.size() + 1, 2, requires_grad=True)
+    for name in ("scatter", "reduce_sequence"):
+        for dim in (1, -2):
+            with pytest.raises(ValueError) as error:
+                call(name, x, group, dim)
+            shape, size = tuple(x.shape), group.size()
+            assert str(error.value) == f"dimension {dim} of {shape} does not divide over {size} ranks"
+    y = call("reduce", x, group)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_pairs(world_size):
+    ranks.run(pairs_case, world_size)

@@ -1,0 +1,292 @@
+"""Start-up and its failures: places, ports, backends, ranks that never come, come twice, disagree, or are killed. Every
+error names the cause and ends within the timeout, and nothing is left running."""
+
+import os
+import signal
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems import comm
+from cs336_systems.comm import Place, all_reduce, distributed, find_place, launch, startup
+from cs336_systems.errors import UserError
+from tests.support import ranks
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NNODES": "2", "SLURM_JOB_ID": "10042"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in [*VARIABLES, *(name for name in os.environ if name.startswith(("SLURM", "TORCHELASTIC")))]:
+        monkeypatch.delenv(name, raising=False)
+    return lambda values: [monkeypatch.setenv(name, value) for name, value in values.items()]
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ({}, Place()),
+        (TORCHRUN, Place(3, 8, 1, 2, "localhost:1234")),
+        (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"}, Place(3, 8, 1, 2, "localhost:1234", served=True)),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"}, Place(3, 8, 1, 2, "localhost:1234", attempt="2")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 1, 2, "localhost:29500")),
+        (SLURM | {"SLURM_JOB_NODELIST": "gpu[07-09,12],big1"}, Place(5, 8, 1, 4, "gpu07:20042")),
+        (SLURM | {"SLURM_STEP_NODELIST": "a,b", "SLURM_JOB_NODELIST": "c"}, Place(5, 8, 1, 4, "a:20042")),
+        (SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "1"}, Place(5, 8, 1, 4, "x:1")),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, Place()),
+    ],
+)
+def test_a_place_is_found_where_torchrun_or_slurm_left_it(environment, values, place):
+    environment(values)
+    assert find_place() == place
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"RANK": "0"}, "RANK is set but WORLD_SIZE is not: start with torchrun, or set both"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, "RANK is 'zero', not a number"),
+        (TORCHRUN | {"LOCAL_RANK": "a"}, "LOCAL_RANK is 'a', not a number"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": ""}, "LOCAL_WORLD_SIZE is '', not a number"),
+        (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT is 'http', not a number"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT is 70000; ports lie between 1 and 65535"),
+        (TORCHRUN | {"RANK": "8"}, "rank 8 of 8: ranks count from 0"),
+        (TORCHRUN | {"RANK": "-1"}, "rank -1 of 8: ranks count from 0"),
+        (SLURM | {"SLURM_PROCID": "9", "SLURM_JOB_NODELIST": "a"}, "rank 9 of 8: ranks count from 0"),
+        (SLURM | {"SLURM_NTASKS": "8(x2)"}, "SLURM_NTASKS is '8(x2)', not a number"),
+        (SLURM, "SLURM_JOB_NODELIST '' names no node"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_by_name(environment, values, words):
+    environment(values)
+    with pytest.raises(UserError) as error:
+        find_place()
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],big1", "gpu07"), ("a[3],b", "a3"), ("a-b[1,2]", "a-b1")],
+)
+def test_the_first_of_slurms_hosts(nodes, host):
+    assert startup.first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "gpus", "words"),
+    [
+        ("nccl", "cpu", 0, "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo"),
+        ("mpi", "cpu", 0, "--backend mpi does not exist here; it is gloo or nccl"),
+        ("nccl", "cuda", 1, "nccl needs a GPU a rank: 2 ranks, 1 GPU(s)"),
+    ],
+)
+def test_backends_that_cannot_serve_are_refused(monkeypatch, backend, device, gpus, words):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(startup.dist, "is_nccl_available", lambda: True)
+    with pytest.raises(UserError) as error:
+        startup.choose_backend(backend, torch.device(device), Place(0, 2, 0, 2))
+    assert words in str(error.value)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def join_case(rank: int, world: int, folder: str, ranks_that_join: dict, port: int = 0) -> str:
+    """Process `rank` says that it is ranks_that_join[rank] = (rank, of how many), or stays away."""
+    if str(rank) not in ranks_that_join:
+        return "stayed away"
+    me, of = ranks_that_join[str(rank)]
+    place = Place(me, of, rank, of, f"localhost:{port}" if port else f"{folder}/store")
+    with distributed("cpu", timeout=1.0, place=place):
+        time.sleep(0.5)  # until a rank that comes twice has come
+        return "joined"
+
+
+def failures(number: int, ranks_that_join: dict, port: int = 0) -> list:
+    """What each process of a start-up that must fail says."""
+    with pytest.raises(ranks.RanksFailedError) as error:
+        ranks.run_alone(join_case, number, ranks_that_join=ranks_that_join, port=port)
+    return error.value.errors
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_rank_that_never_comes_is_named(tcp):
+    errors = failures(3, {0: (0, 3), 2: (2, 3)}, free_port() if tcp else 0)
+    assert errors[1] is None
+    for error in (errors[0], errors[2]):
+        assert error[0] == "UserError"
+        assert "rank 1 of 3 did not join within 1 s" in error[1]
+
+
+def test_a_missing_rank_0_is_named():
+    port = free_port()
+    (kind, words), absent = failures(2, {0: (1, 2)}, port)
+    assert absent is None
+    assert kind == "UserError"
+    assert f"rank 1 of 2 finds no rank 0 at localhost:{port} within 1 s" in words
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_world_sizes_that_disagree_are_named_on_every_rank(tcp):
+    for kind, words in failures(2, {0: (0, 2), 1: (1, 3)}, free_port() if tcp else 0):
+        assert kind == "UserError"
+        assert "the ranks disagree on how many they are: rank 0 says 2, rank 1 says 3" in words
+
+
+@pytest.mark.parametrize("tcp", [False, True])
+def test_a_rank_that_comes_twice_is_named(tcp):
+    errors = failures(3, {0: (0, 2), 1: (1, 2), 2: (1, 2)}, free_port() if tcp else 0)
+    said = [error for error in errors[1:] if error]
+    assert any("rank 1 of 2 has joined already" in words for _, words in said)
+    assert {kind for kind, _ in said} <= {"UserError", "CommError"}
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        (kind, words), _ = failures(2, {0: (0, 2)}, port)
+    assert kind == "UserError"
+    assert f"cannot listen on port {port}: Address already in use; choose another with MASTER_PORT" in words
+
+
+def again_case(rank: int, world: int, folder: str, port: int) -> list[float]:
+    """A process may join, leave and join again, alone or with others."""
+    place, found = Place(rank, world, rank, world, f"localhost:{port}"), []
+    for _ in range(3):
+        with distributed("cpu", timeout=10.0, place=place) as group:
+            tensor = torch.full((1,), float(rank))
+            all_reduce(tensor, group).wait()
+            found.append(tensor.item())
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_join_leave_and_join_again(world):
+    assert ranks.run_alone(again_case, world, port=free_port()) == [[(world - 1) / 2] * 3] * world
+
+
+def killed_case(group, how: str) -> None:
+    comm.diagnostics.EXPLAIN_SECONDS = 0.3
+    for step in range(3):
+        if step == 1 and group.rank() == 1:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(2)
+        all_reduce(torch.zeros(4), group, f"step {step}").wait()
+
+
+def fails_case(group) -> None:
+    if group.rank() == 1:
+        raise KeyError("no such column")
+
+
+def test_a_rank_that_has_finished_is_told_at_once_of_one_that_failed():
+    """With a timeout of a minute, and killed after ten seconds."""
+    with pytest.raises(ranks.RanksFailedError) as error:
+        ranks.ask(fails_case, 2, True, 10.0, 60.0, {})
+    (kind, words), (failure, _) = error.value.errors
+    assert (kind, failure) == ("CommError", "KeyError")
+    assert "rank 0 ended after 0 collectives; rank 1 failed: KeyError: 'no such column'" in words
+
+
+def gone_case(group, verb: str) -> None:
+    """The connection is known to be broken when the second collective is launched."""
+    comm.diagnostics.EXPLAIN_SECONDS = 0.2
+    # A rank that dies earlier may be missed by a busy computer's other rank while that still starts.
+    getattr(comm, verb)(torch.zeros(4), group, "first").wait()
+    if group.rank() == 1:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(2):
+        try:
+            getattr(comm, verb)(torch.zeros(4), group, "late").wait()
+        except comm.CommError:
+            time.sleep(0.1)
+    getattr(comm, verb)(torch.zeros(4), group, "later").wait()
+
+
+@pytest.mark.parametrize("verb", ["all_reduce", "reduce_scatter"])
+def test_a_collective_after_a_failed_one_says_why_it_fails_too(verb):
+    errors = ranks.run_failing(gone_case, 2, verb=verb)
+    assert errors[0][0] == "CommError"
+    assert "rank 1 died after" in errors[0][1]
+
+
+@pytest.mark.parametrize("how", ["killed", "slow"])
+def test_a_rank_that_is_killed_or_hangs_is_named_by_the_others(how):
+    errors = ranks.run_failing(killed_case, 3, how=how)
+    assert how == "slow" or errors[1] is None
+    for rank in (0, 2):
+        kind, words = errors[rank]
+        assert kind == "CommError"
+        assert f"rank {rank} waited in all-reduce no. 2 (step 1, 16 bytes)" in words
+        fate = "died" if how == "killed" else "runs but said nothing"
+        assert f"rank 1 {fate} after all-reduce no. 1 (step 0)" in words
+
+
+def worker(place: Place, folder: str, how: str) -> None:
+    Path(folder, f"pid-{place.rank}").write_text(str(os.getpid()))
+    while len(list(Path(folder).glob("pid-*"))) < place.world_size:
+        time.sleep(0.01)
+    if how == "parent killed":
+        os.kill(os.getppid(), signal.SIGKILL)
+    elif place.rank == 1 and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif place.rank == 1:
+        raise UserError("out of luck") if how == "user error" else ZeroDivisionError("a defect")
+    time.sleep(60)
+
+
+def workers(folder: str | Path) -> list[int]:
+    return [int(Path(folder, f"pid-{rank}").read_text()) for rank in range(2)]
+
+
+def alive(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def launch_case(rank: int, world: int, folder: str, where: str, how: str) -> list[str]:
+    launch.GRACE, tempfile.tempdir = 0.2, where  # which nobody clears when this process is killed
+    with pytest.raises((UserError, RuntimeError)) as error:
+        launch.run_ranks(worker, 2, "cpu", where, how)
+    assert not any(map(alive, workers(where)))
+    return [type(error.value).__name__, str(error.value)]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        ("killed", "UserError", "rank 1 was killed by SIGKILL: out of memory? the other ranks were stopped"),
+        ("user error", "UserError", "out of luck"),
+        ("defect", "RuntimeError", "ZeroDivisionError: a defect"),
+        ("parent killed", "", ""),
+    ],
+)
+def test_ranks_started_here_end_together(tmp_path, how, kind, words):
+    if how == "parent killed":
+        with pytest.raises(ranks.RanksFailedError) as error:
+            ranks.run_alone(launch_case, 1, where=str(tmp_path), how=how)
+        assert error.value.codes == [-signal.SIGKILL]
+    else:
+        [[got, text]] = ranks.run_alone(launch_case, 1, where=str(tmp_path), how=how)
+        assert got == kind
+        assert words in text
+    for _ in range(100):
+        if not any(map(alive, workers(tmp_path))):
+            break
+        time.sleep(0.02)
+    assert not any(map(alive, workers(tmp_path)))

@@ -1,0 +1,253 @@
+"""Constants from times: recovered where the data determine them, left where they do not, and how sure they are."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from math import exp, log, sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from cs336_systems.cost.commands.fit import command, summary
+from cs336_systems.cost.fitting.calibration import fit, mean_error, worst_error
+from cs336_systems.cost.fitting.logged_runs import LogOptions
+from cs336_systems.cost.fitting.observations import Observation, observe_log, observe_step
+from cs336_systems.cost.logs import read_log
+from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, save_constants, system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.runs import TrainingRun
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.presets import ModelConfig
+
+NOTES = Path(__file__).resolve().parents[1] / "files" / "megatron_bert_345m.txt"
+A100 = system_preset("A100-40GB")
+ONE = replace(CONSTANTS, **dict.fromkeys(NAMES, 1.0))
+
+
+def run(width: int, seq: int, **plan) -> TrainingRun:
+    config = ModelConfig(
+        vocab_size=8192, context_length=seq, d_model=width, d_ff=4 * width, num_layers=4, num_heads=width // 64
+    )
+    return TrainingRun(f"{width} {seq} {plan}", config, Plan(**plan), seq, A100, None)
+
+
+RUNS = [
+    run(256, 128), run(512, 256), run(2048, 1024), run(4096, 2048), run(1024, 4096), run(4096, 2048, tp=8),
+    run(2048, 1024, tp=4, sequence=True), run(4096, 512, dp=16, global_batch=16, overlap="none"),
+    run(4096, 1024, pp=2, dp=32, global_batch=128, overlap="none"),
+]  # fmt: skip
+
+
+def observed(runs, truth) -> list[Observation]:
+    times = [step_time(each.config, each.plan, each.seq, each.system, truth).total for each in runs]
+    return [
+        each for one, seconds in zip(runs, times, strict=True) for each in observe_step(replace(one, seconds=seconds))
+    ]
+
+
+def powers(seconds: float, **exponents: float) -> Observation:
+    """Something that takes a product of powers of constants: linear in their logarithms."""
+
+    def predict(constants) -> float:
+        return exp(sum(power * log(getattr(constants, name)) for name, power in exponents.items()))
+
+    return Observation(str(exponents), "step", seconds, predict)
+
+
+def test_constants_are_recovered_from_what_the_model_says():
+    which = ("product", "memory", "host", "inside", "between")
+    truth = replace(CONSTANTS, product=0.7, memory=0.5, host=60e-6, inside=0.5, between=0.3)
+    found = fit(observed(RUNS, truth), which=which, width=10.0, noise=1e-6)
+    assert asdict(found.constants) == pytest.approx(asdict(truth), rel=1e-5)
+    assert min(map(found.determined, which)) > 0.999
+    assert worst_error(found.before) > 0.2
+    assert worst_error(found.after) < 1e-5
+    assert found.noise == 1e-6
+
+
+def test_what_the_data_do_not_determine_stays():
+    alone = [each for each in RUNS if each.plan.ranks == 1]
+    found = fit(observed(alone, replace(CONSTANTS, memory=0.4)), which=("memory", "inside", "between", "hidden"))
+    for name in ("inside", "between", "hidden"):
+        assert getattr(found.constants, name) == pytest.approx(getattr(CONSTANTS, name), rel=1e-12)
+        assert found.determined(name) == pytest.approx(0.0, abs=1e-12)
+        assert found.deviation[name] == pytest.approx(found.width)
+    assert found.constants.memory == pytest.approx(0.4, rel=0.02)
+    others = set(NAMES) - {"memory"}
+    assert {name: getattr(found.constants, name) for name in others} == pytest.approx(
+        {name: getattr(CONSTANTS, name) for name in others}, rel=1e-12
+    )
+
+
+@pytest.mark.parametrize(("width", "noise"), [(0.5, 0.1), (0.2, 0.4), (2.0, 0.01)])
+def test_one_measurement_of_one_constant_in_closed_form(width, noise):
+    """The mean of prior and measurement, each weighted with the inverse of its variance."""
+    found = fit([powers(3.0, host=1.0)], ONE, ("host",), width, noise)
+    share = width**2 / (width**2 + noise**2)
+    assert log(found.constants.host) == pytest.approx(share * log(3.0), rel=1e-4)
+    assert found.deviation["host"] == pytest.approx(width * noise / sqrt(width**2 + noise**2), rel=1e-4)
+    assert found.determined("host") == pytest.approx(share, rel=1e-4)
+    assert found.before == pytest.approx([-log(3.0)])
+    assert found.left_out == pytest.approx([-log(3.0)], rel=1e-3)  # without it nothing is known but the prior
+    assert mean_error(found.before) == pytest.approx(2 / 3)
+
+
+def test_left_out_is_what_a_fit_without_it_predicts():
+    data = [
+        powers(2.0, host=1.0), powers(1.5, host=0.5, memory=-1.0), powers(0.7, memory=1.0),
+        powers(1.2, host=1.0, memory=1.0),
+    ]  # fmt: skip
+    which, noise = ("host", "memory"), 1.0  # more than they scatter, so that it stays
+    found = fit(data, ONE, which, 0.8, noise)
+    for index, each in enumerate(data):
+        rest = fit(data[:index] + data[index + 1 :], ONE, which, 0.8, noise)
+        assert found.left_out[index] == pytest.approx(log(each.predict(rest.constants) / each.seconds), abs=1e-4)
+        assert abs(found.left_out[index]) > abs(found.after[index])
+
+
+def test_data_that_scatter_count_for_less():
+    logs = [0.1, 0.5, -0.2, 0.4]
+    found = fit([powers(exp(each), host=1.0) for each in logs], ONE, ("host",), 50.0, 0.01)
+    assert found.noise == pytest.approx(stdev(logs), rel=0.02)
+    assert log(found.constants.host) == pytest.approx(fmean(logs), rel=1e-3)
+    assert found.deviation["host"] == pytest.approx(stdev(logs) / 2, rel=0.02)
+    # Beside a narrow prior, too: with the noise found, not the one assumed, the mean is drawn towards it.
+    narrow = fit([powers(exp(each), host=1.0) for each in logs], ONE, ("host",), 0.2, 0.01)
+    share = 0.2**2 / (0.2**2 + narrow.noise**2 / len(logs))
+    assert log(narrow.constants.host) == pytest.approx(share * fmean(logs), rel=0.02)
+
+
+def test_what_is_hidden_behind_another_is_found():
+    """A host that is a little slower changes nothing: there is no slope to follow."""
+    hidden = Observation("hidden", "step", 2.5, lambda constants: max(1.0, constants.host / 2))
+    found = fit([hidden], ONE, ("host", "memory"), noise=0.01)
+    assert found.constants.host == pytest.approx(5.0, rel=0.02)
+    assert found.constants.memory == 1.0
+
+
+def test_the_published_bert_runs():
+    """Figures of a Megatron-LM run on A100s: one set of constants from one GPU and from 32, then what they predict."""
+    given = LogOptions(A100)
+    found = {
+        (log_of.name, each.what): each for log_of in read_log(NOTES.read_text(), "notes")
+        for each in observe_log(log_of, given)
+    }  # fmt: skip
+    prior = replace(CONSTANTS, host=25e-6, inside=0.75, between=0.75)
+    one = fit([found["1 GPU", "compute"]], prior, ("host", "start"))
+    assert worst_error(one.before) > worst_error(one.after)
+    assert worst_error(one.after) < 0.03
+    # Sums of gradients reach a fraction of what the ports can do.
+    first = fit([found["32 GPUs", "gradients"]], prior, ("between",), width=2.0)
+    assert worst_error(first.before) > 0.8
+    assert first.constants.between < 0.1
+    off = {
+        gpus: each.predict(first.constants) / each.seconds - 1
+        for gpus in (64, 128) for each in [found[f"{gpus} GPUs", "gradients"]]
+    }  # fmt: skip
+    assert off == pytest.approx({64: -0.002, 128: -0.105}, abs=0.005)
+    # Host-bound, all of them: the data sheets leave the model far off, three constants bring it near.
+    timed = [each for each in found.values() if each.what != "optimizer"]
+    everything = fit(timed, prior, ("host", "inside", "between"))
+    assert mean_error(everything.after) < 0.5 * mean_error(everything.before)
+    assert everything.constants.host > 1.5 * prior.host
+
+
+def test_constants_that_are_zero_stay_and_others_are_fitted():
+    data = [powers(2.0, memory=1.0)]
+    found = fit(data, replace(ONE, host=0.0, call=0.0), ("memory", "host", "call"), noise=0.001)
+    assert (found.constants.host, found.constants.call, found.zeros) == (0.0, 0.0, ("host", "call"))
+    assert found.which == ("memory",)
+    assert found.constants.memory == pytest.approx(2.0, rel=1e-4)
+    shown = " ".join(summary(found, data, []))
+    assert "kept at zero, since a fit changes constants by factors: host, call" in shown
+    assert "warning: memory 2: a share above 1 is more than the machine can do" in shown
+    assert fit([powers(2.0, host=1.0)], ONE, ("host",)).impossible() == {}  # which is no share
+    assert fit([powers(1.001, memory=1.0)], ONE, ("memory",), noise=1e-4).impossible() == {}  # shown as 1
+
+
+def test_bad_requests():
+    data = [powers(2.0, host=1.0)]
+    for arguments, words in (
+        (([],), "nothing to fit to"),
+        ((data, ONE, ("hots",)), "no constant is called hots: choose from product"),
+        ((data, ONE, ()), "name at least one"),
+        ((data, replace(ONE, host=0.0), ("host",)), "host: zero before the fit"),
+        ((data, ONE, ("host",), 0.0), "must be above zero, not 0"),
+    ):
+        with pytest.raises(UserError, match=words):
+            fit(*arguments)
+
+
+def test_constants_in_a_file(tmp_path):
+    path = tmp_path / "c.json"
+    save_constants(path, replace(CONSTANTS, memory=0.123456789), {"fitted": ["memory"]})
+    assert load_constants(path) == replace(CONSTANTS, memory=0.123456789)
+    path.write_text('{"constants": {"host": 1e-4}}')
+    assert load_constants(path) == replace(CONSTANTS, host=1e-4)
+    path.write_text('{"constants": {"host": 0}}', encoding="utf-8-sig")  # as the fit on a probed machine has
+    assert load_constants(path) == replace(CONSTANTS, host=0.0)
+    for text, words in (
+        ("[]", "it needs"),
+        ('{"constants": {}}', "it needs"),
+        ("{", "is JSON"),
+        ('{"constants": {"hots": 1}}', "has hots, but the constants are product"),
+        ("[" * 100_000, "is JSON"),
+        ('{"constants": {"product": 0}}', "product must be a number above zero, not 0"),
+        ('{"constants": {"host": -1}}', "host must be"),
+        ('{"constants": {"host": true}}', "not True"),
+        ('{"constants": {"host": Infinity}}', "not inf"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=words):
+            load_constants(path)
+    with pytest.raises(UserError, match="cannot read"):
+        load_constants(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot write"):
+        save_constants(tmp_path / "none" / "c.json", CONSTANTS)
+
+
+def test_the_list_of_commands_does_not_load_numpy():
+    lists = "import sys; from cs336_systems.cost.__main__ import main; main(['--help'], standalone_mode=False)"
+    subprocess.run([sys.executable, "-c", f"{lists}; assert 'numpy' not in sys.modules"], check=True)
+
+
+def test_the_command(tmp_path, capsys):
+    out = tmp_path / "fitted.json"
+    common = [str(NOTES), "--system", "A100-40GB", "--only", "between,host", "--out", str(out)]
+    assert run_command(command, [*common, "--use", "gradients", "--leave-out", "[68]* GPUs", "--leave-out", "1*"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean error over 1: " in shown
+    assert "of the 3 left out" in shown
+    assert "prior: the data do not say" in shown
+    kept = json.loads(out.read_text())
+    assert (kept["fitted"], [each["id"] for each in kept["to"]]) == (["host", "between"], ["32 GPUs"])
+    assert load_constants(out).between == kept["constants"]["between"] < 0.1
+    again = [str(NOTES), "--system", "A100-40GB", "--use", "gradients", "--only", "call", "--constants", str(out)]
+    assert run_command(command, [*again, "--leave-out", "8 GPUs"]) == 0
+    shown = capsys.readouterr().out
+    assert "mean error over 3: " in shown
+    assert f" {kept['constants']['between']:.3g} " in shown
+
+
+def test_the_command_on_a_log_without_arguments(tmp_path, capsys):
+    log_file = tmp_path / "bare.log"
+    log_file.write_text(" iteration 20/ 100 | elapsed time per iteration (ms): 232.5 | global batch size: 32 |\n")
+    said = ["--size", "bert-345m", "--tp", "2", "--pp", "2", "--dp", "2", "--micro-batch-size", "4"]
+    assert run_command(command, [str(log_file), *said, "--system", "A100-40GB", "--only", "host"]) == 0
+    assert "bare.log" in capsys.readouterr().out
+    for arguments, words in (
+        ([str(log_file), "--system", "A100-40GB"], "give --size (what ran); not given either, and then 1: --tp, --pp"),
+        ([str(log_file), "--tp", "2", "--pp", "2"], "give --size (what ran) and --system (on what machine); not given"),
+        ([str(log_file), *said], "give --system (on what machine)\n"),
+        ([str(log_file), *said, "--out", str(tmp_path / "no" / "c.json")], "cannot write"),
+        ([str(NOTES), "--system", "A100-40GB", "--leave-out", "7 GPUs"], "'7 GPUs' is no run's name: 1 GPU, 8 GPUs"),
+        ([str(NOTES), "--system", "A100-40GB", "--only", "hots"], "no constant is called hots"),
+    ):
+        assert run_command(command, arguments) == 2
+        captured = capsys.readouterr().err
+        assert words in captured
+        assert captured.count("\n") == 1

@@ -1,0 +1,83 @@
+"""Closed forms against what the library is observed to send and keep."""
+
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.cost.closed_forms import block_activations, parameter_bytes, tensor_parallel_bytes, zero_memory
+from cs336_systems.layout import Layout
+from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.traffic import sent
+from cs336_systems.train.dry_run import block_bytes, microbatch_flops
+from cs336_systems.train.observation import observe, observe_traffic
+from cs336_systems.train.recipe import Recipe
+
+SEQ = 8
+# Every matrix's rows and all elements divide over four ranks: no padding.
+SMALL = ModelConfig(vocab_size=32, context_length=SEQ, d_model=16, d_ff=32, num_layers=2, num_heads=4)
+BERT_345M = model_preset("bert-345m")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_state_of_every_zero_stage(stage, precision):
+    seen = observe(Recipe.of(context=SEQ, precision=precision), SMALL, Layout(dp=4, zero=stage, global_batch=4))
+    found = zero_memory(seen.parameters, SMALL.d_model * (2 * SMALL.num_layers + 1), 4, stage)
+    wide = (4, 4, 8)
+    for part, was, now in zip(found, wide, parameter_bytes(precision == "bf16"), strict=True):
+        kind = {"optimizer": "optimizer state"}.get(part, part)
+        assert seen.state[kind] == now * found[part] / was, part
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallelism_sends_8_activations_a_block(ranks, sequence):
+    layout = Layout(tp=ranks, sequence=sequence, micro_batch=2, global_batch=2)
+
+    def total(layers: int) -> float:
+        found = observe_traffic(Recipe.of(context=SEQ), replace(SMALL, num_layers=layers), layout).items()
+        wanted = ((each, n) for each, n in found if each.axis == "tp" and not each.what.endswith(("again", "norms")))
+        return sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in wanted)
+
+    activation = 2 * SEQ * SMALL.d_model * 4
+    assert total(3) - total(2) == tensor_parallel_bytes(activation, ranks) == 8 * activation * (ranks - 1) / ranks
+
+
+@pytest.mark.parametrize(("stage", "times"), list(enumerate((2, 3, 2, 3))))
+def test_data_parallelism_sends_2_p(stage, times):
+    """And one P more where updated parameters are gathered after an all-reduce, or weights twice, for each pass."""
+    config, layout = replace(SMALL, tied_head=False), Layout(dp=4, zero=stage, global_batch=4)
+    seen = observe(Recipe.of(context=SEQ), config, layout)
+    small = ("used parameters", "gradient norm", "replicated")
+    nbytes = sum(
+        n * each.nbytes * sent(each.verb, each.ranks) for each, n in seen.traffic.items() if each.what not in small
+    )
+    replicated = SMALL.d_model * (2 * SMALL.num_layers + 1) if stage == 3 else 0
+    assert nbytes == times * 4 * (seen.parameters - replicated) * 3 / 4
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("recompute", ["none", "attention", "segments"])
+def test_a_block_keeps_what_the_paper_says(recompute, tp):
+    """But for torch's softmax in float32, two bytes a score more, and LayerNorm's mean and 1/std."""
+    config = replace(BERT_345M, recompute=recompute)
+    s, b, h, a = 64, 2, config.d_model, config.num_heads
+    recipe = Recipe.of(size="bert-345m", precision="fp16", context=s, recompute=recompute)
+    for sequence in (False, True)[: 1 + (tp > 1)]:
+        layout = Layout(tp=tp, micro_batch=b, global_batch=b, sequence=sequence, vocabulary_multiple=128 * tp)
+        seen = block_bytes(recipe, config, layout)
+        paper = block_activations(s, b, h, a, tp, sequence, recompute)
+        softmax = 2 * a * s * s * b / tp if recompute == "none" else 0
+        # Two numbers a token, twice; the meta device has LayerNorm's in the stream's precision or in float32.
+        norms = 0 if recompute == "segments" else 16 * s * b / (tp if sequence else 1)
+        assert paper + softmax <= seen <= paper + softmax + norms, (sequence, seen - paper - softmax)
+
+
+def test_flops_of_a_sample_are_the_papers():
+    """96 s l h^2 (1 + s / 6h + V / 16lh) with recompute, 72 and 12 without (arXiv:2104.04473)."""
+    s, n, h, v = 128, 24, 1024, 29_056
+    recipe = Recipe.of(size="bert-345m", context=s)
+    bert = 2 * s * h * h + 2 * h * h + 2 * h * 2  # transform, pooler and pair, which it leaves out
+    model, hardware = microbatch_flops(recipe, BERT_345M, 1)
+    assert model - 3 * bert == round(72 * s * n * h**2 * (1 + s / (6 * h) + v / (12 * n * h)))
+    assert hardware == model

@@ -1,0 +1,272 @@
+"""`python -m cs336_systems.cost`: what table, step and explain print, and one line for what cannot be."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from cs336_systems.cost import __main__ as cli
+from cs336_systems.cost.commands import step
+from cs336_systems.cost.commands.explain_step import AXES, PASSES, Derivation, explain_step
+from cs336_systems.cost.commands.request import Request, take_request
+from cs336_systems.cost.commands.step import hfu
+from cs336_systems.cost.course.questions import question
+from cs336_systems.cost.flops import forward_flops, least_forward_flops
+from cs336_systems.cost.machines import CONSTANTS, system_preset
+from cs336_systems.cost.notebook.tables import as_records
+from cs336_systems.cost.operator_time import collective_seconds
+from cs336_systems.cost.parameters import count_parameters
+from cs336_systems.cost.plan_memory import peak_bytes
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.presets import model_preset
+
+GPT = ["--tp", "8", "--sequence-parallel", "--dropout", "0.1"]
+PIPELINE = [*GPT, "--pp", "8", "--chunks", "3", "--recompute", "selective", "--batch-size", "64"]
+EXPERTS = ["--size", "fairseq-moe-15b", "--tp", "2", "--ep", "8", "--dp", "2", "--recompute", "full", "--zero", "1"]
+LLAMA = ["--size", "llama-8b", "--attention", "flash", "--cp", "2", "--dp", "8", "--zero", "3", "--system", "h100"]
+LLAMA += ["--recompute", "selective"]
+REQUESTS = {"gpt": PIPELINE, "experts": EXPERTS, "llama": LLAMA, "overlap": [*GPT, "--overlap", "all"]}
+
+
+def asked(*arguments: str) -> Request:
+    """The request that these options make."""
+    given = step.command.make_context("step", list(arguments)).params
+    given.pop("as_json")
+    return take_request(given)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_table_adds_up_to_the_step(printed, name):
+    """On one stage; a pipeline's stages are asked for one by one."""
+    options = [*REQUESTS[name], *(["--pp", "1", "--chunks", "1"] if name == "gpt" else [])]
+    request, table = asked(*options), json.loads(printed("table", *options, "--json"))
+    parts, total = request.step().parts, table["total"]
+    sends = sum(parts[each] for each in ("tensor-parallel", "context-parallel", "expert-parallel"))
+    computing = parts["forward"] + parts["backward"] + parts["recompute"] + sends
+    listed = sum(total[f"{each}_seconds"] for each in ("forward", "backward", "recompute"))
+    assert request.plan.microbatches * listed == pytest.approx(computing, rel=1e-12)
+    assert request.plan.microbatches * total["host_seconds"] == pytest.approx(parts["host"], rel=1e-12)
+    for group in table["groups"]:
+        for way in ("forward", "backward"):
+            for each in (one[way] for one in group["operators"]):
+                causes = {word: each[f"{word}_seconds"] for word in ("compute", "memory", "launch", "network")}
+                assert each["bound"] == max(causes, key=causes.__getitem__)
+                assert each["seconds"] == pytest.approx(sum(causes.values()), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_table_counts_what_the_model_has(printed, name):
+    request, table = asked(*REQUESTS[name]), json.loads(printed("table", *REQUESTS[name], "--json"))
+    plan, config = request.plan, request.config
+    whole = least_forward_flops(config, plan.micro_batch, request.seq)
+    tokens = plan.micro_batch * request.seq
+    padded = -config.vocab_size % plan.tp * 2 * tokens * config.d_model
+    routers = config.expert_layers * (plan.tp - 1) * 2 * tokens * config.d_model * config.num_experts  # not split
+    assert table["total"]["flops_forward"] * plan.tp * plan.cp == whole + padded + routers
+    if config.attention == "naive":
+        assert table["total"]["flops_backward"] == 2 * table["total"]["flops_forward"]
+
+
+def test_the_table_has_every_weight_of_a_model_without_biases(printed):
+    for size in ("llama-8b", "2.7B"):
+        table = json.loads(printed("table", "--size", size, "--json"))
+        assert table["total"]["weights"] == sum(count_parameters(model_preset(size)).values())
+
+
+def test_what_binds_an_operator():
+    table = {each.operator.name: each for each in Derivation(asked(*GPT)).timed["dense"]}
+    expected = {"up": "compute", "GELU": "memory", "attention dropout, sum": "network"}
+    assert {name: table[name].forward.bound for name in expected} == expected
+    tiny = Derivation(asked("--size", "tiny")).timed["dense"]
+    assert next(each for each in tiny if each.operator.name == "attention norm").forward.bound == "launch"
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_printed_table_fits_in_120_columns(printed, name):
+    out = printed("table", *REQUESTS[name])
+    rows = [line for line in out.splitlines() if re.search("  (compute|memory|network|launch)  |──", line)]
+    assert max(len(line.rstrip()) for line in rows) <= 120
+    assert "…" not in out
+    for group in json.loads(printed("table", *REQUESTS[name], "--json"))["groups"]:
+        for one in group["operators"]:
+            times = [f" {1e3 * one[way]['seconds']:.3f} " for way in ("forward", "backward")]
+            named = [row for row in rows if row.startswith(f"{one['operator']}  ")]
+            assert any(all(each in row for each in times) for row in named)
+
+
+def test_the_table_says_what_is_sent(printed):
+    out = printed("table", *GPT)
+    row = next(line for line in out.splitlines() if line.startswith("up "))
+    assert row.rstrip().endswith("tp 48.0: AG / AG RS")
+    assert "AG all-gather" in out
+    alone = printed("table", "--size", "small")
+    assert "AR" not in alone
+    assert "sends:" not in alone
+
+
+def test_the_notebook(printed, run):
+    out = printed("table", "--preset", "seed")
+    assert "0.618475" in out  # fc2's TFLOP
+    assert "What the notebook gets wrong" in out
+    found = json.loads(printed("table", "--preset", "seed", "--json"))
+    assert found["rows"] == as_records()
+    assert found["differences"]
+    layer = {each["name"]: each for each in found["layer"]}
+    # Counted with a multiply and an add for each: the notebook has one addition less.
+    assert layer["forward computes"]["corrected"] == pytest.approx(layer["forward computes"]["notebook"], rel=1e-3)
+    assert layer["weights"]["corrected"] == pytest.approx(layer["weights"]["notebook"], rel=1e-3)
+    assert layer["forward time"]["corrected"] > layer["forward time"]["notebook"]
+    two = json.loads(
+        printed("table", "--preset", "seed", "--tp", "2", "--d-model", "6144", "--num-heads", "48", "--json")
+    )
+    assert two["rows"] != found["rows"]
+    assert {each["name"]: each for each in two["layer"]}["weights"]["corrected"] == pytest.approx(
+        layer["weights"]["corrected"] / 2, rel=1e-3
+    )
+    status, _, err = run("table", "--preset", "seed", "--pp", "2")
+    assert status == 2
+    assert err.startswith("error: the notebook knows nothing of --pp")
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_step_prints_what_it_predicts(printed, name):
+    request = asked(*REQUESTS[name])
+    predicted = step_time(request.config, request.plan, request.seq, request.system)
+    found = json.loads(printed("step", *REQUESTS[name], "--json"))
+    assert found["seconds"] == predicted.total
+    assert found["parts"] == predicted.parts
+    assert found["mfu"] == predicted.mfu
+    assert found["hfu"] == hfu(predicted)
+    assert found["tokens_per_second"] == request.plan.global_batch * request.seq / predicted.total
+    assert found["tokens_per_second_per_accelerator"] == found["tokens_per_second"] / request.plan.ranks
+    assert found["memory_bytes"] == peak_bytes(request.config, request.plan, request.seq)[1]
+    out = printed("step", *REQUESTS[name])
+    assert max(map(len, out.splitlines())) <= 140
+    for seconds in [each for each in predicted.parts.values() if each] + [predicted.total]:
+        assert f" {format_seconds(seconds)} " in out
+    assert f"{predicted.mfu:.1%}" in out
+    assert f"{format_bytes(sum(found['memory_bytes'].values()))}" in out
+    assert [line for line in found["warnings"] if line[:40] not in out] == []
+
+
+def test_bars_follow_one_another(printed):
+    rows = [line for line in printed("step", *PIPELINE).splitlines() if "%" in line and re.search("[▁-▐▔-▟]", line)]
+    assert len(rows) == len([seconds for seconds in asked(*PIPELINE).step().parts.values() if seconds])
+    bars = [re.search("[▁-▐▔-▟]+", row).span() for row in rows]
+    assert all(after[0] >= before[1] - 1 for before, after in pairwise(bars))
+    shares = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
+    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+
+
+def test_hfu_counts_blocks_twice_under_full_recomputation():
+    request = asked(*GPT, "--recompute", "full")
+    parts = forward_flops(request.config, 1, request.seq)
+    again = sum(parts.values()) - parts["head"]
+    assert hfu(request.step()) / request.step().mfu == pytest.approx(1 + again / (3 * sum(parts.values())), rel=1e-12)
+    assert hfu(asked(*GPT).step()) == asked(*GPT).step().mfu
+
+
+def test_constants_of_a_file(printed, tmp_path):
+    file = tmp_path / "constants.json"
+    file.write_text(json.dumps({"constants": {"host": 1.0}}))
+    assert json.loads(printed("step", *GPT, "--constants", str(file), "--json"))["parts"]["host"] > 96
+    assert json.loads(printed("table", *GPT, "--constants", str(file), "--json"))["total"]["host_seconds"] > 96
+    assert "Waiting for the host, 1.0 s per launch" in printed("explain", "step", *GPT, "--constants", str(file))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_part_of_a_step_is_derived(printed, name):
+    request = asked(*REQUESTS[name])
+    found, text = Derivation(request), " ".join(printed("explain", "step", *REQUESTS[name]).split())
+    for part, seconds in found.step.parts.items():
+        assert seconds == 0 or format_seconds(seconds) in text, part
+    assert f"= {found.step.total:.4g} s." in text
+    assert f"{found.step.mfu:.1%}" in text
+    # Its sums are those of the stage.
+    for axis in AXES:
+        total = 0.0
+        for group, times in found.groups:
+            for (each, _), count in found.collectives(group, axis).items():
+                total += times * count * collective_seconds(each, request.plan, request.system, CONSTANTS)
+        assert total == pytest.approx(getattr(found.stage, axis), rel=1e-12)
+    waits = 0.0
+    for way in PASSES:
+        total = sum(times * found.total(group, way).busy for group, times in found.groups)
+        assert total == pytest.approx(getattr(found.stage, way), rel=1e-12)
+        waits += sum(times * found.total(group, way).waits(CONSTANTS.host) for group, times in found.groups)
+    assert waits * request.plan.microbatches == pytest.approx(found.step.parts["host"], rel=1e-12)
+
+
+def test_the_largest_product_is_derived(printed):
+    numbers, _ = explain_step(asked(*GPT))
+    flops, system = 2 * 2048 * 12288 * 6144, system_preset("a100-80gb")
+    waves = 2048 * 6144 / 32768 / 108
+    busy, steps = waves / (waves + CONSTANTS.wave), 12288 / (12288 + CONSTANTS.ramp)
+    rate = 312e12 * system.attainable * CONSTANTS.product * busy * steps
+    expected = {"waves": waves, "full": busy, "long": steps, "rate": rate, "compute": flops / rate}
+    assert {name: numbers[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    text = " ".join(printed("explain", "step", *GPT).split())
+    assert f"2 x 2048 x 12288 x 6144 = {flops / 1e9:.0f} GFLOP" in text
+    assert f"{rate / 312e12:.1%} of peak: {format_seconds(flops / rate)}" in text
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_memory_is_derived(printed, name):
+    request, text = asked(*REQUESTS[name]), " ".join(printed("explain", "memory", *REQUESTS[name]).split())
+    stage, parts = peak_bytes(request.config, request.plan, request.seq)
+    for part, nbytes in parts.items():
+        assert format_bytes(nbytes) in text, part
+    assert f"= {format_bytes(sum(parts.values()))} on stage {stage}" in text
+    passes = 2 * (8 - 1) + (3 - 1) * 8 + 1  # stage 0 of 8, 3 chunks each, as Megatron-LM orders them
+    assert (f"At most {passes} passes of a microbatch through one of 3 chunks" in text) == (name == "gpt")
+
+
+def test_questions_of_the_course(printed):
+    assert printed("explain", "rings", "N=16") == question("rings", N=16).markdown() + "\n"
+    listed = printed("explain")
+    for name in ("step", "memory", "rings", "xxl-memory"):
+        assert re.search(rf"^{name} ", listed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("step", "--tp", "7"), "do not divide over tp 7"),
+        (("step", "--dp", "3", "--batch-size", "4"), "is not a multiple of"),
+        (("step", "--pp", "99"), "too few for pp 99"),
+        (("step", "--tp", "0"), "0 is not in the range"),
+        (("step", "--system", "abacus"), "no machine is called 'abacus'"),
+        (("table", "--size", "gpt9"), "no size 'gpt9'"),
+        (("table", "--preset", "seed", "--tp", "7"), "use a tp that divides it"),
+        (("table", "--constants", "nowhere.json"), "cannot read nowhere.json"),
+        (("explain", "everything"), "nothing is called 'everything'; choose from step, memory, grids, rings"),
+        (("explain", "rings", "sixteen"), "is not NAME=VALUE"),
+        (("explain", "rings", "N=0"), "N must be a number above 0"),
+        (("explain", "memory", "--tp", "5"), "do not divide over tp 5"),
+        (("predict",), "No such command 'predict'"),
+    ],
+)
+def test_bad_input_is_one_line(run, arguments, words):
+    status, out, err = run(*arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_help_lists_every_command_without_torch():
+    """In a process of its own, where nothing is loaded yet."""
+    code = (
+        "import sys; from cs336_systems.host.console import run_command; from cs336_systems.cost.__main__ import main; "
+        "status = run_command(main, ['--help']); "
+        "sys.exit(status or bool({'torch', 'matplotlib'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    names = re.findall(r"^  ([a-z]+)  ", found.stdout, re.MULTILINE)
+    assert Counter(cli.COMMANDS) - Counter(names) == Counter()

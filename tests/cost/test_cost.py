@@ -1,0 +1,154 @@
+"""Closed forms of parameters and FLOPs against the running model; the sum that predicts; the probe."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.cost import (
+    MODES,
+    Hardware,
+    backward_flops,
+    count_parameters,
+    forward_flops,
+    memory,
+    predict,
+    recompute_flops,
+)
+from cs336_systems.cost.hardware import MAPPED
+from cs336_systems.cost.probe import probe
+from cs336_systems.host.observe import Counts
+from cs336_systems.model.observed import observe_passes
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import COURSE_YEARS, ModelConfig, model_preset, preset_names
+
+# No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
+BATCH, SEQ = 5, 8
+SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=5, num_heads=4)
+GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
+LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
+BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}
+VARIANTS = [{}, GPT2, LLAMA, BERT, {"positions": "sinusoidal"}, {"positions": "none"}, {"dropout": 0.1}]
+
+
+def variant(**changes) -> ModelConfig:
+    return replace(SMALL, **changes)
+
+
+def loss_of(model: TransformerLM) -> torch.Tensor:
+    tokens = torch.randint(0, model.config.vocab_size, (BATCH, SEQ))
+    targets = torch.randint(0, model.config.vocab_size, (BATCH, SEQ))
+    if model.config.kernels == "triton":
+        return lm_loss(model, tokens, targets)
+    out = model(tokens, torch.zeros_like(tokens) if model.config.token_types else None)
+    if model.config.bert_heads:
+        return F.cross_entropy(out.tokens.flatten(0, 1), targets.flatten()) + 0 * out.pair.sum()
+    return F.cross_entropy(out.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_parameters_equal_the_model(changes):
+    config = variant(**changes)
+    assert sum(count_parameters(config).values()) == sum(p.numel() for p in TransformerLM(config).parameters())
+
+
+@pytest.mark.parametrize("year", COURSE_YEARS)
+def test_parameters_of_every_preset_equal_the_model(year):
+    for name in preset_names(year):
+        config = model_preset(name, year)
+        model = TransformerLM(config, device="meta")
+        assert sum(count_parameters(config).values()) == sum(p.numel() for p in model.parameters()), name
+
+
+def test_parameters_of_published_models():
+    def millions(name, year=2024):
+        return sum(count_parameters(model_preset(name, year)).values()) / 1e6
+
+    assert round(millions("bert-345m"), 1) == 334.7  # Megatron's, heads included
+    assert round(millions("gpt3-175b") / 1e3, 1) == 174.6  # arXiv:2005.14165
+    assert round(millions("llama-8b") / 1e3, 2) == 8.03  # arXiv:2407.21783
+    assert round(count_parameters(model_preset("fairseq-moe-15b"))["experts"] / 1e9, 2) == 14.51
+    # The course's editions share names, not models: from 2025 on the feed-forward is gated at the same d_ff.
+    assert round(millions("xl") / 1e3, 2) == 1.49
+    assert round(millions("xl", 2025) / 1e3, 3) == 1.998
+    assert round(millions("2.7B", 2025) / 1e3, 3) == 3.407 == round(millions("xl", 2026) / 1e3, 3)
+    assert round(millions("10B", 2026) / 1e3, 2) == 12.83
+
+
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_flops_equal_torch_counter(changes):
+    config = variant(**changes)
+    model = TransformerLM(config)
+    with FlopCounterMode(display=False) as forward:
+        loss = loss_of(model)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert forward.get_total_flops() == sum(forward_flops(config, BATCH, SEQ).values())
+    assert backward.get_total_flops() == backward_flops(config, BATCH, SEQ)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+@pytest.mark.parametrize("recompute", ["attention", "segments", "nested"])
+def test_recompute_flops_equal_torch_counter(recompute, layers):
+    config = variant(recompute=recompute, recompute_every=2, num_layers=layers)
+    with set_checkpoint_early_stop(False):
+        loss = loss_of(TransformerLM(config))
+        with FlopCounterMode(display=False) as backward:
+            loss.backward()
+    assert backward.get_total_flops() == backward_flops(config, BATCH, SEQ) + recompute_flops(config, BATCH, SEQ)
+
+
+def counts(work: dict[tuple[int, int], int], made: dict[int, int] | None = None) -> Counts:
+    return Counts(Counter(work), Counter(made or {}))
+
+
+def test_an_operator_takes_as_long_as_its_flops_or_its_bytes():
+    machine = Hardware("some", 1e9, 1e6, "made up")
+    passes = {
+        "forward": counts({(2 * 10**9, 10**6): 3, (1000, 10**6): 1, (0, 10**6): 5}),
+        "optimizer": counts({(0, 2 * 10**6): 4}),
+    }
+    seconds = predict(passes, machine)
+    assert seconds == {
+        "matrix products": 3 * 2 + 1, "element-wise": 5, "optimizer": 8, "launches": 0, "first touch": 0,
+    }  # fmt: skip
+
+
+def test_a_host_that_waits_adds_every_start_and_first_touch():
+    passes = {"forward": counts({(10**9, 0): 7, (0, 10): 5}, {MAPPED: 2, MAPPED - 1: 9})}
+    free = Hardware("free", 1e30, 1e30, "made up", launch=1.0)
+    assert sum(predict(passes, free).values()) == pytest.approx(12)
+    behind = replace(free, asynchronous=True)
+    assert sum(predict(passes, behind).values()) == pytest.approx(12)
+    assert predict(passes, replace(behind, matmul_flops=1.0))["launches"] == 0  # the device is the slower one
+    assert predict(passes, replace(free, first_touch=1e-9))["first touch"] == pytest.approx(2e-9 * MAPPED)
+
+
+def test_a_prediction_of_the_counted_passes():
+    passes = observe_passes(SMALL, BATCH, SEQ)
+    machine = Hardware("some", 1e30, 1e9, "made up")
+    seconds = {mode: predict(passes.of(mode), machine) for mode in MODES}
+    for kind in ("matrix products", "element-wise"):
+        both = seconds["forward-backward"][kind]
+        assert both == seconds["step"][kind] > seconds["backward"][kind] > seconds["forward"][kind]
+    # AdamW reads and writes a parameter's tensors 21 times.
+    weights = 4 * sum(count_parameters(SMALL).values())
+    assert seconds["step"]["optimizer"] == pytest.approx(21 * weights / 1e9)
+    assert seconds["forward-backward"]["optimizer"] == 0
+
+
+def test_memory_is_that_of_the_counted_passes():
+    assert memory(SMALL, BATCH, SEQ, "step") == observe_passes(SMALL, BATCH, SEQ).memory("step")
+
+
+def test_the_probe_finds_a_ceiling_of_this_machine():
+    found = probe(torch.device("cpu"), "fp32", "here", budget=0.02)
+    assert 1e8 < found.matmul_flops < 1e15
+    assert 1e8 < found.bandwidth < 1e14
+    assert "fp32" in found.source
+    with pytest.raises(ValueError, match="must be positive"):
+        Hardware("broken", 0.0, 1.0, "made up")

@@ -1,0 +1,115 @@
+"""The stated domain of predictions: silent inside, one sentence for each way out of it."""
+
+import json
+
+import pytest
+
+from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.domain import DOMAIN, QUICK_KERNEL, fitted, warnings
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.runs import PUBLISHED, read_run
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.presets import model_preset
+
+A100, V100 = system_preset("A100-80GB"), system_preset("V100-32GB-DGX2")
+GPT = model_preset("gpt3-175b").override(d_model=6144, d_ff=24_576, num_heads=64, num_layers=48, recompute="segments")
+INSIDE = Plan(tp=8, micro_batch=4, global_batch=4)
+MEMORY = "is predicted to need"
+
+
+def test_no_fitted_run_lies_outside():
+    """But for memory, which is not what was fitted."""
+    runs = [read_run(row) for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
+    assert len(runs) == fitted().count >= 20
+    for run in runs:
+        found = warnings(run.config, run.plan, run.seq, run.system)
+        assert [each for each in found if MEMORY not in each] == [], run.id
+
+
+def test_the_limits_are_those_of_the_fitted_runs():
+    rows = [row for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
+    found = fitted()
+    assert found.sequences == (min(row["s"] for row in rows), max(row["s"] for row in rows))
+    assert found.widths == (min(row["h"] for row in rows), max(row["h"] for row in rows))
+    assert found.narrowest == min(row["h"] // row["tp"] for row in rows)
+    assert found.ranks == max(row["tp"] * row["pp"] * row["dp"] * (row.get("cp") or 1) for row in rows)
+    for number in (found.count, *found.sequences, *found.widths, found.narrowest, found.ranks):
+        assert str(number) in DOMAIN
+    assert all(name in DOMAIN for name in found.machines)
+
+
+def test_inside_there_is_nothing_to_say():
+    assert warnings(GPT, INSIDE, 2048, A100) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "model", "plan", "seq", "system"),
+    [
+        ("512 tokens is shorter", {}, {"micro_batch": 16, "global_batch": 16}, 512, A100),
+        ("tokens is longer", {}, {"micro_batch": 1, "global_batch": 1}, 2 * fitted().sequences[1], A100),
+        ("no run on B200", {}, {}, 2048, system_preset("b200")),
+        (
+            f"more than the {fitted().ranks}",
+            {},
+            {"dp": fitted().ranks // 4, "global_batch": fitted().ranks},
+            2048,
+            A100,
+        ),
+        ("router were balanced", {"num_experts": 8, "expert_every": 2}, {"ep": 8, "global_batch": 32}, 2048, A100),
+        ("32-bit products", {}, {"width": 4, "micro_batch": 2}, 2048, A100),
+        ("does not stay within a node", {}, {"tp": 16}, 2048, A100),
+        (MEMORY, {"recompute": "none"}, {}, 2048, A100),
+    ],
+)
+def test_each_way_out_has_its_sentence(words, model, plan, seq, system):
+    found = warnings(GPT.override(**model), INSIDE.override(**plan), seq, system)
+    assert sum(words in each for each in found) == 1, found
+    assert all("\n" not in each for each in found)
+
+
+def test_a_narrow_rank_and_a_wide_model():
+    narrow = GPT.override(d_model=2048, d_ff=8192, num_heads=16)
+    limit = 2048 // fitted().narrowest
+    for tp, expected in ((limit, 0), (2 * limit, 1)):
+        plan = Plan(tp=tp, micro_batch=32, global_batch=32)
+        assert sum("leaves" in each for each in warnings(narrow, plan, 2048, A100)) == expected
+    wide = GPT.override(d_model=32_768, d_ff=131_072, num_heads=256, num_layers=1)
+    assert any("d_model 32768 lies outside" in each for each in warnings(wide, INSIDE, 2048, A100))
+
+
+def test_bert_on_thetagpu_is_bound_by_its_host():
+    """The runs whose logs say that they took up to 3 times as long as computed, one GPU and many."""
+    bert, theta = model_preset("bert-345m").override(recompute="segments"), system_preset("ThetaGPU")
+    for plan in (
+        Plan(micro_batch=4, global_batch=8),
+        Plan(tp=2, pp=2, dp=2, micro_batch=4, global_batch=32),
+        Plan(tp=2, pp=2, dp=32, micro_batch=4, global_batch=512),
+    ):
+        assert sum("host" in each for each in warnings(bert, plan, 512, theta)) == 1
+    # With enough rows the same model's kernels are long.
+    large = warnings(bert, Plan(micro_batch=128, global_batch=128), 512, theta)
+    assert not any("host" in each for each in large)
+    assert QUICK_KERNEL > 5e-5
+
+
+def test_a_feature_is_new_only_where_no_fitted_run_has_it():
+    there = {"ZeRO stage 3": {"zero": 3}, "ZeRO stage 1": {"zero": 1}, "context parallelism": {"cp": 2}}
+    for name, changes in there.items():
+        found = warnings(GPT, INSIDE.override(**changes), 2048, A100)
+        assert any(name in each for each in found) == (name not in fitted().features)
+
+
+def test_a_plan_that_does_not_divide_is_an_error():
+    with pytest.raises(UserError, match="do not divide"):
+        warnings(GPT, Plan(tp=7), 2048, A100)
+
+
+@pytest.mark.parametrize("command", ["step", "table", "search"])
+def test_commands_that_print_times_warn(command, capsys):
+    model = ["--size", "llama-8b", "--num-layers", "2"]
+    where = ["--gpus", "1", "--batch-size", "1"] if command == "search" else []
+    for system, count in (("B200", 1), ("H100", 0)):
+        assert run_command(main, [command, *model, *where, "--system", system]) == 0
+        assert capsys.readouterr().out.count(f"no run on {system} was fitted") == count

@@ -1,0 +1,246 @@
+"""The notebook's printed tables, cell for cell, its closed forms against sums that are counted one by one, and what is
+wrong with it."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from cs336_systems.cost.commands.notebook_page import print_notebook
+from cs336_systems.cost.notebook import physics as nb
+from cs336_systems.cost.notebook.differences import DIFFERENCES, corrected_gradients
+from cs336_systems.cost.notebook.tables import (
+    COLUMNS,
+    SUMMED,
+    as_records,
+    notebook_tables,
+    number,
+    show,
+    show_total,
+)
+from cs336_systems.errors import UserError
+
+DATA = Path(__file__).resolve().parents[1] / "files"
+SMALL = nb.Notebook(batch=2, seq=10, d_model=12, d_ff=28, num_heads=4, num_layers=3, tp=2)
+
+
+def printed(name: str) -> dict:
+    return json.loads((DATA / f"notebook_{name}.json").read_text())
+
+
+def test_every_printed_cell_total_and_share():
+    kinds = {"number": 0, "text": 0, "empty": 0}
+    totals = 0
+    for name, table in notebook_tables().items():
+        expected = printed(name)
+        assert list(COLUMNS) == expected["columns"]
+        assert [[show(row[column]) for column in COLUMNS] for row in table.rows] == expected["cells"]
+        assert {key: show_total(value) for key, value in table.totals().items()} == expected["totals"]
+        assert repr(table.communication) == expected["communication"]
+        totals += len(expected["totals"])
+        for cell in (cell for row in expected["cells"] for cell in row):
+            kinds["empty" if not cell else "number" if cell[0].isdigit() else "text"] += 1
+    assert kinds == {"number": 352, "text": 30, "empty": 52}
+    assert totals == 18
+
+
+@pytest.mark.parametrize("width", [120, 140])
+def test_every_digit_is_on_the_screen(width):
+    out = io.StringIO()
+    print_notebook(Console(width=width, file=out, highlight=False))
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    shown = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
+    for name in ("mlp", "attention"):
+        cells = printed(name)["cells"]
+        for group in (cells[:5], cells[5:]):
+            if group:
+                head = shown.index(["quantity", "unit", *(row[0] for row in group)])
+                table = {row[0]: row[2:] for row in shown[head : head + 38] if len(row) == 2 + len(group)}
+                del table["quantity"]
+                assert table == {key: [row[n] for row in group] for n, key in enumerate(COLUMNS) if n}
+        assert any(line.endswith(printed(name)["communication"]) for line in lines)
+    for key, value in printed("mlp")["totals"].items():
+        assert any([row[0], *row[2:4]] == [key, value, printed("attention")["totals"][key]] for row in shown if row)
+
+
+class Counted:
+    """A number that counts what is done to it."""
+
+    done = 0
+
+    def __add__(self, other: "Counted") -> "Counted":
+        Counted.done += 1
+        return self
+
+    __mul__ = __sub__ = __truediv__ = __add__
+
+    def exp(self) -> "Counted":
+        return self + self
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.full(shape, Counted(), dtype=object)
+
+
+def counted(function) -> int:
+    Counted.done = 0
+    function()
+    return Counted.done
+
+
+def summed(terms: np.ndarray) -> np.ndarray:
+    return np.add.reduce(terms, axis=-1, keepdims=True)
+
+
+def test_products_are_counted_one_by_one():
+    rows, inputs, outputs = SMALL.batch * SMALL.seq, 3, 5
+    x, w, y, bias = array(rows, inputs), array(inputs, outputs), array(rows, outputs), array(1, outputs)
+    for with_bias in (False, True):
+        linear = nb.linear(SMALL, "", inputs, outputs, with_bias)
+        assert linear.flops_forward == counted(lambda: x @ w) + with_bias * counted(lambda: y + bias)
+        # A bias's gradient is the sum of dY over the rows, counted as if it began at zero.
+        assert linear.flops_backward == counted(lambda: (y @ w.T, x.T @ y)) + with_bias * y.size
+        assert linear.weights == 2 * (w.size + with_bias * outputs)
+        assert linear.forward_bytes == 2 * (x.size + y.size) + linear.weights
+        assert linear.backward_bytes == 2 * (2 * x.size + y.size) + 2 * linear.weights
+        assert linear.kept == 2 * x.size
+
+    q = v = array(SMALL.batch * 2, SMALL.seq, SMALL.head_dim)
+    scores = array(SMALL.batch * 2, SMALL.seq, SMALL.seq)
+
+    def t(matrix):
+        return matrix.swapaxes(1, 2)
+
+    logits, attend = nb.logits(SMALL, "", heads=2), nb.attend(SMALL, "", heads=2)
+    assert logits.flops_forward == counted(lambda: q @ t(q))
+    assert logits.flops_backward == counted(lambda: (scores @ q, t(scores) @ q))
+    assert attend.flops_forward == counted(lambda: scores @ v)
+    assert attend.flops_backward == counted(lambda: (v @ t(v), t(scores) @ v))
+    assert (logits.forward_bytes, logits.backward_bytes) == (
+        2 * (scores.size + 2 * q.size),
+        2 * (scores.size + 4 * q.size),
+    )
+    assert (attend.forward_bytes, attend.kept) == (2 * (scores.size + 2 * v.size), 2 * (scores.size + v.size))
+
+
+def test_softmax_is_counted_one_by_one_and_a_norm_by_row():
+    rows = 6
+    x = array(rows, SMALL.seq)
+    softmax = nb.softmax(SMALL, "", rows)
+    exp = np.frompyfunc(Counted.exp, 1, 1)
+    assert softmax.flops_forward == counted(lambda: exp(x) / summed(x))
+    assert softmax.flops_backward == counted(lambda: x * (x - summed(x * x)))
+    assert softmax.forward_bytes == 2 * 2 * x.size
+    # A norm's four sums along each row have an addition less than elements.
+    norm = nb.layer_norm(SMALL, "", rows)
+    assert (norm.flops_forward, norm.flops_backward) == (9 * rows * 12, 13 * rows * 12 - 4 * rows)
+    assert softmax.backward_bytes == 3 * 2 * x.size
+
+
+def test_the_ranks_of_a_group_share_the_work():
+    alone, eight = nb.Notebook(tp=1), nb.Notebook(tp=8)
+    for table in notebook_tables(alone).values():
+        assert table.communication == 0
+        assert {row[name] for row in table.rows for name in ("comm_size", "comm_topology", "comm_fwd", "comm_bwd")} == {
+            None
+        }
+    whole, part = notebook_tables(alone)["attention"], notebook_tables(eight)["attention"]
+    for first, second in zip(whole.rows, part.rows, strict=True):
+        if first["layer"] in ("logits", "softmax", "dropout_softmax", "attend", "dropout"):
+            assert number(first["flops_fwd"]) == pytest.approx(8 * number(second["flops_fwd"]), rel=1e-15)
+            assert number(first["total_mem_bwd"]) == pytest.approx(8 * number(second["total_mem_bwd"]), rel=1e-15)
+    # Eight GPUs do not fit in a node of four: the network's 100 GB/s instead of 600.
+    row = part.rows[0]
+    assert row["comm_topology"] == "ib"
+    assert row["t_comm_fwd"] == pytest.approx(1 * 2048 * 12288 * 2 / 100e9 * 1e3, rel=1e-15)
+
+
+def test_rows_of_a_batch():
+    one, three = notebook_tables(nb.Notebook()), notebook_tables(nb.Notebook(batch=3))
+    for name in one:
+        for column in ("activation_buffer", "t_comm_fwd", "t_comm_bwd", "flops_fwd"):
+            assert three[name].total(column) == pytest.approx(3 * one[name].total(column), rel=1e-14)
+        assert three[name].total("weights_mem") == one[name].total("weights_mem")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp": 5}, "num_heads 96 is not a multiple of tp 5: use a tp that divides it"),
+        ({"num_heads": 95}, "d_model 12288 is not a multiple of num_heads 95"),
+        ({"d_ff": 49_154}, "d_ff 49154 is not a multiple of tp 4: use a tp that divides it"),
+        ({"seq": 2049}, "seq 2049 is not a multiple of tp 4: use a tp that divides it"),
+        ({"batch": 0}, "batch must be a whole number of at least 1, not 0"),
+        ({"seq": -4}, "seq must be a whole number of at least 1, not -4"),
+        ({"d_model": 12.5}, "d_model must be a whole number of at least 1, not 12.5"),
+        ({"memory_rate": 0.0}, "memory_rate must be positive and finite, not 0.0"),
+        ({"nvlink_rate": float("nan")}, "nvlink_rate must be positive and finite, not nan"),
+    ],
+)
+def test_bad_sizes_get_one_line(changes, message):
+    with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
+        nb.Notebook(**changes)
+
+
+def test_records_are_json_with_all_digits():
+    records = json.loads(json.dumps(as_records()))
+    tables = notebook_tables()
+    rows = [each for each in records if each["kind"] == "operator"]
+    assert [each["layer"] for each in rows] == [row["layer"] for table in tables.values() for row in table.rows]
+    assert rows[0]["flops_fwd"] == tables["mlp"].rows[0]["flops_fwd"]
+    totals = {each["table"]: each for each in records if each["kind"] == "total"}
+    assert totals["attention"]["communication"] == 0.07962667242415632
+    assert set(totals["mlp"]) == {"table", "kind", "communication", *SUMMED}
+
+
+def effect(name: str) -> str:
+    return next(f"{each.notebook} | {each.right} | {each.effect}" for each in DIFFERENCES if each.name == name)
+
+
+def test_the_differences_numbers_by_hand():
+    # 2048 x 12,288 numbers of 2 bytes are 0.050332 GB; three quarters of it at 300 GB/s.
+    assert "takes 0.125829 ms, not 0.083886: 1.50 times as long, 32.2 ms more" in effect("NVLink's rate")
+    assert "0.050332 GB | (tp - 1) / tp of it, 0.037749 GB" in effect("volume of a collective")
+    # (4 + 4) collectives x 96 layers x 3 steps x 2.5 us.
+    assert "each of 768 collectives is 3 steps" in effect("latency")
+    assert "5.8 ms more" in effect("latency")
+    assert "549.3 TFLOP in 1.998 s, 275 TFLOP/s, 88% of peak | 51.4%" in effect("efficiency")
+    assert "78.5 GB of activations" in effect("whether it fits")
+    assert "6.3 GPUs' memory" in effect("whether it fits")  # (78.5 + 2 x 87.0) / 40
+    assert "takes 0.18 of" in effect("rate of norms and softmax")  # 0.044768 x 78 / 19.5
+    # 16.106127 / 414.188 and 16.106127 / 293.796 ms: norm_2's 8.053 of 9.610 ms moved over.
+    assert "with it moved 3.89% and 5.48%" in effect("shares of communication")
+    assert "4.55% of the layer, 2.50% of its backward" in effect("shares of communication")  # 32.2 / 708.0, / 1289.9
+    # 2 additions x 2 passes x 3 tensors x 0.012583 GB x 96 layers / 1555 GB/s
+    assert "| 9.3 ms more" in effect("residual additions")
+    assert "1.9 TFLOP (0.3% more) and 0.31 GB" in effect("embedding, head and loss")
+    # 43.5e9 parameters a GPU: x 12 bytes; x 28 bytes at 1555 GB/s.
+    assert "522 GB more, and 0.78 s" in effect("optimizer")
+    assert "7.4 of 549.3 TFLOP" in effect("causal mask")  # (0.0257 + 0.0515 + 0.0258 + 0.0514) x 96 / 2
+    assert "48.3 of 78.5 GB" in effect("fused attention")  # (0.2013 + 0.1007 + 0.2013) x 96
+    assert "7.2 GB less for 16.1 ms" in effect("gathering norms' outputs again in backward")
+    assert "(tp - 1) / tp: 0.037749 GB | the whole: 0.050332 GB" in effect("volume")
+    assert "fc2 0.618494 TFLOP | not counted: fc2 0.618475" in effect("additions of reduce-scatters")
+    assert {each.kind for each in DIFFERENCES} == {"wrong", "missing", "text"}
+
+
+def test_the_right_backward_moves_both_gradients():
+    config = nb.Notebook()
+    right = corrected_gradients(config)
+    names = ["act", "dpr1", "dpr2", "layer_norm_1", "dropout_softmax", "attend", "dropout", "layer_norm_2"]
+    assert list(right) == names
+    elements = {"act": 2048 * 12_288, "dropout_softmax": 24 * 2048**2, "dpr2": 512 * 12_288}
+    assert right["act"].backward_bytes == 3 * 2 * elements["act"]  # X, dY, dX
+    assert right["dropout_softmax"].backward_bytes == (1 + 2 * 2) * elements["dropout_softmax"]  # mask, dY, dX
+    assert right["dpr2"].backward_bytes == (1 + 2 * 2) * elements["dpr2"]
+    v = 24 * 2048 * 128
+    assert right["attend"].backward_bytes == 2 * (2 * 24 * 2048**2 + 3 * v)  # A, V, dY, dA, dV
+    assert right["layer_norm_1"].backward_bytes == 2 * (3 * 512 * 12_288 + 3 * 12_288)  # X, dY, dX; scale and gradients
+    assert "20.2 ms" in effect("backward of GELU and dropout")
+    assert "0.8 ms" in effect("backward of attend")
+    assert "0.025 MB per norm, 0.003 ms" in effect("backward of a layer norm")

@@ -1,0 +1,191 @@
+"""This machine as a System: the law of its products, the file that keeps it, and the commands that read it."""
+
+import json
+from dataclasses import asdict, replace
+from math import log
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cs336_systems.cost import machines, probe
+from cs336_systems.cost import probe_system as probing
+from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.commands import probe as command
+from cs336_systems.cost.machines import Constants, System, read_machine, write_machine
+from cs336_systems.cost.operator_time import TILE, kernel_seconds, new_bytes, product_rate
+from cs336_systems.cost.operators import Kernel, sweep
+from cs336_systems.cost.probe_system import TimedGemm, fit_law
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from tests.support import ranks
+
+LAPTOP = System(
+    "laptop", 8e11, 2e11, 1.0, 4e10, 2e10, 2, 1, Link(1e-4, 1e9), Link(1e-4, 1e9),
+    {"bandwidth": "measured"}, touch=5e-10,
+    measured={"product": 1.0, "ramp": 20.0, "wave": 0.05, "fused": 0.4, "host": 0.0, "start": 2e-6},
+)  # fmt: skip
+SIZES = [(64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (2048, 128, 512), (128, 2048, 64)]
+
+
+def timed(ramp: float, wave: float, start: float) -> list[TimedGemm]:
+    """What a machine takes that obeys the law of `operator_time.py`."""
+    constants = Constants(product=1.0, ramp=ramp, wave=wave, start=start)
+    works = [Kernel(2.0 * r * i * c, 0.0, r, c, i, width=4) for r, i, c in SIZES]
+    seconds = (kernel_seconds(work, LAPTOP, constants).total for work in works)
+    return [TimedGemm(*size, took) for size, took in zip(SIZES, seconds, strict=True)]
+
+
+def test_the_law_is_found_again():
+    for ramp, wave in ((20.0, 0.05), (0.0, 0.0), (180.0, 0.5)):
+        law = fit_law(timed(ramp, wave, 2e-6), 2 * TILE, 2e-6)
+        assert (law.ramp, law.wave) == (ramp, wave)
+        assert law.rate == pytest.approx(LAPTOP.rate(4))
+        assert law.error < 1e-12
+
+
+def test_one_product_that_was_held_up_does_not_bend_it():
+    spoiled = timed(20.0, 0.05, 2e-6)
+    spoiled[3] = spoiled[3]._replace(seconds=10 * spoiled[3].seconds)
+    law = fit_law(spoiled, 2 * TILE, 2e-6)
+    assert (law.ramp, law.wave) == (20.0, 0.05)
+    assert law.rate == pytest.approx(LAPTOP.rate(4))
+    assert law.error == pytest.approx(log(10) / len(SIZES), rel=1e-3)  # what starting took is not ten times as long
+
+
+def test_large_results_are_given_new_memory():
+    small, large = sweep(2.0 * (2**25 - 4)), sweep(2.0 * 2**25, 3)
+    assert new_bytes(small) == 0
+    assert new_bytes(sweep(6.0 * 2**25, 3)) == 3 * 2**25
+    assert new_bytes(large) == 0  # three kernels of a third each
+    product = Kernel(2.0, 0.0, rows=4096, columns=2048, inner=1, width=4)
+    assert new_bytes(product) == 2**25
+    constants = Constants(start=0.0)
+    free = replace(LAPTOP, touch=0.0)
+    added = kernel_seconds(product, LAPTOP, constants).total - kernel_seconds(product, free, constants).total
+    assert added == pytest.approx(LAPTOP.touch * 2**25)
+
+
+def test_a_machine_is_kept_in_a_file(tmp_path):
+    write_machine(tmp_path / "m.json", LAPTOP)
+    found = read_machine(tmp_path / "m.json")
+    assert found == LAPTOP
+    assert (found.measured, found.sources) == (LAPTOP.measured, LAPTOP.sources)
+    with pytest.raises(UserError, match="name another file"):
+        write_machine(tmp_path / "no" / "m.json", LAPTOP)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"bandwidth": 0}, "bandwidth must be a number above zero, not 0"),
+        ({"memory": True}, "memory must be a number above zero, not True"),
+        ({"wide_flops": "fast"}, "wide_flops must be a number above zero, not 'fast'"),
+        ({"inside": {"latency": 0}}, "inside needs latency and bandwidth"),
+        ({"between": {"latency": -1, "bandwidth": 1}}, "latency must be"),
+        ({"measured": {"speed": 1.0}}, "measured speed, which the cost model does not know"),
+        ({"overlap": "some"}, "overlap must be one of none, data, all, not 'some'"),
+        ({"measured": [1]}, "measured must be an object"),
+        ({"processors": 0.5}, "processors must be a whole number above zero, not 0.5"),
+        ({"name": 3}, "name must be text, not 3"),
+        ({"extra": 1}, "is no machine: it needs"),
+    ],
+)
+def test_a_figure_that_is_none_is_one_line(change, says, tmp_path):
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps(asdict(LAPTOP) | change))
+    with pytest.raises(UserError, match=says) as error:
+        read_machine(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
+    with pytest.raises(UserError, match="probe --out"):
+        read_machine(tmp_path / "none.json")
+    for text in ("{", "[" * 100_000):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(UserError, match="which is JSON"):
+            read_machine(tmp_path / "text.json")
+
+
+def test_a_file_of_before_machines_said_what_overlaps(tmp_path):
+    older = asdict(LAPTOP)
+    del older["overlap"]
+    (tmp_path / "m.json").write_text(json.dumps(older), encoding="utf-8-sig")
+    assert read_machine(tmp_path / "m.json") == LAPTOP
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *where: str) -> float:
+    command = ["step", *where, "--size", "small", "--precision", "fp32", "--micro-batch-size", "16", "--json"]
+    assert run_command(main, command) == 0
+    seconds: float = json.loads(capsys.readouterr().out)["seconds"]
+    return seconds
+
+
+def test_the_commands_predict_for_it(tmp_path, capsys, monkeypatch):
+    write_machine(tmp_path / "m.json", LAPTOP)
+    seconds = predicted(capsys, "--machine-file", str(tmp_path / "m.json"))
+    slower = replace(LAPTOP, measured=LAPTOP.measured | {"ramp": 500.0})
+    write_machine(tmp_path / "slow.json", slower)
+    assert predicted(capsys, "--machine-file", str(tmp_path / "slow.json")) > 1.2 * seconds  # its own constants count
+    monkeypatch.setattr("cs336_systems.cost.options.probe_here", lambda: LAPTOP)
+    assert predicted(capsys, "--system", "HERE") == seconds
+
+
+def test_the_command_shows_each_figure_and_its_source(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "probe_here", lambda budget, device: LAPTOP)
+    assert run_command(main, ["probe", "--out", str(tmp_path / "m.json")]) == 0
+    out = capsys.readouterr().out
+    assert "200 GFLOP/s" in out
+    assert "2.00 us" in out
+    assert "to half at 20 terms" in out
+    assert "to half at 57 x 57 numbers" in out  # 0.05 of two tiles of 128 x 256
+    assert command._ramp(replace(LAPTOP, measured={"ramp": 0.0})) == "not seen"
+    assert f"--machine-file {tmp_path / 'm.json'}".replace("\n", "") in out.replace("\n", "")
+    assert read_machine(tmp_path / "m.json") == LAPTOP
+
+
+def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "probe_here", lambda budget, device: pytest.fail("measured"))
+    for path, words in ((tmp_path / "no" / "m.json", "there is no folder"), (tmp_path, "it is a folder")):
+        assert run_command(main, ["probe", "--out", str(path)]) == 2
+        assert f"{words}" in capsys.readouterr().err
+
+
+def test_what_the_probe_itself_says_is_said_once(monkeypatch):
+    def fails(words: list[str], check: bool) -> SimpleNamespace:
+        with pytest.raises(SystemExit) as ended:
+            probing.main.main(words[3:], standalone_mode=False)
+        return SimpleNamespace(returncode=ended.value.code)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machines.subprocess, "run", fails)
+    with pytest.raises(UserError, match=r"^--device cuda, but torch finds no CUDA device here"):
+        machines.probe_here(1.0, "cuda")
+
+
+def test_a_probe_that_fails_is_one_line(monkeypatch):
+    monkeypatch.setattr(machines.sys, "executable", "/bin/false")
+    with pytest.raises(UserError, match="ended with exit code 1"):
+        machines.probe_here(1.0)
+
+
+def probe_case(rank: int, world: int, folder: str, out: str) -> None:
+    """In a process of its own, for ranks are forked from one that has run no tensor code."""
+    probing.CPU_SIZES, probing.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16
+    probing.COPIED, probing.HEADS, probing.ROUNDS, probe.FRESH_BYTES = {"cpu": 2**16}, 1, 2, 2**20
+    write_machine(probing.Path(out), probing.probe_system(torch.device("cpu"), 0.05))
+
+
+def test_this_machine_has_figures(tmp_path):
+    ranks.run_alone(probe_case, 1, out=str(tmp_path / "m.json"))
+    found = read_machine(tmp_path / "m.json")
+    assert 1e7 < found.wide_flops < 1e15
+    assert 1e7 < found.bandwidth < 1e14
+    assert 0 < found.inside.latency < 10
+    assert 0 < found.measured["start"] < 1
+    assert found.measured["host"] == 0
+    assert all("measured on" in found.sources[name] for name in ("wide_flops", "bandwidth", "inside", "touch", "ramp"))
+    rate = product_rate(Kernel(1.0, 0.0, 64, 64, 64, width=4), found, replace(Constants(), **found.measured))
+    assert 0 < rate <= found.wide_flops

@@ -1,0 +1,293 @@
+"""The search over layouts against an independent loop: the same best, and every configuration accounted for."""
+
+import json
+import re
+import shlex
+from collections import Counter, defaultdict
+from dataclasses import replace
+from functools import cache
+from itertools import permutations, product
+from math import inf
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+from cs336_systems.cost.commands import step as step_command
+from cs336_systems.cost.commands.search import command
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.plan import ORDER, Plan
+from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.search import BEST, Loss, Search, search
+from cs336_systems.cost.search_advice import gpus_needed
+from cs336_systems.cost.search_space import AXES, MOST_GPUS, Degrees, Space, placement
+from cs336_systems.cost.step_time import step_time
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import run_command
+from cs336_systems.presets import ModelConfig
+
+GPUS, BATCH, SEQ, NODE = 4, 6, 256, 2
+MODEL = ModelConfig(
+    vocab_size=1024, context_length=SEQ, d_model=256, d_ff=1024, num_layers=4, num_heads=2, attention="sdpa"
+)
+# Room for some configurations, not for others.
+SMALL = replace(system_preset("A100-80GB"), memory=50e6, node=NODE)
+EXPERTS = MODEL.override(num_experts=4, expert_every=2)
+
+
+@cache
+def found(config: ModelConfig) -> Search:
+    return search(config, SEQ, SMALL, GPUS, BATCH)
+
+
+@cache
+def brute(config: ModelConfig) -> tuple[dict[tuple, tuple[float, float]], dict[tuple, float], int]:
+    """(seconds and bytes by choices of what runs, bytes of what does not fit, how many cannot interleave).
+
+    Every combination of every number, without the search's own lists.
+    """
+    runs, too_large, refused = {}, {}, 0
+    numbers = range(1, GPUS + 1)
+    for tp, pp, dp, cp, ep in product(numbers, repeat=5):
+        if tp * pp * dp * cp * ep != GPUS or (ep > 1 and not config.num_experts) or BATCH % (dp * ep):
+            continue
+        orders = {}
+        for order in permutations(ORDER):
+            left, held = NODE, {}
+            for axis in order:
+                size = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep}[axis]
+                held[axis] = max(n for n in numbers if size % n == 0 and left % n == 0)
+                left //= held[axis]
+            orders[tuple(held[axis] for axis in ORDER)] = order
+        for mb, v, sequence, recompute, zero in product(
+            (1, 2, 4, 8, 16), (1, 2, 4), (False, True), ("none", "attention", "segments"), range(4)
+        ):
+            if (v > 1 and (pp == 1 or config.num_layers % (pp * v))) or (BATCH // (dp * ep)) % mb:
+                continue
+            if (sequence and tp == 1) or (zero and dp * cp * ep == 1):
+                continue
+            model = config.override(recompute=recompute)
+            for held, order in orders.items():
+                key = (tp, pp, dp, cp, ep, v, mb, recompute, sequence, zero, held)
+                try:
+                    plan = Plan(tp, pp, dp, cp, ep, v, sequence, zero, mb, BATCH, order=order)
+                    plan.check(model, SEQ)
+                except UserError as error:
+                    refused += "as interleaved needs" in str(error)
+                    continue
+                need = sum(peak_bytes(model, plan, SEQ)[1].values())
+                if need > usable_memory(SMALL):
+                    too_large[key] = need
+                else:
+                    runs[key] = step_time(model, plan, SEQ, SMALL).total, need
+    return runs, too_large, refused
+
+
+@pytest.mark.parametrize("config", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_finds_what_a_loop_over_everything_finds(config):
+    runs, too_large, refused = brute(config)
+    got = found(config)
+    assert refused == sum(count for reason, count in got.indivisible.items() if "as interleaved needs" in reason) > 10
+    assert got.running == len(runs) > 100
+    assert got.too_large == len(too_large) > 10
+    alike = Counter(runs.values())
+    assert [(each.step.total, each.memory) for each in got.best] == sorted(alike)[:BEST], "different ones"
+    assert [1 + len(each.alike) for each in got.best] == [alike[pair] for pair in sorted(alike)[:BEST]]
+    assert max(alike.values()) > 1
+    assert not got.left_out
+
+
+@pytest.mark.parametrize("config", [MODEL, EXPERTS], ids=["dense", "experts"])
+def test_each_loss_is_of_the_fastest_with_that_value(config):
+    runs, too_large, _ = brute(config)
+    got = found(config)
+    fastest: dict[tuple, float] = defaultdict(lambda: inf)
+    for key, (seconds, _) in runs.items():
+        for axis, value in zip(AXES[:-1], key[:-1], strict=True):
+            fastest[axis, value] = min(fastest[axis, value], seconds)
+    winner = got.best[0]
+    losses = {(each.axis, each.value): each for each in got.losses}
+    assert set(fastest) <= set(losses)
+    for (axis, value), each in losses.items():
+        if axis == "placement":
+            continue
+        if each.best is None:
+            assert fastest[axis, value] == inf
+            assert each.more > 0
+            continue
+        assert each.best.value(axis) == value
+        assert each.factor == fastest[axis, value] / winner.step.total
+        if each.part:
+            parts = [dict(one.step.parts) for one in (each.best, winner)]
+            for one in parts:
+                one["computing"] = one.pop("forward") + one.pop("backward")
+            more = {name: parts[0][name] - parts[1][name] for name in parts[0]}
+            assert each.more == more[each.part] == max(more.values()) > 0
+            assert each.net == each.best.step.total - winner.step.total
+            assert each.net == pytest.approx(sum(more.values()), rel=1e-9)
+            assert each.less == max(0.0, -min(more.values())) == (-more[each.gain] if each.gain else 0.0)
+            choices = {name: winner.value(name) for name in AXES[:-1]} | {axis: value}
+            held = tuple(winner.plan.held(NODE)[name] for name in ORDER)
+            assert each.forced == ((*choices.values(), held) in too_large and axis not in Degrees._fields)
+        else:
+            assert winner.value(axis) == value or each.factor == 1.0
+
+
+def test_the_reasons_add_up_to_all_that_was_tried():
+    for config in (MODEL, EXPERTS):
+        got = found(config)
+        assert got.tried == got.running + got.too_large + sum(got.indivisible.values())
+        assert got.tried == got.space.size()
+    # 4 replicas; 2 heads over 4 ranks.
+    reasons = found(MODEL).indivisible
+    assert reasons["a batch of 6 does not divide over 4 replicas"] == 1
+    assert reasons["2 heads do not divide over tp 4"] == 1
+
+
+def test_the_nearest_miss():
+    got = found(MODEL)
+    assert got.nearest is not None
+    assert got.nearest.memory == sum(peak_bytes(got.nearest.config, got.nearest.plan, SEQ)[1].values())
+    assert got.nearest.lacks == got.nearest.memory - usable_memory(SMALL)
+    assert got.nearest.memory == min(brute(MODEL)[1].values())
+    fitting = replace(SMALL, memory=SMALL.memory + 1.0001 * got.nearest.lacks / (usable_memory(SMALL) / SMALL.memory))
+    assert search(MODEL, SEQ, fitting, GPUS, BATCH).running > got.running
+
+
+def test_held_choices():
+    got = search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 2, "recompute": "none", "zero": 1})
+    assert {(each.plan.tp, each.step.config.recompute, each.plan.zero) for each in got.best} == {(2, "none", 1)}
+    assert got.tried < found(MODEL).tried
+    with pytest.raises(UserError, match="no layout of 4 accelerators has tp 3"):
+        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"tp": 3})
+    with pytest.raises(UserError, match="color is none of the choices"):
+        search(MODEL, SEQ, SMALL, GPUS, BATCH, fixed={"color": 3})
+
+
+def test_placements_differ_in_what_a_node_holds():
+    degrees = Degrees(tp=2, pp=2, dp=2)
+    orders = Space(MODEL, SEQ, 8, 12, 4).placements(degrees)
+    plans = [Plan(**degrees._asdict(), global_batch=12, order=order) for order in orders]
+    assert [placement(plan, 4) for plan in plans] == ["tp 2 x dp 2", "tp 2 x pp 2", "dp 2 x pp 2"]
+    assert orders[0] == ORDER
+
+
+def test_a_large_space_is_cut_and_says_so():
+    whole = found(MODEL)
+    got = search(MODEL, SEQ, SMALL, GPUS, BATCH, limit=whole.tried // 2)
+    assert got.left_out[0] == "placements other than Megatron's order"
+    assert got.tried < whole.tried
+    assert got.tried > whole.space.within(whole.tried // 2)[0].size()
+    assert got.best[0].step.total == whole.best[0].step.total, "around the best everything is tried"
+    tiny = search(MODEL, SEQ, SMALL, GPUS, BATCH, limit=20)
+    assert "layouts" in tiny.left_out[-1]
+    notes = []
+    search(MODEL, SEQ, SMALL, GPUS, BATCH, advance=notes.append)
+    assert len(notes) == len(whole.space.layouts())
+
+
+def test_a_model_that_fits_nowhere():
+    less = replace(SMALL, memory=6e6)
+    with pytest.raises(
+        UserError, match=r"nothing fits 4 x A100-80GB: .* MiB on a rank at least, .* it would fit on"
+    ) as e:
+        search(MODEL, SEQ, less, GPUS, 64)
+    enough = int(str(e.value).split()[-1])
+    assert enough > GPUS
+    assert search(MODEL, SEQ, less, enough, 64).best
+    with pytest.raises(UserError, match=f"it would fit on {enough}"):
+        search(MODEL, SEQ, less, enough // 2, 64)
+    none = replace(SMALL, memory=1e3)
+    assert gpus_needed(Space(MODEL, SEQ, 2**18, 64, NODE), none) == 0
+    with pytest.raises(UserError, match="nothing divides over 7 accelerators"):
+        search(MODEL.override(num_layers=4), 250, SMALL, 7, 12)
+
+
+def test_words_of_a_loss():
+    winner = found(MODEL).best[0]
+    assert Loss("zero", 0, winner, 1.2, "recompute", 0.1).why == "more is run again"
+    assert Loss("zero", 0, winner, 1.0, "", 0.0).why == "the winner has it"
+    assert Loss("zero", 0, None, inf, "memory", 2**30).why == "does not fit: 1.0 GiB too much at least"
+
+
+def test_why_stages_are_uneven():
+    def why(layers: int, vocab: int) -> str:
+        config = MODEL.override(num_layers=layers, vocab_size=vocab)
+        got = search(config, SEQ, SMALL, 2, 8, fixed={"pp": 2, "chunks": 1})
+        return Loss("pp", 2, got.best[0], 1.1, "computing", 0.1).why
+
+    assert why(4, 1024) == "stages are uneven: the last has the head as well"
+    assert why(3, 8) == "stages are uneven: the busiest computes longer"  # two layers come first
+
+
+def test_the_overlap_is_the_machine_s():
+    newer = replace(SMALL, overlap="all")
+    for machine, asked, expected in ((SMALL, None, "data"), (newer, None, "all"), (newer, "none", "none")):
+        got = search(MODEL, SEQ, machine, 2, 2, overlap=asked, fixed={"tp": 2})
+        assert {each.plan.overlap for each in got.best} == {expected}
+
+
+def test_too_many_accelerators(capsys):
+    with pytest.raises(UserError, match=f"take {MOST_GPUS} at most"):
+        search(MODEL, SEQ, SMALL, MOST_GPUS + 1, 1)
+    assert run_command(command, ["--gpus", str(MOST_GPUS + 1)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--size", "gpt3-175b", "--num-layers", "8", "--d-model", "1024", "--num-heads", "8", "--sequence-parallel"],
+        ["--size", "tiny", "--system", "H100", "--precision", "fp32", "--recompute", "full", "--tp", "2", "--pp", "2"],
+        ["--size", "tiny", "--overlap", "none", "--attention", "naive", "--no-sequence-parallel"],
+    ],
+)
+def test_the_printed_command_predicts_the_same(options):
+    asked = ["--gpus", "16", "--batch-size", "32", "--limit", "3000", *options]
+    record = json.loads(CliRunner().invoke(command, [*asked, "--json"], catch_exceptions=False).stdout)
+    assert {each["plan"]["sequence"] for each in record["best"]} >= {"--sequence-parallel" in options}
+    for each in [*record["best"], *(loss["best"] for loss in record["losses"] if loss["best"])]:
+        words = shlex.split(each["command"])
+        assert words[:4] == ["python", "-m", "cs336_systems.cost", "step"]
+        again = json.loads(CliRunner().invoke(step_command.command, [*words[4:], "--json"]).stdout)
+        assert again["seconds"] == each["seconds"]
+        assert again["plan"] == each["plan"]
+        assert sum(again["memory_bytes"].values()) == each["memory_bytes"]
+    shown = CliRunner().invoke(command, asked, catch_exceptions=False).output
+    assert record["best"][0]["command"] in shown.splitlines()
+
+
+def test_on_a_narrow_terminal(monkeypatch):
+    monkeypatch.setattr(console, "console", lambda **_: Console(width=80))
+    arguments = ["--gpus", "16", "--batch-size", "64", "--size", "llama-8b", "--num-layers", "30", "--limit", "3000"]
+    shown = CliRunner().invoke(command, [*arguments, "--tokens", "1e12"], catch_exceptions=False).output
+    record = json.loads(CliRunner().invoke(command, [*arguments, "--tokens", "1e12", "--json"]).stdout)
+    assert "llama-8b, changed: 7.59 B parameters" in shown
+    assert "…" not in shown
+    rows = [line for line in shown.splitlines() if re.match(r" ?\d+  ", line)]
+    assert len(rows) == len(record["best"]) == BEST
+    for row, each in zip(rows, record["best"], strict=True):
+        plan = Plan(**{**each["plan"], "order": tuple(each["plan"]["order"])})
+        assert plan.short() in row
+        assert f"{each['mfu']:.1%}" in row
+        assert len(row.rstrip()) <= 80
+    whole = record["best"][0]["training"]
+    assert whole["seconds"] == 1e12 / record["best"][0]["tokens_per_second"]
+    assert whole["accelerator_hours"] == whole["seconds"] * 16 / 3600
+    assert f"takes {whole['seconds'] / 86400:.1f} days for 1 T tokens" in shown
+
+
+def test_command(capsys):
+    arguments = ["--size", "tiny", "--gpus", "4", "--batch-size", "8", "--system", "H100", "--recompute", "none"]
+    shown = CliRunner().invoke(command, arguments, catch_exceptions=False).output
+    assert "configurations tried" in shown
+    assert "sequence par." in shown
+    assert re.search(r"^  \d+ plans?: ", shown, re.MULTILINE)
+    record = json.loads(CliRunner().invoke(command, [*arguments, "--json"], catch_exceptions=False).stdout)
+    assert record["tried"] == record["running"] + record["too_large"] + sum(record["indivisible"].values())
+    assert [each["seconds"] for each in record["best"]] == sorted(each["seconds"] for each in record["best"])
+    assert {each["recompute"] for each in record["best"]} == {"none"}
+    assert run_command(command, ["--size", "gpt3-175b", "--gpus", "2", "--batch-size", "2"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: nothing fits 2 x A100-80GB")

@@ -1,0 +1,132 @@
+"""Where a search finds nothing that runs: its advice, followed, finds something; and whose constants times are of."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.commands import plot
+from cs336_systems.cost.commands.request import constants_for
+from cs336_systems.cost.commands.search import SearchOptions, command
+from cs336_systems.cost.machines import CONSTANTS, save_constants, system_preset, write_machine
+from cs336_systems.cost.options import ModelOptions
+from cs336_systems.cost.plots import degrees
+from cs336_systems.cost.search import search
+from cs336_systems.cost.search_advice import gpus_needed, option
+from cs336_systems.cost.search_space import Space
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+
+A100 = system_preset("A100-80GB")
+LLAMA, GPT3 = (ModelOptions(size=name).model_config() for name in ("llama-8b", "gpt3-175b"))
+OWN = replace(A100, name="own", measured={"host": 1.5e-4, "start": 2e-6})
+
+
+def refusal(capsys, arguments: str) -> str:
+    assert run_command(command, arguments.split()) == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_limit_that_left_out_what_fits_is_named(capsys):
+    asked = "--size gpt3-175b --gpus 512 --batch-size 512 --zero 0"
+    line = refusal(capsys, f"{asked} --limit 40")
+    assert "some does that --limit 40 left out" in line
+    assert re.search(r"\d+ of 220 layouts", line)
+    advised = int(re.search(r"--limit (\d+) tries every layout", line)[1])
+    got = search(GPT3, 2048, A100, 512, 512, fixed={"zero": 0}, limit=advised)
+    assert got.running
+    assert not any("layouts" in each for each in got.left_out)
+
+
+def test_a_limit_is_not_blamed_where_nothing_fits(capsys):
+    line = refusal(capsys, "--size gpt3-175b --gpus 36 --batch-size 511 --limit 1")
+    assert line.startswith("error: nothing fits 36 x A100-80GB: none of the 1 tried divides, and a plan may fill")
+    assert "limit" not in line
+
+
+@pytest.mark.parametrize("fixed", [{"zero": 2}, {"micro_batch": 8}, {"chunks": 6}])
+def test_what_is_held_is_not_cut(fixed):
+    space, left_out = Space(GPT3, 2048, 64, 512, 8, fixed=fixed).within(1)
+    axis, value = next(iter(fixed.items()))
+    tried = {getattr(choice, axis) for each in space.layouts() if not space.refusal(each)
+             for choice in space.choices(each)}  # fmt: skip
+    assert tried == {value}
+    assert left_out
+
+
+def test_what_would_fit_keeps_what_is_held(capsys):
+    held = {"tp": 1, "pp": 1, "zero": 0}
+    for gpus in (2, 16):
+        line = refusal(capsys, f"--size llama-8b --gpus {gpus} --tp 1 --pp 1 --zero 0")
+        assert "no number up to 1048576 would do with --tp 1 --pp 1 --zero 0: without" in line
+        advised, fewest = set(re.findall(r"without --(\w+)", line)), int(line.split()[-1])
+        assert advised
+        needs = {}
+        for axis in held:
+            fixed = {name: value for name, value in held.items() if name != axis}
+            try:
+                needs[axis] = bool(search(LLAMA, LLAMA.context_length, A100, fewest, 512, fixed=fixed).running)
+            except UserError:
+                needs[axis] = False
+        assert {axis for axis, fits in needs.items() if fits} == advised
+    assert refusal(capsys, "--size llama-8b --gpus 2 --tp 1 --pp 1").endswith("it would fit on 4")
+    line = refusal(capsys, "--size gpt3-175b --gpus 32 --tp 2 --zero 0 --recompute none")
+    enough = int(line.split("it would fit on ")[1])
+    fixed = {"tp": 2, "zero": 0, "recompute": "none"}
+    assert search(GPT3, 2048, A100, enough, 512, fixed=fixed).running
+    assert enough > gpus_needed(Space(GPT3, 2048, 32, 512, 8), A100)
+
+
+def test_nothing_to_release(capsys):
+    line = refusal(capsys, "--size gpt3-175b --gpus 1 --batch-size 1 --tp 1 --pp 1 --dp 1 --zero 0")
+    assert line.endswith("with --tp 1 --pp 1 --dp 1 --zero 0: without --pp 1 or without --zero 0 it would fit on 64")
+    # A stage of one layer is still too large for a small memory, unless tensor parallelism splits it.
+    small, held = replace(A100, memory=20e9), {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "zero": 0}
+    with pytest.raises(UserError, match="--cp 1 --zero 0: without all of these it would fit on") as error:
+        search(GPT3, 2048, small, 1, 64, fixed=held)
+    assert search(GPT3, 2048, small, int(str(error.value).split()[-1]), 64).running
+    none, shallow = replace(A100, memory=1e3), GPT3.override(num_layers=2, num_heads=2)
+    with pytest.raises(UserError, match="would do with --tp 1, nor without: raise the batch"):
+        search(shallow, 64, none, 2, 2, fixed={"tp": 1})
+    with pytest.raises(UserError, match="would do: raise the batch"):
+        search(shallow, 64, none, 2, 2)
+
+
+def test_options_are_those_of_the_command():
+    said = {"micro_batch": 2, "sequence": False, "tp": 4, "zero": 1}
+    words = [option(axis, value) for axis, value in said.items()]
+    assert words == ["--micro-batch-size 2", "--no-sequence-parallel", "--tp 4", "--zero 1"]
+    assert option("sequence", True) == "--sequence-parallel"
+    assert option("recompute", "segments") == "--recompute full"
+    assert SearchOptions(micro_batch_size=2, sequence_parallel=False, tp=4, zero=1).fixed() == said
+
+
+def test_constants_are_measured_ones_unless_a_file_has_others(tmp_path):
+    assert constants_for(A100, None) == CONSTANTS
+    assert constants_for(OWN, None) == replace(CONSTANTS, **OWN.measured) != CONSTANTS
+    save_constants(tmp_path / "c.json", replace(CONSTANTS, host=1e-3), {})
+    assert constants_for(OWN, tmp_path / "c.json") == replace(CONSTANTS, host=1e-3)
+
+
+def test_pictures_use_measured_constants(tmp_path, monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr(plot, "check_path", lambda path: None)
+    monkeypatch.setattr(plot, "_write", lambda figure, out: None)
+    monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append((study.system, study.constants)))
+    monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(zip(given[2], given[5], strict=True)))
+    write_machine(tmp_path / "own.json", OWN)
+    monkeypatch.setattr("cs336_systems.cost.options.probe_here", lambda: replace(OWN, name="this"))
+    own = replace(CONSTANTS, **OWN.measured)
+    file, end = f"--machine-file {tmp_path / 'own.json'}", "--size small --out a.svg"
+    for words, expected in {
+        f"scaling {file}": [("own", own)],
+        f"degrees {file}": [("own", own)],
+        "degrees": [("A100-80GB", CONSTANTS)],
+        f"degrees --system H100 --system Here {file}": [("H100", CONSTANTS), ("this", own), ("own", own)],
+    }.items():
+        seen.clear()
+        assert run_command(main, ["plot", *words.split(), *end.split()]) == 0
+        assert [(machine.name, constants) for machine, constants in seen] == expected
+    assert run_command(main, ["plot", "degrees", *file.split(), *file.split(), *end.split()]) == 2
+    assert "two machines are called 'own'" in capsys.readouterr().err

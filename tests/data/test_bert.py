@@ -1,0 +1,431 @@
+"""BERT's samples against what the papers say of them: packing, order, truncation, masking, and the same rows for every
+layout of the ranks."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from cs336_systems.data.bert import (
+    LONG_SENTENCE,
+    BertData,
+    choose_words,
+    load_documents,
+    make_tokenizer,
+    pack,
+    read_texts,
+    truncate,
+)
+from cs336_systems.data.corpus import IGNORED
+from cs336_systems.data.documents import Documents, encode_documents, random_documents, split_points, text_documents
+from cs336_systems.data.tokenizer import ByteTokenizer, IdTokenizer, WordPieceTokenizer
+from cs336_systems.errors import UserError
+
+
+def documents_of(*lengths):
+    """Documents of sentences of these lengths; the tokens count up through all of them, so that a token is a place."""
+    sentences = np.cumsum([0, *(length for document in lengths for length in document)])
+    starts = np.cumsum([0, *map(len, lengths)])
+    return Documents(np.arange(sentences[-1]), sentences, starts, "counting")
+
+
+def counting_data(documents, seq_length=32, **options):
+    return BertData(documents, IdTokenizer(len(documents.tokens) + 4), seq_length, **options)
+
+
+def varied_documents(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return documents_of(*(rng.integers(1, 12, rng.integers(1, 20)).tolist() for _ in range(count)))
+
+
+VARIED = varied_documents(60)
+
+
+def original(sample):
+    """The row before masking."""
+    return np.where(sample.targets == IGNORED, sample.tokens, sample.targets)
+
+
+def segments(data, sample):
+    """A and B before masking, and what stands around them checked."""
+    row, tokenizer = original(sample), data.tokenizer
+    first, second = np.flatnonzero(row == tokenizer.sep)
+    assert row[0] == tokenizer.cls
+    assert second == sample.length - 1
+    assert (row[sample.length :] == tokenizer.pad).all()
+    return row[1:first], row[first + 1 : second]
+
+
+def near(count, trials, probability):
+    """Within six standard deviations of a binomial count, which no right sampler is seen to leave."""
+    return abs(count - trials * probability) <= 6 * math.sqrt(trials * probability * (1 - probability))
+
+
+def test_blank_lines_part_documents_of_lines():
+    raw = b"\n one \r\ntwo\n \t \n\n\nthree\x0cx\n\n"
+    assert text_documents(raw) == [[" one ", "two"], ["three\x0cx"]]
+    assert text_documents(b"\n\n") == []
+
+
+def test_encoded_documents_hold_every_sentence_that_has_tokens():
+    texts = [["ab", "\x00", "c"], ["\x00"], ["d", "ef"]]
+    got = encode_documents(texts, lambda text: list(text.replace("\0", "").encode()), "letters")
+    assert got.tokens.tobytes() == np.frombuffer(b"abcdef", np.uint8).astype(np.int32).tobytes()
+    assert got.sentences.tolist() == [0, 2, 3, 4, 6]
+    assert got.documents.tolist() == [0, 2, 2, 4]
+    assert len(got) == 3
+
+
+def test_random_documents_are_cut_at_every_length():
+    got = random_documents(np.arange(20_000), 0, "random")
+    assert set(np.diff(got.sentences)) == set(range(8, 64))
+    assert set(np.diff(got.documents)) <= set(range(2, 32))
+    for length in range(1, 2000, 7):
+        got = random_documents(np.arange(length), length, "random")
+        assert got.documents[-1] <= len(got.sentences) - 1
+        assert got.sentences[-1] <= length
+
+
+@pytest.mark.parametrize(
+    ("weights", "count", "points"),
+    [
+        ("949,50,1", 1000, [0, 949, 999, 1000]),
+        ("949,50,1", 100, [0, 95, 100, 100]),
+        ("1,1,1", 10, [0, 3, 7, 10]),
+        ("0.5, 0.5", 7, [0, 4, 7, 7]),
+        ("1", 7, [0, 7, 7, 7]),
+        ("0,0,3", 7, [0, 0, 0, 7]),
+    ],
+)
+def test_split_points_are_rounded_shares(weights, count, points):
+    assert split_points(weights, count) == points
+
+
+@pytest.mark.parametrize("weights", ["a,b", "", "1,2,3,4", "1,-1", "0,0,0", "inf,1", "nan"])
+def test_a_split_that_says_nothing_is_refused(weights):
+    with pytest.raises(UserError, match="split "):
+        split_points(weights, 10)
+
+
+def test_splits_are_whole_documents_in_order():
+    parts = VARIED.split("7,2,1")
+    assert [len(part) for part in parts] == [42, 12, 6]
+    assert np.array_equal(np.concatenate([part.documents[:-1] for part in parts]), VARIED.documents[:-1])
+    data = [counting_data(part) for part in parts]
+    seen = [{int(token) for i in range(len(each)) for token in original(each.sample(i))} for each in data]
+    bounds = VARIED.sentences[[part.documents[0] for part in parts]]
+    for tokens, low, high in zip(seen, bounds, [*bounds[1:], len(VARIED.tokens)], strict=True):
+        words = {token for token in tokens if token < len(VARIED.tokens)}
+        assert low <= min(words)
+        assert max(words) < high
+
+
+def test_sentences_are_packed_until_they_reach_the_length():
+    documents = documents_of([4, 4, 4, 4, 4, 4, 4], [9], [20, 1, 1], [3, 3], [1, LONG_SENTENCE + 1], [1, LONG_SENTENCE])
+    # One alone is never left over: the first document's last stretch takes the seventh sentence too, the third's the
+    # third, and a stretch has two even where one would do.
+    want = [(0, 3), (3, 7), (8, 11), (11, 13), (15, 17)]
+    assert pack(documents, 10, 0.0, 0).tolist() == [[first, end, 10] for first, end in want]
+
+
+def test_every_sentence_of_a_document_is_packed_once():
+    lengths, used = np.diff(VARIED.sentences), []
+    for first, end, target in pack(VARIED, 20, 0.5, 3).tolist():
+        assert end - first >= 2
+        assert 2 <= target <= 20
+        ends_document = end in VARIED.documents
+        assert ends_document or lengths[first:end].sum() >= target
+        if not ends_document and end - first > 2:
+            assert lengths[first : end - 1].sum() < target
+        used += range(first, end)
+    long = [range(a, b) for a, b in pairwise(VARIED.documents.tolist()) if b - a > 1]
+    assert used == [sentence for document in long for sentence in document]
+
+
+def test_some_spans_are_short_on_purpose():
+    documents = documents_of(*[[1, 1]] * 20_000)
+    targets = pack(documents, 50, 0.1, 0)[:, 2]
+    # A drawn length is 50 itself in one of 49 cases.
+    assert near((targets < 50).sum(), len(targets), 0.1 * 48 / 49)
+    counts = np.bincount(pack(documents, 50, 1.0, 0)[:, 2], minlength=51)
+    assert set(np.flatnonzero(counts)) == set(range(2, 51))
+    assert all(near(count, len(targets), 1 / 49) for count in counts[2:])
+    assert (pack(documents, 50, 0.0, 0)[:, 2] == 50).all()
+    assert not np.array_equal(pack(documents, 50, 0.1, 1)[:, 2], targets)
+
+
+def test_a_sample_is_two_segments_of_a_stretch_and_says_their_order():
+    data = counting_data(VARIED, seq_length=24)
+    spans = {VARIED.sentences[first]: (first, end, target) for first, end, target in data.spans.tolist()}
+    whole = 0
+    for index in range(len(data)):
+        sample = data.sample(index)
+        a, b = segments(data, sample)
+        assert sample.token_types.tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (24 - sample.length)
+        early, late = (b, a) if sample.swapped else (a, b)
+        assert early[-1] < late[0]
+        for part in (a, b):
+            assert len(part)
+            assert (np.diff(part) == 1).all()
+        start = max(each for each in spans if each <= early[0])
+        first, end, target = spans[start]
+        length = VARIED.sentences[end] - VARIED.sentences[first]
+        assert len(a) + len(b) == min(length, target)
+        if length <= target:
+            whole += 1
+            assert early[-1] + 1 == late[0]
+            assert late[0] in VARIED.sentences
+    assert 0 < whole < len(data)
+
+
+def test_half_of_the_samples_are_swapped_and_every_cut_is_as_likely():
+    data = counting_data(documents_of([3, 3, 3, 3, 3]))
+    samples = [data.sample(i) for i in range(4000)]
+    assert near(sum(sample.swapped for sample in samples), 4000, 0.5)
+    cuts = np.bincount([max(part[0] for part in segments(data, sample)) for sample in samples], minlength=15)
+    assert set(np.flatnonzero(cuts)) == {3, 6, 9, 12}
+    assert all(near(count, 4000, 0.25) for count in cuts[[3, 6, 9, 12]])
+
+
+def test_truncation_takes_from_the_longer_segment_at_both_ends():
+    rng = np.random.default_rng(0)
+    for a in range(1, 9):
+        for b in range(1, 9):
+            for most in range(2, 17):
+                left = [a, b]
+                while sum(left) > most:
+                    left[0 if left[0] > left[1] else 1] -= 1
+                got = truncate(np.arange(a), np.arange(b), most, rng)
+                assert [len(part) for part in got] == left
+    fronts = np.array([[part[0] for part in truncate(np.arange(9), np.arange(7), 9, rng)] for _ in range(2000)])
+    # Four and three are lost, each from the front or the back by the toss of a coin.
+    for column, lost in zip(fronts.T, (4, 3), strict=True):
+        assert set(column) == set(range(lost + 1))
+        assert near(column.sum(), 2000 * lost, 0.5)
+    for part in truncate(np.arange(9), np.arange(7), 9, rng):
+        assert (np.diff(part) == 1).all()
+
+
+def test_as_many_tokens_as_wanted_are_hidden_and_in_the_wanted_ways():
+    documents = documents_of(*[[50] * 10] * 20)
+    data = counting_data(documents, seq_length=128)
+    predicted = masked = kept = replaced = text = 0
+    new = []
+    for index in range(1000):
+        sample = data.sample(index)
+        hidden = sample.targets != IGNORED
+        # Every token is a word here, so the share is met exactly.
+        assert hidden.sum() == max(1, round(0.15 * sample.length))
+        predicted += hidden.sum()
+        text += sample.length
+        masked += (sample.tokens[hidden] == data.tokenizer.mask).sum()
+        kept += (sample.tokens[hidden] == sample.targets[hidden]).sum()
+        others = hidden & (sample.tokens != data.tokenizer.mask) & (sample.tokens != sample.targets)
+        replaced += others.sum()
+        new += sample.tokens[others].tolist()
+        assert not np.isin(sample.targets, data.tokenizer.special_ids).any()
+    # Rounding moves each of the 1000 rows by half a token at most.
+    assert abs(predicted - 0.15 * text) <= 500
+    # A random token is the old one in 1 of 10,000 cases.
+    same = 0.1 / len(documents.tokens)
+    assert near(masked, predicted, 0.8)
+    assert near(kept, predicted, 0.1 + same)
+    assert near(replaced, predicted, 0.1 - same)
+    assert masked + kept + replaced == predicted
+    assert max(new) < len(documents.tokens)
+    assert all(near(count, len(new), 0.1) for count in np.histogram(new, 10, (0, len(documents.tokens)))[0])
+
+
+def test_ngrams_of_words_have_lengths_in_inverse_proportion():
+    rng, words, runs = np.random.default_rng(0), np.arange(3000), np.zeros(4, int)
+    for _ in range(2000):
+        chosen = choose_words(words, 3, rng)
+        assert len(chosen) == 3
+        runs[1 + (np.diff(chosen) > 1).sum()] += 1
+    # P(1), P(2), P(3) = 6/11, 3/11, 2/11. A budget of 3 is one run if the first n-gram is 3; two if it is 2 (and one
+    # word follows) or 1 (and what follows is 2 at least, shortened to 2); else three. Strangers meet in 6 of
+    # 3000 cases at most.
+    chance = 2000 * 6 / 3000
+    for count, probability in zip(runs[1:], (2 / 11, 3 / 11 + 6 / 11 * 5 / 11, 36 / 121), strict=True):
+        assert abs(count - 2000 * probability) <= 6 * math.sqrt(2000 * probability * (1 - probability)) + chance
+
+
+def test_words_are_hidden_whole():
+    texts = [["the quick brown fox", "jumps over the lazy dog", "and runs", "away from it"]] * 3
+    tokenizer = ByteTokenizer()
+    data = BertData(encode_documents(texts, tokenizer.encode, "foxes"), tokenizer, 64, mask_prob=0.3)
+    parts = 0
+    for index in range(200):
+        sample = data.sample(index)
+        words, hidden = tokenizer.words(original(sample)), sample.targets != IGNORED
+        assert not hidden[words < 0].any()
+        assert 1 <= hidden.sum() <= round(0.3 * sample.length)
+        for word in range(words.max() + 1):
+            assert len(set(hidden[words == word])) == 1
+        parts += len(np.unique(words[hidden])) > 1
+    assert parts
+
+
+def test_a_word_too_long_for_the_budget_is_passed_over():
+    words, rng = np.array([-1, 0, 0, 0, 0, 1, -1, 2, 2, 2]), np.random.default_rng(0)
+    seen = {tuple(choose_words(words, 3, rng)) for _ in range(200)}
+    # The second n-gram (words 1 and 2) does not fit after either was taken alone.
+    assert seen == {(5,), (7, 8, 9)}
+    assert choose_words(words, 4, rng).tolist() in ([1, 2, 3, 4], [5, 7, 8, 9])
+    assert not len(choose_words(words, 0, rng))
+    assert not len(choose_words(np.array([-1, -1]), 3, rng))
+
+
+@pytest.mark.parametrize("sentence", ["unbreakable", "       "])
+def test_a_row_always_has_something_to_predict(sentence):
+    tokenizer = ByteTokenizer()
+    documents = encode_documents([[sentence, sentence]], tokenizer.encode, "long words")
+    for index in range(50):
+        sample = BertData(documents, tokenizer, 7).sample(index)
+        assert (sample.targets != IGNORED).sum() == 1
+        assert sample.targets.max() < 256
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_batch_is_the_samples_in_order_as_tensors():
+    data = counting_data(VARIED)
+    batch = data.batch(step=3, global_batch=4)
+    assert batch.rows.tolist() == [0, 1, 2, 3]
+    for row, sample in enumerate(data.sample(i) for i in range(12, 16)):
+        assert batch.tokens[row].tolist() == sample.tokens.tolist()
+        assert batch.targets[row].tolist() == sample.targets.tolist()
+        assert batch.token_types[row].tolist() == sample.token_types.tolist()
+        assert batch.padding_mask[row].tolist() == [i < sample.length for i in range(32)]
+        assert batch.pair_labels[row] == sample.swapped
+    for tensor in (batch.tokens, batch.targets, batch.token_types, batch.rows, batch.pair_labels):
+        assert tensor.dtype == torch.int64
+    assert batch.padding_mask.dtype == torch.bool
+    assert len(set(data.batch(0, 64).pair_labels.tolist())) == 2
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_out_the_global_batch(world_size):
+    whole = counting_data(VARIED).batch(5, 8)
+    parts = [counting_data(VARIED).batch(5, 8, rank, world_size) for rank in range(world_size)]
+    assert equal([torch.cat(each) for each in zip(*parts, strict=True)], whole)
+
+
+def test_samples_consumed_are_what_counts():
+    data = counting_data(VARIED)
+    # 12 samples were consumed either way, and a batch may reach into the next epoch.
+    one, other = data.batch(3, 4), data.batch(1, 12)
+    assert torch.equal(one.tokens, other.tokens[:4])
+    across = data.batch(1, len(data) - 1)
+    assert across.tokens[1].tolist() == data.sample(len(data)).tokens.tolist()
+
+
+def test_a_sample_is_a_function_of_documents_seed_and_index():
+    data = counting_data(VARIED, seed=1)
+    later = data.sample(10**9 + 7)
+    again = counting_data(VARIED, seed=1)
+    assert all(np.array_equal(a, b) for a, b in zip(later, again.sample(10**9 + 7), strict=True))
+    assert equal(data.batch(2, 8), again.batch(2, 8))
+    assert not equal(data.batch(2, 8), counting_data(VARIED, seed=2).batch(2, 8))
+    single = documents_of([20, 30])
+    masks = {tuple(counting_data(single, seed=seed).sample(0).targets) for seed in range(5)}
+    assert len(masks) == 5
+
+
+def test_an_epoch_has_every_stretch_once_and_the_next_another_order_and_masks():
+    documents = documents_of(*[[4, 4]] * 40)
+    data = counting_data(documents)
+    orders, hidden = [], set()
+    for epoch in range(3):
+        samples = [data.sample(i) for i in range(epoch * len(data), (epoch + 1) * len(data))]
+        order = [min(part[0] for part in segments(data, sample)) for sample in samples]
+        assert sorted(order) == list(range(0, 320, 8))
+        orders.append(order)
+        first = samples[order.index(0)]
+        hidden.add((tuple(np.flatnonzero(first.targets != IGNORED)), first.swapped))
+    assert len({tuple(order) for order in orders}) == 3
+    assert orders[0] != sorted(orders[0])
+    assert len(hidden) > 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_length": 4}, "context of 5 tokens at least, not 4"),
+        ({"mask_prob": 0.0}, r"mask_prob 0.0 must lie in \(0, 1\)"),
+        ({"mask_prob": 1.0}, r"mask_prob 1.0 must lie in \(0, 1\)"),
+        ({"short_seq_prob": 1.1}, r"short_seq_prob 1.1 in \[0, 1\]"),
+        ({"model_vocab_size": 20}, "tokenizer has 21 tokens and the model's vocabulary 20: use a vocabulary of 21"),
+        ({"tokenizer": IdTokenizer(16)}, "has token ids from 0 to 16; the tokenizer's are 0 to 15"),
+        ({"documents": documents_of([9], [7])}, "counting: no document has two sentences of at most 512 tokens"),
+        (
+            {"documents": documents_of([3, 3], [2, 2]).split("9,0,1")[1]},
+            r"validation \(0 of 2 documents, split 9,0,1\): no document has",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(change, message):
+    options = {"documents": documents_of([9, 8]), "tokenizer": IdTokenizer(21), "seq_length": 16} | change
+    with pytest.raises(UserError, match=message):
+        BertData(**options)
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="global batch of 6 does not divide over 4 ranks"):
+        counting_data(VARIED).batch(0, 6, 0, 4)
+
+
+@pytest.fixture
+def files(tmp_path):
+    for name, animal in (("one", "cat"), ("two", "dog")):
+        (tmp_path / name).write_text(f"the {animal} sat\non the mat\n\nand the {animal}\nsat still\nfor long")
+    return [str(tmp_path / "one"), str(tmp_path / "two")]
+
+
+def test_a_file_ends_a_document(files):
+    documents, name = read_texts(files)
+    assert [len(document) for document in documents] == [2, 3, 2, 3]
+    assert documents[2] == ["the dog sat", "on the mat"]
+    assert name == ", ".join(files)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "wordpiece"])
+def test_text_becomes_samples_that_can_be_read(files, kind):
+    tokenizer = make_tokenizer(kind, files, 300, "1,1", None, lower_case=True)
+    training, validation, test = load_documents(files, tokenizer, "1,1")
+    assert (len(training), len(validation), len(test)) == (2, 2, 0)
+    data = BertData(validation, tokenizer, 64, model_vocab_size=300)
+    words = " ".join(tokenizer.decode(original(data.sample(i))[: data.sample(i).length]) for i in range(2))
+    if kind == "bytes":
+        assert "the dogsat still" in words or "the dog sat" in words
+    else:
+        # Only the training half was read to learn the pieces.
+        assert isinstance(tokenizer, WordPieceTokenizer)
+        assert "cat" in tokenizer.pieces
+        assert "dog" not in tokenizer.pieces
+    with pytest.raises(UserError, match=r"test \(0 of 4 documents, split 1,1\): no document"):
+        BertData(test, tokenizer, 64)
+
+
+def test_random_tokens_are_documents_too():
+    tokenizer = make_tokenizer("bytes", ["random"], 50, "949,50,1", None, lower_case=False)
+    training, validation, _ = load_documents(["random"], tokenizer)
+    assert isinstance(tokenizer, IdTokenizer)
+    assert training.tokens.max() == 45
+    assert BertData(training, tokenizer, 128, model_vocab_size=50).batch(0, 2).tokens.max() < 50
+    assert len(validation) == pytest.approx(len(training) * 50 / 949, abs=1)
+
+
+def test_a_vocabulary_file_is_used_and_must_fit(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat"]))
+    tokenizer = make_tokenizer("wordpiece", [], 6, "1", path, lower_case=False)
+    assert tokenizer.encode("cat dog") == [5, 1]
+    with pytest.raises(UserError, match="tokenizer has 6 tokens and the model's vocabulary 5"):
+        make_tokenizer("wordpiece", [], 5, "1", path, lower_case=False)
+    with pytest.raises(UserError, match="tokenizer has 260 tokens and the model's vocabulary 256"):
+        make_tokenizer("bytes", [], 256, "1", None, lower_case=False)

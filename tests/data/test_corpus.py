@@ -1,0 +1,97 @@
+"""Corpora and batches: the global batch depends on (seed, step) alone, and bad text is refused in one line."""
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+
+from cs336_systems.data.corpus import Corpus, file_corpus, lm_batch, load_corpus, random_corpus, stdlib_corpus
+from cs336_systems.errors import UserError
+
+COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting", "")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_ranks_share_out_the_global_batch(world_size):
+    whole = lm_batch(COUNTING, step=5, seed=1, batch=6, context=9)
+    parts = [lm_batch(COUNTING, 5, 1, 6, 9, rank, world_size) for rank in range(world_size)]
+    for i in range(2):
+        assert torch.equal(torch.cat([part[i] for part in parts]), whole[i])
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    first = lm_batch(COUNTING, step=3, seed=0, batch=4, context=5)
+    assert all(torch.equal(a, b) for a, b in zip(first, lm_batch(COUNTING, 3, 0, 4, 5), strict=True))
+    assert not torch.equal(first[0], lm_batch(COUNTING, 4, 0, 4, 5)[0])
+    assert not torch.equal(first[0], lm_batch(COUNTING, 3, 1, 4, 5)[0])
+
+
+def test_targets_are_the_next_tokens():
+    tokens, targets = lm_batch(COUNTING, step=0, seed=0, batch=32, context=7)
+    assert torch.equal(targets, tokens + 1)
+    assert tokens.dtype == torch.int64
+    assert tokens.shape == (32, 7)
+
+
+def test_every_window_can_be_drawn_and_none_beyond():
+    short = Corpus(np.arange(6, dtype=np.uint8), "six", "")
+    starts = {int(tokens[0]) for step in range(20) for tokens in lm_batch(short, step, 0, 8, 4)[0]}
+    assert starts == {0, 1}
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    with pytest.raises(UserError, match="global batch of 6 does not divide over 4 ranks"):
+        lm_batch(COUNTING, 0, 0, 6, 5, rank=0, world_size=4)
+
+
+def test_the_standard_library_is_a_corpus():
+    corpus = stdlib_corpus(cap=200_000)
+    assert len(corpus.tokens) == 200_000
+    assert corpus.sha256 == hashlib.sha256(corpus.tokens.tobytes()).hexdigest()
+    assert b"import " in corpus.tokens.tobytes()
+    assert np.array_equal(stdlib_corpus(cap=200_000).tokens, corpus.tokens)
+
+
+def test_splitting_keeps_every_token_once():
+    training, validation = COUNTING.split(0.1)
+    assert len(validation.tokens) == 100
+    assert np.array_equal(np.concatenate((training.tokens, validation.tokens)), COUNTING.tokens)
+
+
+def test_files_are_joined_in_order(tmp_path):
+    (tmp_path / "b.txt").write_text("first ")
+    (tmp_path / "a.txt").write_text("sécond")
+    corpus = file_corpus([tmp_path / "b.txt", tmp_path / "a.txt"])
+    assert corpus.tokens.tobytes().decode() == "first sécond"
+
+
+def test_random_tokens_use_the_whole_vocabulary_evenly():
+    tokens = random_corpus(50, length=500_000).tokens
+    counts = np.bincount(tokens, minlength=50)
+    # Each count is binomial with mean 10,000 and deviation 99; six deviations are never seen.
+    assert abs(counts - 10_000).max() < 600
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read .*: No such file"),
+        (b"", "is empty"),
+        (b"abc", "has 3 tokens; a context of 8 needs 9: use a longer text or --context 2"),
+        (b"\x89PNG" * 9, "is not UTF-8 text: byte 0 is 0x89"),
+        (b"text\0text and more", "is not text: byte 4 is zero"),
+    ],
+)
+def test_bad_text_is_refused(tmp_path, content, message):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        load_corpus([str(path)], vocab_size=256, context=8)
+
+
+def test_text_needs_a_byte_vocabulary():
+    with pytest.raises(UserError, match="vocabulary of 256, not 100"):
+        load_corpus([], vocab_size=100, context=8)
+    assert load_corpus(["random"], vocab_size=100, context=8).tokens.max() == 99

@@ -1,0 +1,134 @@
+"""Counts of a running program: by hand, equal on fake and on real tensors, and equal to torch's own counters."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems.host.observe import Observer, fake_model
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.presets import Mixture, ModelConfig, model_preset
+
+BATCH, SEQ = 3, 16
+SIZES = {"vocab_size": 64, "context_length": SEQ, "d_model": 32, "d_ff": 96, "num_layers": 3, "num_heads": 4}
+
+
+def small(name: str = "small", **changes) -> ModelConfig:
+    config = model_preset(name)
+    return replace(config, **SIZES | {"num_kv_heads": 2 if config.num_kv_heads else 0} | changes)
+
+
+def watch(config: ModelConfig, is_fake: bool, autocast: bool = False) -> tuple[Observer, int]:
+    """A step of the model under an observer, and what forward saves for backward."""
+    with FakeTensorMode() if is_fake else nullcontext():
+        model = fake_model(TransformerLM(config, "meta"), "cpu") if is_fake else TransformerLM(config)
+        optimizer = AdamW(model.parameters())
+        tokens, targets = torch.zeros(2, BATCH, SEQ, dtype=torch.long)
+        with Observer(parameters=model.parameters()) as seen:
+            seen.begin("forward")
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = lm_loss(model, tokens, targets)
+            saved = seen.saved_bytes()
+            seen.begin("backward")
+            loss.backward()
+            seen.begin("optimizer")
+            optimizer.step()
+    return seen, saved
+
+
+CASES = {
+    "course": small(),
+    "llama": small("llama-8b"),
+    "sdpa": small(attention="sdpa"),
+    "bert": small("bert-345m", dropout=0.0),
+    "dropout": small("gpt3-175b", dropout=0.1),
+    "segments": small(recompute="segments", recompute_every=2),
+    "nested": small(recompute="nested"),
+    "selective": small(recompute="attention"),
+    "fused": small(attention="flash", kernels="triton"),
+    "experts": small("fairseq-moe-twin", num_experts=4, dropout=0.0, mixture=Mixture()),
+    "one-hot experts": small("fairseq-moe-twin", num_experts=4, dropout=0.0, mixture=Mixture(dispatch="einsum")),
+}
+# In bf16 on a CPU, torch's fake LayerNorm has bf16 statistics where the real one has float32.
+SAME = [(name, autocast) for name in CASES for autocast in (False, True) if (name, autocast) != ("bert", True)]
+
+
+@pytest.mark.parametrize(("name", "autocast"), SAME)
+def test_fake_tensors_give_the_counts_of_real_ones(name, autocast):
+    (real, saved), (fake, fake_saved) = (watch(CASES[name], is_fake, autocast) for is_fake in (False, True))
+    assert saved == fake_saved > 0
+    for phase, counts in real.phases.items():
+        if name == "fused":
+            continue  # on a CPU plain torch computes inside the operators of fused kernels, and is seen there
+        assert counts.peak == fake.phases[phase].peak, phase
+        assert counts.flops == fake.phases[phase].flops, phase
+        if name == "one-hot experts":
+            continue  # one_hot compares where there are no numbers, and scatters where there are
+        assert counts.work == fake.phases[phase].work, phase
+        assert counts.made == fake.phases[phase].made, phase
+
+
+@pytest.mark.parametrize("name", ["course", "llama", "bert", "segments", "nested"])
+def test_flops_equal_torch_counter(name):
+    seen, _ = watch(CASES[name], is_fake=True)
+    model = TransformerLM(CASES[name])
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.long)
+    with FlopCounterMode(display=False) as forward:
+        loss = lm_loss(model, tokens, tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    assert seen.phases["forward"].flops == forward.get_total_flops()
+    assert seen.phases["backward"].flops == backward.get_total_flops()
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_counts_of_two_layers_by_hand(is_fake):
+    with FakeTensorMode() if is_fake else nullcontext():
+        first, second = (torch.zeros(64, 64, requires_grad=True) for _ in range(2))
+        x = torch.zeros(128, 64)
+        with Observer(parameters=[first, second], data=[x]) as seen:
+            seen.begin("forward")
+            y = (x @ first).relu() @ second
+            assert seen.saved_bytes() == 4 * 128 * 64  # the output of relu
+            assert seen.saved_bytes("data") == 4 * 128 * 64
+            seen.begin("backward")
+            y.sum().backward()
+            seen.label("gradients", [first.grad, second.grad])
+    forward, backward = seen.phases.values()
+    product, weight, stream = 2 * 128 * 64 * 64, 4 * 64 * 64, 4 * 128 * 64
+    assert (forward.flops, backward.flops) == (2 * product, 3 * product)  # x wants no gradient
+    assert forward.work == {(product, 2 * stream + weight): 2, (0, 2 * stream): 1}
+    assert forward.new_bytes() == 3 * stream
+    assert forward.new_bytes(least=stream + 1) == 0
+    # relu's input is gone before the second product.
+    assert forward.peak == {"parameters": 2 * weight, "data": stream, "activations": 2 * stream}
+    # y, relu's output and the gradients of its output and input; the sum and its gradient are a number each.
+    assert backward.peak["gradients"] <= 2 * weight
+    assert backward.peak["activations"] == 4 * stream + 4 * 2
+
+
+def test_a_peak_is_that_of_its_phase():
+    with Observer() as seen:
+        seen.begin("large")
+        kept = torch.zeros(1000)
+        torch.zeros(5000)
+        seen.begin("small")
+        torch.zeros(10)
+        del kept
+        torch.zeros(20)
+    assert seen.phases["large"].peak == {"activations": 4 * 6000}
+    assert seen.phases["small"].peak == {"activations": 4 * 1010}
+    assert seen.live == 0
+
+
+def test_gathers_read_what_they_write():
+    table, rows = torch.zeros(1000, 8), torch.zeros(4, dtype=torch.long)
+    with Observer() as seen:
+        counts = seen.begin("look-up")
+        F.embedding(rows, table)
+    assert counts.work == {(0, 2 * 4 * 4 * 8): 1}

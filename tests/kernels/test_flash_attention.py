@@ -1,0 +1,305 @@
+"""FlashAttention-2, in tiles of plain torch and in Triton, against torch's own attention in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import flash_attention, reference, tiled_attention
+from kernels.flash_attention import FlashAttention2
+from kernels.tiled_attention import TiledAttentionFunction
+from tests.support.tolerances import UNIT_ROUNDOFF, bound
+
+pytestmark = pytest.mark.usefixtures("where_triton_runs")
+BOTH = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+FUNCTIONS = pytest.mark.parametrize("function", [FlashAttention2, TiledAttentionFunction])
+
+
+def inputs(queries, keys, dim, leading=(2,), dtype=torch.float32):
+    """q, k, v and the gradient of the output."""
+    return [torch.randn(*leading, n, dim).to(dtype) for n in (queries, keys, keys, queries)]
+
+
+def truth(q, k, v, grad, is_causal):
+    """O, dQ, dK and dV in float64, by torch's autograd over torch's attention."""
+    q, k, v = (t.detach().double().requires_grad_() for t in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), grad.double())
+
+
+def ours(q, k, v, grad, is_causal=False, function=FlashAttention2):
+    """The same four by the function under test; the inputs may be of any layout, so they are leaves by themselves."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    o = function.apply(q, k, v, is_causal)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), grad)
+
+
+def allowed(q, k, v, grad, is_causal):
+    """How far each element of O, dQ, dK and dV may be off: rounding errors to first order, every one at its worst.
+
+    `half` is the rounding of what enters a product (P and dS) or leaves the kernel, `wide` the relative error of P, dP
+    and sums in float32; exp turns an absolute error of a score into a relative one of P. D comes from the rounded O.
+    """
+    half, dtype = UNIT_ROUNDOFF[q.dtype], torch.float64 if q.dtype == torch.float64 else torch.float32
+    q, k, v, grad = (t.double() for t in (q, k, v, grad))
+    scale = 1 / math.sqrt(q.shape[-1])
+    largest = (q.abs() @ k.abs().mT).max().item() * scale + 1
+    wide = bound(dtype, stages=4, longest_sum=q.shape[-1] * largest + q.shape[-2] + k.shape[-2])
+    o, log_sum_exp = reference.attention(q, k, v, is_causal)
+    weights = (q @ k.mT * scale - log_sum_exp[..., None]).exp()
+    weights = weights.tril() if is_causal else weights
+    off_o = half * o.abs() + (half + wide) * weights @ v.abs()
+    off_row_dot = ((grad.abs() * off_o).sum(-1) + wide * (grad * o).abs().sum(-1))[..., None]
+    grad_weights = grad @ v.mT - (grad * o).sum(-1)[..., None]
+    off_scores = weights * (half * grad_weights.abs() + wide * (grad.abs() @ v.abs().mT) + off_row_dot)
+    largest_scores = weights * grad_weights.abs()
+    off_q = scale * (half * (largest_scores @ k.abs()) + off_scores @ k.abs())
+    off_k = scale * (half * (largest_scores.mT @ q.abs()) + off_scores.mT @ q.abs())
+    return off_o, off_q, off_k, (2 * half + wide) * weights.mT @ grad.abs()
+
+
+def require_equal(q, k, v, grad, is_causal=False, function=FlashAttention2):
+    got, want = ours(q, k, v, grad, is_causal, function), truth(q, k, v, grad, is_causal)
+    for name, each, right, off in zip("oqkv", got, want, allowed(q, k, v, grad, is_causal), strict=True):
+        assert each.dtype == q.dtype
+        assert each.shape == right.shape
+        assert ((each.double() - right).abs() <= off + torch.finfo(q.dtype).tiny).all(), name
+
+
+@BOTH
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (64, 64), (65, 65), (130, 130), (40, 100), (130, 40)])
+def test_tiles_in_plain_torch(queries, keys, is_causal):
+    q, k, v, grad = (t.double() for t in inputs(queries, keys, 5, leading=(2, 3)))
+    require_equal(q, k, v, grad, is_causal, TiledAttentionFunction)
+
+
+@BOTH
+def test_tiles_by_finite_differences(is_causal, monkeypatch):
+    monkeypatch.setattr(tiled_attention, "QUERY_TILE", 4)
+    monkeypatch.setattr(tiled_attention, "KEY_TILE", 3)
+    leaves = [t.double().requires_grad_() for t in inputs(9, 8, 3, leading=(1,))[:3]]
+    assert torch.autograd.gradcheck(lambda *qkv: TiledAttentionFunction.apply(*qkv, is_causal), leaves)
+    assert torch.autograd.gradcheck(lambda *qkv: FlashAttention2.apply(*qkv, is_causal), leaves)  # by the reference
+
+
+def test_tiles_above_the_diagonal_are_not_computed(monkeypatch):
+    seen, scores = [], tiled_attention.scores
+    monkeypatch.setattr(tiled_attention, "scores", lambda q, k, *tiles: seen.append(tiles) or scores(q, k, *tiles))
+    ours(*inputs(192, 192, 4, leading=()), True, TiledAttentionFunction)
+    assert len(seen) == 3 * (2 + 4 + 6)  # three passes; tiles of 64 queries see 2, 4 and 6 tiles of 32 keys
+
+
+@BOTH
+@pytest.mark.parametrize("dim", [1, 16, 32, 40, 64, 100, 128])
+def test_any_dim(dim, is_causal):
+    require_equal(*inputs(40, 35, dim, leading=(1,)), is_causal)
+
+
+@BOTH
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (64, 64), (65, 65), (130, 130), (40, 130), (130, 40)])
+def test_any_length(queries, keys, is_causal):
+    require_equal(*inputs(queries, keys, 16, leading=(1 + (queries < 40),)), is_causal)
+
+
+@BOTH
+@pytest.mark.parametrize(("dim", "seq"), [(16, 200), (64, 65), (128, 40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype, dim, seq, is_causal):
+    for function in (FlashAttention2, TiledAttentionFunction):
+        require_equal(*inputs(seq, seq, dim, (1,), dtype), is_causal, function)
+
+
+@BOTH
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would round, the interpreter multiplies float32")
+def test_the_tiles_of_tf32(dim, is_causal, monkeypatch):
+    monkeypatch.setattr(flash_attention, "arithmetic", lambda dtype: "tf32")
+    require_equal(*inputs(65, 40, dim, leading=(1,)), is_causal)
+
+
+def test_float32_is_multiplied_as_torch_does_and_tiles_fit_the_padding():
+    for setting, want in (("high", "tf32"), ("highest", "ieee")):
+        torch.set_float32_matmul_precision(setting)
+        assert flash_attention.arithmetic(torch.float32) == want
+        assert flash_attention.arithmetic(torch.bfloat16) == "half"
+    for tiles in flash_attention.TILES.values():
+        assert all(flash_attention.PADDING % tile.queries == 0 for tile in tiles)
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (3,), (2, 3)], ids=str)
+def test_any_leading_dimensions(leading):
+    q, k, v, grad = inputs(9, 20, 16, leading)
+    require_equal(q, k, v, grad, True)
+    o = FlashAttention2.apply(q.requires_grad_(), k, v)
+    want = reference.attention(q.double(), k.double(), v.double())[1]
+    log_sum_exp = o.grad_fn.saved_tensors[-1]
+    assert log_sum_exp.dtype == torch.float32
+    assert log_sum_exp.shape == (*leading, 9)
+    assert (log_sum_exp - want).abs().max() <= bound(torch.float32, stages=4, longest_sum=16 * 16)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(("leading", "queries", "keys"), [((0,), 3, 3), ((2,), 0, 3), ((2,), 3, 0), ((2,), 0, 0)])
+def test_nothing_to_attend_to(function, leading, queries, keys):
+    q, k, v, grad = inputs(queries, keys, 16, leading)
+    for got, like in zip(ours(q, k, v, grad, True, function), (q, q, k, v), strict=True):
+        assert torch.equal(got, torch.zeros_like(like))
+
+
+@FUNCTIONS
+@BOTH
+def test_one_saved_tensor_of_a_number_a_query(function, is_causal):
+    q, k, v, _ = (t.requires_grad_() for t in inputs(24, 24, 16, leading=(3,)))
+    o = function.apply(q, k, v, is_causal)
+    assert o.grad_fn.is_causal is is_causal
+    assert [tuple(t.shape) for t in o.grad_fn.saved_tensors] == [(3, 24, 16)] * 4 + [(3, 24)]
+
+
+LAYOUTS = {
+    "heads beside the sequence": lambda *shape: torch.randn(shape[1], shape[0], shape[2]).transpose(0, 1),
+    "transposed": lambda *shape: torch.randn(shape[0], shape[2], shape[1]).mT,
+    "every other column": lambda *shape: torch.randn(*shape[:2], 2 * shape[2])[..., ::2],
+    "one element off": lambda *shape: torch.randn(math.prod(shape) + 1)[1:].view(shape),
+    "one for all heads": lambda *shape: torch.randn(shape[1:]).expand(shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout):
+    make = LAYOUTS[layout]
+    q, k, v, grad = make(2, 20, 16), make(2, 40, 16), torch.randn(2, 40, 16), make(2, 20, 16)
+    require_equal(q, k, v, grad)
+
+
+@FUNCTIONS
+def test_the_gradient_of_a_sum_and_nothing_overwritten(function):
+    q, k, v, grad = inputs(40, 40, 16)
+    before = [t.clone() for t in (q, k, v, grad)]
+    ours(q, k, v, grad, True, function)
+    assert all(map(torch.equal, before, (q, k, v, grad)))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    function.apply(*leaves).sum().backward()  # its gradient is one number, repeated with stride 0
+    for got, want in zip(leaves, ours(q, k, v, torch.ones_like(q), False, function)[1:], strict=True):
+        assert torch.equal(got.grad, want)
+
+
+def test_same_bits_every_time_and_in_every_batch():
+    q, k, v, grad = inputs(40, 40, 16)
+    first = ours(q, k, v, grad, True)
+    assert all(map(torch.equal, first, ours(q, k, v, grad, True)))
+    alone = ours(q[1:2], k[1:2], v[1:2], grad[1:2], True)
+    assert all(torch.equal(whole[1:2], one) for whole, one in zip(first, alone, strict=True))
+
+
+@FUNCTIONS
+def test_nan_stays_in_its_sequence(function):
+    clean = inputs(9, 9, 16)
+    results = ours(*clean, True, function)
+    for i in range(4):
+        dirty = [t.clone() for t in clean]
+        dirty[i][1, 5] = math.nan
+        for name, got, want in zip("oqkv", ours(*dirty, True, function), results, strict=True):
+            assert torch.equal(got[0], want[0])
+            assert got[1].isnan().any() or (name, i) in (("o", 3), ("v", 2)), (name, i)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_that_exp_could_not_take(function, sign):
+    q, k, v, grad = inputs(40, 40, 16)
+    q, k = 30 * q.abs(), sign * 10 * k.abs()
+    assert (q @ k.mT).abs().min() / 4 > 100  # exp is infinite in float32, or 0 for all keys of a query
+    require_equal(q, k, v, grad, False, function)
+
+
+def test_tiles_above_the_diagonal_are_not_read():
+    clean = inputs(100, 100, 64, leading=(1,))
+    o, grad_q, grad_k, grad_v = ours(*clean, True)
+    q, k, v, grad = (t.clone() for t in clean)
+    k[:, 64:], v[:, 64:] = math.nan, math.nan  # forward and dQ: tiles of 64 queries and 32 keys
+    dirty_o, dirty_q, *_ = ours(q, k, v, grad, True)
+    assert torch.equal(o[:, :64], dirty_o[:, :64])
+    assert torch.equal(grad_q[:, :64], dirty_q[:, :64])
+    assert dirty_o[:, 64:].isnan().all()
+    q, k, v, grad = (t.clone() for t in clean)
+    q[:, :32], grad[:, :32] = math.nan, math.nan  # dK and dV: tiles of 32 queries and 32 keys
+    *_, dirty_k, dirty_v = ours(q, k, v, grad, True)
+    assert torch.equal(grad_k[:, 32:], dirty_k[:, 32:])
+    assert torch.equal(grad_v[:, 32:], dirty_v[:, 32:])
+    assert dirty_k[:, :32].isnan().all()
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+def test_frozen_inputs(function, wanted, monkeypatch):
+    q, k, v, grad = inputs(20, 20, 16)
+    all_of_them = dict(zip("qkv", ours(q, k, v, grad, True, function)[1:], strict=True))
+    launched, launch = [], flash_attention.launch
+    monkeypatch.setattr(
+        flash_attention, "launch", lambda f, *a, **c: launched.append(f.fn.__name__) or launch(f, *a, **c)
+    )
+    leaves = {name: t.requires_grad_(name in wanted) for name, t in zip("qkv", (q, k, v), strict=True)}
+    function.apply(*leaves.values(), True).backward(grad)
+    for name, leaf in leaves.items():
+        assert torch.equal(leaf.grad, all_of_them[name]) if name in wanted else leaf.grad is None
+    if function is FlashAttention2:
+        assert ("queries_kernel" in launched) == ("q" in wanted)
+        assert ("keys_kernel" in launched) == (wanted != "q")
+
+
+def test_gradients_have_no_gradients():
+    q, k, v, _ = (t.requires_grad_() for t in inputs(5, 5, 16))
+    (grad_q,) = torch.autograd.grad(FlashAttention2.apply(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad_q.sum().backward()
+
+
+def test_compiles_without_a_break():
+    q, k, v, grad = inputs(5, 5, 16, leading=(1,))
+    want = ours(q, k, v, grad, True)
+    compiled = torch.compile(FlashAttention2.apply, fullgraph=True, backend="aot_eager")
+    o = compiled(*(t.requires_grad_() for t in (q, k, v)), True)
+    assert all(map(torch.equal, want, (o, *torch.autograd.grad(o, (q, k, v), grad))))
+
+
+def test_operators_keep_their_promises():
+    q, k, v, grad = inputs(3, 5, 16)
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.library.opcheck(flash_attention.flash_attention, (q, k, v, True))
+    o, log_sum_exp = flash_attention.flash_attention(q, k, v, True)
+    for needed in ((True, True), (False, True), (True, False)):
+        arguments = (grad, q, k, v, o, log_sum_exp, True, *needed)
+        torch.library.opcheck(flash_attention.flash_attention_backward, arguments)
+
+
+@FUNCTIONS
+@pytest.mark.parametrize(
+    ("name", "change", "error", "words"),
+    [
+        ("k", {"dtype": torch.bfloat16}, ValueError, "k is torch.bfloat16, q torch.float32"),
+        ("v", {"dtype": torch.float16}, ValueError, "v is torch.float16"),
+        ("k", {"size": (2, 5, 8)}, ValueError, r"k has shape \(2, 5, 8\)"),
+        ("k", {"size": (1, 5, 16)}, ValueError, r"k has shape \(1, 5, 16\)"),
+        ("v", {"size": (2, 6, 16)}, ValueError, r"v has shape \(2, 6, 16\)"),
+        ("q", {"size": (16,)}, ValueError, r"q has shape \(16,\)"),
+        ("v", {"device": "meta"}, ValueError, "v is on meta"),
+        ("q", {"dtype": torch.int64}, TypeError, "q must be of a floating-point dtype"),
+    ],
+)
+def test_bad_arguments(function, name, change, error, words):
+    good = {"size": (2, 5, 16)}
+    with pytest.raises(error, match=words):
+        function.apply(*(torch.zeros(**(good | change if each == name else good)) for each in "qkv"))
+
+
+@FUNCTIONS
+def test_a_mask_is_not_a_switch(function):
+    with pytest.raises(TypeError, match="is_causal must be True or False, not a Tensor: there are no other masks"):
+        function.apply(*torch.zeros(3, 2, 5, 16), torch.ones(5, 5).tril())
+
+
+def test_dims_beyond_the_registers():
+    for dim in (0, 129):
+        with pytest.raises(ValueError, match=f"dim {dim}; these kernels can do 1 to 128"):
+            FlashAttention2.apply(*inputs(3, 3, dim)[:3])

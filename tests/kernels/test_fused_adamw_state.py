@@ -1,0 +1,142 @@
+"""FusedAdamW's state: loading it both ways, copies, autograd's notice of a step, and what is refused."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from kernels.adamw import FusedAdamW
+from tests.support.adamw_cases import HYPER, assert_close, copies, make, train
+
+pytestmark = pytest.mark.usefixtures("where_triton_runs")
+
+
+def test_autograd_notices_the_step():
+    (p,) = make([(5,)])
+    loss = (p**2).sum()
+    p.grad = torch.ones(5)
+    version = p._version
+    FusedAdamW([p]).step()
+    assert p._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("direction", ["from torch", "to torch", "to itself"])
+def test_state_dicts_load_both_ways(direction):
+    classes = {
+        "from torch": (torch.optim.AdamW, FusedAdamW),
+        "to torch": (FusedAdamW, torch.optim.AdamW),
+        "to itself": (FusedAdamW, FusedAdamW),
+    }
+    first, second = classes[direction]
+    before = make([(5,), (6, 2), (3,)])
+    truth = copies(before, torch.float64)
+    saver, oracle = first(before, **HYPER), torch.optim.AdamW(truth, **HYPER)
+    train([saver, oracle], 2)
+    after = copies(before)
+    loader = second(after, lr=1.0)
+    loader.load_state_dict(saver.state_dict())
+    assert loader.param_groups[0]["lr"] == HYPER["lr"]
+    train([loader, oracle], 2)
+    assert_close(after, truth)
+    assert set(loader.state[after[0]]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert loader.state[after[0]]["step"] == 4
+    assert saver.state[before[0]]["step"] == 2
+
+
+def test_loading_copies_and_keeps_the_moments_of_half_precision_whole():
+    params = make([(50,)], torch.bfloat16)
+    optimizer = FusedAdamW(params, **HYPER)
+    train([optimizer], 2)
+    twin = copies(params)
+    loaded = FusedAdamW(twin)
+    loaded.load_state_dict(optimizer.state_dict())
+    for name in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(loaded.state[twin[0]][name], optimizer.state[params[0]][name])
+        assert loaded.state[twin[0]][name] is not optimizer.state[params[0]][name]
+    train([optimizer, loaded], 1)
+    assert torch.equal(params[0], twin[0])
+
+
+def test_moments_from_elsewhere_are_made_to_fit():
+    params = make([(4, 6)])
+    twin = copies(params)
+    optimizer, other = FusedAdamW(params, **HYPER), FusedAdamW(twin, **HYPER)
+    train([optimizer, other], 1)
+    state = other.state[twin[0]]
+    state["step"] = torch.tensor(1.0)
+    state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    state["exp_avg_sq"] = state["exp_avg_sq"].double()
+    train([optimizer, other], 1)
+    assert torch.equal(params[0], twin[0])
+
+
+def test_deepcopy_works_on():
+    params = make([(5,)])
+    optimizer = FusedAdamW(params, **HYPER)
+    train([optimizer], 1)
+    twin = copy.deepcopy(optimizer)
+    train([optimizer, twin], 1)
+    assert torch.equal(params[0], twin.param_groups[0]["params"][0])
+
+
+def test_closure():
+    (p,) = make([(3,)])
+    optimizer = FusedAdamW([p], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        return loss.item()
+
+    before = (p**2).sum().item()
+    assert optimizer.step(closure) == before
+    assert (p**2).sum().item() < before
+
+
+def assert_refused(error, words, params, **options):
+    with pytest.raises(error, match=words):
+        FusedAdamW(params, **options)
+
+
+def test_hyperparameters_out_of_range():
+    betas = [{"betas": pair} for pair in ((1.0, 0.9), (0.9, -0.1), (0.9,))]
+    for options in ({"lr": -1}, {"lr": math.nan}, {"eps": -1}, {"weight_decay": -1}, *betas):
+        assert_refused(ValueError, "must not be negative", make([(2,)]), **options)
+    for number in (torch.tensor(0.1), "0.1"):
+        assert_refused(TypeError, "lr, betas, eps and weight_decay must be numbers", make([(2,)]), lr=number)
+
+
+def test_parameters_without_memory():
+    params = [nn.Parameter(torch.zeros(3, device="meta"))]
+    params[0].grad = torch.zeros(3, device="meta")
+    FusedAdamW(params).step()
+
+
+def test_parameters_that_are_no_real_numbers():
+    complex_one = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    whole = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    for bad in (complex_one, whole):
+        assert_refused(TypeError, r"params\[1\] must be of a real floating-point dtype", [*make([(2,)]), bad])
+
+
+def test_a_sparse_gradient_is_refused_before_anything_moves():
+    first, second = make([(3,), (4, 2)])
+    optimizer = FusedAdamW([first, second], **HYPER)
+    before = first.detach().clone()
+    first.grad, second.grad = torch.ones(3), torch.ones(4, 2).to_sparse()
+    with pytest.raises(TypeError, match="dense moments"):
+        optimizer.step()
+    assert torch.equal(first, before)
+    assert not optimizer.state
+
+
+def test_the_state_of_another_algorithm_is_refused():
+    params = make([(3,)])
+    for other in (torch.optim.AdamW(params, amsgrad=True), torch.optim.Adam(params)):
+        with pytest.raises(ValueError, match="another algorithm"):
+            FusedAdamW(params).load_state_dict(other.state_dict())

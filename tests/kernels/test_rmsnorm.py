@@ -1,0 +1,289 @@
+"""The fused RMSNorm against float64, over shapes, dtypes, layouts and values that have broken such kernels before."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from kernels import reference, rmsnorm, rmsnorm_wide
+from kernels.rmsnorm import RMSNormFunction, TritonAddRMSNormFunction, TritonRMSNorm, TritonRMSNormFunction
+from tests.support.tolerances import UNIT_ROUNDOFF, bound, relative_error
+
+pytestmark = pytest.mark.usefixtures("where_triton_runs")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def rounding(dtype: torch.dtype, columns: int, rows: int = 1) -> float:
+    """One rounding to the result's dtype after some float32 stages, of which one sums a row and one the rows."""
+    return UNIT_ROUNDOFF[dtype] + bound(torch.float32, stages=10, longest_sum=int(columns**0.5) + int(rows**0.5) + 1)
+
+
+def truth(x, w, grad, eps=1e-5):
+    """y, dL/dx and dL/dw in float64, by torch's own autograd over torch's own norm."""
+    x, w = (t.detach().double().requires_grad_() for t in (x, w))
+    y = F.rms_norm(x, x.shape[-1:], w, eps)
+    y.backward(grad.double())
+    return y.detach(), x.grad, w.grad
+
+
+def ours(x, w, grad, function=TritonRMSNormFunction):
+    """The same three by the function under test; x and w may be of any layout, so they are leaves by themselves."""
+    x, w = (t.detach().requires_grad_() for t in (x, w))
+    y = function.apply(x, w)
+    return y.detach(), *torch.autograd.grad(y, (x, w), grad)
+
+
+def require_equal(x, w, grad, function=TritonRMSNormFunction):
+    got, want = ours(x, w, grad, function), truth(x, w, grad)
+    columns, rows = x.shape[-1], x.shape[:-1].numel()
+    for each, right, dtype in zip(got, want, (x.dtype, x.dtype, w.dtype), strict=True):
+        assert each.dtype == dtype
+        assert each.shape == right.shape
+        # With one column dL/dx is what is left of two equal numbers: eps over x squared. Compare it to what cancels.
+        size = right.norm() if columns > 1 else right.norm() + grad.double().norm() * w.double().norm()
+        assert (each.double() - right).norm() <= rounding(dtype, columns, rows) * size
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 7, 17, 50, 63, 64, 65, 127, 1000, 1023, 1025, 4095, 5120, 8193, 16384])
+def test_any_width(columns):
+    require_equal(torch.randn(5, columns), torch.randn(columns), torch.randn(5, columns))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(5, 16_385), (2, 65_537), (1, 262_144)])
+def test_rows_that_no_register_file_holds(rows, columns):
+    require_equal(torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns))
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (2,), (33,), (2, 0, 3), (2, 3, 4)], ids=str)
+def test_any_leading_shape(leading):
+    x, w, grad = torch.randn(*leading, 50), torch.randn(50), torch.randn(*leading, 50)
+    if x.numel():
+        require_equal(x, w, grad)
+    else:
+        y, grad_x, grad_w = ours(x, w, grad)
+        assert y.shape == grad_x.shape == x.shape
+        assert torch.equal(grad_w, torch.zeros(50))
+
+
+@pytest.mark.parametrize(("x_dtype", "w_dtype"), list(itertools.product(FLOATS, FLOATS)), ids=str)
+@pytest.mark.parametrize("columns", [200, 9000])
+def test_mixed_dtypes(x_dtype, w_dtype, columns):
+    x, w, grad = torch.randn(3, columns).to(x_dtype), torch.randn(columns).to(w_dtype), torch.randn(3, columns)
+    require_equal(x, w, grad.to(x_dtype))
+
+
+def test_the_plain_function_and_float64():
+    x, w, grad = torch.randn(3, 50), torch.randn(50), torch.randn(3, 50)
+    require_equal(x, w, grad, RMSNormFunction)
+    x, w = (t.double().requires_grad_() for t in (x, w))
+    assert torch.autograd.gradcheck(RMSNormFunction.apply, (x, w))
+    assert torch.autograd.gradcheck(TritonRMSNormFunction.apply, (x, w))  # by the reference: the kernels are float32
+
+
+LAYOUTS = {
+    "transposed": lambda *shape: torch.randn(shape[1], shape[0]).T,
+    "every other column": lambda *shape: torch.randn(shape[0], 2 * shape[1])[:, ::2],
+    "every other row": lambda *shape: torch.randn(2 * shape[0], shape[1])[::2],
+    "padded rows": lambda *shape: torch.randn(shape[0], shape[1] + 3)[:, : shape[1]],
+    "one element off": lambda *shape: torch.randn(shape[0] * shape[1] + 1)[1:].view(shape),
+    "one row for all": lambda *shape: torch.randn(1, shape[1]).expand(shape),
+    "one number for all": lambda *shape: torch.randn(()).expand(shape),
+}
+
+
+@pytest.mark.parametrize(("x_layout", "grad_layout"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_layouts(x_layout, grad_layout):
+    require_equal(LAYOUTS[x_layout](3, 40), torch.randn(80)[::2], LAYOUTS[grad_layout](3, 40))
+
+
+def test_permuted_batch():
+    require_equal(torch.randn(4, 3, 24).permute(1, 0, 2), torch.randn(24), torch.randn(3, 24, 4).permute(0, 2, 1))
+
+
+def test_nothing_given_is_changed():
+    x, w, grad = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True), torch.randn(3, 50)
+    before = [t.detach().clone() for t in (x, w, grad)]
+    y = TritonRMSNormFunction.apply(x, w)
+    first = torch.autograd.grad(y, (x, w), grad, retain_graph=True)
+    second = torch.autograd.grad(y, (x, w), grad)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((x, w, grad), before, strict=True))
+
+
+def test_gradient_of_a_plain_sum_and_of_two_uses():
+    x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True)
+    y = TritonRMSNormFunction.apply(x, w)
+    (y.sum() + (y * y).sum() + x.sum()).backward()
+    _, grad_x, grad_w = truth(x, w, 1 + 2 * y.detach())
+    assert relative_error(x.grad, grad_x + 1) < rounding(torch.float32, 50)
+    assert relative_error(w.grad, grad_w) < rounding(torch.float32, 50, 3)
+
+
+def test_values():
+    rows = {"zeros": 0.0, "tiny": 1e-30, "one": 1.0, "large": 1e18}
+    x = torch.tensor(list(rows.values())).unsqueeze(1).expand(4, 64).contiguous()
+    got, want = TritonRMSNormFunction.apply(x, torch.ones(64)), F.rms_norm(x.double(), (64,), eps=1e-5)
+    assert torch.allclose(got.double(), want, rtol=rounding(torch.float32, 64), atol=0)
+    assert torch.isfinite(
+        TritonRMSNormFunction.apply(torch.full((2, 64), 6e4, dtype=torch.float16), torch.ones(64))
+    ).all()
+    # 3e38 squared is not a float32: like torch's own norm, the row becomes zero.
+    assert torch.equal(TritonRMSNormFunction.apply(torch.full((1, 64), 3e38), torch.ones(64)), torch.zeros(1, 64))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(bad):
+    x, w, grad = torch.randn(7, 40), torch.randn(40), torch.randn(7, 40)
+    clean_y, clean_grad, _ = ours(x, w, grad)
+    x[3, 5] = bad
+    y, grad_x, grad_w = ours(x, w, grad)
+    others = [0, 1, 2, 4, 5, 6]
+    assert torch.equal(y[others], clean_y[others])
+    assert torch.equal(grad_x[others], clean_grad[others])
+    assert y[3].isnan().any()
+    assert grad_w.isnan().any()
+
+
+@pytest.mark.parametrize("columns", [40, 1500, 9000, 20_000])
+def test_a_row_does_not_depend_on_its_batch(columns):
+    x, w, grad = torch.randn(9, columns), torch.randn(columns), torch.randn(9, columns)
+    y, grad_x, _ = ours(x, w, grad)
+    for i in (0, 4, 8):
+        alone_y, alone_grad, _ = ours(x[i : i + 1], w, grad[i : i + 1])
+        assert torch.equal(alone_y[0], y[i])
+        assert torch.equal(alone_grad[0], grad_x[i])
+
+
+@pytest.mark.parametrize("columns", [60, 9000, 20_000])
+@pytest.mark.parametrize(("need_x", "need_w"), [(True, False), (False, True)])
+def test_only_needed_gradients_are_computed(columns, need_x, need_w, monkeypatch):
+    x, w, grad = torch.randn(3, columns, requires_grad=need_x), torch.randn(columns), torch.randn(3, columns)
+    w.requires_grad_(need_w)
+    sums = []
+    monkeypatch.setattr(rmsnorm, "column_sum", lambda *args, real=rmsnorm.column_sum: sums.append(1) or real(*args))
+    TritonRMSNormFunction.apply(x, w).backward(grad)
+    _, grad_x, grad_w = truth(x, w, grad)
+    assert len(sums) == int(need_w)
+    for got, want in ((x.grad, grad_x), (w.grad, grad_w)):
+        assert got is None or relative_error(got, want) < rounding(torch.float32, columns, 3)
+    assert (x.grad is None, w.grad is None) == (not need_x, not need_w)
+
+
+def test_grids_stay_within_what_a_gpu_can_launch(monkeypatch):
+    grids = []
+    for module in (rmsnorm, rmsnorm_wide):
+        monkeypatch.setattr(module, "launch", lambda kernel, grid, *args, **options: grids.append(grid))
+    x, w, inverse_rms = torch.zeros(1, 1).expand(70_000, 20_000), torch.zeros(20_000), torch.zeros(70_000)
+    monkeypatch.setattr(torch, "empty_like", lambda like: like)
+    for need_x, need_w in ((True, True), (True, False), (False, True)):
+        rmsnorm.backward(x, x, w, inverse_rms, None, need_x, need_w)
+    rmsnorm.forward(x, w, 1e-5)
+    assert len(grids) == 8
+    assert all(max(grid[1:]) < 2**16 and grid[0] < 2**31 for grid in grids)
+
+
+def test_tensors_kept_for_backward():
+    kept = []
+    x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        TritonRMSNormFunction.apply(x, w)
+    assert sorted(tuple(t.shape) for t in kept) == [(3,), (3, 50), (50,)]
+    with torch.no_grad():
+        assert TritonRMSNormFunction.apply(x, w).grad_fn is None
+
+
+@pytest.mark.parametrize("columns", [60, 9000, 20_000])
+@pytest.mark.parametrize(
+    ("x_dtype", "residual_dtype"), [(torch.float32,) * 2, (torch.bfloat16, torch.float32)], ids=str
+)
+def test_the_sum_and_its_norm(columns, x_dtype, residual_dtype):
+    x, residual = torch.randn(3, columns).to(x_dtype), torch.randn(3, columns).to(residual_dtype)
+    w, grad, grad_sum = torch.randn(columns), torch.randn(3, columns).to(x_dtype), torch.randn(3, columns).to(x_dtype)
+    leaves = [t.requires_grad_() for t in (x, residual, w)]
+    y, total = TritonAddRMSNormFunction.apply(*leaves)
+    got = (y, total, *torch.autograd.grad((y, total), leaves, (grad, grad_sum)))
+    rounded = (x.double() + residual.double()).to(x_dtype)  # backward starts from the sum that forward stored
+    want_y, grad_x, grad_w = truth(rounded, w, grad)
+    want = (want_y, rounded.double(), grad_x + grad_sum.double(), grad_x + grad_sum.double(), grad_w)
+    for each, right, dtype in zip(got, want, (x_dtype, x_dtype, x_dtype, residual_dtype, w.dtype), strict=True):
+        assert each.dtype == dtype
+        coarse = dtype if dtype == w.dtype and each.shape == w.shape else x_dtype
+        assert relative_error(each.detach(), right) <= 2 * rounding(coarse, columns, 3)
+
+
+def test_the_layer():
+    layer = TritonRMSNorm(50, eps=1e-3)
+    x = torch.randn(2, 3, 50)
+    assert relative_error(layer(x).detach(), F.rms_norm(x.double(), (50,), eps=1e-3)) < rounding(torch.float32, 50)
+    assert layer.weight.shape == (50,)
+
+
+def test_compiled_without_a_break():
+    def loss(x, w):
+        return (TritonRMSNormFunction.apply(x * 2, w, 1e-5).sin()).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=True)
+    w = torch.randn(50, requires_grad=True)
+    for rows in (3, 8):
+        x = torch.randn(rows, 50, requires_grad=True)
+        want = torch.autograd.grad(loss(x, w), (x, w))
+        got = torch.autograd.grad(compiled(x, w), (x, w))
+        for each, right in zip(got, want, strict=True):
+            assert relative_error(each, right) < rounding(torch.float32, 50, rows)
+
+
+def test_operators_keep_what_they_promise():
+    ops = torch.ops.cs336_kernels
+    x, w, r = torch.randn(2, 24, 3).transpose(1, 2), torch.randn(24), torch.rand(2, 3)
+    torch.library.opcheck(ops.rmsnorm.default, (x, w, 1e-5))
+    torch.library.opcheck(ops.add_rmsnorm.default, (x, x, w, 1e-5))
+    for needs in itertools.product((True, False), repeat=2):
+        torch.library.opcheck(ops.rmsnorm_backward.default, (x, x, w, r, None, 1e-5, *needs))
+
+
+def test_checkpoint_and_autocast():
+    x, w, grad = torch.randn(3, 50, requires_grad=True), torch.randn(50, requires_grad=True), torch.randn(3, 50)
+    checkpoint(TritonRMSNormFunction.apply, x, w, use_reentrant=False).backward(grad)
+    assert relative_error(x.grad, truth(x, w, grad)[1]) < rounding(torch.float32, 50)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        assert TritonRMSNormFunction.apply(x, w).dtype == torch.float32
+        assert TritonRMSNormFunction.apply(x.bfloat16(), w).dtype == torch.bfloat16
+
+
+def test_unsupported_arguments_raise():
+    x, w = torch.randn(3, 50, requires_grad=True), torch.randn(50)
+    grad = torch.autograd.grad(TritonRMSNormFunction.apply(x, w).square().sum(), x, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.vmap(TritonRMSNormFunction.apply, in_dims=(0, None))(x.detach(), w)
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "error", "words"),
+    [
+        (torch.ones(2, 3, dtype=torch.int64), torch.ones(3), TypeError, r"x must be .* not torch.int64"),
+        (torch.ones(2, 3), torch.ones(3, dtype=torch.int32), TypeError, r"weight must be .* not torch.int32"),
+        (torch.ones(2, 3), torch.ones(4), ValueError, r"weight has shape \(4,\), not \(3,\) as x's last dimension"),
+        (torch.ones(2, 3), torch.ones(3, device="meta"), ValueError, "weight is on meta, x on cpu"),
+        (torch.ones(()), torch.ones(3), ValueError, "x has no dimensions"),
+        ([1.0, 2.0], torch.ones(2), TypeError, "x must be a tensor, not list"),
+        (torch.ones(2, 3).to(torch.float8_e5m2), torch.ones(3), TypeError, "x must be .* not torch.float8_e5m2"),
+        (torch.ones(2, 3).to_sparse(), torch.ones(3), TypeError, "x must be dense, not torch.sparse_coo"),
+    ],
+    ids=["integer x", "integer weight", "shape", "device", "scalar", "list", "8 bits", "sparse"],
+)
+def test_bad_arguments_are_named(x, w, error, words):
+    for function in (TritonRMSNormFunction, RMSNormFunction):
+        with pytest.raises(error, match=words):
+            function.apply(x, w)
+
+
+def test_the_reference_gradients():
+    x, g = (torch.randn(size, dtype=torch.float64, requires_grad=True) for size in ((2, 3, 6), (6,)))
+    grad = torch.randn(2, 3, 6, dtype=torch.float64)
+    want = torch.autograd.grad(reference.rmsnorm(x, g, 1e-3), (x, g), grad)
+    assert relative_error(reference.rmsnorm_backward_x(grad, x, g, 1e-3), want[0]) < bound(torch.float64, 12, 6)
+    assert relative_error(reference.rmsnorm_backward_g(grad, x, g, 1e-3), want[1]) < bound(torch.float64, 12, 6)

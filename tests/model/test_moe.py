@@ -1,0 +1,264 @@
+"""An expert layer by sort against the one-hot formulation, gradients included, and against what it must come to."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.model.dropout import dropout_key
+from cs336_systems.model.feed_forward import FeedForward
+from cs336_systems.model.moe import MoELayer
+from cs336_systems.model.routing import draw_noise, gate
+from cs336_systems.presets import Mixture, ModelConfig
+from tests.support.tolerances import bound, relative_error
+
+TOY = ModelConfig(
+    vocab_size=19, context_length=7, d_model=8, d_ff=24, num_layers=4, num_heads=2, num_experts=4, bias=True
+)
+HIDDEN = 16
+# Router, gating, experts and weighted sum, forward and backward; the longest sum is over an expert's width or 14 rows.
+ROUNDING = bound(torch.float64, stages=60, longest_sum=HIDDEN)
+PADDING = torch.tensor([[True] * 7, [True] * 4 + [False] * 3])
+ROUTES = [
+    {},
+    {"top_k": 1},
+    {"top_k": 1, "prioritized": True},
+    {"normalize": "before"},
+    {"second_policy": "sampling"},
+    {"second_policy": "sampling", "normalize": "before", "prioritized": True},
+    {"second_policy": "random"},
+    {"second_policy": "random", "normalize": "before"},
+    {"prioritized": True},
+]
+EXPERTS = [
+    {},
+    {"bias": False},
+    {"feed_forward": "gelu-tanh"},
+    {"feed_forward": "swiglu"},
+    {"feed_forward": "swiglu", "bias": False},
+]
+
+
+def build(changes: dict | None = None, dtype=torch.float64, seed: int = 0, **route) -> MoELayer:
+    """A layer whose every parameter is random, biases too."""
+    config = replace(TOY, **changes or {}, mixture=Mixture(**{"expert_d_ff": HIDDEN, **route}))
+    torch.manual_seed(seed)
+    layer = MoELayer(config, layer=1).to(dtype)
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    return layer
+
+
+def some_x(batch: int = 2, seq: int = 7, dtype=torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, seq, TOY.d_model, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def outcome(layer: MoELayer, x: Tensor, real: Tensor | None = None, keyed: bool = True) -> dict[str, Tensor]:
+    """The output and the gradients of x and of every parameter, for one direction of the output."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    torch.manual_seed(3)  # for noise without a key
+    y = layer(x, real, dropout_key(0, 1, torch.arange(len(x))) if keyed else None)
+    direction = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    (y * direction.to(y.dtype)).sum().backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in layer.named_parameters()}
+    return {"y": y.detach(), "x": x.grad, **gradients}
+
+
+def assert_alike(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = ROUNDING) -> None:
+    """In float64 relative to the largest of them, since a gradient may be nothing but what rounding has left."""
+    largest = max(each.double().norm() for each in want.values())
+    assert got.keys() == want.keys()
+    for name, each in want.items():
+        assert got[name].dtype == each.dtype
+        scale = largest if each.dtype == torch.float64 else each.double().norm()
+        assert (got[name].double() - each.double()).norm() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_sort_equals_einsum_over_all_routes(route):
+    for factor, masked in product((0.0, 0.5, 1.0, 2.0), (False, True)):
+        settings = {**route, "capacity_factor": factor, "mask_padding": masked, "aux_weight": 0.3}
+        sort, einsum = (build(dispatch=dispatch, **settings) for dispatch in ("sort", "einsum"))
+        keyed = factor != 1.0  # else the noise is torch's
+        assert_alike(outcome(sort, some_x(), PADDING, keyed), outcome(einsum, some_x(), PADDING, keyed))
+        assert abs(sort.balance - einsum.balance) < ROUNDING * einsum.balance
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+def test_padding_is_routed_unless_it_is_masked(dispatch):
+    x, layers = some_x(), [build(mask_padding=masked, dispatch=dispatch) for masked in (False, True)]
+    assert torch.equal(layers[0](x, PADDING), layers[0](x))
+    assert torch.equal(layers[1](x), layers[0](x))
+    assert layers[0](x, PADDING)[~PADDING].any()
+    assert not layers[1](x, PADDING)[~PADDING].any()
+    assert relative_error(layers[1](x, PADDING)[PADDING], layers[0](x)[PADDING]) < ROUNDING
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1e-9, 0.01, 0.2, 1.0])
+def test_sort_equals_einsum_in_evaluation(fraction):
+    for route in ({}, {"top_k": 1}, {"second_policy": "random", "capacity_factor": 1.0}):
+        sort, einsum = (build(dispatch=each, eval_fraction=fraction, **route).eval() for each in ("sort", "einsum"))
+        assert_alike(outcome(sort, some_x()), outcome(einsum, some_x()))
+        slots = {0.0: 4 if route.get("capacity_factor") else 14, 1e-9: 1, 0.01: 1, 0.2: 3, 1.0: 14}[fraction]
+        assert sort.load.kept.sum() == sort.load.wanted.sum(0).clamp(max=slots).sum()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("changes", EXPERTS, ids=str)
+def test_sort_equals_einsum_over_all_experts(changes, shared):
+    for factor in (0.0, 1.0):
+        route = {"shared_expert": shared, "capacity_factor": factor}
+        assert_alike(*(outcome(build(changes, dispatch=each, **route), some_x()) for each in ("sort", "einsum")))
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["router as stream", "router fp32"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
+def test_sort_equals_einsum_in_low_precision(precision, wide):
+    """Both round every matrix product, bias, activation, weight and sum once: twelve times one after another, and as
+    often in backward; products of bfloat16 are added up in float32."""
+    autocast, dtype = precision == "autocast", torch.bfloat16 if precision == "bfloat16" else torch.float32
+    low = torch.bfloat16 if autocast else dtype
+    tolerance = bound(low, stages=24, longest_sum=HIDDEN if low == torch.float32 else 1)
+    for route in ({}, {"top_k": 1}, {"second_policy": "sampling", "capacity_factor": 1.0}):
+        layers = [build({}, dtype, gating_fp32=wide, dispatch=each, **route) for each in ("sort", "einsum")]
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            got, want = (outcome(layer, some_x(dtype=dtype)) for layer in layers)
+            logits = layers[0].logits(some_x(dtype=dtype).flatten(0, 1))
+        assert_alike(got, want, tolerance)
+        assert got["y"].dtype == low
+        assert logits.dtype == (torch.float32 if wide else low)
+
+
+def test_the_router_computes_in_float32_what_it_is_asked_in_bfloat16():
+    layer, x = build(dtype=torch.bfloat16), some_x(dtype=torch.bfloat16)[0]
+    assert torch.equal(layer.logits(x), x.float() @ layer.router.weight.float().T)
+    layer = build(dtype=torch.float64)
+    assert layer.logits(x.double()).dtype == torch.float64
+
+
+def with_weights_of(layer: MoELayer, expert: int = 0) -> FeedForward:
+    """A dense feed-forward with the weights of one expert."""
+    dense = FeedForward(replace(layer.config, d_ff=HIDDEN)).double()
+    dense.load_state_dict({name: p[expert] for name, p in layer.experts.state_dict().items()})
+    return dense
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+@pytest.mark.parametrize("changes", EXPERTS, ids=str)
+def test_one_expert_is_the_dense_layer(changes, dispatch):
+    layer = build({**changes, "num_experts": 1}, top_k=1, dispatch=dispatch)
+    dense = with_weights_of(layer)
+    got = outcome(layer, some_x())
+    x = some_x().requires_grad_()
+    y = dense(x)
+    (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)).sum().backward()
+    want = {"y": y.detach(), "x": x.grad, "router.weight": torch.zeros_like(layer.router.weight)}
+    want |= {f"experts.{name}": p.grad[None] for name, p in dense.named_parameters()}
+    assert_alike({name: got[name] for name in want}, want)
+    assert layer.balance == 1
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+def test_all_tokens_to_one_expert_and_none_to_the_others(dispatch):
+    layer = build(top_k=1, dispatch=dispatch, aux_weight=0.0)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+        layer.router.weight[2] = 100.0
+    x = some_x().abs()
+    got = outcome(layer, x)
+    assert relative_error(got["y"], with_weights_of(layer, 2)(x).detach()) < ROUNDING
+    for name, gradient in got.items():
+        if name.startswith("experts"):
+            assert gradient[2].any()
+            assert not gradient[[0, 1, 3]].any()
+    if dispatch == "sort":
+        assert layer.load.wanted.tolist() == [[0, 0, 14, 0]]
+
+
+class Identity(nn.Module):
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return rows
+
+    def one_by_one(self, slots: Tensor) -> Tensor:
+        return slots
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_experts_that_change_nothing_give_the_sum_of_the_kept_weights(route, dispatch):
+    for factor in (0.0, 0.5, 1.0):
+        layer = build(**{**route, "dispatch": dispatch, "capacity_factor": factor})
+        layer.experts = Identity()
+        x, key = some_x(), dropout_key(0, 1, torch.arange(2))
+        y = layer(x, None, key)
+        tokens = x.flatten(0, 1)
+        noise = None
+        if layer.mixture.is_random:
+            noise = draw_noise(layer.mixture, layer.logits(tokens), (2, 7), key, "blocks.1.router")
+        plan = gate(layer.logits(tokens), layer.mixture, layer.mixture.capacity(14, 4, True), None, noise)
+        totals = torch.zeros(14, dtype=torch.float64).index_add(0, plan.tokens, plan.weights)
+        assert relative_error(y.flatten(0, 1), tokens * totals[:, None]) < ROUNDING
+        if not route and not factor:
+            assert relative_error(y, x) < ROUNDING
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+def test_no_tokens(dispatch, dtype):
+    for route in ({}, {"capacity_factor": 2.0, "second_policy": "sampling"}, {"top_k": 1, "shared_expert": True}):
+        layer = build({}, dtype, dispatch=dispatch, **route)
+        got = outcome(layer, some_x(dtype=dtype)[:, :0])
+        assert got["y"].shape == (2, 0, 8)
+        assert not any(gradient.any() for gradient in got.values())
+        assert layer.balance == 0
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+def test_the_balancing_loss_is_as_if_added_to_the_loss(dispatch):
+    x = some_x()
+    layer = build(dispatch=dispatch, aux_weight=0.7, capacity_factor=1.0)
+    layer.balance_scale, layer.copies = 3.0, 2
+    got = outcome(layer, x)
+
+    plain = build(dispatch=dispatch, aux_weight=0.0, capacity_factor=1.0)
+    want = outcome(plain, x)
+    assert torch.equal(got["y"], want["y"])
+    inner = x.detach().requires_grad_()
+    (0.7 * 3.0 / 2 * gate(plain.logits(inner.flatten(0, 1)), plain.mixture).balance).backward()
+    assert inner.grad.abs().max() > 1e-3
+    want["x"], want["router.weight"] = want["x"] + inner.grad, plain.router.weight.grad
+    assert_alike(got, want)
+
+    assert_alike(outcome(layer.eval(), x), outcome(plain.eval(), x))  # in evaluation it is only told
+    assert layer.balance == plain.balance > 0
+
+
+@pytest.mark.parametrize("dispatch", ["sort", "einsum"])
+def test_other_ranks_shares_count_in_training_only(dispatch):
+    layer = build(aux_weight=0.3, dispatch=dispatch)
+    local = outcome(layer, some_x())
+    asked = []
+    layer.average = lambda share: asked.append(share) or share.flip(0)
+    assert not torch.equal(outcome(layer, some_x())["router.weight"], local["router.weight"])
+    assert len(asked) == 1
+    assert abs(asked[0].sum() - 1) < ROUNDING
+    layer.eval()(some_x())
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("policy", ["sampling", "random"])
+def test_keyed_noise_is_a_rows_own_whatever_its_microbatch(policy):
+    layer, x = build(second_policy=policy), some_x(batch=4)
+    whole = layer(x, None, dropout_key(5, 6, torch.arange(4)))
+    parts = [layer(x[rows], None, dropout_key(5, 6, torch.tensor(rows))) for rows in ([0], [1, 3], [2])]
+    assert relative_error(torch.cat((parts[0], parts[1][:1], parts[2], parts[1][1:])), whole) < ROUNDING
+    other = layer(x, None, dropout_key(5, 7, torch.arange(4)))
+    assert not torch.equal(whole, other)
+    layer.layer = 3  # another layer draws other numbers
+    assert not torch.equal(layer(x, None, dropout_key(5, 6, torch.arange(4))), whole)
+    assert torch.equal(layer.eval()(x), layer(x, None, dropout_key(5, 7, torch.arange(4))))

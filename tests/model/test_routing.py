@@ -1,0 +1,251 @@
+"""Gating by one sort against the one-hot formulation, and both against a loop over tokens in plain Python.
+
+The loop is fairseq's order of operations (branch moe, top2gate.py): softmax, first choice, noise, second choice,
+normalise before, drop improbable seconds, padding, places, capacity, normalise after.
+"""
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cs336_systems.model.dropout import dropout_key
+from cs336_systems.model.one_hot import one_hot_gate
+from cs336_systems.model.routing import Noise, Routing, balancing_loss, choose, draw_noise, gate
+from cs336_systems.presets import Mixture
+from tests.support.tolerances import bound
+
+TOKENS, EXPERTS = 13, 5
+ROUNDING = bound(torch.float64, stages=20, longest_sum=TOKENS * EXPERTS)
+CAPACITIES = (None, 0, 1, 3, 8)
+ROUTES = [
+    *product([1], ["all"], ["after"], [False, True]),
+    *product([2], ["all", "sampling", "random"], ["after", "before"], [False, True]),
+]
+
+
+def some_logits(seed: int, tokens: int = TOKENS, experts: int = EXPERTS) -> Tensor:
+    """float64, with ties inside rows, rows that are equal, and so tokens that are as sure."""
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits[::3, 1] = logits[::3, 3] = logits[::3].max(dim=1).values
+    logits[1::4] = logits[1]
+    return logits
+
+
+def some_noise(mixture: Mixture, logits: Tensor, seed: int = 0) -> Noise | None:
+    key = dropout_key(seed, 1, torch.arange(1))
+    return draw_noise(mixture, logits, (1, len(logits)), key, "router") if mixture.is_random else None
+
+
+def by_hand(
+    logits: Tensor, mixture: Mixture, capacity: int | None, real: Tensor | None, noise: Noise | None
+) -> tuple[dict, float]:
+    """({(expert, slot): (token, weight)}, the balancing loss), a token at a time."""
+    gates, chosen, weights = [], [], []
+    for token, row in enumerate(logits.tolist()):
+        powers = [math.exp(each) for each in row]
+        gates.append([power / sum(powers) for power in powers])
+        first = gates[-1].index(max(gates[-1]))
+        chosen.append([first])
+        if mixture.top_k == 2:
+            if noise is not None and noise.logits is not None:
+                row = [z - math.log(-math.log(u)) for z, u in zip(row, noise.logits[token].tolist(), strict=True)]
+            row[first] = -math.inf
+            chosen[-1].append(row.index(max(row)))
+        weights.append([gates[-1][expert] for expert in chosen[-1]])
+        if mixture.top_k == 2 and mixture.normalize == "before":
+            weights[-1] = [weight / sum(weights[-1]) for weight in weights[-1]]
+        if noise is not None and noise.second is not None and noise.second[token] >= 2 * weights[-1][1]:
+            chosen[-1][1] = None
+        if real is not None and not real[token]:
+            chosen[-1] = [None] * mixture.top_k
+
+    queue = sorted(range(len(gates)), key=lambda token: -max(gates[token]) if mixture.prioritized else 0)
+    next_slot, kept = [0] * logits.shape[1], {}
+    for choice in range(mixture.top_k):
+        for token in queue:
+            expert = chosen[token][choice]
+            if expert is not None:
+                if capacity is None or next_slot[expert] < capacity:
+                    kept[token, choice] = expert, next_slot[expert]
+                next_slot[expert] += 1  # by those that are dropped, too
+
+    plan = {}
+    for (token, choice), place in kept.items():
+        weight = weights[token][choice]
+        if mixture.top_k == 2 and mixture.normalize == "after":
+            weight /= sum(weights[token][other] for other in range(2) if (token, other) in kept)
+        plan[place] = token, weight
+    firsts = [first for first, *_ in chosen if first is not None]
+    return plan, sum(row[first] for row in gates for first in firsts) * logits.shape[1] / len(gates) ** 2
+
+
+def of_plan(plan: Routing) -> dict:
+    experts = torch.arange(len(plan.counts)).repeat_interleave(plan.counts).tolist()
+    places = zip(experts, plan.slots.tolist(), strict=True)
+    return dict(zip(places, zip(plan.tokens.tolist(), plan.weights.tolist(), strict=True), strict=True))
+
+
+def of_one_hot(combine: Tensor) -> dict:
+    return {(e, c): (t, combine[t, e, c].item()) for t, e, c in combine.nonzero().tolist()}
+
+
+def same(got: dict, want: dict) -> bool:
+    return got.keys() == want.keys() and all(
+        got[place][0] == want[place][0] and abs(got[place][1] - want[place][1]) < ROUNDING for place in want
+    )
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_sort_one_hot_and_the_loop_agree(route, padded):
+    top_k, policy, normalize, prioritized = route
+    mixture = Mixture(top_k, second_policy=policy, normalize=normalize, prioritized=prioritized)
+    real = torch.arange(TOKENS) % 5 != 2 if padded else None
+    for capacity, seed in product(CAPACITIES, (0, 1)):
+        logits = some_logits(seed)
+        noise = some_noise(mixture, logits, seed)
+        want, balance = by_hand(logits, mixture, capacity, real, noise)
+        plan = gate(logits, mixture, capacity, real, noise)
+        combine, other_balance = one_hot_gate(logits, mixture, capacity, real, noise)
+        assert same(of_plan(plan), want)
+        assert same(of_one_hot(combine), want)
+        assert abs(plan.balance.item() - balance) < ROUNDING * balance
+        assert abs(other_balance.item() - balance) < ROUNDING * balance
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("route", ROUTES, ids=str)
+def test_what_every_plan_keeps_to(route, capacity):
+    top_k, policy, normalize, prioritized = route
+    mixture = Mixture(top_k, second_policy=policy, normalize=normalize, prioritized=prioritized)
+    logits = some_logits(2, tokens=40)
+    noise = some_noise(mixture, logits)
+    plan = gate(logits, mixture, capacity, None, noise)
+    firsts = logits.softmax(1).argmax(1)
+    expert = torch.arange(EXPERTS).repeat_interleave(plan.counts)
+    is_first = firsts[plan.tokens] == expert
+    assert plan.counts.sum() == len(plan.tokens) == len(plan.weights) == len(plan.slots)
+    assert len(set(zip(plan.tokens.tolist(), expert.tolist(), strict=True))) == len(plan.tokens)  # each choice once
+    assert plan.counts.max() <= (40 if capacity is None else capacity)
+    for e, (wanted, run) in enumerate(zip(plan.load.wanted.T, plan.slots.split(plan.counts.tolist()), strict=True)):
+        assert run.tolist() == list(range(len(run)))
+        assert wanted[0] == (firsts == e).sum()
+        kept_firsts = int((is_first & (expert == e)).sum())
+        assert kept_firsts == min(int(wanted[0]), capacity if capacity is not None else 40)
+        assert is_first[expert == e].tolist() == sorted(is_first[expert == e].tolist(), reverse=True)
+    kept = [int(is_first.sum()), int((~is_first).sum())][:top_k]
+    assert plan.load.kept.tolist() == kept
+    if policy != "random":
+        assert plan.load.wanted.sum(1).tolist() == [40] * top_k
+    totals = torch.zeros(40, dtype=torch.float64).index_add(0, plan.tokens, plan.weights)
+    if top_k == 2 and normalize == "after":
+        assert ((totals - 1).abs() < ROUNDING)[plan.tokens].all()
+    else:
+        assert (totals < 1 + ROUNDING).all()
+
+
+def test_equal_probabilities_are_settled_by_the_number_even_where_the_logits_differ():
+    """Rounding makes probabilities equal whose logits are not; fairseq looks for the first among the former."""
+    low, one = torch.tensor([0.1, 1.0])
+    logits = torch.stack((-one, low, low.nextafter(one)))[None]
+    gates = logits.softmax(dim=-1)
+    assert gates[0, 1] == gates[0, 2]
+    assert choose(logits, gates, Mixture(), None).tolist() == [[1], [2]]
+    assert one_hot_gate(logits, Mixture(), 2)[0].nonzero().tolist() == [[0, 1, 0], [0, 2, 0]]
+
+
+@pytest.mark.parametrize("normalize", ["after", "before"])
+def test_a_weight_that_underflows_and_more_tokens_than_bfloat16_can_count(normalize):
+    logits = torch.zeros(300, 3, dtype=torch.bfloat16)
+    logits[:, 1:] = -1000.0
+    mixture = Mixture(normalize=normalize, gating_fp32=False)
+    plan = gate(logits, mixture)
+    assert plan.counts.tolist() == [300, 300, 0]
+    assert plan.weights.tolist() == [1.0] * 300 + [0.0] * 300
+    assert of_one_hot(one_hot_gate(logits, mixture)[0]) == {(0, slot): (slot, 1.0) for slot in range(300)}
+
+
+def test_a_weight_too_small_to_be_normalized_stays_small():
+    """Both want expert 0 first, which takes one; the other's second choice is divided by eps, more than its weight."""
+    logits = torch.tensor([[0.0, -60.0, -40.0], [0.0, -40.0, -60.0]], dtype=torch.float64)
+    tiny = math.exp(-40)
+    want = {(0, 0): (0, 1.0), (1, 0): (1, tiny / torch.finfo(torch.float64).eps), (2, 0): (0, tiny)}
+    assert same(of_plan(gate(logits, Mixture(), 1)), want)
+    assert same(of_one_hot(one_hot_gate(logits, Mixture(), 1)[0]), want)
+
+
+def test_no_tokens():
+    for capacity in (None, 0, 2):
+        logits = torch.zeros(0, 3, requires_grad=True)
+        plan = gate(logits, Mixture(), capacity)
+        combine, balance = one_hot_gate(logits, Mixture(), capacity)
+        assert plan.counts.tolist() == [0, 0, 0]
+        assert combine.numel() == 0
+        assert plan.balance == balance == 0
+        plan.balance.backward()
+
+
+def gradient(value: Tensor, logits: Tensor) -> Tensor:
+    return torch.autograd.grad(value, logits)[0]
+
+
+@pytest.mark.parametrize("one_hot", [False, True], ids=["sort", "einsum"])
+def test_the_mean_of_the_ranks_balance_is_that_of_one_group_gradients_included(one_hot):
+    whole = some_logits(3, tokens=12).requires_grad_()
+    shares = [torch.bincount(part.argmax(1), minlength=EXPERTS).double() / 6 for part in whole.detach().split(6)]
+
+    def balance(logits: Tensor, average=None) -> Tensor:
+        made = (one_hot_gate if one_hot else gate)(logits, Mixture(), None, None, None, average)
+        return made[1] if one_hot else made.balance
+
+    def mean(mine: Tensor) -> Tensor:
+        assert any((mine - share).abs().max() < ROUNDING for share in shares)
+        return torch.stack(shares).mean(0)
+
+    parts = sum(balance(part, mean) for part in whole.split(6)) / 2
+    assert abs(parts - balance(whole)) < ROUNDING
+    assert (gradient(parts, whole) - gradient(balance(whole), whole)).abs().max() < ROUNDING
+    local = sum(balance(part) for part in whole.split(6)) / 2
+    assert abs(local - parts) > 1e-3  # what `local` balances is something else
+
+
+def test_the_balancing_loss_at_its_ends():
+    uniform = torch.full((6, 4), 0.25, dtype=torch.float64)
+    assert balancing_loss(uniform, torch.tensor([6, 0, 0, 0])) == 1  # whatever a tie is decided to be
+    certain = torch.eye(4, dtype=torch.float64)
+    assert balancing_loss(certain, torch.ones(4)) == 1
+    assert balancing_loss(certain[[2, 2, 2]], torch.tensor([0, 0, 3, 0])) == 4
+    # Three tokens barely choose 0, two surely 1: the loss is below 1, and above the squares of the shares.
+    gates = torch.tensor([[0.51, 0.49]] * 3 + [[0.0, 1.0]] * 2, dtype=torch.float64)
+    loss = balancing_loss(gates, torch.tensor([3, 2])).item()
+    assert loss == pytest.approx(2 * (0.306 * 0.6 + 0.694 * 0.4), rel=ROUNDING)
+    assert 0.6**2 + 0.4**2 < loss < 1
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operators that would make the host wait for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+        self.count += name in ("nonzero", "_local_scalar_dense", "masked_select", "bincount", "unique")
+        self.count += sum(each is not None and each.dtype == torch.bool for each in masks)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("policy", ["all", "sampling", "random"])
+def test_the_host_waits_once_where_something_may_be_dropped_and_else_never(policy):
+    logits = some_logits(0)
+    noise = some_noise(mixture := Mixture(second_policy=policy, prioritized=True), logits)
+    for capacity, real in product((None, 2), (None, torch.ones(TOKENS, dtype=torch.bool))):
+        with Waits() as waits:
+            gate(logits, mixture, capacity, real, noise)
+        assert waits.count == int(policy == "random" or capacity is not None or real is not None)

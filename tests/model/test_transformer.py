@@ -1,0 +1,327 @@
+"""The transformer against a second one written head by head, against GPT-2 and Llama, and against itself."""
+
+import gc
+import math
+import weakref
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.errors import UserError
+from cs336_systems.model.attention import attention_bias
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig, model_preset
+from tests.support.oracles import one_sequence
+from tests.support.tolerances import bound, relative_error
+
+TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=2, num_heads=4)
+LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
+GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
+BERT = {"norm": "layernorm", "bias": True, "causal": False, "token_types": 2, "bert_heads": True}
+VARIANTS = [
+    {},
+    GPT2,
+    LLAMA,
+    BERT,
+    {"positions": "sinusoidal", "norm": "layernorm"},
+    {"positions": "none", "causal": False},
+    {"num_kv_heads": 1, "token_types": 3},
+]
+
+# Forward and backward of two blocks, the norms and the heads; the longest sum is over the feed-forward's width.
+ROUNDING = bound(torch.float64, stages=100, longest_sum=TOY.d_ff)
+
+
+def build(config: ModelConfig) -> TransformerLM:
+    """A float64 model whose every parameter is random, gains and biases too, so that none can be forgotten."""
+    model = TransformerLM(config).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(std=0.3)
+    return model
+
+
+def inputs(config: ModelConfig, batch: int = 2, seq: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    types = torch.randint(config.token_types, (batch, seq)) if config.token_types else None
+    return torch.randint(config.vocab_size, (batch, seq)), types
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+@pytest.mark.parametrize("changes", VARIANTS, ids=str)
+def test_equals_the_plain_transformer_gradients_included(changes, attention, padded):
+    model = build(config := replace(TOY, **changes, attention=attention))
+    tokens, types = inputs(config)
+    real = torch.ones_like(tokens, dtype=torch.bool)
+    if padded:
+        real[1, 4:] = False
+    output = model(tokens, types, real if padded else None)
+    logits, pair = (output.tokens, output.pair) if config.bert_heads else (output, None)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    plain = [
+        one_sequence(weights, config, tokens[i], tokens[i] * 0 if types is None else types[i], real[i])
+        for i in range(2)
+    ]
+    wanted = torch.stack([each for each, _ in plain])
+    assert relative_error(logits, wanted) < ROUNDING
+    if pair is not None:
+        assert relative_error(pair, torch.stack([each for _, each in plain])) < ROUNDING
+
+    direction = torch.randn_like(wanted)
+    second = torch.randn(2, 2, dtype=torch.float64)
+    ((logits * direction).sum() + (0 if pair is None else (pair * second).sum())).backward()
+    pairs = [(each * s).sum() for (_, each), s in zip(plain, second, strict=True) if each is not None]
+    ((wanted * direction).sum() + sum(pairs)).backward()
+    got = torch.cat([p.grad.flatten() for p in model.parameters()])
+    want = torch.cat([w.grad.flatten() for w in weights.values()])
+    assert relative_error(got, want) < ROUNDING
+
+
+def test_equals_gpt2():
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=19, n_positions=7, n_embd=24, n_layer=2, n_head=4, n_inner=40)
+    )
+    theirs = theirs.double().eval()
+    config = replace(TOY, **GPT2)
+    ours = build(config)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(std=0.3)
+        wte, wpe = theirs.transformer.wte.weight, theirs.transformer.wpe.weight
+        state = {"embedding.tokens.weight": wte, "embedding.positions.weight": wpe}
+        for i, block in enumerate(theirs.transformer.h):
+            qkv_weight, qkv_bias = block.attn.c_attn.weight.T.chunk(3), block.attn.c_attn.bias.chunk(3)
+            qkv = zip(("query", "key", "value"), qkv_weight, qkv_bias, strict=True)
+            pieces = {f"attention.{name}": (weight, bias) for name, weight, bias in qkv}
+            pieces["attention.out"] = (block.attn.c_proj.weight.T, block.attn.c_proj.bias)
+            pieces["feed_forward.up"] = (block.mlp.c_fc.weight.T, block.mlp.c_fc.bias)
+            pieces["feed_forward.down"] = (block.mlp.c_proj.weight.T, block.mlp.c_proj.bias)
+            pieces["attention_norm"] = (block.ln_1.weight, block.ln_1.bias)
+            pieces["feed_forward_norm"] = (block.ln_2.weight, block.ln_2.bias)
+            for name, (weight, bias) in pieces.items():
+                state |= {f"blocks.{i}.{name}.weight": weight, f"blocks.{i}.{name}.bias": bias}
+        state |= {"final_norm.weight": theirs.transformer.ln_f.weight, "final_norm.bias": theirs.transformer.ln_f.bias}
+    ours.load_state_dict(state)
+    tokens, _ = inputs(config)
+    assert relative_error(ours(tokens), theirs(tokens).logits) < ROUNDING
+
+
+def test_equals_llama():
+    transformers = pytest.importorskip("transformers")
+    llama = transformers.LlamaConfig(
+        vocab_size=19, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=7, rms_norm_eps=1e-5, rope_theta=10_000.0,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(llama).double().eval()
+    ours = build(config := replace(TOY, **LLAMA))
+    names = {"embed_tokens": "embedding.tokens", "layers": "blocks", "self_attn": "attention", "mlp": "feed_forward"}
+    names |= {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate"}
+    names |= {"up_proj": "up", "down_proj": "down", "input_layernorm": "attention_norm", "norm": "final_norm"}
+    names |= {"post_attention_layernorm": "feed_forward_norm", "lm_head": "head"}
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(std=0.3)
+    state = {
+        ".".join(names.get(part, part) for part in name.removeprefix("model.").split(".")): p
+        for name, p in theirs.named_parameters()
+    }
+    ours.load_state_dict(state)
+    tokens, _ = inputs(config)
+    # Llama's library computes its rotary angles in float32: position times rate, then cosine and sine, at size <= 7.
+    angle_error = bound(torch.float32, stages=3) * config.context_length
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 2 * config.num_layers * angle_error
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_a_decoder_does_not_see_the_future(attention):
+    model = build(replace(TOY, attention=attention))
+    tokens, _ = inputs(TOY)
+    changed = tokens.clone()
+    changed[:, 4:] = (changed[:, 4:] + 1) % TOY.vocab_size
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.equal(before[:, 4:], after[:, 4:])
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_padding_is_never_read(attention):
+    config = replace(TOY, causal=False, attention=attention)
+    model = build(config)
+    tokens, _ = inputs(config)
+    real = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
+    changed = tokens.clone()
+    changed[1, 3:] = (changed[1, 3:] + 1) % TOY.vocab_size
+    assert torch.equal(model(tokens, None, real)[real], model(changed, None, real)[real])
+    assert not torch.equal(model(tokens)[1, :3], model(changed)[1, :3])
+
+
+@pytest.mark.parametrize("precision", ["fp64", "bf16", "fp16"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa"])
+def test_a_row_of_padding_alone_stays_finite(attention, precision):
+    model = build(replace(TOY, causal=False, attention=attention))
+    context = nullcontext()
+    if precision != "fp64":
+        model = model.float()
+        context = torch.autocast("cpu", torch.bfloat16 if precision == "bf16" else torch.float16)
+    tokens, _ = inputs(TOY)
+    real = torch.tensor([[True] * 6, [False] * 6])
+    with context:
+        output = model(tokens, None, real)
+    output.float().sum().backward()
+    assert output.isfinite().all()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, BERT], ids=["gpt", "llama", "bert"])
+@pytest.mark.parametrize("mode", ["segments", "nested", "attention"])
+def test_checkpointing_changes_no_bit(mode, changes):
+    losses, gradients = [], []
+    for chosen in ("none", mode):
+        torch.manual_seed(1)
+        config = replace(TOY, **changes, num_layers=5, recompute=chosen, recompute_every=2, dropout=0.2)
+        model = TransformerLM(config)
+        tokens, _ = inputs(config)
+        loss = lm_loss(model, tokens, tokens)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert torch.equal(*losses)
+    assert torch.equal(*gradients)
+
+
+def test_checkpointing_runs_blocks_again(monkeypatch):
+    segments = []
+
+    def noted(function, first, last, x, **options):
+        segments.append((first, last))
+        return checkpoint(function, first, last, x, **options)
+
+    monkeypatch.setattr("cs336_systems.model.recompute.checkpoint", noted)
+    tokens, _ = inputs(TOY)
+    TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
+    assert segments == [(0, 2), (2, 4), (4, 5)]
+    with torch.no_grad():
+        TransformerLM(replace(TOY, recompute="segments"))(tokens)
+    assert len(segments) == 3  # nothing is kept for backward, so nothing is worth recomputing
+
+
+def test_fused_attention_gets_a_finite_mask_in_every_precision(monkeypatch):
+    masks = []
+    true_attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(q, k, v, attn_mask, **options):
+        masks.append(attn_mask)
+        return true_attention(q, k, v, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr("cs336_systems.model.attention.F.scaled_dot_product_attention", noted)
+    model = TransformerLM(replace(TOY, attention="sdpa"))
+    tokens, _ = inputs(TOY)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            model(tokens, None, torch.tensor([[True] * 6, [False] * 6]))
+    # float32's lowest number rounds to minus infinity in both, and some kernels turn a row of those into NaN.
+    assert [mask.dtype for mask in masks] == [torch.bfloat16] * 2 + [torch.float16] * 2
+    assert all(mask.isfinite().all() for mask in masks)
+
+
+def test_dropout_acts_everywhere_it_should(monkeypatch):
+    calls = []
+    true_dropout = torch.nn.functional.dropout
+
+    def noted(x, p, training=True):
+        calls.append((tuple(x.shape), p if training else 0.0))
+        return true_dropout(x, p, training)
+
+    monkeypatch.setattr("torch.nn.functional.dropout", noted)
+    model = TransformerLM(replace(TOY, dropout=0.5))
+    tokens, _ = inputs(TOY)
+    stream, weights = ((2, 6, 24), 0.5), ((2, 4, 6, 6), 0.5)
+    model(tokens)
+    assert calls == [stream] + [weights, stream, stream] * 2  # the embedding; then each block's weights and branches
+    calls.clear()
+    model.eval()(tokens)
+    assert not calls
+
+
+def test_dropout_acts_in_training_only():
+    model = TransformerLM(replace(TOY, dropout=0.5))
+    tokens, _ = inputs(TOY)
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
+def test_initial_weights():
+    model = TransformerLM(replace(model_preset("tiny"), bias=True, norm="layernorm"))
+    for name, p in model.named_parameters():
+        if name.endswith("bias"):
+            assert not p.any(), name
+        elif "norm." in name:
+            assert (p == 1).all(), name
+        else:
+            std = 0.02 / 8**0.5 if name.endswith(("attention.out.weight", "down.weight")) else 0.02
+            # The deviation of n normal numbers is known to std / sqrt(2 n); six of those are never seen.
+            assert abs(p.std().item() - std) < 6 * std / (2 * p.numel()) ** 0.5, name
+    again = torch.manual_seed(0) and TransformerLM(replace(model_preset("tiny"), bias=True, norm="layernorm"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_fresh_model_knows_nothing():
+    tokens, _ = inputs(TOY, batch=64, seq=7)
+    loss = lm_loss(TransformerLM(TOY), tokens, torch.randint(19, tokens.shape)).item()
+    # Logits are normal with deviation 0.02 sqrt(24) = 0.1: they cost a uniform guess half their variance, give or take
+    # six deviations of the mean over 448 tokens.
+    assert loss == pytest.approx(math.log(19) + 0.1**2 / 2, abs=6 * 0.1 / 448**0.5)
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, BERT, {"causal": False, "positions": "none"}], ids=str)
+def test_fused_kernels_change_nothing(changes):
+    plain = build(config := replace(TOY, **changes))
+    fused = TransformerLM(replace(config, kernels="triton", attention="flash"))
+    fused.load_state_dict(plain.state_dict())
+    tokens, targets = torch.randint(config.vocab_size, (2, 2, 7))
+    losses = [lm_loss(model, tokens, targets) for model in (fused, plain)]
+    for loss in losses:
+        loss.backward()
+    tolerance = bound(torch.float32, stages=100, longest_sum=TOY.d_ff)
+    assert relative_error(losses[0].detach(), losses[1].detach()) < tolerance
+    got, want = (
+        torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]) for model in (fused, plain)
+    )
+    assert relative_error(got, want) < tolerance
+
+
+def test_what_cannot_be_computed_is_refused():
+    with pytest.raises(UserError, match="8 tokens do not fit the context of 7"):
+        TransformerLM(TOY)(torch.zeros(1, 8, dtype=torch.long))
+    with pytest.raises(UserError, match=r"targets have shape \(7,\), tokens \(1, 7\)"):
+        lm_loss(TransformerLM(TOY), torch.zeros(1, 7, dtype=torch.long), torch.zeros(7, dtype=torch.long))
+    with pytest.raises(UserError, match="attention flash knows no padding mask; use sdpa"):
+        TransformerLM(replace(TOY, attention="flash"))(*[torch.zeros(1, 7, dtype=torch.long)] * 2, torch.ones(1, 7))
+    with pytest.raises(UserError, match=r"attention flash has no dropout and heads of 128 at most, not dropout 0\.1"):
+        replace(TOY, attention="flash", dropout=0.1)
+
+
+@pytest.mark.parametrize("recompute", ["none", "segments", "nested"])
+def test_a_step_leaves_nothing_to_the_garbage_collector(recompute, monkeypatch):
+    """A mask that only the collector frees would pile up, step by step."""
+    biases = []
+
+    def spied(*arguments):
+        bias = attention_bias(*arguments)
+        biases.append(weakref.ref(bias))
+        return bias
+
+    monkeypatch.setattr("cs336_systems.model.transformer.attention_bias", spied)
+    config = model_preset("tiny").override(attention="naive", num_layers=3, context_length=8, recompute=recompute)
+    model, tokens = TransformerLM(config), torch.zeros(1, 8, dtype=torch.long)
+    gc.disable()
+    try:
+        lm_loss(model, tokens, tokens).backward()
+        assert biases[0]() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,1 @@
+"""Tests of cs336_systems/optim/."""

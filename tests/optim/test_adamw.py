@@ -1,0 +1,174 @@
+"""AdamW against torch's and against its printed algorithm; the schedule; clipping."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.errors import UserError
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.optim.adamw import AdamW, decay_groups, learning_rate
+from cs336_systems.optim.grad_norm import LocalGradient, clip_local
+from cs336_systems.presets import model_preset
+from tests.support import ranks
+from tests.support.oracles import adamw_step
+from tests.support.tolerances import bound
+
+HYPER = {"lr": 0.03, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.2}
+STEPS = 30
+# One update rounds about 12 times, and a step inherits the error of those before it.
+ROUNDING = bound(torch.float64, stages=12 * STEPS)
+
+
+def run(optimizer_class, gradients, **hyper) -> torch.Tensor:
+    p = nn.Parameter(torch.linspace(-1, 1, gradients.shape[1], dtype=torch.float64))
+    optimizer = optimizer_class([p], **hyper)
+    for gradient in gradients:
+        p.grad = gradient.clone()
+        optimizer.step()
+    return p.detach()
+
+
+def test_equals_torch():
+    gradients = torch.randn(STEPS, 64, dtype=torch.float64)
+    ours, theirs = run(AdamW, gradients, **HYPER), run(torch.optim.AdamW, gradients, **HYPER)
+    assert (ours - theirs).abs().max() <= ROUNDING * theirs.abs().max()
+
+
+def test_equals_the_printed_algorithm():
+    gradients = torch.randn(STEPS, 3, dtype=torch.float64)
+    ours = run(AdamW, gradients, **HYPER)
+    for i in range(3):
+        p, m, v = float(torch.linspace(-1, 1, 3, dtype=torch.float64)[i]), 0.0, 0.0
+        for t in range(STEPS):
+            p, m, v = adamw_step(p, gradients[t, i].item(), m, v, t + 1, 0.03, 0.8, 0.95, 1e-6, 0.2)
+        assert ours[i].item() == pytest.approx(p, abs=ROUNDING)
+
+
+def test_a_first_step_has_the_size_of_the_learning_rate():
+    p = nn.Parameter(torch.zeros(4))
+    optimizer = AdamW([p], lr=0.1, weight_decay=0.0)
+    p.grad = torch.tensor([1e-4, -3.0, 50.0, 0.0])
+    optimizer.step()
+    # Without the bias correction it would be a tenth of that and depend on the gradient's size.
+    torch.testing.assert_close(p.detach(), torch.tensor([-0.1, 0.1, -0.1, 0.0]), rtol=1e-3, atol=0)
+
+
+def test_decay_acts_without_a_gradient_signal_and_parameters_without_gradient_stay():
+    moved, still = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = AdamW([moved, still], lr=0.1, weight_decay=0.5)
+    moved.grad = torch.zeros(2)
+    optimizer.step()
+    assert torch.allclose(moved, torch.full((2,), 0.95))
+    assert torch.equal(still, torch.ones(2))
+    assert still not in optimizer.state
+
+
+def test_closure_state_and_groups():
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = AdamW([{"params": [p], "lr": 0.0}, {"params": [q]}], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p**2 + q**2).sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 6.0
+    assert torch.equal(p, torch.ones(3))
+    assert not torch.equal(q, torch.ones(3))
+
+    p2, q2 = nn.Parameter(p.detach().clone()), nn.Parameter(q.detach().clone())
+    resumed = AdamW([{"params": [p2]}, {"params": [q2]}])
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # as if through a file
+    for a, b in ((p, p2), (q, q2)):
+        a.grad, b.grad = torch.full((3,), 0.3), torch.full((3,), 0.3)
+    optimizer.step()
+    resumed.step()
+    assert torch.equal(p, p2)
+    assert torch.equal(q, q2)
+
+
+def test_bad_hyperparameters_are_refused():
+    with pytest.raises(ValueError, match=r"lr -1, eps"):
+        AdamW([nn.Parameter(torch.ones(1))], lr=-1)
+    with pytest.raises(ValueError, match=r"weight_decay -0\.1 must not be negative"):
+        AdamW([{"params": [nn.Parameter(torch.ones(1))], "weight_decay": -0.1}])
+    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\) lie in \[0, 1\)"):
+        AdamW([nn.Parameter(torch.ones(1))], betas=(0.9, 1.0))
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
+    with pytest.raises(TypeError, match="sparse"):
+        AdamW([p]).step()
+
+
+def test_only_matrices_decay():
+    model = TransformerLM(model_preset("bert-345m"), device="meta")
+    matrices, vectors = decay_groups(model, 0.1)
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+    assert all(p.dim() == 2 for p in matrices["params"])
+    assert all(p.dim() == 1 for p in vectors["params"])
+    assert len(matrices["params"]) + len(vectors["params"]) == len(list(model.parameters()))
+
+
+def test_schedule():
+    def rate(step, shape="cosine"):
+        return learning_rate(step, peak=1.0, floor=0.1, warmup_steps=10, decay_steps=110, shape=shape)
+
+    assert [rate(0), rate(4), rate(9)] == pytest.approx([0.1, 0.5, 1.0])
+    assert rate(10) == 1.0
+    assert rate(60) == pytest.approx(0.55)
+    assert rate(35) == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2)
+    assert rate(35, "linear") == pytest.approx(0.1 + 0.9 * 0.75)
+    assert rate(110) == rate(10**6) == 0.1
+    assert learning_rate(0, 1.0, 0.1, warmup_steps=0, decay_steps=1) == 1.0
+    assert learning_rate(5, 1.0, 0.1, warmup_steps=5, decay_steps=5) == 0.1
+    with pytest.raises(UserError, match="a warm-up of 6 steps ends after the decay, at step 5"):
+        learning_rate(0, 1.0, 0.1, warmup_steps=6, decay_steps=5)
+
+
+def clip(parameters, max_norm: float, group):
+    gradients = [LocalGradient(p, p.grad, False) for p in parameters if p.grad is not None]
+    return clip_local(gradients, max_norm, 2.0, group)
+
+
+def torch_case(group, max_norm: float) -> None:
+    ours = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (5, 1, 7)]
+    theirs = [nn.Parameter(torch.zeros(n, dtype=torch.float64)) for n in (5, 1, 7)]
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    norm, wanted = clip(ours, max_norm, group), nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.item() == pytest.approx(wanted.item(), rel=bound(torch.float64, 5, 12))
+    for a, b in zip(ours[:2], theirs[:2], strict=True):
+        # torch adds 1e-6 to the norm before it divides; ours reaches max_norm exactly.
+        torch.testing.assert_close(a.grad, b.grad, rtol=2e-6, atol=0)
+    if max_norm == 0.5:
+        assert torch.cat([p.grad for p in ours[:2]]).norm().item() == pytest.approx(
+            0.5, rel=bound(torch.float64, 5, 12)
+        )
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_torch(max_norm):
+    ranks.run(torch_case, 1, max_norm=max_norm)
+
+
+def wide_case(group) -> None:
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    p.grad = torch.full((4,), 300.0, dtype=torch.float16)  # the square of 300 overflows fp16
+    assert clip([p], 1.0, group).item() == 600.0
+    assert p.grad.tolist() == [0.5] * 4
+    p.grad = torch.tensor([1.0, math.nan, 0.0, 0.0], dtype=torch.float16)
+    assert math.isnan(clip([p], 1.0, group).item())
+    assert clip([nn.Parameter(torch.ones(2))], 1.0, group).item() == 0.0
+    q = nn.Parameter(torch.zeros(2))
+    q.grad = torch.zeros(2)
+    assert clip([q], 1.0, group).item() == 0.0
+    assert q.grad.tolist() == [0.0, 0.0]
+
+
+def test_clipping_is_in_float32_and_keeps_nan():
+    ranks.run(wide_case, 1)

@@ -1,0 +1,135 @@
+"""The loss scaler against traces written out by hand from Megatron-LM v2.5's rules."""
+
+import json
+import math
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.optim.loss_scaler import DynamicLossScaler, LossScaler
+
+OVERFLOW, CLEAN = True, False
+
+
+def trace(scaler: LossScaler, steps: list[bool]) -> list[float]:
+    """The scale after each step."""
+    scales = []
+    for overflow in steps:
+        scaler.update(overflow)
+        scales.append(scaler.scale)
+    return scales
+
+
+def test_seventeen_overflows_from_2_32_to_2_16():
+    scaler = DynamicLossScaler()
+    assert scaler.scale == 2.0**32
+    assert trace(scaler, [OVERFLOW] * 17) == [2.0**k for k in (32, *range(31, 15, -1))]
+
+
+def test_growth_comes_after_the_window_exactly_and_again_after_another():
+    scaler = DynamicLossScaler(initial=8.0)
+    assert trace(scaler, [CLEAN] * 999) == [8.0] * 999
+    assert trace(scaler, [CLEAN]) == [16.0]
+    assert trace(scaler, [CLEAN] * 1000) == [16.0] * 999 + [32.0]
+
+
+def test_an_overflow_restarts_the_count_even_if_it_is_tolerated():
+    scaler = DynamicLossScaler(initial=8.0, window=3)
+    assert trace(scaler, [CLEAN, CLEAN, OVERFLOW]) == [8.0] * 3
+    assert trace(scaler, [CLEAN, CLEAN, CLEAN]) == [8.0, 8.0, 16.0]
+
+
+def test_only_growth_renews_the_tolerance():
+    scaler = DynamicLossScaler(initial=1024.0, window=3)
+    steps = [OVERFLOW, CLEAN, CLEAN, OVERFLOW, CLEAN, CLEAN, OVERFLOW]  # clean steps renew nothing
+    assert trace(scaler, steps) == [1024.0, 1024.0, 1024.0, 512.0, 512.0, 512.0, 256.0]
+    steps = [CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW]  # growth does: one is tolerated again
+    assert trace(scaler, steps) == [256.0, 256.0, 512.0, 512.0, 256.0]
+
+
+@pytest.mark.parametrize(("hysteresis", "halvings"), [(1, 5), (2, 4), (4, 2), (6, 0)])
+def test_hysteresis_tolerates_one_overflow_less_than_its_number(hysteresis, halvings):
+    scaler = DynamicLossScaler(initial=1024.0, hysteresis=hysteresis)
+    assert trace(scaler, [OVERFLOW] * 5)[-1] == 1024.0 / 2**halvings
+
+
+def test_the_scale_stays_at_its_floor():
+    scaler = DynamicLossScaler(initial=12.0, hysteresis=1, floor=2.0)
+    assert trace(scaler, [OVERFLOW, OVERFLOW]) == [6.0, 3.0]
+    assert not scaler.at_floor
+    assert trace(scaler, [OVERFLOW] * 3) == [2.0] * 3  # not 1.5
+    assert scaler.at_floor
+    assert scaler.overflows == 5
+    scaler.update(CLEAN)
+    assert scaler.overflows == 0
+
+
+def test_other_factors():
+    scaler = DynamicLossScaler(initial=100.0, window=1, hysteresis=1, growth=3.0, backoff=0.1)
+    assert trace(scaler, [CLEAN, OVERFLOW, OVERFLOW]) == [300.0, 30.0, 3.0]
+
+
+def test_a_constant_scale_counts_only():
+    scaler = LossScaler()
+    assert trace(scaler, [OVERFLOW] * 3) == [1.0] * 3
+    assert scaler.at_floor
+    assert scaler.overflows == 3
+    resumed = LossScaler()
+    resumed.load_state_dict(json.loads(json.dumps(scaler.state_dict())))
+    assert resumed.overflows == 3
+    assert trace(scaler, [CLEAN]) == [1.0]
+    assert scaler.overflows == 0
+    assert LossScaler(128.0).scale == 128.0
+
+
+def test_a_run_that_is_resumed_at_any_step_goes_on_as_if_it_were_not():
+    steps = [OVERFLOW, CLEAN, OVERFLOW, CLEAN, CLEAN, CLEAN, OVERFLOW, OVERFLOW, OVERFLOW, CLEAN, CLEAN, CLEAN, CLEAN]
+    options = {"initial": 64.0, "window": 3, "hysteresis": 2}
+    whole = trace(DynamicLossScaler(**options), steps)
+    assert len(set(whole)) > 2
+    for cut in range(len(steps)):
+        first, second = DynamicLossScaler(**options), DynamicLossScaler(**options)
+        trace(first, steps[:cut])
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert second.overflows == first.overflows
+        assert trace(second, steps[cut:]) == whole[cut:]
+
+
+def test_a_checkpoint_made_with_other_settings_is_fitted_to_them():
+    saved = DynamicLossScaler(initial=4.0, window=1000, hysteresis=5)
+    trace(saved, [CLEAN] * 500)
+    scaler = DynamicLossScaler(initial=64.0, window=10, hysteresis=1, floor=8.0)
+    scaler.load_state_dict(saved.state_dict())
+    assert scaler.scale == 8.0
+    assert trace(scaler, [CLEAN, OVERFLOW]) == [16.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"initial": 0.5}, "loss scale of 0.5 with floor 1.0"),
+        ({"initial": math.inf}, "loss scale of inf"),
+        ({"initial": math.nan}, "loss scale of nan"),
+        ({"floor": 0.0}, "floor 0.0"),
+        ({"window": 0}, "window 0 and hysteresis 2"),
+        ({"hysteresis": 0}, "window 1000 and hysteresis 0"),
+        ({"growth": 1.0}, "more than 1, not 1.0"),
+        ({"growth": math.inf}, "more than 1, not inf"),
+        ({"backoff": 1.0}, "less than 1, not 1.0"),
+        ({"backoff": 0.0}, "less than 1, not 0.0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(options, words):
+    with pytest.raises(UserError, match=words):
+        DynamicLossScaler(**options)
+
+
+def test_invalid_scales_are_refused():
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(UserError, match="positive and finite"):
+            LossScaler(bad)
+        with pytest.raises(UserError, match="the checkpoint has a loss scale of"):
+            DynamicLossScaler().load_state_dict(DynamicLossScaler().state_dict() | {"scale": bad})
+    for scaler, other in ((LossScaler(), DynamicLossScaler()), (DynamicLossScaler(), LossScaler())):
+        with pytest.raises(UserError, match="same precision"):
+            scaler.load_state_dict(other.state_dict())

@@ -1,0 +1,210 @@
+"""Matching collectives of several ranks, and the clocks' offsets that follow."""
+
+import pytest
+
+from cs336_systems.profiling.align import CONVERSION, Alignment, aligned, match, offsets
+from tests.support.traces import BASE, MAIN, PID, SECOND, flow, gloo, kernel, measured, memory, note, own, slice_, trace
+
+
+def test_our_own_match_by_group_and_number():
+    first = trace(0, *own("all-reduce", 4, 0, 10, 20), *own("all-reduce", 5, 30, 40, 50))
+    other = trace(1, *own("all-reduce", 5, 35, 41, 51), *own("all-reduce", 6, 60, 70, 80))
+    (found,) = match([first, other])
+    assert found.key == "all-reduce 0#5 bucket"
+    assert {rank: (span.start - BASE) // 1000 for rank, span in found.spans.items()} == {0: 30, 1: 35}
+    assert {rank: (span.start - BASE) // 1000 for rank, span in found.waits.items()} == {0: 40, 1: 41}
+    assert found.joins
+    assert found.start == BASE + 30_000
+
+
+def test_ours_of_other_groups_stay_apart():
+    pairs = [trace(r, *own("all-reduce", 1, r, 10, 20, group=str(r // 2)), world=4) for r in range(4)]
+    assert [sorted(found.spans) for found in match(pairs)] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("verb", "dims", "joins"),
+    [
+        ("all-reduce", [[8]], True),
+        ("all-gather", [[8]], True),
+        ("reduce-scatter", [[8]], True),
+        ("barrier", [], True),
+        ("broadcast", [[8]], False),
+        ("all-to-all", [[8]], False),
+        ("all-reduce", [[0]], False),
+        ("all-reduce", [[3, 0, 2]], False),
+        ("all-reduce", [[10, 20]], True),
+    ],
+)
+def test_what_joins_its_ranks(verb, dims, joins):
+    (found,) = match([trace(r, *own(verb, 1, r, 10, 20, dims=dims)) for r in range(2)])
+    assert found.joins is joins
+    (found,) = match([trace(r, gloo(r, 20, f"gloo:{verb.replace('-', '_')}", dims)) for r in range(2)])
+    assert found.joins is joins
+
+
+def test_an_empty_collective_does_not_join_ranks():
+    events = [note("launch reduce-scatter 0#1", 0, 2), note("wait reduce-scatter 0#1", 3, 4)]
+    assert not match([trace(r, *events) for r in range(2)])[0].joins
+
+
+def test_spans_of_a_backend_match_in_order_by_name_and_shape():
+    first = trace(0, gloo(0, 9, dims=[[4]]), gloo(1, 9, tid=81), gloo(20, 29), gloo(5, 6, "gloo:send"))
+    other = trace(1, gloo(30, 31), gloo(21, 22), gloo(3, 5, dims=[[4]]), gloo(5, 6, "gloo:send"))
+    found = [(each.key, [(s.start - BASE) // 1000 for s in each.spans.values()]) for each in match([first, other])]
+    assert found == [
+        ("gloo:all_reduce [[4]] #0", [0, 3]),
+        ("gloo:all_reduce [[8]] #0", [1, 21]),
+        ("gloo:all_reduce [[8]] #1", [20, 30]),
+    ]
+
+
+def test_unequal_counts_are_not_used_for_clocks():
+    found = match([trace(0, gloo(0, 1), gloo(2, 3), gloo(4, 5)), trace(1, gloo(0, 1))])
+    assert [each.joins for each in found] == [False]
+
+
+def test_halves_that_share_a_name_stay_apart():
+    def four(*halves):
+        mine = [next(half for half in halves if r in half) for r in range(4)]
+        named = [[{"pg_name": "0", "ranks": []}, {"pg_name": "s", "ranks": half}] for half in mine]
+        traces = [trace(r, *own("all-reduce", 1, r, 10, 20, group="s"), world=4) for r in range(4)]
+        for each, groups in zip(traces, named, strict=True):
+            each.chrome["distributedInfo"]["pg_config"] = groups
+        return match(traces)
+
+    assert [sorted(found.spans) for found in four([0, 1], [2, 3])] == [[0, 1], [2, 3]]
+    assert [sorted(found.waits) for found in four([0, 2], [1, 3])] == [[0, 2], [1, 3]]
+    assert [sorted(found.spans) for found in four([0, 1, 2, 3])] == [[0, 1, 2, 3]]
+
+
+def test_nothing_is_counted_across_two_groups_of_the_same_ranks():
+    traces = [trace(r, gloo(r, 9)) for r in range(2)]
+    for each in traces:
+        each.chrome["distributedInfo"]["pg_config"] = [{"pg_name": name, "ranks": [0, 1]} for name in ("0", "1")]
+    assert match(traces) == []
+
+
+def test_results_are_cached_for_exactly_the_traces_they_were_made_of():
+    first, second, third = (trace(r, *own("all-reduce", 1, 10 * r, 50, 90)) for r in range(3))
+    assert match([first, second]) is match([first, second])
+    assert [sorted(each.spans) for each in match([first, third])] == [[0, 2]]
+    assert sorted(offsets([first, second])) == [0, 1]
+    assert sorted(offsets([first, second, third])) == [0, 1, 2]
+    late = trace(1, gloo(5, 9), base=BASE + SECOND, **measured(SECOND, 9))
+    late.cache["flights"] = "of the unmoved trace"
+    _, moved = aligned([trace(0, gloo(5, 9), **measured(0, 0)), late])
+    assert moved is not late
+    assert moved.cache == {}
+
+
+def test_groups_that_cannot_be_told_apart_are_not_matched():
+    def four(*groups):
+        return match([trace(r, gloo(r, 9), world=4, groups=[g for g in groups if not g or r in g]) for r in range(4)])
+
+    assert [sorted(found.spans) for found in four([])] == [[0, 1, 2, 3]]
+    assert [sorted(found.spans) for found in four([0, 1], [2, 3])] == [[0, 1], [2, 3]]
+    assert four([], [0, 1], [2, 3]) == []
+    alone = [trace(r, gloo(r, 9), groups=[[], [r]]) for r in range(2)]  # a group of one sends nothing
+    assert len(match(alone)) == 1
+
+
+def test_matches_are_in_order_of_time():
+    found = match([trace(r, gloo(50, 60, "gloo:a"), gloo(5 + r, 9, "gloo:b")) for r in range(2)])
+    assert [each.key for each in found] == ["gloo:b [[8]] #0", "gloo:a [[8]] #0"]
+
+
+def test_nccl_goes_by_its_kernels():
+    """Nobody waits on the CPU there: our `wait` says nothing, and `nccl:` only when the kernel was enqueued."""
+    traces = [
+        trace(r, *own("all-reduce", 1, 10 * r, 5, 6), gloo(0, 1, "nccl:all_reduce"), kernel(10 * r, 30 + r))
+        for r in range(2)
+    ]
+    ours, kernels = match(traces)
+    assert (ours.waits, ours.leaving(0), ours.leaving(1)) == ({}, None, None)
+    assert kernels.key == "ncclDevKernel_AllReduce_Sum_f32_RING_LL 8 Float #0"
+    assert kernels.joins
+    assert offsets(traces)[1].nanoseconds == (10_000 - 30_000 + 31_000) // 2
+    assert match([trace(r, kernel(0, 1, **{"Process Group Name": str(r)})) for r in range(2)]) == []
+
+
+def test_collectives_hold_the_offset_in_an_interval():
+    ahead = 7_000_000  # us
+    first = trace(0, gloo(100, 200), gloo(300, 380))
+    other = trace(1, gloo(ahead + 160, ahead + 230), gloo(ahead + 310, ahead + 390))
+    # At least start - end over there, 160 - 200 and 310 - 380; at most end - start, 230 - 100 and 390 - 300.
+    low, high = ahead - 40, ahead + 90
+    want = Alignment((low + high) * 500, (high - low) * 500, "collectives")
+    assert offsets([other, first]) == {0: Alignment(0, 0, "reference"), 1: want}
+
+
+def test_annotations_of_launch_and_wait_bound_the_offset():
+    found = offsets([trace(0, *own("all-gather", 1, 100, 150, 200)), trace(1, *own("all-gather", 1, 160, 180, 230))])
+    assert found[1] == Alignment(45_000, 85_000, "collectives")  # between 160 - 200 and 230 - 100
+
+
+def test_ranks_that_never_meet_are_joined_by_others():
+    def pair(number, start, end):
+        return own("all-reduce", number, start, start + 4, end, group=str(number))
+
+    chain = [trace(0, *pair(1, 0, 10), world=3), trace(1, *pair(1, 102, 112), *pair(2, 200, 210), world=3)]
+    chain.append(trace(2, *pair(2, 255, 265), world=3))
+    found = offsets(chain)
+    assert found[1] == Alignment(102_000, 10_000, "collectives")
+    assert found[2] == Alignment(157_000, 20_000, "collectives")
+
+
+def test_bounds_are_intersected_and_contradicting_ones_dropped():
+    def judged(host="", **ours):
+        first = trace(0, gloo(0, 1000), host=host, **measured(0, 0))
+        return offsets([first, trace(1, gloo(0, 1000), host=host, **ours)])[1]
+
+    assert judged() == Alignment(0, 1_000_000, "collectives")
+    wide = judged(**measured(990_000, 50_000))  # from 910 to 1070 us with both conversions, of which up to 1000 can be
+    assert wide == Alignment(955_000, 45_000, "collectives, ping-pong")
+    assert judged(**measured(SECOND, 50_000)) == Alignment(0, 1_000_000, "collectives; contradicted: ping-pong")
+    assert judged("vm") == Alignment(0, 2 * CONVERSION, "collectives, same host")
+    stepped = judged("vm", **measured(SECOND, 50_000))
+    assert stepped == Alignment(0, 2 * CONVERSION, "collectives, same host; contradicted: ping-pong")
+    assert judged(**measured(0, 0)).source == "collectives"  # a capture without a group measures nothing
+
+
+def test_without_collectives():
+    alone = [trace(r, slice_("aten::mm", 0, 1)) for r in range(2)]
+    assert offsets(alone)[1] == Alignment(0, None, "nothing: taken to agree")
+    same = [trace(r, slice_("aten::mm", 0, 1), host="vm") for r in range(2)]
+    assert offsets(same)[1] == Alignment(0, 2 * CONVERSION, "same host")
+    asked = [trace(r, slice_("aten::mm", 0, 1), **measured(r * SECOND, r * 40_000)) for r in range(3)]
+    assert offsets(asked)[1] == Alignment(SECOND, 70_000, "ping-pong")
+    # Without rank 0 the lowest is the measure, and both errors add up.
+    assert offsets(asked[1:]) == {1: Alignment(0, 0, "reference"), 2: Alignment(SECOND, 150_000, "ping-pong")}
+    assert offsets([]) == {}
+
+
+def test_contradicting_spans_of_a_backend_are_not_used():
+    """One of rank 0's is missing at the start and one of rank 1's at the end: counting matches the wrong ones."""
+    first, other = trace(0, gloo(100, 110), gloo(200, 210)), trace(1, gloo(0, 10), gloo(150, 160))
+    assert offsets([first, other])[1] == Alignment(0, None, "nothing: taken to agree")
+    exact = [trace(0, gloo(100, 110), gloo(200, 210), *own("all-reduce", 1, 0, 1, 50))]
+    exact.append(trace(1, gloo(0, 10), gloo(150, 160), *own("all-reduce", 1, 0, 1, 50)))
+    assert offsets(exact)[1] == Alignment(0, 50_000, "collectives")
+
+
+def test_everything_is_shifted():
+    ahead = 3 * SECOND
+    first = trace(0, slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8), **measured(0, 0))
+    late = trace(
+        1, slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8), marks=[[BASE, "x", 5]], **measured(ahead, 9)
+    )
+    for unmoved, moved in zip([first, late], aligned([first, late]), strict=True):
+        by = moved.base - unmoved.base
+        assert by == (-ahead if unmoved is late else 0)
+        assert [(s.start, s.end) for s in moved.spans] == [(s.start + by, s.end + by) for s in unmoved.spans]
+        assert moved.allocations[0].time == unmoved.allocations[0].time + by
+        (((lane, to), (from_lane, time)),) = unmoved.links.items()
+        assert moved.links == {(lane, to + by): (from_lane, time + by)}
+        assert from_lane == (PID, MAIN)
+        if unmoved is late:
+            assert moved.ours["marks"] == [[BASE - ahead, "x", 5]]
+    again = offsets(aligned([first, late]))
+    assert again[1].nanoseconds == 0

@@ -1,0 +1,290 @@
+"""Capture on one rank and on several: what is written, and what it leaves alone."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems.comm import all_gather, all_reduce, reduce_scatter
+from cs336_systems.comm.memory_labels import mark
+from cs336_systems.ddp import BucketedDDP
+from cs336_systems.errors import UserError
+from cs336_systems.profiling import Capture, read_trace
+from cs336_systems.profiling.capture import collect_files
+from cs336_systems.profiling.trace import trace_files, trace_name
+from tests.support import ranks
+
+
+def run_steps(folder, warmup: int = 1, steps: int = 2, taken: int | None = None, **options):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Capture(folder, None, model, optimizer, warmup, steps, **options) as capture:
+        for _ in range(capture.total if taken is None else taken):
+            with capture.step():
+                with capture.phase("forward"):
+                    loss = model(torch.ones(3, 4)).sum()
+                with capture.phase("backward"):
+                    loss.backward()
+                with capture.phase("optimizer"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                del loss
+    return model, optimizer
+
+
+def test_the_steps_after_the_warm_up_are_in_the_trace(tmp_path, capfd):
+    model, optimizer = run_steps(tmp_path / "new")
+    trace = read_trace(tmp_path / "new" / "rank0.trace.json.gz")
+    names = [span.name for span in trace.spans if span.category == "user_annotation"]
+    assert [name for name in names if name.startswith("step ")] == ["step 0", "step 1"]
+    for phase in ("forward", "backward", "optimizer", "model (Sequential)", "0 (Linear)"):
+        assert names.count(phase) == 2, phase
+    assert not [name for name in names if "mark" in name]
+    held = {category: 0 for category, *_ in trace.ours["held"]}
+    for category, _, nbytes, device in trace.ours["held"]:
+        held[category] += nbytes
+        assert device == "cpu"
+    parameters = sum(p.nbytes for p in model.parameters())
+    state = sum(value.nbytes for each in optimizer.state.values() for value in each.values())
+    assert (held["parameters"], held["optimizer state"]) == (parameters, state)
+    assert "gradients" not in held
+    marks = [category for _, category, _ in trace.ours["marks"]]
+    assert marks == ["gradients"] * len(list(model.parameters())) * 2
+    assert "USDT" not in capfd.readouterr().err
+
+
+def test_the_first_step_marks_the_optimizers_state(tmp_path):
+    _, optimizer = run_steps(tmp_path, warmup=0, steps=1)
+    marks = read_trace(tmp_path / "rank0.trace.json.gz").ours["marks"]
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    addresses = {address for _, category, address in marks if category == "optimizer state"}
+    assert addresses == {value.untyped_storage().data_ptr() for value in state}
+
+
+def test_a_worker_without_steps_is_profiled_whole(tmp_path):
+    with Capture(tmp_path):
+        nn.Sequential(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+    names = [span.name for span in read_trace(tmp_path / "rank0.trace.json.gz").spans]
+    assert {"model (Sequential)", "0 (Linear)", "aten::addmm", "AddmmBackward0"} <= set(names)
+
+
+def test_frames_of_python_cross_no_annotation(tmp_path):
+    """As torch.profiler writes them they do, and viewers then drop what is inside."""
+    run_steps(tmp_path, stack=True)
+    chrome = read_trace(tmp_path / "rank0.trace.json.gz").chrome
+    slices = [e for e in chrome["traceEvents"] if e["ph"] == "X" and e.get("cat") != "Trace"]
+    assert len([e for e in slices if e["cat"] == "python_function"]) > 100
+    times = {id(e): (round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in slices}
+    tags = [e for e in slices if e["cat"] == "user_annotation"]
+    for frame in (e for e in slices if e["cat"] == "python_function"):
+        for tag in tags:
+            first, second = sorted((times[id(frame)], times[id(tag)]), key=lambda time: (time[0], -time[1]))
+            assert second[0] >= first[1] or second[1] <= first[1], (frame["name"], tag["name"])
+
+
+def test_too_few_steps_and_exceptions_write_nothing(tmp_path):
+    (tmp_path / "rank0.trace.json.gz").write_text("of an earlier run")
+    with pytest.raises(UserError, match="2 steps were taken of 3"):
+        run_steps(tmp_path, taken=2)
+    with pytest.raises(ZeroDivisionError), Capture(tmp_path):
+        raise ZeroDivisionError
+    assert not list(tmp_path.iterdir())
+    run_steps(tmp_path)  # and the next one works
+    assert len(trace_files(tmp_path)) == 1
+
+
+def test_a_folder_that_cannot_be_gets_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write to .*; choose another folder"):
+        run_steps(tmp_path / "file" / "folder")
+
+
+def test_what_capture_cannot_do_is_said(tmp_path):
+    for options in ({"steps": 0}, {"warmup": -1}):
+        with pytest.raises(UserError, match="must not be negative"):
+            Capture(tmp_path, **options)
+    with Capture(tmp_path / "a") as outer:
+        with pytest.raises(UserError, match="a profiler runs already"), Capture(tmp_path / "b"):
+            pass
+        with outer.annotate("the outer one goes on"):
+            pass
+    assert read_trace(tmp_path / "a" / trace_name(0)).named("the outer one")
+    with pytest.raises(UserError, match="0 steps were taken of 3"), Capture(tmp_path, warmup=2):
+        nn.Linear(2, 2)(torch.ones(1, 2))
+
+
+def test_an_exception_on_entry_leaves_no_hooks(tmp_path, monkeypatch):
+    monkeypatch.setattr("cs336_systems.profiling.capture.live_storages", lambda held: 1 / 0)
+    with pytest.raises(ZeroDivisionError), Capture(tmp_path):
+        pass
+    module = torch.nn.modules.module
+    assert not module._global_forward_pre_hooks
+    assert not module._global_forward_hooks
+
+
+def test_one_capture_serves_twice(tmp_path):
+    capture = Capture(tmp_path, warmup=1)
+    for _ in range(2):
+        with capture:
+            for _ in range(capture.total):
+                with capture.step():
+                    torch.ones(1)
+        assert [s.name for s in read_trace(tmp_path / trace_name(0)).named("step")] == ["step 0"]
+
+
+def test_blocks_allocated_in_one_step_and_freed_in_the_next_are_known(tmp_path):
+    """The profiler runs one step early, so that it knows the blocks that the first step frees."""
+    kept = torch.ones(1)
+    with Capture(tmp_path, warmup=2) as capture:
+        for step in range(capture.total):
+            with capture.step():
+                kept = torch.ones(1000 + step)
+    assert kept.numel() == 1002
+    trace = read_trace(tmp_path / trace_name(0))
+    assert 4 * 1001 in [nbytes for _, _, nbytes, _ in trace.ours["held"]]
+    assert [each.nbytes for each in trace.allocations] == [4 * 1002, -4 * 1001]
+
+
+def test_sparse_gradients_are_left_out_and_no_error(tmp_path):
+    table = nn.Embedding(10, 4, sparse=True)
+    with Capture(tmp_path, model=table) as capture, capture.step(), capture.phase("backward"):
+        table(torch.tensor([1])).sum().backward()
+    assert trace_files(tmp_path)
+
+
+def test_a_cpu_run_leaves_the_gpu_alone(tmp_path, monkeypatch):
+    """Forked ranks of a machine with a GPU must not touch it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: pytest.fail("touches the GPU"))
+    run_steps(tmp_path / "by its model")
+    with Capture(tmp_path / "told", device="cpu"):
+        torch.ones(1)
+
+
+class FakeNvtx:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def range_push(self, name: str) -> None:
+        self.calls.append(name)
+
+    def range_pop(self) -> None:
+        self.calls.append("pop")
+
+
+def test_nvtx_ranges_bear_the_same_names(tmp_path, monkeypatch):
+    fake = FakeNvtx()
+    monkeypatch.setattr(torch.cuda, "nvtx", fake)
+    run_steps(tmp_path, warmup=0, steps=1, nvtx=True)
+    inner = ["0 (Linear)", "pop", "1 (ReLU)", "pop", "2 (Linear)", "pop"]
+    phases = ["backward", "pop", "optimizer", "pop"]
+    assert fake.calls == ["step 0", "forward", "model (Sequential)", *inner, "pop", "pop", *phases, "pop"]
+
+
+def test_marks_cost_nothing_without_a_profiler(monkeypatch):
+    monkeypatch.setattr("cs336_systems.comm.memory_labels.record_function", None)
+    mark("gradients", torch.ones(1))
+
+
+def joint_case(group, folder: str) -> list[str]:
+    torch.manual_seed(group.rank())
+    gc.collect()
+    model = BucketedDDP(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1)), bucket_size_mb=0.0005)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Capture(Path(folder), group, model, optimizer, warmup=1) as capture:
+        for _ in range(capture.total):
+            with capture.step():
+                with capture.phase("forward"):
+                    loss = model(torch.ones(2, 16)).sum()
+                with capture.phase("backward"):
+                    loss.backward()
+                with capture.phase("synchronise"):
+                    model.finish_gradient_synchronization()
+                with capture.phase("optimizer"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return [bucket.label for bucket in model.buckets]
+
+
+def test_every_rank_writes_and_names_its_collectives(tmp_path):
+    labels = ranks.run(joint_case, 2, folder=str(tmp_path))[0]
+    assert len(labels) == 2
+    traces = [read_trace(path) for path in trace_files(tmp_path)]
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
+    told = [[s.name for s in t.spans if s.name.startswith(("launch ", "wait "))] for t in traces]
+    assert sorted(told[0]) == sorted(told[1])
+    for label in labels:
+        assert len([name for name in told[0] if name.startswith("launch all-reduce 0#") and label in name]) == 1
+        assert len([name for name in told[0] if name.startswith("wait all-reduce 0#") and label in name]) == 1
+    numbers = [name.split("#")[1].split()[0] for name in told[0] if name.startswith("launch")]
+    assert len(set(numbers)) == len(numbers)
+    assert traces[0].ours["run"] == traces[1].ours["run"]
+    assert not [s for trace in traces for s in trace.spans if "line up" in s.name]
+    assert all(s.start >= trace.named("step 0")[0].start for trace in traces for s in trace.spans)
+    assert traces[0].ours["clock_offset_ns"] == traces[0].ours["clock_bound_ns"] == 0
+    assert 0 < traces[1].ours["clock_bound_ns"] < 10**9
+    assert traces[0].chrome["distributedInfo"]["backend"] == "gloo"
+
+
+def spawned_case(rank: int, world: int, folder: str, out: str) -> None:
+    """A worker that joins the others by torch itself, inside the block, and leaves before its end."""
+    with Capture(out):
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        dist.destroy_process_group()
+
+
+def test_a_worker_that_joins_by_itself_is_known_by_its_rank(tmp_path):
+    ranks.run_alone(spawned_case, 2, out=str(tmp_path))
+    traces = [read_trace(path) for path in trace_files(tmp_path)]
+    assert [(trace.rank, trace.world_size) for trace in traces] == [(0, 2), (1, 2)]
+
+
+def refused_case(group, folder: str) -> None:
+    mine = Path(folder, "file" if group.rank() == 1 else "folder")
+    with Capture(mine, group):
+        pass
+
+
+def test_a_folder_that_one_rank_cannot_write_fails_on_all(tmp_path):
+    (tmp_path / "file").write_text("")
+    errors = ranks.run_failing(refused_case, 2, folder=str(tmp_path))
+    assert all("cannot write to" in message for _, message in errors)
+    assert not list(tmp_path.glob("folder/*"))
+
+
+def verbs_case(group, folder: str) -> None:
+    with Capture(Path(folder), group):
+        for verb in (all_reduce, reduce_scatter, all_gather):
+            work = verb(torch.ones(4), group, "it")
+            work.wait()
+            work.wait()  # the second has nothing to wait for
+
+
+def test_every_verb_is_named_once(tmp_path):
+    ranks.run(verbs_case, 2, folder=str(tmp_path))
+    names = [s.name for s in read_trace(tmp_path / trace_name(1)).named("launch|wait")]
+    verbs = ("all-reduce", "reduce-scatter", "all-gather")
+    assert [name.split(" 0#")[0] for name in names] == [
+        f"{what} {verb}" for verb in verbs for what in ("launch", "wait")
+    ]
+
+
+def collect_case(group, folder: str) -> None:
+    mine = Path(folder, f"machine of {group.rank()}")
+    mine.mkdir()
+    (mine / trace_name(group.rank())).write_text(json.dumps({"rank": group.rank(), "pad": "x" * group.rank()}))
+    if group.rank() == 2:
+        (mine / trace_name(2)).unlink()  # a rank without a trace is left out
+    collect_files(mine, group, torch.device("cpu"))
+
+
+def test_traces_of_other_machines_come_to_rank_0(tmp_path):
+    ranks.run(collect_case, 4, folder=str(tmp_path))
+    found = {path.name: json.loads(path.read_text()) for path in (tmp_path / "machine of 0").iterdir()}
+    assert found == {trace_name(rank): {"rank": rank, "pad": "x" * rank} for rank in (0, 1, 3)}

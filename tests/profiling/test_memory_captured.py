@@ -1,0 +1,171 @@
+"""The memory of real runs, to the byte: what a capture sees against what the tensors add up to."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.errors import UserError
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import model_preset
+from cs336_systems.profiling import Capture, read_trace
+from cs336_systems.profiling.capture import memory_snapshot
+from cs336_systems.profiling.memory import memory_timeline, phase_peaks
+from cs336_systems.profiling.memory_owners import CATEGORIES, held_by
+from cs336_systems.profiling.memory_picture import write_memory_picture
+from cs336_systems.profiling.memory_table import largest, memory_markdown
+
+
+def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps of a small transformer after one to warm up, and what its tensors add up to."""
+    folder = tmp_path_factory.mktemp("capture")
+    torch.manual_seed(0)
+    model = TransformerLM(model_preset("tiny").override(num_layers=2, recompute="segments"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(256, (2, 33))
+    gradients = []
+    with Capture(folder, None, model, optimizer, warmup=1, steps=2) as capture:
+        for _ in range(capture.total):
+            with capture.step():
+                with capture.phase("forward"):
+                    loss = lm_loss(model, tokens[:, :-1], tokens[:, 1:])
+                with capture.phase("backward"):
+                    loss.backward()
+                gradients.append(tensor_bytes(p.grad for p in model.parameters()))
+                with capture.phase("optimizer"):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                del loss
+    state = tensor_bytes(value for each in optimizer.state.values() for value in each.values())
+    trace = read_trace(folder / "rank0.trace.json.gz")
+    sizes = SimpleNamespace(parameters=tensor_bytes(model.parameters()), gradients=gradients[0], state=state)
+    return SimpleNamespace(trace=trace, timeline=memory_timeline(trace), sizes=sizes, tokens=tokens)
+
+
+def test_a_real_steps_bytes_are_those_of_its_tensors(run):
+    found, sizes = run.timeline, run.sizes
+    ends = [each.end for each in found.phases if each.name == "backward"]
+    assert len(ends) == 2
+    for end in ends:
+        level = found.composition(found.index_at(end))
+        assert level["gradients"] == sizes.gradients == sizes.parameters
+        assert level["parameters"] == sizes.parameters
+        assert level["optimizer state"] == sizes.state
+    for _, level in found.levels:
+        assert level["parameters"] == sizes.parameters
+        assert level["optimizer state"] == sizes.state
+    last = found.levels[-1][1]
+    assert (last["gradients"], last["activations"]) == (0, 0)
+    start = found.levels[0][1]
+    assert last == start  # parameters, the optimizer's state and what the test holds, the tokens for example
+    assert start["other"] >= tensor_bytes([run.tokens])
+
+
+def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
+    found = run.timeline
+    level = highest = found.before
+    for each in run.trace.allocations:
+        level += each.nbytes
+        highest = max(highest, level)
+    assert found.peak == highest
+    assert found.totals[-1] == level
+    assert sum(found.at_peak.values()) == sum(block.nbytes for block in found.alive(found.peak_time)) == highest
+    peaks = phase_peaks(found)
+    assert list(peaks) == ["forward", "backward", "optimizer"]
+    assert max(peaks.values()) == highest
+    assert phase_peaks(found, "step 0") == phase_peaks(found, "step 1") == peaks
+    recomputed = [source for source in largest(found, 1000) if source.module.endswith(", recomputed")]
+    assert recomputed
+    assert {source.category for source in recomputed} == {"activations"}
+    backward = [source for source in largest(found, 1000) if source.module.startswith("backward of")]
+    assert {source.category for source in backward} == {"gradients", "other"}
+
+
+def test_tables_and_picture_of_a_real_step(run, tmp_path):
+    (path,) = write_memory_picture(run.trace, tmp_path / "memory.svg")
+    assert path.stat().st_size < 300_000
+    picture = ElementTree.parse(path).getroot()
+    words = " ".join(text for text in picture.itertext())
+    assert f"at the peak: {run.timeline.peak:,} bytes" in words
+    assert all(word in words for word in (*CATEGORIES, "step 1", "forward", "backward", "optimizer"))
+    hovers = re.findall(r"([a-z ]+): ([\d,]+) bytes", words)
+    shown = {name.strip(): int(number.replace(",", "")) for name, number in hovers}
+    assert {name: shown[name] for name in CATEGORIES} == run.timeline.at_peak
+    assert f"{run.timeline.peak:,} bytes" in memory_markdown(run.trace, run.timeline)
+
+
+def test_known_sizes_come_back_to_the_byte(tmp_path):
+    with Capture(tmp_path) as capture, capture.step():
+        with capture.phase("forward"):
+            a = torch.empty(1000, dtype=torch.float32)  # 4000 bytes
+            b = torch.empty(300, dtype=torch.float64)  # 2400
+        with capture.phase("backward"):
+            del a
+            pair = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(2)]
+            del pair
+        with capture.phase("optimizer"):
+            c = torch.empty(5000, dtype=torch.int16)  # 10000
+        del b, c
+    trace = read_trace(tmp_path / "rank0.trace.json.gz")
+    found = memory_timeline(trace)
+    assert [level - found.before for level in found.totals] == [
+        *(0, 4000, 6400, 2400),
+        *(2400 + (1 << 20), 2400 + (2 << 20), 2400 + (1 << 20), 2400),
+        *(12400, 10000, 0),
+    ]
+    peaks = phase_peaks(found)
+    assert {name: nbytes - found.before for name, nbytes in peaks.items()} == {
+        "forward": 6400,
+        "backward": 2400 + (2 << 20),
+        "optimizer": 12400,
+    }
+    assert [(each.nbytes, each.count, each.phase, each.category) for each in largest(found, 3)] == [
+        (1 << 20, 2, "backward", "other"),
+        (10000, 1, "optimizer", "other"),
+        (4000, 1, "forward", "activations"),
+    ]
+    assert largest(found, 1)[0].operator == "aten::empty"
+
+
+def test_what_a_sharded_optimizer_holds_is_its_inner_ones():
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.zeros(3)
+    inner = torch.optim.AdamW([parameter])
+    inner.step()
+    outer = torch.optim.SGD([nn.Parameter(torch.zeros(2))])
+    outer.inner = inner
+    found = [(category, tensor.numel()) for category, tensor in held_by(None, outer)]
+    assert ("gradients", 3) in found
+    assert ("parameters", 2) in found
+    assert [numel for category, numel in found if category == "optimizer state"] == [1, 3, 3]
+
+
+def test_a_snapshot_without_a_gpu_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="needs a GPU"), memory_snapshot(tmp_path / "memory_snapshot.bin"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_snapshot_is_written_although_the_block_fails(tmp_path, monkeypatch):
+    calls = []
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **arguments: calls.append(arguments),
+        _dump_snapshot=lambda path: calls.append(path),
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory", memory)
+    path = tmp_path / "new" / "memory_snapshot.bin"
+    with pytest.raises(MemoryError), memory_snapshot(path, entries=5):
+        raise MemoryError
+    assert calls == [{"max_entries": 5, "stacks": "python"}, str(path), {"enabled": None}]

@@ -1,0 +1,313 @@
+"""One file for all ranks: names, arrows, curves, what is checked of it, and the command that writes it."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.comm import all_reduce, reduce_scatter
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.profiling import Capture
+from cs336_systems.profiling.__main__ import main
+from cs336_systems.profiling.align import CONVERSION, match, offsets
+from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.merge import merge, own_moment, untangle
+from cs336_systems.profiling.nesting import nest
+from cs336_systems.profiling.trace import OURS, Span, Trace, parse, read_json, read_trace, trace_files, write_json
+from tests.support import ranks
+from tests.support.merged_trace import validate
+from tests.support.traces import BASE, GLOO, MAIN, PID, SECOND, gloo, kernel, memory, slice_, trace, two_ranks
+
+
+def of(merged: dict, phases: str, **wanted) -> list[dict]:
+    return [e for e in merged["traceEvents"] if e["ph"] in phases and all(e.get(k) == v for k, v in wanted.items())]
+
+
+def test_merged_ranks_have_names_and_one_clock():
+    merged = merge(two_ranks(ahead=SECOND))
+    assert merged["baseTimeNanoseconds"] == BASE
+    names = {e["pid"]: e["args"]["name"] for e in of(merged, "M", name="process_name")}
+    assert names == {1: f"rank 0 (host0, pid {PID})", 1001: f"rank 1 (host1, pid {PID})"}
+    threads = [(e["pid"], e["args"]["name"]) for e in of(merged, "M", name="thread_name")]
+    lanes = [f"main thread ({MAIN})", f"communication thread 0 ({GLOO})"]
+    assert threads == [(pid, lane) for pid in (1, 1001) for lane in lanes]
+    assert [e["ts"] for e in of(merged, "X", name="aten::mm")] == [10.0, 10.0]
+    assert merged["ranks"]["1"]["clock_offset_ns"] == SECOND
+    assert merged["ranks"]["1"]["distributedInfo"]["rank"] == 1
+    assert merged["ranks"]["1"]["steps"] == 1
+    found = validate(merged)
+    assert (found.problems, found.ranks, found.slices) == ([], 2, len(of(merged, "X")))
+
+
+def test_arrows_go_from_the_last_to_join_to_where_the_others_leave():
+    merged = merge(two_ranks(ahead=SECOND))
+    ends = [(e["ph"], e["name"], e["pid"], e["ts"]) for e in of(merged, "sf", cat="collective")]
+    assert ends == [
+        ("s", "all-reduce 0#1 bucket", 1001, 200.001),
+        ("s", "gloo:all_reduce [[8]] #0", 1001, 201.001),
+        ("f", "gloo:all_reduce [[8]] #0", 1, 299.999),
+        ("f", "all-reduce 0#1 bucket", 1, 300.499),
+    ]
+    assert all(e["bp"] == "e" for e in of(merged, "f"))
+    arrows = of(merged, "s")
+    assert len({e["id"] for e in arrows}) == len(arrows) == 4  # two ranks, two collectives; both ranks had used 1
+    assert sorted((e["pid"], e["ts"]) for e in of(merged, "sf", cat="fwdbwd")) == [
+        *((1, 10.0), (1, 30.0)),
+        *((1001, 10.0), (1001, 30.0)),
+    ]
+
+
+def test_an_arrow_stands_behind_the_slice_that_begins_with_it():
+    """At equal times a viewer reads on, and would hang it on the slice around."""
+    events = merge(two_ranks())["traceEvents"]
+    at_ten = [(e["ph"], e["name"]) for e in events if e["ph"] in "Xs" and e["pid"] == 1 and e["ts"] == 10.0]
+    assert at_ten == [("X", "aten::mm"), ("s", "fwdbwd")]
+
+
+def test_an_arrow_touches_the_collective_and_nothing_inside_it():
+    lane = (PID, GLOO)
+    outer, inner = Span("a", "", 100, 200, lane), Span("b", "", 101, 150, lane)
+    (root,) = nest([outer, inner, Span("c", "", 160, 200, lane)])
+    assert (own_moment(root), own_moment(root, last=True)) == (150, 159)
+    (root,) = nest([outer])
+    assert (own_moment(root), own_moment(root, last=True)) == (101, 199)
+    assert own_moment(nest([outer, Span("b", "", 100, 200, lane)])[0]) is None
+
+
+def test_arrows_never_point_back():
+    """Of a broadcast the source may be gone before the last comes."""
+    traces = [trace(0, gloo(0, 10, "gloo:broadcast")), trace(1, gloo(20, 30, "gloo:broadcast"))]
+    assert of(merge(traces), "sf") == []
+
+
+def test_memory_is_a_curve_and_not_a_heap_of_marks():
+    merged = merge(two_ranks())
+    found = [(e["pid"], e["name"], e["args"]) for e in of(merged, "C")]
+    # What was held lay at the address that is given out again, so it must have been freed in between.
+    levels = [(1, 1.0), (1, 1.0), (1001, 1.0), (1001, 2.0)]
+    assert sorted(found, key=lambda each: each[0]) == [(pid, "active memory, cpu", {"MiB": mib}) for pid, mib in levels]
+    assert of(merged, "i") == []
+
+
+def test_what_was_freed_was_there_before():
+    merged = merge([trace(0, slice_("aten::mm", 0, 9), memory(1.0, -(2**20)), memory(2.0, 2**21))])
+    assert [e["args"]["MiB"] for e in of(merged, "C")] == [1.0, 0.0, 2.0]
+
+
+def test_the_curve_is_that_of_the_memory_timeline():
+    given = [(1.0, 2**20, 3 * 2**20), (2.0, -(2**20), 2**20)]
+    events = [memory(time, nbytes) for time, nbytes, _ in given]
+    for event, (_, _, total) in zip(events, given, strict=True):
+        event["args"] |= {"Device Type": 1, "Total Allocated": total}
+    only = trace(0, slice_("aten::mm", 0, 9), *events, memory(3.0, 2**22))
+    curve = of(merge([only]), "C", name="active memory, cuda")
+    assert [e["args"]["MiB"] for e in curve] == [2.0, 3.0, 1.0], "a GPU's allocator keeps the sum itself"
+    assert [e["ts"] for e in curve] == [0.0, 1.0, 2.0]
+    assert [e["args"]["MiB"] for e in of(merge([only]), "C", name="active memory, cpu")] == [0.0, 4.0]
+    found = memory_timeline(only)
+    assert [nbytes / 2**20 for nbytes in found.totals] == [2.0, 3.0, 1.0]
+
+
+def test_threads_that_only_the_profiler_names_keep_their_names():
+    named = {"ph": "M", "name": "thread_name", "pid": PID, "tid": 90, "args": {"name": "thread 90 (loader)"}}
+    events = [named, slice_("aten::mm", 0, 9), slice_("read", 0, 5, 90), slice_("read", 0, 5, 91)]
+    names = [e["args"]["name"] for e in of(merge([trace(0, *events)]), "M", name="thread_name")]
+    assert names == [f"main thread ({MAIN})", "thread 90 (loader)", "thread 91"]
+
+
+def test_gpus_of_several_ranks_stay_apart():
+    """On each machine GPU 0 is process 0."""
+    merged = merge([trace(r, slice_("aten::mm", 0, 9), kernel(20 + r, 40)) for r in range(2)])
+    names = {e["pid"]: e["args"]["name"] for e in of(merged, "M", name="process_name") if "GPU" in e["args"]["name"]}
+    assert names == {2: "rank 0 GPU 0", 1002: "rank 1 GPU 0"}
+    assert "stream 20, communication" in {e["args"]["name"] for e in of(merged, "M", name="thread_name")}
+    assert validate(merged).problems == []
+
+
+def test_crossing_slices_get_rows_of_their_own():
+    crossing = [slice_("a", 0, 10), slice_("b", 5, 15), slice_("frame", 9, 20, cat="python_function")]
+    found = trace(0, *crossing, slice_("c", 1, 4))
+    assert [[root.span.name for root in row] for row in untangle(found.spans)] == [["a"], ["b"]]
+    merged = merge([found])
+    assert sorted(e["name"] for e in of(merged, "X")) == ["a", "b", "c"]
+    assert validate(merged).problems == []
+
+
+def test_the_result_does_not_depend_on_the_order_of_files():
+    first, other = two_ranks(ahead=SECOND)
+    assert json.dumps(merge([first, other])) == json.dumps(merge([other, first]))
+
+
+def test_nanoseconds_survive():
+    start = 86_399 * 10**6 + 123.457  # a day after the trace's zero, as many digits as a float has
+    event = of(merge([trace(0, slice_("aten::mm", start, start + 0.003))]), "X")[0]
+    assert (event["ts"], event["dur"]) == (123.457, 0.003)
+
+
+@pytest.mark.parametrize(
+    ("traces", "message"),
+    [
+        ([], "no trace"),
+        ([trace(0), trace(0)], "two of the traces are of rank 0"),
+        ([trace(0, world=2), trace(1, world=4)], "one of 2 ranks and rank 1 one of 4"),
+    ],
+)
+def test_what_cannot_be_merged(traces, message):
+    with pytest.raises(UserError, match=message):
+        merge(traces)
+
+
+def broken(change) -> list[str]:
+    merged = merge(two_ranks())
+    change(merged["traceEvents"])
+    return validate(merged).problems
+
+
+def first(events: list[dict], **wanted) -> dict:
+    return next(e for e in events if all(e.get(k) == v for k, v in wanted.items()))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda events: first(events, name="aten::mm").update(dur=1500), "crosses another"),
+        (lambda events: first(events, name="aten::mm").update(ts=-1), "no times"),
+        (lambda events: first(events, name="aten::mm").update(dur=float("nan")), "no times"),
+        (lambda events: first(events, name="aten::mm").pop("dur"), "no times"),
+        (lambda events: events.remove(first(events, ph="f")), "1 starts and 0 ends"),
+        (lambda events: events.remove(first(events, ph="s")), "0 starts and 1 ends"),
+        (lambda events: [e.update(id=1) for e in events if e["ph"] in "sf"], "2 starts and 2 ends"),
+        (lambda events: first(events, ph="f").update(ts=5000), "touches no slice"),
+        (lambda events: first(events, name="gloo:all_reduce [[8]] #0", ph="s").update(ts=1), "touches no slice"),
+        (lambda events: first(events, name="aten::mm").update(dur=float("inf")), "no times"),
+        (lambda events: first(events, ph="f").update(ts=1), "ends before it starts"),
+        (lambda events: first(events, pid=1001, name="process_name").update(pid=1), "has the names rank 0"),
+        (lambda events: events.remove(first(events, name="thread_name")), "has no name"),
+    ],
+)
+def test_the_checker_finds_what_a_viewer_would_drop(change, problem):
+    assert problem in "; ".join(broken(change))
+
+
+def test_a_sound_trace_has_no_problems():
+    assert broken(lambda events: None) == []
+
+
+def merge_command(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = console.run_command(main, ["merge", *arguments])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_merges_a_folder(tmp_path, capsys):
+    for each in two_ranks(ahead=SECOND):
+        write_json(each.chrome, tmp_path / f"rank{each.rank}.trace.json.gz")
+    code, out, err = merge_command(capsys, str(tmp_path))
+    assert (code, err) == (0, "")
+    assert "1000.000 ms" in out
+    assert "collectives, ping-pong" in out
+    assert "2 ranks" in out
+    assert "https://ui.perfetto.dev" in out
+    merged = read_json(tmp_path / "merged.trace.json.gz")
+    assert merged == merge(two_ranks(ahead=SECOND))
+    assert merge_command(capsys, str(tmp_path))[0] == 0  # again: the merged file is no rank's
+    code, _, err = merge_command(capsys, str(tmp_path / "merged.trace.json.gz"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "merged already" in err
+
+
+def test_a_missing_rank_is_a_note(tmp_path, capsys):
+    write_json(two_ranks()[1].chrome, tmp_path / "rank1.trace.json")
+    code, out, _ = merge_command(capsys, str(tmp_path / "rank1.trace.json"), "--out", str(tmp_path / "all.json"))
+    assert code == 0
+    assert "rank 0 of 2 missing" in out
+    assert json.loads((tmp_path / "all.json").read_text())["ranks"].keys() == {"1"}
+
+
+def test_traces_of_plain_torch_go_by_their_names(tmp_path, capsys):
+    for rank in range(2):
+        events = {"traceEvents": [slice_("aten::mm", rank, 9)]}
+        write_json(events, tmp_path / f"rank{rank}.123.pt.trace.json.gz")
+    code, _, err = merge_command(capsys, str(tmp_path))
+    assert (code, err) == (0, "")
+    assert len(read_json(tmp_path / "merged.trace.json.gz")["ranks"]) == 2
+
+
+def test_errors_are_one_clear_line(tmp_path, capsys):
+    whole = json.dumps(two_ranks()[0].chrome).encode()
+    cases = {
+        "half.json": (whole[: len(whole) // 2], "is cut short"),
+        "half.json.gz": (gzip.compress(whole)[:200], "is cut short"),
+        "text.json": (b"what is this?", "is no JSON"),
+        "empty.json": (b"", "is no JSON"),
+        "list.json": (b"[]", "no Chrome trace"),
+        "odd.json": (b'{"traceEvents": [1]}', "no trace of torch.profiler"),
+        "deep.json": (b"[" * 100_000, "nested too deeply"),
+    }
+    (tmp_path / "rank0.trace.json").write_bytes(whole)
+    (tmp_path / "again.json").write_bytes(whole)
+    (tmp_path / "nothing").mkdir()
+    for name, (data, _) in cases.items():
+        (tmp_path / name).write_bytes(data)
+    said = {name: [message, str(tmp_path / name)] for name, (_, message) in cases.items()}
+    said |= {"absent.json": ["cannot read"], "nothing": ["holds no trace"]}
+    said["again.json"] = ["both of rank 0", str(tmp_path / "rank0.trace.json"), str(tmp_path / "again.json")]
+    for name, words in said.items():
+        code, out, err = merge_command(capsys, str(tmp_path / "rank0.trace.json"), str(tmp_path / name))
+        assert (code, out, err.count("\n")) == (2, "", 1), name
+        assert all(word in err for word in words), err
+    code, _, err = merge_command(capsys, str(tmp_path / "rank0.trace.json"), "--out", str(tmp_path / "no" / "x.json"))
+    assert (code, "cannot write" in err) == (2, True)
+    assert merge_command(capsys)[0] == 2
+
+
+def capture_case(group, folder: str) -> None:
+    weight = torch.ones(64, 64, requires_grad=True)
+    with Capture(Path(folder), group, warmup=1, steps=2) as capture:
+        for _ in range(capture.total):
+            with capture.step():
+                with capture.phase("forward"):
+                    loss = (weight @ weight).sum()
+                with capture.phase("backward"):
+                    loss.backward()
+                with capture.phase("synchronise"):
+                    for _ in range(5):
+                        all_reduce(weight.grad, group, "gradient").wait()
+                        reduce_scatter(weight.grad.view(-1), group, "shard").wait()
+
+
+def test_a_real_capture_with_a_clock_set_wrong(tmp_path):
+    ranks.run(capture_case, 2, folder=str(tmp_path))
+    truth = [read_trace(path) for path in trace_files(tmp_path)]
+    assert len([each for each in match(truth) if each.key.startswith("all-reduce")]) == 10
+    assert len([each for each in match(truth) if each.key.startswith("reduce-scatter")]) == 10
+    chromes = [dict(each.chrome) for each in truth]
+    chromes[1]["baseTimeNanoseconds"] += SECOND
+    injected = [parse(each) for each in chromes]
+
+    # The ping-pong was right before the clock was set: the collectives know better.
+    for traces, source in ((injected, "contradicted: ping-pong"), ([_bare(each) for each in injected], "collectives")):
+        found = offsets(traces)[1]
+        assert source in found.source
+        assert abs(found.nanoseconds - SECOND) <= found.bound + 2 * CONVERSION
+    chromes[1][OURS] = chromes[1][OURS] | {"clock_offset_ns": chromes[1][OURS]["clock_offset_ns"] + SECOND}
+    found = offsets([parse(each) for each in chromes])[1]
+    assert abs(found.nanoseconds - SECOND) <= found.bound
+    assert "ping-pong" in found.source
+    _check_merged(merge([parse(each) for each in chromes]), tmp_path / "merged.trace.json")
+
+
+def _bare(each: Trace) -> Trace:
+    return parse({key: value for key, value in each.chrome.items() if key != OURS})
+
+
+def _check_merged(merged: dict, path: Path) -> None:
+    checked = validate(merged)
+    assert checked.problems == []
+    between = of(merged, "s", cat="collective")
+    assert len([e for e in between if e["name"].startswith(("all-reduce", "reduce-scatter"))]) >= 19
+    write_json(merged, path)
+    validator = pytest.importorskip("torch.profiler._trace_validator")
+    assert validator.validate_trace(str(path)) == (True, [])

@@ -1,0 +1,290 @@
+"""Operator tables: exact times of traces made by hand, and torch's own figures for a real one."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.cost.flops import backward_flops, forward_flops
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import model_preset
+from cs336_systems.profiling.breakdown import attention_rows
+from cs336_systems.profiling.module_spans import tag_modules
+from cs336_systems.profiling.operators import (
+    OUTSIDE,
+    collective_rows,
+    kernel_rows,
+    op_rows,
+    operator_flops,
+    softmax_flops,
+)
+from cs336_systems.profiling.sanitize import quiet_profiler
+from cs336_systems.profiling.trace import read_trace
+from tests.support.chrome_events import GLOO, MAIN, STREAM, event, product, tag, trace
+
+
+def rows(*events, **choices):
+    return {row.name: row for row in op_rows(trace(*events), **choices)}
+
+
+STEP = (
+    tag("step 0", 0, 100),
+    tag("forward", 5, 60),
+    event("aten::div_", 10, 40),
+    event("aten::div_", 15, 20),
+    event("aten::copy_", 20, 5),
+    event("aten::div_", 55, 4),
+    tag("optimizer", 70, 20),
+    event("aten::mul", 72, 10),
+)
+
+
+def test_self_times_partition_the_step_and_recursion_counts_once():
+    found = rows(*STEP)
+    assert found["aten::div_"].calls == 2
+    assert found["aten::div_"].cpu_self == 20_000 + 15_000 + 4_000
+    assert found["aten::div_"].cpu_total == 44_000
+    assert found["aten::div_"].cpu_total / found["aten::div_"].calls == 22_000
+    assert found["aten::copy_"].cpu_total == found["aten::copy_"].cpu_self == 5_000
+    assert found[OUTSIDE].cpu_self == found[OUTSIDE].cpu_total == 100_000 - 44_000 - 10_000
+    assert found[OUTSIDE].calls == 3
+    assert sum(row.cpu_self for row in found.values()) == 100_000
+    assert found["aten::div_"].cpu_self_share == pytest.approx(0.39)
+    assert found["aten::div_"].cpu_total_share == pytest.approx(0.44)
+
+
+def test_an_operator_that_calls_itself_among_others_is_called_twice():
+    found = rows(event("aten::to", 0, 10), event("aten::empty", 1, 2), event("aten::to", 4, 5))
+    assert (found["aten::to"].calls, found["aten::to"].cpu_total, found["aten::to"].cpu_self) == (2, 10_000, 8_000)
+
+
+def test_shares_of_one_phase_are_of_that_phase():
+    found = rows(*STEP, phase="forward")
+    assert "aten::mul" not in found
+    assert found["aten::div_"].cpu_self_share == pytest.approx(39 / 60)
+    assert found[OUTSIDE].cpu_self == 16_000
+
+
+def test_order_and_limit():
+    events = trace(event("a", 0, 10), event("b", 1, 9), event("c", 20, 8))
+    assert [row.name for row in op_rows(events)] == ["a", "b", "c"]
+    assert [row.name for row in op_rows(events, by="self")] == ["b", "c", "a"]
+    assert [row.name for row in op_rows(events, by="self", limit=2)] == ["b", "c"]
+
+
+def test_annotations_get_rows_when_asked_for():
+    names = rows(*STEP, annotations=True)
+    assert names["forward"].cpu_total == 60_000
+    assert names["forward"].cpu_self == 16_000
+    assert OUTSIDE not in names
+    assert "my own part" in rows(tag("my own part", 0, 5))
+
+
+def test_python_frames_change_nothing():
+    frames = [event(name, start, length, cat="python_function") for name, start, length in
+              (("f", 1, 98), ("g", 6, 55), ("h", 11, 38), ("i", 12, 30), ("j", 71, 15))]  # fmt: skip
+    assert rows(*STEP) == rows(*STEP, *frames)
+    assert rows(event("f", 0, 100, cat="python_function"), event("aten::mul", 3, 5)).keys() == {"aten::mul"}
+
+
+def test_collectives_of_a_kind_share_a_row():
+    found = rows(
+        tag("launch all-reduce 0#1 bucket 0", 0, 2),
+        tag("wait all-reduce 0#1 bucket 0", 5, 3),
+        tag("wait all-reduce 0,1#2 bucket 1", 9, 4),
+    )
+    assert found["wait all-reduce"].calls == 2
+    assert found["wait all-reduce"].cpu_total == 7_000
+    assert found["launch all-reduce"].calls == 1
+
+
+def test_communication_threads_are_listed_apart():
+    events = (
+        event("aten::mm", 0, 60),
+        tag("gloo:all_reduce", 10, 80, GLOO),
+        event("aten::div_", 82, 8, GLOO),
+        event("aten::div_", 85, 5, GLOO),
+        tag("gloo:all_reduce", 20, 30, (1, 3)),
+        tag("gloo:send", 5, 100),
+        tag("gloo:send", 6, 3),
+    )
+    (only,) = rows(*events).values()
+    assert (only.name, only.cpu_self_share) == ("aten::mm", 1.0)
+    found = [(row.name, row.where, row.calls, row.total) for row in collective_rows(trace(*events))]
+    assert found == [
+        ("gloo:send", "in flight", 2, 103_000),
+        ("gloo:all_reduce", "communication thread 0", 1, 80_000),
+        ("gloo:all_reduce", "communication thread 1", 1, 30_000),
+        ("aten::div_", "communication thread 0", 2, 8_000),
+    ]
+
+
+def test_nccls_annotations_leave_the_main_thread_computing():
+    found = rows(event("c10d::allreduce_", 0, 10), tag("nccl:all_reduce", 2, 6))
+    assert found["nccl:all_reduce"].cpu_total == 6_000
+    assert found["c10d::allreduce_"].cpu_self == 4_000
+
+
+GPU = (
+    tag("forward", 0, 50),
+    event("aten::linear", 1, 30, **{"External id": 1}),
+    product("aten::mm", 5, 20, [64, 32], [32, 16], **{"External id": 2}),
+    event("cudaLaunchKernel", 10, 4, cat="cuda_runtime", **{"External id": 2, "correlation": 9}),
+    event("aten::copy_", 35, 10, **{"External id": 3}),
+    event("sm90_gemm", 12, 30, STREAM, "kernel", **{"External id": 2, "correlation": 9}),
+    event("sm90_gemm", 42, 10, STREAM, "kernel", **{"External id": 2, "correlation": 10}),
+    event("Memcpy HtoD", 60, 8, STREAM, "gpu_memcpy", **{"External id": 3}),
+    event("of nobody", 70, 2, STREAM, "kernel"),
+    event("forward", 12, 40, STREAM, "gpu_user_annotation"),
+)
+
+
+def test_device_time_belongs_to_the_operator_that_launched():
+    found = rows(*GPU)
+    mm, linear, launch = found["aten::mm"], found["aten::linear"], found["cudaLaunchKernel"]
+    assert (mm.device_self, mm.device_total, mm.calls) == (40_000, 40_000, 1)
+    assert (linear.device_self, linear.device_total) == (0, 40_000)
+    assert (launch.device_self, launch.device_total, launch.cpu_self) == (0, 0, 4_000)
+    assert (mm.cpu_self, mm.cpu_total) == (16_000, 20_000)
+    assert mm.device_self_share == pytest.approx(40 / 48)
+    assert mm.flops == 2 * 64 * 32 * 16
+    assert mm.flops_per_second == pytest.approx(mm.flops / 40e-6)
+    ordered = [row.name for row in op_rows(trace(*GPU), sort="device", limit=3)]
+    assert ordered == ["aten::linear", "aten::mm", "aten::copy_"]
+
+
+def test_kernels_by_their_own_name():
+    found = [(row.name, row.calls, row.total, row.total / row.calls) for row in kernel_rows(trace(*GPU))]
+    assert found == [("sm90_gemm", 2, 40_000, 20_000), ("Memcpy HtoD", 1, 8_000, 8_000), ("of nobody", 1, 2_000, 2_000)]
+    assert kernel_rows(trace(*GPU))[0].share == pytest.approx(0.8)
+
+
+Q, KV = [2, 4, 8, 16], [2, 4, 32, 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "flops"),
+    [
+        ("aten::mm", [[3, 5], [5, 7]], 2 * 3 * 5 * 7),
+        ("aten::addmm", [[7], [3, 5], [5, 7], []], 2 * 3 * 5 * 7),
+        ("aten::bmm", [[2, 3, 5], [2, 5, 7]], 2 * 2 * 3 * 5 * 7),
+        ("aten::baddbmm", [[2, 3, 7], [2, 3, 5], [2, 5, 7]], 2 * 2 * 3 * 5 * 7),
+        ("aten::_scaled_dot_product_flash_attention", [Q, KV, KV, []], 2 * 2 * (2 * 4 * 8 * 32 * 16)),
+        ("aten::_scaled_dot_product_efficient_attention", [Q, KV, [2, 4, 32, 24]], 2 * (2 * 4 * 8 * 32) * 40),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", [Q, Q, KV, KV], 5 * 2 * (2 * 4 * 8 * 32 * 16)),
+        ("cs336_kernels::flash_attention_backward", [Q, Q, KV, KV, Q], 5 * 2 * (2 * 4 * 8 * 32 * 16)),
+        ("aten::_scaled_dot_product_attention_math", [Q, KV, KV], None),
+        ("aten::linear", [[3, 5], [7, 5]], None),
+        ("aten::matmul", [[3, 5], [5, 7]], None),
+        ("aten::mm", [], None),
+        ("aten::mm", [[[3, 5], [5, 7]]], None),
+        ("aten::bmm", "cut short", None),
+    ],
+)
+def test_flops(name, shapes, flops):
+    assert operator_flops(name, {"Input Dims": shapes}) == flops
+
+
+def test_flops_of_softmax_and_without_shapes():
+    assert softmax_flops("aten::_softmax", {"Input Dims": [[2, 3, 5], [], []]}) == 5 * 30
+    assert softmax_flops("aten::_softmax_backward_data", {"Input Dims": [[2, 3], [2, 3], []]}) == 4 * 6
+    assert softmax_flops("aten::softmax", {"Input Dims": [[2, 3, 5]]}) is None
+    assert softmax_flops("aten::_softmax", {}) is None
+    assert operator_flops("aten::mm", {}) is None
+
+
+def test_flops_of_a_product_inside_another_count_once():
+    fused = product("aten::_scaled_dot_product_flash_attention_for_cpu", 0, 10, Q, KV, KV)
+    found = rows(fused, product("aten::bmm", 2, 5, [8, 8, 16], [8, 16, 32]))
+    assert found["aten::bmm"].flops is None
+    assert found[fused["name"]].flops == 2 * 2 * (2 * 4 * 8 * 32 * 16)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """(torch's own averages, the trace) of a step of a small model."""
+    torch.manual_seed(0)
+    config = model_preset("tiny").override(attention="naive", num_layers=2)
+    model, tokens = TransformerLM(config), torch.randint(256, (2, 17))
+    lm_loss(model, tokens[:, :-1], tokens[:, 1:]).backward()
+    with quiet_profiler(), tag_modules(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with torch.profiler.record_function("forward"):
+            loss = lm_loss(model, tokens[:, :-1], tokens[:, 1:])
+        with torch.profiler.record_function("backward"):
+            loss.backward()
+    path = tmp_path_factory.mktemp("real") / "rank0.trace.json.gz"
+    with quiet_profiler():
+        profiler.export_chrome_trace(str(path))
+    return profiler.key_averages(), read_trace(path), config
+
+
+def test_calls_and_times_are_torchs_own(real):
+    averages, found, _ = real
+    ours = {row.name: row for row in op_rows(found, annotations=True)}
+    assert {each.key for each in averages} == set(ours)
+    for each in averages:
+        row = ours[each.key]
+        assert row.calls == each.count
+        assert row.cpu_self == pytest.approx(1000 * each.self_cpu_time_total, abs=20 * each.count), each.key
+
+
+def test_flops_of_a_real_step_are_those_of_the_closed_form(real):
+    _, found, config = real
+    rows, parts = op_rows(found), forward_flops(config, 2, 16)
+    assert sum(row.flops or 0 for row in rows) == sum(parts.values()) + backward_flops(config, 2, 16)
+    attention = {row.name: row for row in attention_rows(found)}
+    assert attention["projections"].forward_flops == parts["projections"]
+    assert attention["scores q k^T"].forward_flops == attention["weights times v"].forward_flops == parts["scores"] // 2
+    assert attention["both products"].backward_flops == 2 * parts["scores"]
+    assert attention["softmax of attention"].forward_flops == 5 * 2 * config.num_heads * 2 * 16 * 16
+
+
+def test_order_of_events_in_the_file_does_not_matter():
+    shuffled = list(json.loads(json.dumps(STEP)))
+    random.Random(0).shuffle(shuffled)
+    assert rows(*shuffled) == rows(*STEP)
+
+
+def test_nothing_to_list():
+    assert op_rows(trace()) == []
+    assert collective_rows(trace(event("a", 0, 1, MAIN))) == []
+    assert kernel_rows(trace(event("a", 0, 1))) == []
+
+
+def blocked() -> list:
+    """A step of a GPU: the main thread waits in `backward` for 180 of 200 microseconds while autograd's works."""
+    engine = (1, 9)
+    node = "autograd::engine::evaluate_function: MmBackward0"
+    return [
+        tag("step 0", 0, 400),
+        tag("forward", 10, 40),
+        event("aten::mm", 15, 20),
+        tag("backward", 60, 200),
+        event("aten::ones_like", 62, 4),
+        event(node, 70, 100, engine),
+        event("aten::mm", 80, 60, engine),
+        event(node, 175, 80, engine),
+        event("aten::copy_", 256, 2, engine),  # a callback, in no node
+        tag("optimizer", 300, 60),
+        event("aten::add_", 310, 30),
+    ]
+
+
+def test_waiting_for_autograd_is_no_time_of_the_main_thread():
+    found = rows(*blocked())
+    assert found[OUTSIDE].cpu_self == 400_000 - 20_000 - 4_000 - 30_000 - 182_000
+    assert found["aten::mm"].cpu_self == 80_000
+    assert sum(row.cpu_self for row in found.values()) == 400_000
+    assert rows(*blocked(), annotations=True)["backward"].cpu_self == 200_000 - 4_000 - 182_000
+    assert rows(*blocked(), annotations=True)["step 0"].cpu_self == 100_000
+    assert rows(*blocked(), phase="backward")["aten::copy_"].cpu_self == 2_000
+    frame = event("loss.backward()", 61, 198, cat="python_function")
+    assert rows(*blocked(), frame) == found
+
+
+def test_an_operator_beside_autograd_keeps_its_time():
+    found = rows(*blocked(), event("aten::item", 180, 10))
+    assert found["aten::item"].cpu_self == 10_000
+    assert found[OUTSIDE].cpu_self == rows(*blocked())[OUTSIDE].cpu_self

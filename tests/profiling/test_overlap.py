@@ -1,0 +1,317 @@
+"""Overlap of communication and computation: by hand to the nanosecond, and on real ranks by the order of events."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from cs336_systems.comm import all_reduce, subgroup
+from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
+from cs336_systems.profiling.capture import Capture
+from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.intervals import intersection, length, subtraction, union
+from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
+from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
+from tests.support import ranks
+
+FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"
+MAIN, GLOO = 1, 2
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def event(name: str, start: float, end: float, thread: int = MAIN, category: str = "", **args) -> dict:
+    """Times in microseconds, as in the file."""
+    category = category or ("cpu_op" if "::" in name else "user_annotation")
+    place = {"ph": "X", "pid": 9, "tid": thread, "ts": start, "dur": end - start}
+    return {**place, "name": name, "cat": category, "args": args}
+
+
+def kernel(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> dict:
+    return event(name, start, end, stream, category, stream=stream)
+
+
+def trace(*events: dict, rank: int = 0, host: str = "", **ours) -> Trace:
+    ours = {"rank": rank, "world_size": 2} | ours
+    return parse({"traceEvents": list(events), "host_name": host, "cs336": ours})
+
+
+def figures(*events: dict) -> tuple[int, int]:
+    found = overlap(trace(*events))
+    assert found.communication - found.overlapped == found.exposed
+    return found.communication, found.overlapped
+
+
+def test_intervals():
+    assert union([(5, 7), (1, 3), (2, 4), (4, 5), (9, 9), (8, 6)]) == [(1, 7)]
+    assert union([(0, 10), (2, 3), (11, 12)]) == [(0, 10), (11, 12)]
+    assert intersection([(0, 4), (6, 9)], [(3, 7), (8, 20)]) == [(3, 4), (6, 7), (8, 9)]
+    assert intersection([(0, 4)], [(4, 8)]) == []
+    assert subtraction([(0, 10), (12, 14)], [(-5, 1), (3, 4), (9, 13)]) == [(1, 3), (4, 9), (13, 14)]
+    assert subtraction([(0, 4)], []) == [(0, 4)]
+    assert subtraction([(2, 4)], [(0, 9)]) == []
+    assert subtraction([], [(0, 9)]) == []
+    assert length([(1, 3), (10, 15)]) == 7
+
+
+@pytest.mark.parametrize(
+    ("kernels", "share"),
+    [
+        ([kernel(NCCL, 0, 100, 20), kernel("gemm", 100, 200)], 0),
+        ([kernel(NCCL, 0, 100, 20), kernel("gemm", 50, 200)], 0.5),
+        # Two streams of computation and two of communication: 90 of 140.
+        (
+            [kernel(NCCL, 0, 100, 20), kernel(NCCL, 60, 140, 21), kernel("a", 10, 70), kernel("b", 50, 100, 8)],
+            90 / 140,
+        ),
+        ([kernel(NCCL, 0, 100, 20), kernel("Memcpy HtoD", 0, 100, 7, "gpu_memcpy")], 0),
+        ([kernel(NCCL, 0, 100, 20), event("nccl:all_reduce", 0, 400, 7, "gpu_user_annotation", stream=7)], 0),
+        ([kernel(NCCL, 0, 100, 20), event("cudaLaunchKernel", 0, 50, 3, "cuda_runtime")], 0),
+        ([kernel(NCCL, 0, 100, 20), kernel("ncclKernel_AllGather_RING_LL_Sum", 0, 60, 21), kernel("a", 90, 300)], 0.1),
+        ([kernel("gemm", 0, 100)], None),
+    ],
+    ids=["touching", "half", "two streams", "copy", "annotation", "launch", "old name", "none"],
+)
+def test_kernels_by_the_definition_of_holistic_trace_analysis(kernels, share):
+    assert overlap(trace(*kernels)).share == share
+
+
+def test_the_fixture_to_the_nanosecond():
+    found = overlaps([read_trace(path) for path in trace_files(FIXTURE)])
+    assert [(f.communication, f.overlapped, f.exposed) for f in found] == [
+        (560_000, 258_500, 301_500),
+        (439_500, 198_250, 241_250),
+    ]
+    assert [(f.waited, f.transferred, f.blocked) for f in found] == [(120_500, 439_500, 30_000), (0, 439_500, 30_000)]
+    assert not any(f.posted for f in found)
+
+
+def test_a_trace_without_communication_has_no_share():
+    found = overlap(trace(event("aten::mm", 0, 10)))
+    assert (found.communication, found.share, found.exposed) == (0, None, 0)
+    assert overlap(trace()).share is None
+
+
+def test_operators_on_glooos_thread_are_not_computation():
+    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, GLOO)) == (100_000, 0)
+    assert figures(event("gloo:all_reduce", 0, 100, GLOO), event("aten::div_", 80, 90, MAIN)) == (100_000, 10_000)
+
+
+def test_two_threads_of_gloo_count_once():
+    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("gloo:all_reduce", 50, 120, 3)]
+    assert figures(*spans, event("aten::mm", 90, 200)) == (120_000, 30_000)
+
+
+@pytest.mark.parametrize("name", ["aten::slice", "aten::view", "aten::empty", "aten::to", "autograd::engine::node"])
+def test_what_would_launch_no_kernel_is_not_computation(name):
+    spans = [event("gloo:all_reduce", 0, 100, GLOO), event(name, 10, 60)]
+    assert figures(*spans) == (100_000, 0)
+    inside = 0 if name == "aten::empty" else 10_000  # a fill that deterministic algorithms add to an allocation
+    assert figures(*spans, event("aten::copy_", 20, 30)) == (100_000, inside), "what a view calls is judged by itself"
+
+
+def test_neither_waits_nor_launches_are_computation():
+    spans = [event("gloo:all_reduce", 0, 100, GLOO), event("aten::mm", 0, 90)]
+    assert figures(*spans, event("wait all-reduce 0#1", 10, 30)) == (100_000, 70_000)
+    assert figures(*spans, event("launch all-reduce 0#2", 10, 30), event("wait all-reduce 0#1", 40, 50)) == (
+        100_000,
+        60_000,
+    )
+    other = [event("wait all-reduce 0#1", 10, 30, thread=5)]
+    assert figures(*spans, *other) == (100_000, 90_000), "another thread's wait holds nobody up"
+    assert overlap(trace(*spans, *other)).blocked == 20_000
+
+
+def test_what_was_posted_leaves_its_thread_a_thread_that_computes():
+    found = overlap(trace(event("gloo:recv", 0, 100), event("gloo:send", 5, 110), event("aten::mm", 20, 50)))
+    assert (found.communication, found.overlapped, found.posted) == (110_000, 30_000, True)
+
+
+def test_gloo_under_a_gpus_kernels():
+    spans = [event("gloo:all_reduce", 0, 100, GLOO), kernel("gemm", 40, 60), event("aten::mm", 0, 90)]
+    assert figures(*spans) == (100_000, 20_000)
+
+
+def test_waiting_is_apart_from_transfer():
+    args = {"Input Dims": [[4]], "Input type": ["float"]}
+
+    def one(rank: int, start: float, ahead: float) -> Trace:
+        spans = [event("gloo:all_reduce", start + ahead, 100 + ahead, GLOO, **args)]
+        spans.append(event("gloo:all_gather", 10 + ahead, 10 + 10 * rank + ahead, GLOO))
+        offset = {"clock_offset_ns": round(1000 * ahead), "clock_bound_ns": rank}
+        return trace(*spans[: rank + 1], rank=rank, host=str(rank), **offset)
+
+    first, second = overlaps([one(1, 70, 12.5), one(0, 20, 0)])
+    assert (first.rank, first.waited, first.transferred) == (0, 50_000, 30_000)
+    assert (second.rank, second.waited, second.transferred) == (1, 0, 40_000), "what has no partner was transferred"
+    alone = overlaps([one(0, 20, 0)])
+    assert [each.waited for each in alone] == [None]
+
+
+def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
+    """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
+
+    def one(rank: int, first: float, second: float) -> Trace:
+        spans = []
+        for group, begin in enumerate((first, second)):
+            name = f"all-reduce {group}#1 group {group}"
+            call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
+            ran = event("gloo:all_reduce", begin, begin + 40, GLOO + group, **{"Input Dims": [[8]]})
+            waited = event(f"wait {name}", 10 + group, begin + 41)
+            spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
+        info = {"clock_offset_ns": 0, "clock_bound_ns": rank}
+        found = trace(*spans, rank=rank, host=str(rank), **info)
+        groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
+        return replace(found, chrome=found.chrome | {"distributedInfo": {"pg_config": groups}})
+
+    traces = [one(0, 20, 100), one(1, 120, 30)]
+    last = last_starts(traces)
+    ran = {(each.rank, f.label): f.transfers[0] for each in traces for f in flights(each)}
+    assert {key: span.start for key, span in ran.items()} == {
+        (0, "group 0"): 20_000,
+        (0, "group 1"): 100_000,
+        (1, "group 0"): 120_000,
+        (1, "group 1"): 30_000,
+    }
+    assert {key: last[id(span)] for key, span in ran.items()} == {
+        (0, "group 0"): 120_000,
+        (1, "group 0"): 120_000,
+        (0, "group 1"): 100_000,
+        (1, "group 1"): 100_000,
+    }
+
+
+def test_a_posted_transfer_begins_when_the_last_rank_has_launched():
+    def one(rank: int, start: float) -> Trace:
+        return trace(
+            event("launch all-gather 0#1 weight", start, start + 5),
+            event("gloo:recv", start + 1, 90),
+            event("wait all-gather 0#1 weight", 80, 91),
+            rank=rank,
+            host=str(rank),
+            clock_offset_ns=0,
+            clock_bound_ns=rank,
+        )
+
+    first, second = overlaps([one(0, 0), one(1, 50)])
+    assert (first.communication, first.waited) == (89_000, 49_000)
+    assert (second.communication, second.waited) == (39_000, 0)
+
+
+def test_the_note_below_the_table_explains_its_columns():
+    traces = [read_trace(path) for path in trace_files(FIXTURE)]
+    lines = overlap_table(traces).markdown().splitlines()
+    assert lines[4] == "| 0 | 0.560 | 0.259 | 0.301 | 46.2 % | 0.120 | 0.440 | 0.030 |"
+    assert lines[5] == "| 1 | 0.440 | 0.198 | 0.241 | 45.1 % | 0.000 | 0.440 | 0.030 |"
+    assert "at most" not in lines[-1]
+    posted = overlap_table([trace(event("gloo:recv", 0, 100))]).markdown()
+    assert "| 0 | 0.100 | 0.000 | 0.100 | 0.0 % | - | - | - |" in posted
+    assert "at most" in posted
+    out = io.StringIO()
+    Console(file=out, width=140).print(overlap_table(traces).table())
+    assert "46.2 %" in out.getvalue()
+    assert "| 0 | 0.000 | 0.000 | 0.000 | - | - | - | 0.000 |" in overlap_table([trace()]).markdown()
+
+
+class Synchronous(nn.Module):
+    """Reduces every gradient inside its hook and waits for it there: never an overlap."""
+
+    def __init__(self, module: nn.Module, group) -> None:
+        super().__init__()
+        self.module = module
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: all_reduce(p.grad, group, "in a hook").wait())
+
+    def forward(self, x):
+        return self.module(x)
+
+    def finish_gradient_synchronization(self) -> None:
+        pass
+
+
+def profile_wrapper(group, folder: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(48, 48) for _ in range(4)])
+    if kind == "synchronous":
+        wrapped = Synchronous(model, group)
+    elif kind == "bucketed":
+        wrapped = BucketedDDP(model, 0.01, group=group)
+    else:
+        wrapped = {"naive": NaiveDDP, "flat": FlatDDP}[kind](model, group=group)
+    with Capture(Path(folder), group, wrapped, None, warmup=1, steps=2) as capture:
+        for _ in range(capture.total):
+            with capture.step():
+                with capture.phase("forward"):
+                    loss = wrapped(torch.ones(8, 48)).square().mean()
+                with capture.phase("backward"):
+                    loss.backward()
+                with capture.phase("synchronise"):
+                    wrapped.finish_gradient_synchronization()
+                wrapped.zero_grad()
+
+
+def profiled(tmp_path, kind: str) -> list[Trace]:
+    ranks.run(profile_wrapper, 2, folder=str(tmp_path), kind=kind)
+    return [read_trace(path) for path in trace_files(tmp_path)]
+
+
+@pytest.mark.parametrize("kind", ["naive", "flat", "synchronous"])
+def test_synchronous_reductions_overlap_with_nothing(tmp_path, kind):
+    for each in overlaps(profiled(tmp_path, kind)):
+        assert each.communication > 0
+        assert each.overlapped == 0
+        assert each.share == 0
+        assert each.waited + each.transferred == each.communication
+
+
+def launched_in(trace: Trace, phase: str) -> list[int]:
+    """The numbers of the buckets launched within each of a phase's spans, in order."""
+    spans = [span for span in trace.spans if span.name == phase]
+    buckets = [flight for flight in flights(trace) if flight.label.startswith("bucket")]
+    return [
+        int(flight.label.split(",")[0].removeprefix("bucket "))
+        for span in spans
+        for flight in buckets
+        if span.start <= flight.start < span.end
+    ]
+
+
+def test_buckets_are_launched_while_backward_runs(tmp_path):
+    for each in profiled(tmp_path, "bucketed"):
+        buckets = launched_in(each, "backward")
+        assert buckets == [0, 1, 2, 3] * 2
+        first = next(flight for flight in flights(each) if flight.label.startswith("bucket 0"))
+        backward = next(span for span in each.spans if span.name == "backward")
+        later = [s for s in each.spans if s.name == "aten::mm" and first.start < s.start < backward.end]
+        assert later, "backward goes on after the first launch"
+        assert first.transfers[0].start > first.start
+        assert not launched_in(each, "synchronise")
+
+
+def test_naive_launches_after_backward(tmp_path):
+    for each in profiled(tmp_path, "naive"):
+        assert not launched_in(each, "backward")
+        assert launched_in(each, "synchronise") == [*range(8)] * 2
+
+
+def reduce_in_two_groups(group, folder: str) -> None:
+    pair = subgroup([0, 1])
+    big, small = torch.ones(300_000), torch.ones(8)
+    with Capture(Path(folder), group) as capture, capture.step():
+        works = [all_reduce(big, group, f"big {i}") for i in range(3)]
+        works.append(all_reduce(small, pair, "small"))
+        for work in reversed(works):
+            work.wait()
+
+
+def test_two_groups_of_real_ranks(tmp_path):
+    ranks.run(reduce_in_two_groups, 2, folder=str(tmp_path))
+    for each in [read_trace(path) for path in trace_files(tmp_path)]:
+        sizes = {f.label: [span.args["Input Dims"] for span in f.transfers] for f in flights(each) if f.label}
+        assert {label: sizes[label] for label in ("big 0", "big 1", "big 2", "small")} == {
+            **{f"big {i}": [[[300_000]]] for i in range(3)},
+            "small": [[[8]]],
+        }

@@ -1,0 +1,215 @@
+"""Residuals by module against the closed forms to the byte; and the best segment against brute force."""
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.cost import count_parameters
+from cs336_systems.model.observed import observe_kept
+from cs336_systems.model.precision import autocast
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.presets import ModelConfig, preset
+from cs336_systems.profiling.residuals import Residual, Residuals, model_residuals, residuals
+from cs336_systems.profiling.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
+
+BATCH, SEQ = 5, 8
+SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=5, num_heads=4)
+STREAM, HIDDEN, ROW = 4 * BATCH * SEQ * 48, 4 * BATCH * SEQ * 112, 4 * BATCH * SEQ
+SCORES = 4 * BATCH * 4 * SEQ * SEQ
+LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
+BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}
+FUSED = {"attention": "flash", "kernels": "triton"}
+VARIANTS = [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}, {"norm": "layernorm"}, FUSED, LLAMA | FUSED]
+RECOMPUTED = [{"recompute": name, "recompute_every": 2} for name in ("attention", "segments", "nested")]
+RECOMPUTED += [{"recompute": "segments", "recompute_every": every} for every in (1, 3, 5)]
+
+
+def real_residuals(config: ModelConfig, precision: str = "fp32") -> Residuals:
+    """As `model_residuals`, but of a model that is there and runs."""
+    model = TransformerLM(config)
+    tokens, targets = torch.randint(44, (BATCH, SEQ)), torch.randint(44, (BATCH, SEQ))
+
+    def forward() -> None:
+        with autocast(torch.device("cpu"), precision):
+            lm_loss(model, tokens, targets)
+
+    return residuals(model, forward)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", VARIANTS + RECOMPUTED, ids=str)
+def test_the_bytes_are_those_of_the_formula(changes, precision):
+    config = replace(SMALL, **changes)
+    counted = model_residuals(config, BATCH, SEQ, precision)
+    way = config.recompute, config.recompute_every
+    assert counted.nbytes == strategy(config, BATCH, SEQ, *way, precision).kept
+    assert sum(counted.by_block().values()) == counted.nbytes
+    products = count_parameters(config)["attention"] + count_parameters(config)["feed-forward"] + 44 * 48
+    if precision == "fp32":
+        assert counted.weight_casts == 0
+    elif config.recompute in ("none", "attention") and config.kernels == "torch":
+        assert counted.weight_casts == 2 * products
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("changes", [{}, LLAMA, RECOMPUTED[0], RECOMPUTED[1], RECOMPUTED[2]], ids=str)
+def test_a_model_that_runs_keeps_what_an_imaginary_one_keeps(changes, precision):
+    config = replace(SMALL, **changes)
+    assert real_residuals(config, precision) == model_residuals(config, BATCH, SEQ, precision)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_norm_of_half_precision_keeps_its_statistics_in_four_bytes(precision):
+    # Only a model that runs knows: torch's rule for shapes says two.
+    config = replace(SMALL, **BERT)
+    tokens = Residual("embedding.types", (BATCH, SEQ), "int64", 8 * BATCH * SEQ, "zeros_like")
+    kept = real_residuals(config, precision)
+    assert [each for each in kept.kept if each.module == tokens.module] == [tokens]
+    missing = 2 * 2 * BATCH * SEQ if precision == "bf16" else 0  # of a mean and a deviation a token
+    assert kept.nbytes == observe_kept(config, BATCH, SEQ, precision).total + missing
+
+
+@pytest.mark.parametrize("changes", [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}], ids=str)
+def test_every_block_keeps_what_the_formula_says(changes):
+    config = replace(SMALL, **changes)
+    block = observe_kept(replace(config, num_layers=1), BATCH, SEQ).blocks[0]
+    table = 4 * SEQ * config.head_dim if config.positions == "rotary" else 0  # all use it, and the first keeps it
+    blocks = {name: n for name, n in model_residuals(config, BATCH, SEQ).by_block().items() if name[:6] == "blocks"}
+    assert blocks == {"blocks.0": block + table} | {f"blocks.{i}": block for i in range(1, 5)}
+
+
+def test_inside_a_block_by_hand():
+    kept = model_residuals(SMALL, BATCH, SEQ)
+    assert kept.by_module("blocks.3") == {
+        "blocks.3.attention_norm": 2 * STREAM + ROW,  # input, normalised input, 1 / rms
+        "blocks.3.attention": 5 * STREAM + SCORES,  # input, query, key, value, output; softmax
+        "blocks.3.feed_forward_norm": 2 * STREAM + ROW,
+        "blocks.3.feed_forward": STREAM + 2 * HIDDEN,  # input, before and after the GELU
+    }
+    outside = {name: n for name, n in kept.by_block().items() if name[:6] != "blocks"}
+    logits = 4 * BATCH * SEQ * 44
+    assert outside == {
+        "embedding": 8 * BATCH * SEQ,
+        "final_norm": 2 * STREAM + ROW,
+        "tied_head": STREAM,  # its input
+        "token_loss": logits + 8 * BATCH * SEQ + 4,  # log-softmax, targets, the weight's sum
+    }
+
+
+def test_the_five_largest_by_hand():
+    kept = model_residuals(SMALL, BATCH, SEQ)
+    assert kept.largest(5, "blocks.2") == [
+        Residual("blocks.2.feed_forward", (BATCH, SEQ, 112), "float32", HIDDEN, "mm"),
+        Residual("blocks.2.feed_forward.down", (BATCH * SEQ, 112), "float32", HIDDEN, "gelu"),
+        Residual("blocks.2.attention_norm", (BATCH, SEQ, 48), "float32", STREAM, "add"),
+        Residual("blocks.2.attention_norm", (BATCH, SEQ, 48), "float32", STREAM, "mul"),
+        Residual("blocks.2.attention.query", (BATCH * SEQ, 48), "float32", STREAM, "mul"),
+    ]
+    assert [each.module[:8] for each in kept.largest(3)] == ["blocks.0", "blocks.0", "blocks.1"]
+    long = model_residuals(replace(SMALL, context_length=64), 1, 64).largest(1, "blocks.0")
+    assert long == [Residual("blocks.0.attention", (1, 4, 64, 64), "float32", 4 * 4 * 64 * 64, "softmax")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"), [(RECOMPUTED[1], (0, 2, 4)), (RECOMPUTED[2], (0, 2)), (RECOMPUTED[4], (0, 3))], ids=str
+)
+def test_a_segment_keeps_its_input_for_its_first_block(changes, first):
+    kept = model_residuals(replace(SMALL, **changes), BATCH, SEQ)
+    blocks = {name: n for name, n in kept.by_block().items() if name[:6] == "blocks"}
+    assert blocks == {f"blocks.{i}": STREAM for i in first}
+
+
+class Twins(nn.Module):
+    """Two layers that read, and keep, the same input, and an output that neither keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) * self.other(x)
+
+
+def test_what_two_modules_keep_counts_for_the_first():
+    model = Twins()
+    x = torch.randn(2, 3)
+    kept = residuals(model, lambda: model(x))
+    assert kept.by_block() == {"one": 24, "model": 2 * 24}
+    assert [each.made_by for each in kept.kept] == ["", "mm", "mm"]
+    assert residuals(model, lambda: None) == Residuals(())
+    model(x).sum().backward()  # no hook was left behind
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_nothing_of_a_pass_is_left_behind(precision):
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(each) in (torch.Tensor, nn.Parameter) for each in gc.get_objects())
+
+    before = tensors()
+    real_residuals(SMALL, precision)
+    assert tensors() <= before
+
+
+def test_blocks_are_named_by_their_number():
+    names = {"blocks.0": "blocks.0", "blocks.12.attention.out": "blocks.12", "transformer.h.3.mlp": "transformer.h.3"}
+    names |= {"embedding.tokens": "embedding", "model": "model", "layer1.conv": "layer1", "0.weight": "0"}
+    assert {name: Residual(name, (), "float32", 0).block for name in names} == names
+
+
+def test_no_memory_is_needed():
+    large = preset("10B", 2026)
+    shape = (replace(large.model, num_layers=3), 4096, 512)
+    assert model_residuals(*shape).nbytes == observe_kept(*shape).total > 2**41
+
+
+def test_the_fullest_moment_is_in_the_loss_or_after_it():
+    assert Strategy("segments", 2, 100, 50, 20, 30).peak == 120
+    assert Strategy("segments", 2, 100, 60, 20, 30).peak == 130
+    assert Strategy("none", 1, 100, 0, 0, 30).peak == 100
+    config = replace(SMALL, num_layers=4, vocab_size=1000)
+    block = observe_kept(config, BATCH, SEQ).blocks[0]
+    logits = 4 * BATCH * SEQ * 1000
+    head = 2 * STREAM + ROW + STREAM + logits + 4  # the last norm, the head's input, the log-softmax, a weight
+    ids = 2 * 8 * BATCH * SEQ
+    # The second segment is run again while the input of the first is there, and its own input is in its first block.
+    again = STREAM + 2 * block - 2 * STREAM
+    found = Strategy("segments", 2, ids + 2 * STREAM + head, again, logits, head)
+    assert strategy(config, BATCH, SEQ, "segments", 2) == found
+    assert strategy(replace(config, kernels="triton"), BATCH, SEQ, "nested").logits == 0
+    assert strategy(replace(config, kernels="triton", **BERT), BATCH, SEQ, "nested").logits == logits
+
+
+@pytest.mark.parametrize("layers", [1, 5, 60, 200, 400])
+def test_the_best_length_is_that_of_brute_force(layers):
+    config = replace(SMALL, num_layers=layers)
+    block, logits = observe_kept(replace(config, num_layers=1), BATCH, SEQ).blocks[0], 4 * BATCH * SEQ * 44
+    ids = 2 * 8 * BATCH * SEQ
+    head = observe_kept(replace(config, num_layers=1), BATCH, SEQ).head
+    needs = {}
+    for k in range(1, layers + 1):
+        starts = range(0, layers, k)
+        kept = ids + len(starts) * STREAM + head
+        # When a segment is run again, the inputs of those before it are still there.
+        again = [j * STREAM + (min(start + k, layers) - start) * block for j, start in enumerate(starts)]
+        needs[k] = max(kept + logits, ids + max(again))
+    assert {each.every: each.peak for each in sweep(config, BATCH, SEQ)} == needs
+    found = best(sweep(config, BATCH, SEQ))
+    assert found.every == min(needs, key=needs.get)
+    rule = square_root_rule(config, BATCH, SEQ)
+    assert layers / rule * STREAM == pytest.approx(rule * block)  # at the minimum of a / k + b k the terms are equal
+    assert abs(found.every - rule) < 1
+
+
+def test_neighbours_of_the_best_are_worth_measuring():
+    def names(layers: int) -> list[str]:
+        return [each.name for each in neighbours(replace(SMALL, num_layers=layers), BATCH, SEQ)]
+
+    assert names(5) == ["none", "segments of 1", "segments of 2", "nested"]
+    assert names(200) == ["none", "segments of 3", "segments of 4", "segments of 5", "nested"]
+    assert names(1) == ["none", "segments of 1", "nested"]
+    applied = neighbours(replace(SMALL, num_layers=200), BATCH, SEQ)[3].apply(SMALL)
+    assert (applied.recompute, applied.recompute_every) == ("segments", 5)

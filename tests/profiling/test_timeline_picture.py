@@ -1,0 +1,305 @@
+"""The picture of a step: what is drawn, where, and in which words."""
+
+import re
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.intervals import length, union
+from cs336_systems.profiling.overlap import last_starts
+from cs336_systems.profiling.pictures import WIDTH, Picture
+from cs336_systems.profiling.step_tracks import Bar, StepTracks, choose_step, pack, step_tracks, steps_of
+from cs336_systems.profiling.timeline_picture import LEFT, RIGHT, VERBS, draw_timeline, shortened, write_timeline
+from cs336_systems.profiling.trace import read_trace, trace_files
+from tests.profiling.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
+from tests.support.svg_shapes import placed_texts, shapes, texts
+
+STEP = [
+    event("step 0", 0, 10),
+    event("gloo:all_reduce", 2, 6, GLOO),
+    event("step 1", 100, 300),
+    event("forward", 100, 150),
+    event("blocks.0 (TransformerBlock)", 110, 140),
+    event("aten::mm", 112, 130),
+    event("backward", 150, 220),
+    event("aten::mm", 160, 168),
+    event("aten::mm", 174, 210),
+    event("launch all-reduce 0#1 bucket 0, from head.weight", 170, 172),
+    event("c10d::allreduce_", 171, 172),
+    event("gloo:all_reduce", 180, 230, GLOO),
+    event("synchronise", 220, 240),
+    event("wait all-reduce 0#1 bucket 0, from head.weight", 225, 231),
+    event("launch all-gather 0#2 blocks.0.up.weight", 240, 242),
+    event("gloo:recv", 241, 259),
+    event("wait all-gather 0#2 blocks.0.up.weight", 250, 260),
+    event("aten::mm", 262, 270),
+]
+
+
+def figures(tracks: StepTracks) -> tuple[int, int, int]:
+    """Nanoseconds of communication, of it hidden, and in waits."""
+    waits = union((wait.start, wait.end) for wait in tracks.waits)
+    return length(tracks.communicating), length(tracks.hidden), length(waits)
+
+
+def rects(picture: Picture) -> list[tuple[float, float, str, str]]:
+    """(left, right, fill, tooltip) of every shape that has one."""
+    return [(each.left, each.right, each.fill, each.tooltip) for each in shapes(picture.render())]
+
+
+def words(picture: Picture) -> list[str]:
+    return [words.strip() for words in texts(picture.render())]
+
+
+def at(microseconds: float, start: float = 100, end: float = 300) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * (microseconds - start) / (end - start)
+
+
+def test_flights_of_every_backend():
+    before, queued, posted = flights(trace(*STEP))
+    assert (before.start, before.launch) == (2000, None)
+    assert (queued.verb, queued.number, queued.label) == ("all-reduce", "0#1", "bucket 0, from head.weight")
+    assert [span.name for span in queued.transfers] == ["gloo:all_reduce"]
+    assert (queued.start, queued.end, queued.posted) == (170_000, 231_000, False)
+    assert [span.name for span in posted.transfers] == ["gloo:recv"]
+    assert (posted.start, posted.end, posted.posted) == (240_000, 260_000, True)
+    for path in trace_files(FIXTURE):
+        found = flights(read_trace(path))
+        assert [(f.verb, f.label, len(f.transfers)) for f in found] == [
+            ("all-reduce", "bucket 0, from down.weight", 1),
+            ("all-reduce", "bucket 1, from up.weight", 1),
+        ]
+        assert found[0].transfers[0].end < found[1].transfers[0].start
+
+
+def test_a_queue_is_first_in_first_out():
+    spans = [event("c10d::allreduce_", 1, 2), event("gloo:all_reduce", 3, 20, GLOO)]
+    spans += [event("launch broadcast 0#7 buffer", 4, 9), event("c10d::broadcast_", 5, 8)]
+    spans += [event("c10d::send", 2, 3), event("gloo:broadcast", 20, 30, GLOO)]
+    spans += [event("c10d::allreduce_", 12, 13), event("gloo:all_reduce", 32, 40, GLOO)]
+    unknown, known, later = flights(trace(*spans))
+    assert (later.label, later.launch) == ("", None)
+    assert (unknown.verb, unknown.label, unknown.launch) == ("all-reduce", "", None)
+    assert (known.label, known.transfers[0].name, known.wait) == ("buffer", "gloo:broadcast", None)
+    assert known.end == 30_000
+
+
+def collective(number: str, start: float, size: int, transfer: tuple[float, float, int], wait: float | None) -> list:
+    """A collective whose label is its number: its launch, what gloo's thread did for it, and when its wait was over."""
+    name = f"all-reduce {number} {number}"
+    call = event("c10d::allreduce_", start + 1, start + 2, **{"Input Dims": [[[size]], []]})
+    begin, end, thread = transfer
+    ran = event("gloo:all_reduce", begin, end, thread, **{"Input Dims": [[size]], "ran": number})
+    waited = [] if wait is None else [event(f"wait {name}", start + 4, wait)]
+    return [event(f"launch {name}", start, start + 3), call, ran, *waited]
+
+
+def assert_told_apart(*collectives: list) -> None:
+    found = flights(trace(*[each for events in collectives for each in events]))
+    assert {flight.label: [span.args["ran"] for span in flight.transfers] for flight in found} == {
+        events[0]["name"].split()[-1]: [events[0]["name"].split()[-1]] for events in collectives
+    }
+
+
+def test_two_threads_of_a_group_that_swap_are_told_apart_by_shape():
+    assert_told_apart(collective("0#1", 0, 8, (21, 30, 2), 90), collective("0#2", 10, 16, (20, 40, 3), 95))
+
+
+def test_equal_shapes_are_told_apart_by_their_waits():
+    """Both were in flight when the second began to run, but nobody returns from a wait for what still runs."""
+    assert_told_apart(collective("0#1", 0, 8, (22, 30, 2), 32), collective("0#2", 10, 8, (20, 60, 3), 95))
+
+
+def test_equal_shapes_of_two_groups_are_told_apart_by_their_threads():
+    """Group 0's threads are busy, so its third waits, while group 1 runs what was launched later at once."""
+    big = [collective("0#1", 0, 99, (4, 60, 2), None), collective("0#2", 10, 99, (14, 70, 3), None)]
+    first = collective("1#1", 20, 5, (24, 26, 4), None)
+    small = [collective("0#3", 30, 8, (61, 65, 2), None), collective("1#2", 40, 8, (44, 50, 4), None)]
+    assert_told_apart(*big, first, *small)
+
+
+def test_types_tell_apart_where_the_call_says_them():
+    def one(number, start, begin, kind):
+        args = {"Input Dims": [[16], [8], []], "Input type": [kind, kind, ""]}
+        ran = {"Input Dims": [[8]], "Input type": [kind], "ran": number}
+        return [
+            event(f"launch all-gather {number} {number}", start, start + 3),
+            event("c10d::_allgather_base_", start + 1, start + 2, **args),
+            event("gloo:all_gather", begin, begin + 5, int(begin), **ran),
+        ]
+
+    assert_told_apart(one("0#1", 0, 30, "float"), one("1#1", 10, 20, "c10::BFloat16"))
+
+
+def test_collectives_launched_before_the_profile_take_no_call():
+    args = {"Input Dims": [[8]]}
+    before = [event("gloo:all_reduce", 0, 50, GLOO, **args), event("gloo:all_reduce", 5, 60, 3, **args)]
+    mine = collective("0#9", 10, 8, (61, 70, GLOO), 72)
+    unknown = [flight for flight in flights(trace(*before, *mine)) if not flight.launch]
+    assert [flight.start for flight in unknown] == [0, 5000]
+
+
+def test_launches_of_two_threads_are_kept_apart():
+    spans = [event("launch all-reduce 0#1 mine", 0, 10), event("launch all-reduce 0#2 theirs", 1, 9, thread=5)]
+    spans += [event("c10d::allreduce_", 3, 4, thread=5), event("gloo:all_reduce", 12, 20, GLOO)]
+    assert [(f.label, len(f.transfers)) for f in flights(trace(*spans))] == [("mine", 0), ("theirs", 1)]
+    asked = event("cudaLaunchKernel", 5, 6, 5, "cuda_runtime", correlation=3)
+    ran = event("ncclDevKernel_AllReduce(x)", 12, 20, 20, "kernel", correlation=3, stream=20)
+    assert [(f.label, len(f.transfers)) for f in flights(trace(*spans[:2], asked, ran))] == [("mine", 0), ("theirs", 1)]
+
+
+def test_flights_without_annotations():
+    spans = [kernel("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(x)", 10, 20, 20), event("gloo:all_to_all", 0, 5, GLOO)]
+    assert [(f.verb, f.start, f.end) for f in flights(trace(*spans))] == [
+        ("all-to-all", 0, 5000),
+        ("reduce-scatter", 10_000, 20_000),
+    ]
+
+
+def test_the_tracks_of_a_step():
+    found = step_tracks(trace(*STEP), 1, {})
+    assert [(p.name, p.start, p.end) for p in found.phases] == [
+        ("forward", 100_000, 150_000),
+        ("backward", 150_000, 220_000),
+        ("synchronise", 220_000, 240_000),
+    ]
+    assert [(b.name, b.start, b.end) for b in found.blocks] == [("blocks.0", 110_000, 140_000)]
+    assert [(b.kind, b.start) for b in found.compute["operators"]] == [
+        ("forward", 112_000),
+        ("backward", 160_000),
+        ("backward", 174_000),
+        ("other", 262_000),
+    ]
+    assert [(b.kind, b.start, b.end, b.posted) for b in found.bars[0]] == [
+        ("all-reduce", 180_000, 230_000, False),
+        ("all-gather", 240_000, 260_000, True),
+    ]
+    assert found.launches == [170_000, 240_000]
+    assert figures(found) == (68_000, 30_000, 16_000)
+
+
+def test_the_fixtures_tracks():
+    traces = [read_trace(path) for path in trace_files(FIXTURE)]
+    first, second = (step_tracks(each, 0, last_starts(traces)) for each in traces)
+    assert [(block.kind) for block in first.compute["stream 7"]] == ["forward"] * 4 + ["backward"] * 5 + ["optimizer"]
+    assert [bar.name.split(",")[0] for bar in first.bars[0]] == ["bucket 0", "bucket 1"]
+    # Clocks are not aligned here: rank 1's is 5 us ahead.
+    assert [bar.joined - bar.start for bar in first.bars[0]] == [65_250, 65_250]
+    assert [bar.joined - bar.start for bar in second.bars[0]] == [0, 0]
+    assert figures(first) == (560_000, 258_500, 30_000)
+
+
+def test_steps():
+    assert steps_of(trace(*STEP)) == {0: (0, 10_000), 1: (100_000, 300_000)}
+    assert steps_of(trace(event("ProfilerStep#7", 1, 3))) == {7: (1000, 3000)}
+    assert steps_of(trace(event("aten::mm", 5, 9), event("aten::add", 2, 6))) == {0: (2000, 9000)}
+    both = [trace(event("step 0", 0, 1), event("step 1", 1, 2)), trace(event("step 0", 0, 1))]
+    assert choose_step(both, None) == 0
+    with pytest.raises(UserError, match="no step 1 in the traces; there are 0"):
+        choose_step(both, 1)
+    with pytest.raises(UserError, match="share no step"):
+        choose_step([trace()], None)
+    with pytest.raises(UserError, match="share no step"):
+        choose_step([], None)
+
+
+def test_bars_are_packed_on_as_few_lanes_as_possible():
+    bars = [Bar(start, end, "", "", start, False, "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
+    lanes = [[(bar.start, bar.end) for bar in lane] for lane in pack(bars)]
+    assert lanes == [[(0, 10), (10, 20)], [(5, 8), (8, 12)], [(6, 7)]]
+
+
+@pytest.mark.parametrize(
+    ("room", "label", "short"),
+    [
+        (500, "bucket 12, from final_norm.weight", "bucket 12, from final_norm.weight"),
+        (60, "bucket 12, from final_norm.weight", "bucket 12"),
+        (20, "bucket 12, from final_norm.weight", "b12"),
+        (10, "bucket 12, from final_norm.weight", ""),
+        (95, "gradient of blocks.0.attention.query.weight", "attention.query"),
+        (30, "gradient of blocks.0.attention.query.weight", "query"),
+        (29, "gradient of blocks.0.attention.query.weight", ""),
+        (66, "updated parameters", "updated pa…"),
+    ],
+)
+def test_labels_fit_their_bars(room, label, short):
+    assert shortened(label, room) == short
+
+
+def test_shapes_lie_at_their_times():
+    drawing = draw_timeline([trace(*STEP)])
+    found = {hover.split(":")[0]: (left, right, fill) for left, right, fill, hover in rects(drawing) if hover}
+    expected = {
+        "forward": (100, 150),
+        "backward": (150, 220),
+        "all-reduce 0#1 bucket 0, from head.weight": (180, 230),
+        "all-gather 0#2 blocks.0.up.weight": (240, 260),
+        "blocks.0": (110, 140),
+    }
+    # A hover of a collective has a colon of its own only after the label.
+    for name, (start, end) in expected.items():
+        assert found[name][:2] == pytest.approx((at(start), at(end)), abs=0.02), name
+    assert found["all-gather 0#2 blocks.0.up.weight"][2] == VERBS["all-gather"]
+    said = words(drawing)
+    assert {"rank 0", "forward", "backward", "synchronise", "blocks.0", "blocks.0.up"} <= set(said)
+    assert "44.1 % overlapped" in said
+    assert {"communication ≤ 0.068 ms", "exposed ≤ 0.038 ms", "CPU in waits = 0.016 ms"} <= set(said)
+    assert "0.04" in said, "ticks in ms from the start of the step"
+    assert drawing.title == "Step 1 on 1 rank: computation and communication"
+
+
+def test_nothing_is_drawn_outside():
+    for drawing in (draw_timeline([trace(*STEP)]), draw_timeline([read_trace(path) for path in trace_files(FIXTURE)])):
+        for left, right, *_ in rects(drawing):
+            assert left >= 0
+            assert right <= WIDTH - RIGHT + 1.01
+        for x, _, size, said in placed_texts(drawing.render()):
+            assert x + 0.6 * size * len(said) <= WIDTH
+
+
+def test_the_fixtures_picture():
+    traces = [read_trace(path) for path in trace_files(FIXTURE)]
+    drawing = draw_timeline(traces)
+    said = words(drawing)
+    assert {"rank 0", "rank 1", "46.2 % overlapped", "45.1 % overlapped", "stream 7", "waits (CPU)"} <= set(said)
+    assert said.count("bucket 0") == said.count("bucket 1") == 2
+    hovers = [hover for *_, hover in rects(drawing)]
+    assert (
+        "all-reduce 0#1 bucket 0, from down.weight: 0.26 ms, of which 0.0602 ms until the last rank had joined"
+        in hovers
+    )
+    assert "all-reduce 0#1 bucket 0, from down.weight: 0.2 ms" in hovers
+    ends = {round(right, 1) for _, right, _, hover in rects(drawing) if hover.startswith("all-reduce 0#2")}
+    assert len(ends) == 1, "on one clock both ranks leave together"
+
+
+def test_a_plain_trace_is_drawn_as_far_as_it_says():
+    engine = "autograd::engine::evaluate_function: MmBackward0"
+    plain = trace(event("aten::mm", 0, 10), event(engine, 10, 30), event("aten::mm", 12, 28), rank=3)
+    drawing = draw_timeline([plain])
+    assert {"rank 3", "backward", "no communication"} <= set(words(drawing))
+    assert "rank 0" in words(draw_timeline([trace(event("gloo:all_reduce", 0, 10, GLOO))]))
+
+
+def test_the_file(tmp_path):
+    path = tmp_path / "new" / "timeline.svg"
+    assert write_timeline([trace(*STEP, wrapper="BucketedDDP")], path, 0) == [path]
+    assert "BucketedDDP, step 0 on 1 rank" in path.read_text()
+
+
+def test_the_file_is_the_same_every_time():
+    first, second = (draw_timeline([trace(*STEP)]).render() for _ in range(2))
+    assert first == second
+    assert "pattern" in first, "hatches have names that a salt makes"
+
+
+def test_real_ranks(tmp_path):
+    drawing = draw_timeline(profiled(tmp_path, "bucketed"))
+    said = words(drawing)
+    assert {"rank 0", "rank 1", "forward", "synchronise", "collectives", "all-reduce"} <= set(said)
+    bars = {hover.split(":")[0] for *_, hover in rects(drawing) if hover.startswith("all-reduce")}
+    assert {re.sub(r"\d+#\d+ |,.*", "", bar) for bar in bars} == {
+        *(f"all-reduce bucket {number}" for number in range(4)),
+        "all-reduce used parameters",
+    }

@@ -1,0 +1,48 @@
+"""What tests of the analytic model share: small models of every kind, and machines on which one thing takes time."""
+
+from dataclasses import replace
+from math import inf
+
+from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.machines import Constants, System
+from cs336_systems.presets import Mixture, ModelConfig
+
+SEQ = 32
+# Sizes with a different prime in each, as far as tp 4 divides them, so that no two terms can be taken for each other.
+GPT = ModelConfig(
+    vocab_size=4 * 53,
+    context_length=SEQ,
+    d_model=48,
+    d_ff=4 * 44,
+    num_layers=6,
+    num_heads=12,
+    bias=True,
+    norm="layernorm",
+    dropout=0.1,
+    kernels="triton",
+)
+BERT = replace(GPT, causal=False, token_types=2, bert_heads=True)
+LLAMA = replace(
+    GPT,
+    bias=False,
+    norm="rmsnorm",
+    dropout=0.0,
+    positions="rotary",
+    feed_forward="swiglu",
+    tied_head=False,
+    num_kv_heads=4,
+)
+MOE = replace(GPT, num_experts=8, expert_every=2, mixture=Mixture(top_k=2, expert_d_ff=4 * 20))
+SHARED = replace(LLAMA, num_experts=4, expert_every=1, mixture=Mixture(top_k=1, shared_expert=True))
+KINDS = {"gpt": GPT, "bert": BERT, "llama": LLAMA, "experts": MOE, "shared expert": SHARED}
+
+# Nothing is lost on the way to a ceiling.
+IDEAL = Constants(1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
+
+
+def machine(flops: float = inf, memory: float = inf, link: float = inf, far: float = 0.0, node: int = 8) -> System:
+    """FLOP/s, bytes/s of memory, bytes/s of links; what is not said takes no time."""
+    return System("test", flops, flops, 1.0, memory, inf, 1, node, Link(0.0, link), Link(0.0, far or link))
+
+
+COMPUTES, MOVES, SENDS = machine(flops=1.0), machine(memory=1.0), machine(link=1.0)

@@ -1,0 +1,294 @@
+"""Misuse and edge cases as small programs, run by real ranks and by an oracle that plays all ranks in one process.
+
+A program is a generator over a `Run`; where it yields, every rank calls `finish_gradient_synchronization()`. The oracle
+runs one copy of the bare module for each rank in lock-step and averages their gradients with three lines of Python, so
+it shares no code with the library. A case pairs a program with its outcome: "right", or the words of the error.
+"""
+
+import hashlib
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.buffers.placements import SHARDED
+from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.zero import zero
+from tests.support import ranks
+from tests.support.parallel_cases import batch, rows_of, spread
+from tests.support.tolerances import bound
+
+# The longest sum of the model and its loss has 48 terms; a step of AdamW amplifies by at most a constant.
+TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
+SMALL = 0.0005  # MB: a few parameters a bucket
+
+
+class Boom(torch.autograd.Function):
+    """The identity, whose backward fails if it is told to."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ArithmeticError("a backward that fails")
+        return gradient, None
+
+
+class Net(nn.Module):
+    """Tied embedding and head, a layer that is used twice, layers that a call may leave out, a scalar, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 5)
+        self.shared = nn.Linear(5, 5, bias=False)
+        self.deep = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
+        self.optional = nn.Linear(5, 5)
+        self.norm = nn.LayerNorm(5)
+        self.last = nn.Linear(5, 6, bias=False)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(3, dtype=torch.int64))
+        self.double()
+
+    def forward(
+        self, tokens: Tensor, skip: bool = False, recompute: str = "", keep: list | None = None, boom: str = ""
+    ) -> Tensor:
+        self.calls += 1
+        x = Boom.apply(torch.tanh(self.first(self.embedding(tokens))), boom == "late")
+        shared = partial(checkpoint, self.shared, use_reentrant=recompute == "reentrant") if recompute else self.shared
+        x = x + shared(torch.tanh(shared(x)))
+        for layer in self.deep:
+            x = torch.tanh(layer(x))
+        side = x if skip else torch.tanh(self.optional(x))
+        if keep is None:
+            x = x + side
+        else:
+            keep.append(side)  # an output that the loss does not use
+        x = Boom.apply(self.norm(x) * self.scale, boom == "early")
+        return self.head(self.last(x))
+
+
+class Replica(nn.Module):
+    """The oracle's wrapper, which does nothing but have the wrappers' methods."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs, **kwargs):
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+
+@dataclass
+class Run:
+    """One rank's side of a training run."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    rank: int
+    world: int
+    before: list[Tensor] = field(default_factory=list)
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model.module
+
+    def loss(self, step: int, **options) -> Tensor:
+        tokens, targets = (rows_of(each, self.rank, self.world) for each in batch(step))
+        return F.cross_entropy(self.model(tokens, **options).flatten(0, 1), targets.flatten())
+
+    def backward(self, step: int, **options) -> None:
+        self.loss(step, **options).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.remember()
+        self.optimizer.zero_grad()
+
+    def remember(self) -> None:
+        self.before = [p.detach().clone() for p in self.updated()]
+
+    def updated(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def assert_no_step_since(self) -> None:
+        for old, new in zip(self.before, self.updated(), strict=True):
+            assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
+
+
+Program = Callable[[Run], Iterator[None]]
+ALL = ("naive", "flat", "overlapped", "bucketed", "stage 0", "stage 1", "stage 2", "stage 2, small", "stage 3")
+REDUCES_EARLY = ("overlapped", "bucketed", "stage 0", "stage 1")
+FEW = ("flat", "bucketed", "stage 2, small", "stage 3")  # one of each kind
+SCATTERS = ("stage 2", "stage 2, small", "stage 3")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, what comes of it ("right", or words of the error, by mode where modes differ), and what it needs."""
+
+    program: Program
+    outcome: str | dict[str, str] = "right"
+    prepare: Callable[[nn.Module, int], object] = lambda module, rank: None  # before wrapping
+    inexact: tuple[str, ...] = ()  # modes in which two ranks add in another order than the oracle
+    make: Callable[[], nn.Module] = Net
+    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict = field(default_factory=lambda: {"lr": 0.05, "weight_decay": 0.1})
+    tolerance: float = TOLERANCE
+    modes: tuple[str, ...] = ALL
+    waits: bool = False  # whether some rank learns of the error by waiting, so that each mode needs ranks of its own
+
+    def expected(self, mode: str) -> str:
+        if isinstance(self.outcome, str):
+            return self.outcome
+        return next((words for modes, words in self.outcome.items() if mode in modes.split(" | ")), "right")
+
+    def module(self, seed: int, rank: int) -> nn.Module:
+        torch.manual_seed(seed)
+        module = self.make()
+        self.prepare(module, rank)
+        return module
+
+
+def small_buckets(module: nn.Module, cls: type, group, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Stage 2 with buckets so small that several are under way; `zero` makes one of so small a model."""
+    model = BucketedDDP(module, SMALL, group, gradients=SHARDED)
+    return model, ShardedOptimizer(model.parameters(), cls, group, wrapper=model, **options)
+
+
+def wrapped(wrapper: Callable, module: nn.Module, cls: type, group, **options) -> tuple:
+    model = wrapper(module, group=group)
+    return model, cls(model.parameters(), **options)
+
+
+MODES = {
+    "naive": partial(wrapped, NaiveDDP),
+    "flat": partial(wrapped, FlatDDP),
+    "overlapped": partial(wrapped, OverlappedDDP),
+    "bucketed": partial(wrapped, partial(BucketedDDP, bucket_size_mb=SMALL)),
+    "stage 0": partial(zero, stage=0),
+    "stage 1": partial(zero, stage=1),
+    "stage 2": partial(zero, stage=2),
+    "stage 2, small": small_buckets,
+    "stage 3": partial(zero, stage=3),
+}
+
+
+def start(case: Case, mode: str, group) -> Run:
+    """Seeds differ by rank, so that what is not sent from rank 0 is seen."""
+    module = case.module(seed=group.rank(), rank=group.rank())
+    model, optimizer = MODES[mode](module, case.cls, group=group, **case.options)
+    return Run(model, optimizer, group.rank(), group.size())
+
+
+def drive(run: Run, program: Program) -> None:
+    for _ in program(run):
+        run.model.finish_gradient_synchronization()
+
+
+def oracle(case: Case, world: int) -> dict[str, Tensor]:
+    """Final parameters by name, from as many copies of the module as there are ranks."""
+    modules = [case.module(seed=0, rank=rank) for rank in range(world)]
+    models = [Replica(module) for module in modules]
+    runs = [Run(m, case.cls(m.parameters(), **case.options), rank, world) for rank, m in enumerate(models)]
+    for _ in zip_longest(*(case.program(run) for run in runs)):
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            gradients = [p.grad for p in same if p.grad is not None]
+            mean = sum(gradients[1:], gradients[0]) / world if gradients else None
+            for p in same:
+                p.grad = None if mean is None else mean.clone()
+    return {name: p.detach() for name, p in modules[0].named_parameters()}
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter by the bare module's name, tied ones once."""
+    whole = model.gather_full_params() if hasattr(model, "gather_full_params") else None
+    return {name: whole[name] if whole else p.detach() for name, p in model.module.named_parameters()}
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
+    data = b"".join(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    return list(hashlib.sha256(data).digest())
+
+
+def compare(group, case: Case, run: Run, mode: str, want: dict[str, Tensor]) -> None:
+    """Equal to the oracle (to the bit where the order of additions is the same), on all ranks, buffers as well."""
+    got = full_parameters(run.model)
+    assert got.keys() == want.keys()
+    for name, parameter in got.items():
+        if group.size() <= 2 and mode not in case.inexact:
+            assert torch.equal(parameter, want[name]), f"{mode}: {name} differs from the oracle's"
+        where = f"{mode}, {name}"
+        torch.testing.assert_close(
+            parameter, want[name], rtol=case.tolerance, atol=case.tolerance, msg=lambda m, w=where: f"{w}: {m}"
+        )
+    prints = [torch.tensor(fingerprint(each)) for each in (got.values(), run.module.buffers())]
+    assert spread(group, prints[:1]) == 0, f"{mode}: the ranks' parameters differ"
+    assert spread(group, prints[1:]) == 0, f"{mode}: the ranks' buffers differ"
+
+
+def case_of(module: str, name: str) -> Case:
+    return importlib.import_module(module).CASES[name]
+
+
+def together_case(group, module: str, name: str, modes: list[str]) -> None:
+    """One mode after another: right, or the error that every rank raises by itself."""
+    case = case_of(module, name)
+    want = oracle(case, group.size()) if any(case.expected(mode) == "right" for mode in modes) else {}
+    for mode in modes:
+        if case.expected(mode) == "right":
+            run = start(case, mode, group)
+            drive(run, case.program)
+            compare(group, case, run, mode, want)
+            continue
+        try:
+            failing_case(group, module, name, mode)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            assert case.expected(mode) in said, f"{mode}: {said}"
+        else:
+            raise AssertionError(f"{mode}: no error")
+        dist.barrier(group)
+
+
+def failing_case(group, module: str, name: str, mode: str) -> None:
+    """A program that fails on this rank, before a parameter has moved since all ranks were in order."""
+    case = case_of(module, name)
+    run = start(case, mode, group)
+    run.remember()
+    try:
+        drive(run, case.program)
+    finally:
+        run.assert_no_step_since()
+
+
+def check(module: str, name: str, case: Case, world: int = 2, timeout: float = 1.5) -> None:
+    """Run a case in all of its modes: equal to the oracle, or every rank raises the error that is expected."""
+    modes = case.modes if world == 2 else [mode for mode in case.modes if mode in FEW]  # three ranks are slow
+    apart = [mode for mode in modes if case.waits and case.expected(mode) != "right"]
+    if together := [mode for mode in modes if mode not in apart]:
+        ranks.run(together_case, world, module=module, name=name, modes=together)
+    for mode in apart:
+        errors = ranks.run_failing(failing_case, world, timeout, module=module, name=name, mode=mode)
+        for rank, error in enumerate(errors):
+            assert error is not None, f"{mode}: rank {rank} raised nothing"
+            assert case.expected(mode) in error[1], f"{mode}: rank {rank} raised {error}"

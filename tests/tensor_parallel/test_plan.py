@@ -1,0 +1,289 @@
+"""Models cut over ranks against the whole one in one process: losses and every gradient, in float64."""
+
+import copy
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems.comm import Mesh, fake_ranks, record
+from cs336_systems.errors import UserError
+from cs336_systems.model.transformer import TransformerLM, lm_loss
+from cs336_systems.tensor_parallel.plan import ColumnParallelLinear, RowParallelLinear, check_divides, tensor_parallel
+from tests.support import ranks
+from tests.support.parallel_models import (
+    CONFIGS,
+    SEQ,
+    combine,
+    compare_gradients,
+    gradients,
+    make_batch,
+    only_rank,
+    rounding,
+    run,
+    whole_model,
+    with_recompute,
+)
+from tests.support.tolerances import bound, relative_error
+
+ROWS, MULTIPLE = 3, 8  # a vocabulary of 37 is padded to 40: with tp 4 the last rank has three words of padding
+RECOMPUTE = ("none", "segments", "attention", "nested")
+
+
+def collectives(config, sequence: bool, ranks: int) -> Counter:
+    """Of a forward and a backward, observed without the other ranks: (verb, label, elements)."""
+    with fake_ranks(0, ranks) as group:
+        model = with_recompute(whole_model(config), config.recompute)
+        tensor_parallel(model, group, sequence, MULTIPLE)
+        with record() as events:
+            combine(run(model, make_batch(config, ROWS))).backward()
+    return Counter((event.verb, event.label, event.numel) for event in events)
+
+
+def test_two_layers_by_hand():
+    """A forward and a backward of a decoder with dropout, every layer of which is run again."""
+    config = replace(CONFIGS["gpt"], recompute="segments", dropout=0.1)
+    stream, tokens = ROWS * SEQ * config.d_model, ROWS * SEQ
+    ends = {("all-reduce", "embedding"): 1, ("all-reduce", "largest logit"): 1, ("all-reduce", "softmax"): 1}
+    branches = ("attention, gradient", "feed-forward, gradient")
+    whole = ends | {("all-reduce", "row"): 8, ("all-reduce", "head, gradient"): 1}
+    whole |= {("all-reduce", label): 2 for label in branches}
+    parts = ends | {("all-gather", "attention"): 4, ("all-gather", "feed-forward"): 4, ("reduce-scatter", "row"): 8}
+    parts |= {("reduce-scatter", label): 2 for label in branches} | {("all-gather", "row, gradient"): 4}
+    parts |= {
+        ("all-gather", "embedding, gradient"): 1,
+        ("all-gather", "head"): 1,
+        ("reduce-scatter", "head, gradient"): 1,
+    }
+    sizes = {"largest logit": tokens, "softmax": 2 * tokens}
+    for sequence, by_hand in ((False, whole), (True, parts)):
+        want = {(*key, sizes.get(key[1], stream)): times for key, times in by_hand.items()}
+        assert collectives(config, sequence, 2) == want
+
+
+def check_model(dense: TransformerLM, config, batch, sequence: bool, mesh: Mesh, wanted, sent: list) -> float:
+    """One layout: there and back, losses, gradients, collectives; returns the largest error of a gradient."""
+    model = with_recompute(dense, config.recompute)
+    plan = tensor_parallel(model, mesh.tp, sequence, MULTIPLE)
+    whole = dict(dense.named_parameters())
+    assert [name for name, _ in model.named_parameters()] == list(whole)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, plan.part(name, whole[name])), name
+        assert plan.whole_shape(name, parameter.shape) == whole[name].shape
+        assert parameter.numel() < whole[name].numel() or name not in plan.cut
+        if sequence and config.recompute == "none":
+            assert torch.equal(plan.whole(name, parameter), whole[name]), name
+            assert torch.equal(plan.whole(name, plan.part(name, whole[name].grad)), whole[name].grad), name
+    with record() as events:
+        losses = run(model, batch)
+        combine(losses).backward()
+    tolerance = rounding(config, torch.float64, batch.tokens.numel())
+    for got, want in zip(losses, wanted, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or relative_error(got.detach(), want.detach()) <= tolerance
+    counted = Counter((event.verb, event.label, event.numel) for event in events)
+    assert sorted([*key, times] for key, times in counted.items()) == sent, (config.recompute, sequence)
+    return compare_gradients(gradients(model, plan), plan, dense, tolerance)
+
+
+def models_case(group, recompute: list[str], sent: dict[str, list]) -> float:
+    torch.set_default_dtype(torch.float64)
+    mesh, largest = Mesh(tp=group.size()), 0.0
+    for kind, config in CONFIGS.items():
+        dense, batch = whole_model(config), make_batch(config, ROWS)
+        losses = run(dense, batch)
+        combine(losses).backward()
+        for sequence, each in itertools.product((False, True), recompute):
+            changed = replace(config, recompute=each)
+            wanted = sent[f"{kind} {each} {sequence}"]
+            largest = max(largest, check_model(dense, changed, batch, sequence, mesh, losses, wanted))
+    return largest
+
+
+@pytest.mark.parametrize(("world_size", "recompute"), [(2, RECOMPUTE), (4, RECOMPUTE[:2])], ids=["2", "4"])
+def test_losses_and_gradients_equal_one_process(world_size, recompute):
+    sent = {
+        f"{kind} {each} {sequence}": sorted(
+            [*key, times] for key, times in collectives(replace(config, recompute=each), sequence, world_size).items()
+        )
+        for kind, config in CONFIGS.items()
+        for sequence, each in itertools.product((False, True), recompute)
+    }
+    largest = max(ranks.run(models_case, world_size, recompute=recompute, sent=sent))
+    layouts = len(CONFIGS) * 2 * len(recompute)
+    print(f"tp {world_size}: {layouts} layouts, largest relative error of a gradient {largest:.1e}")
+
+
+def others_case(group) -> None:
+    torch.set_default_dtype(torch.float64)
+    mesh, alone = Mesh(tp=group.size()), Mesh().tp
+    for kind, config in CONFIGS.items():
+        check_initial_weights(config, alone)
+        check_initial_weights(config, mesh.tp)
+        for sequence in (False, True):
+            check_use(config, sequence, mesh)
+        check_names(kind, config, mesh)
+    check_frozen(mesh)
+    check_half(mesh)
+
+
+def check_initial_weights(config, group) -> None:
+    """Built without values, a part gets those of the whole model."""
+    whole = TransformerLM(config, "meta")
+    whole.to_empty(device="cpu")
+    whole.init_weights(5)
+    part = TransformerLM(config, "meta")
+    plan = tensor_parallel(part, group, False, MULTIPLE)
+    plan.init_weights(5, torch.device("cpu"))
+    for (name, want), got in zip(whole.named_parameters(), part.parameters(), strict=True):
+        assert torch.equal(plan.whole(name, got), want), name
+        assert torch.equal(got, plan.part(name, want)), name
+
+
+def check_use(config, sequence: bool, mesh: Mesh) -> None:
+    """Whole logits and the mean loss where they are asked for; a copy of the model is a model."""
+    dense, batch = whole_model(config), make_batch(config, ROWS)
+    model = copy.deepcopy(dense)
+    plan = tensor_parallel(model, mesh.tp, sequence, MULTIPLE)
+    again = copy.deepcopy(model)
+    inputs = batch.tokens, batch.token_types, batch.padding_mask
+    tolerance = rounding(config, torch.float64, batch.tokens.numel())
+    for each in (dense, model, again):
+        each.eval()
+    with torch.no_grad():
+        outputs = [each(*inputs) for each in (dense, model, again)]
+        if config.bert_heads:
+            assert relative_error(outputs[1].pair, outputs[0].pair) <= tolerance
+            outputs = [output.tokens for output in outputs]
+        assert relative_error(outputs[1], outputs[0]) <= tolerance
+        assert torch.equal(outputs[2], outputs[1])
+        means = [lm_loss(each, batch.tokens, batch.targets) for each in (dense, model)]
+    assert relative_error(means[1], means[0]) <= tolerance
+    for each in (dense, model, again):
+        each.train()
+        combine(run(each, batch)).backward()
+    for (name, first), second in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad), name
+        assert first is not second
+    compare_gradients(gradients(again, plan), plan, dense, tolerance)
+
+
+def check_names(kind: str, config, mesh: Mesh) -> None:
+    """What is cut, what is a part of a sum, and what is alike."""
+    plans = [tensor_parallel(TransformerLM(config, "meta"), mesh.tp, sequence, MULTIPLE) for sequence in (False, True)]
+    cut = {"embedding.tokens.weight": 0} | ({"head.weight": 0} if kind == "llama" else {})
+    cut |= {"bert_heads.bias": 0} if kind == "bert" else {}
+    parted = {"final_norm.weight"} | ({"final_norm.bias"} if kind == "bert" else set())
+    for block in range(config.num_layers):
+        of_outputs = ["attention.query", "attention.key", "attention.value", "feed_forward.up"]
+        of_outputs += ["feed_forward.gate"] if kind == "llama" else []
+        for layer in of_outputs:
+            cut |= {f"blocks.{block}.{layer}.{each}": 0 for each in ("weight", "bias")[: 1 + config.bias]}
+        for layer in ("attention.out", "feed_forward.down"):
+            cut[f"blocks.{block}.{layer}.weight"] = 1
+            parted |= {f"blocks.{block}.{layer}.bias"} if config.bias else set()
+        for norm in ("attention_norm", "feed_forward_norm"):
+            parted |= {f"blocks.{block}.{norm}.{each}" for each in ("weight", "bias")[: 1 + config.bias]}
+    assert [plan.cut for plan in plans] == [cut, cut]
+    assert [plan.partial for plan in plans] == [set(), parted]
+
+
+def check_frozen(mesh: Mesh) -> None:
+    """What is not trained in the whole model is not trained in its parts."""
+    model = TransformerLM(CONFIGS["bert"], "meta").requires_grad_(False)
+    tensor_parallel(model, mesh.tp, True, MULTIPLE)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def check_half(mesh: Mesh) -> None:
+    """Parameters in bf16 give losses and gradients near those of the same weights in float64."""
+    for kind, config in CONFIGS.items():
+        half, batch = whole_model(config, torch.bfloat16), make_batch(config, ROWS)
+        wide = copy.deepcopy(half).double()
+        want = combine(run(wide, batch))
+        for sequence in (False, True):
+            model = copy.deepcopy(half)
+            tensor_parallel(model, mesh.tp, sequence, MULTIPLE)
+            got = combine(run(model, batch))
+            got.backward()
+            # Errors of bf16 are of random sign: their path alone counts, not the length of its sums.
+            assert relative_error(got.detach(), want.detach()) <= bound(torch.bfloat16, 20 * config.num_layers + 10), (
+                kind
+            )
+            for name, parameter in model.named_parameters():
+                assert parameter.grad.dtype == torch.bfloat16
+                assert parameter.grad.isfinite().all(), name
+
+
+def test_weights_logits_copies_and_half_precision():
+    ranks.run(others_case, 2)
+
+
+def kernels_case(group) -> None:
+    """Fused norm, gate and attention on parts; the fused loss, which wants all words, gives way."""
+    mesh = Mesh(tp=group.size())
+    config = replace(CONFIGS["llama"], num_layers=1, dropout=0.0)
+    dense, batch = whole_model(config, torch.float32), make_batch(config, 2)
+    fused = TransformerLM(replace(config, kernels="triton", attention="flash"))
+    assert fused.fused_loss
+    fused.load_state_dict(dense.state_dict())
+    want = combine(run(dense, batch))
+    want.backward()
+    plan = tensor_parallel(fused, mesh.tp, True, MULTIPLE)
+    assert not fused.fused_loss
+    got = combine(run(fused, batch))
+    got.backward()
+    tolerance = rounding(config, torch.float32, batch.tokens.numel())
+    assert relative_error(got.detach(), want.detach()) <= tolerance
+    compare_gradients(gradients(fused, plan), plan, dense, tolerance)
+
+
+def test_fused_kernels():
+    ranks.run(kernels_case, 2)
+
+
+REFUSALS = [
+    ({"num_heads": 6, "d_model": 24}, 4, "6 heads do not divide over tp 4: choose a tp that divides 6"),
+    ({"num_kv_heads": 2}, 4, "2 key/value heads do not divide over tp 4: choose a tp that divides 2"),
+    ({"d_ff": 50}, 4, "50 of d_ff do not divide over tp 4: choose a tp that divides 50"),
+    (
+        {"vocab_size": 50},
+        8,
+        "a vocabulary of 50, padded to 52 (a multiple of 4), does not divide over tp 8: pad it to a multiple of 8",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "size", "message"), REFUSALS, ids=lambda each: str(each)[:20])
+def test_what_does_not_divide_is_refused(changes, size, message):
+    model = TransformerLM(replace(CONFIGS["gpt"], **changes), "meta")
+    with pytest.raises(UserError) as error:
+        tensor_parallel(model, only_rank(0, size), False, 4)
+    assert str(error.value) == message
+
+
+def test_sequences_and_layers_that_do_not_divide():
+    config = replace(CONFIGS["gpt"], context_length=6)
+    for seq, tokens in ((None, 6), (10, 10)):
+        check_divides(config, 4, False, seq)
+        with pytest.raises(UserError) as error:
+            check_divides(config, 4, True, seq)
+        assert str(error.value) == f"a sequence of {tokens} tokens does not divide over tp 4"
+    check_divides(config, 4, True, 12)
+    for layer, what in ((ColumnParallelLinear, "3 outputs"), (RowParallelLinear, "5 inputs")):
+        with pytest.raises(UserError) as error:
+            layer(nn.Linear(5, 3), only_rank(0, 2))
+        assert str(error.value) == f"{what} of a linear layer do not divide over 2 tensor-parallel ranks"
+
+
+def test_a_group_of_one_changes_nothing():
+    model = TransformerLM(CONFIGS["bert"])
+    before = [type(module) for module in model.modules()]
+    plan = tensor_parallel(model, only_rank(0, 1), True, MULTIPLE)
+    assert [type(module) for module in model.modules()] == before
+    assert not plan.cut
+    assert not plan.partial
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -1,0 +1,114 @@
+"""What a rank holds and computes: observed on the meta device, and on real ranks with real tensors."""
+
+import time
+from io import StringIO
+
+import pytest
+import torch
+from rich.console import Console
+
+from cs336_systems.layout import Layout
+from cs336_systems.model import routing as gating
+from cs336_systems.presets import model_preset
+from cs336_systems.train.assembly import assemble
+from cs336_systems.train.dry_run import dry_run
+from cs336_systems.train.observation import RankStep, TotalsObserver, batches, observe
+from cs336_systems.train.recipe import Recipe
+from tests.support.ranks import run
+from tests.support.traffic_cases import BERT, GPT, LLAMA, SEQ, config_of, in_turn, mesh_of, settings
+
+ODD = GPT | {"vocab_size": 45, "d_ff": 111, "num_layers": 3}  # nothing divides over two ranks
+CASES = [  # changes of the model, of the layout, precision
+    *((ODD, {"zero": zero}, "fp32") for zero in range(4)),
+    # A CPU's LayerNorm keeps its two numbers a token in two bytes, a GPU's and the meta device's in four.
+    *((ODD | {"norm": "rmsnorm"}, {"zero": zero}, "bf16") for zero in range(4)),
+    *((GPT | {"recompute": each}, {"tp": 2, "sequence": True}, "fp32") for each in ("none", "attention", "segments")),
+    (LLAMA | {"attention": "sdpa"}, {"tp": 2}, "fp32"),
+    (BERT, {"pp": 2, "schedule": "gpipe", "m": 3}, "fp32"),
+    (GPT | {"num_layers": 4}, {"pp": 2, "m": 4}, "fp32"),
+    (GPT | {"num_layers": 4}, {"pp": 2, "chunks": 2, "m": 4}, "fp32"),
+    (GPT | {"num_experts": 4, "mixture": {"shared_expert": True, "expert_d_ff": 64}}, {"ep": 2, "zero": 1}, "fp32"),
+]
+
+
+class SettledStep(RankStep):
+    """A step on real ranks, where gloo's threads let go of a transfer's tensor a moment after its wait has returned."""
+
+    def live_activations(self) -> int:
+        readings = [super().live_activations()]
+        for _ in range(5):
+            time.sleep(0.01)
+            readings.append(super().live_activations())
+        return min(readings)
+
+
+def real_case(group, cases) -> list:
+    """[state, bytes kept, activations, FLOPs by phase] of each case on a real rank."""
+    found, gating.choose = [], in_turn
+    for changes, degrees, precision in cases:
+        config, layout = config_of(changes), Layout(**degrees)
+        mesh = mesh_of(layout.tp, layout.pp, layout.ep)
+        with TotalsObserver() as seen:
+            part = assemble(Recipe.of(precision=precision), config, layout, mesh, torch.device("cpu"))
+            step = SettledStep(part, mesh, layout, seen)
+            step.run(batches(config, SEQ, layout, layout.pp if layout.chunks > 1 else 1, "cpu"))
+            seen_in_step = step.observed(batches(config, SEQ, layout, layout.microbatches, "cpu"), 2**25)
+        found.append(told(seen_in_step, layout))
+    return found
+
+
+def told(seen, layout: Layout) -> list:
+    """What is the same on a CPU. Buffers under way of real reductions are alive beside several microbatches; a real
+    router keeps its counts, and torch's counter does not know the experts' grouped products."""
+    activations = seen.activations if layout.data == 1 else None
+    flops = {phase: work.flops for phase, work in seen.work.items()}
+    return [seen.parameters, seen.state, *((seen.kept, activations, flops) if layout.ep == 1 else ())]
+
+
+def test_real_ranks_hold_and_compute_what_one_observes():
+    cases = [(changes, settings(2, **degrees), precision) for changes, degrees, precision in CASES]
+    for rank, found in enumerate(run(real_case, 2, cases=cases)):
+        for (changes, degrees, precision), real in zip(cases, found, strict=True):
+            recipe = Recipe.of(context=SEQ, precision=precision)
+            layout = Layout(**degrees)
+            alone = told(observe(recipe, config_of(changes), layout, rank), layout)
+            assert real == alone, (changes, degrees, rank)
+
+
+def test_bert_345m_on_two_by_two():
+    """Megatron's padding to 128 tp: 29,056 words become 29,184. The last stage has the tied embedding as well."""
+    layout = Layout(tp=2, pp=2, vocabulary_multiple=256, global_batch=2)
+    config, recipe = model_preset("bert-345m"), Recipe.of(size="bert-345m", precision="fp16", context=32)
+    for stage, parameters in enumerate((91_082_752, 92_676_354)):
+        seen = observe(recipe, config, layout, 2 * stage)
+        assert seen.parameters == parameters
+        weights = 2 * parameters
+        assert seen.state == {"parameters": weights, "gradients": weights, "optimizer state": 6 * weights}
+
+
+def test_a_rank_of_hundreds_is_observed_in_seconds():
+    recipe = Recipe.of(size="gpt3-175b", context=64, tp=8, pp=8, zero=1, sequence_parallel=True, pad_vocabulary=1024)
+    layout = Layout(8, 8, 4, sequence=True, zero=1, global_batch=4 * 512, vocabulary_multiple=1024)
+    seen = observe(recipe, recipe.model_config(), layout, 255)
+    assert layout.ranks == 256
+    assert 8 * 8 * seen.parameters == pytest.approx(175e9, rel=0.05)
+    assert sum(n for each, n in seen.traffic.items() if each.axis == "pp") == 2 * layout.microbatches
+
+
+def shown(ranks: int, **options) -> str:
+    console = Console(width=160, record=True, file=StringIO())
+    console.print(dry_run(Recipe.of(**options), ranks))
+    return " ".join(console.export_text().split())
+
+
+def test_the_tables_of_a_dry_run():
+    said = shown(4, size="small", num_layers=4, tp=2, pp=2, batch_size=4, micro_batch_size=1, context=16)
+    assert "small: parameters and memory of a rank" in said
+    assert "tp 2 x pp 2 x dp 1, ZeRO stage 0, fp32, 10,000 words." in said
+    assert "│ 0 │ pp │ send │ 4 │" in said
+    assert "│ 1 │ ends │ all-reduce │ 1 │" in said
+    assert "1f1b: idle 20.0% of the pipeline's time, if stages are equal" in said
+    assert "with --sequence-parallel" in said
+    recomputed = shown(1, size="tiny", recompute="segments")
+    assert "collectives" not in recomputed
+    assert "FLOP computed; 1 microbatch of 16 a replica" in recomputed

@@ -1,0 +1,341 @@
+"""Megatron-LM's command line in this project's words: the study's option string, every option, and who wins."""
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.train import megatron
+from cs336_systems.train.megatron import translate
+
+# The 8-GPU run of the scaling study, whose paths alone are others here.
+STUDY = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+    "--lr 0.0001 --lr-decay-iters 990000 --train-iters 2000000 --min-lr 0.00001 --lr-warmup-fraction 0.01 "
+    "--vocab-file vocab.txt --split 949,50,1 --fp16 --micro-batch-size 4 --global-batch-size 32 "
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --log-interval 10 --save-interval 500 "
+    "--eval-interval 100 --eval-iters 10 --checkpoint-activations --save out --data-path text"
+)
+SHAPE = "--num-layers 24 --d-model 1024 --num-heads 16 --context 512 --max-context 512"
+TRAINING = (
+    "--min-lr 0.00001 --warmup-fraction 0.01 --vocab-file vocab.txt --split 949,50,1 --precision fp16 "
+    "--micro-batch-size 4 --batch-size 32 --tp 2 --pp 2 --log-every 10 --save-every 500 "
+    "--eval-interval 100 --eval-iters 10 --recompute segments --out out --data text"
+)
+TINY = "--size tiny --device cpu --steps 3"
+
+
+def words(text):
+    """The translated tokens of a line and its notes, each in one string."""
+    done = translate(text.split())
+    return " ".join(done[0]), "\n".join(done[1])
+
+
+def test_the_option_string_of_the_study():
+    done = translate(STUDY.split())
+    added = (
+        "--objective bert --tokenizer wordpiece --d-ff 4096 --decay linear --weight-decay 0.01 --beta2 0.999 "
+        "--clip 1.0 --dropout 0.1"
+    )
+    assert " ".join(done[0]) == f"{SHAPE} --lr 0.0001 --decay-steps 990000 --steps 2000000 {TRAINING} {added}"
+    assert done[1] == (
+        "added: --objective bert, --tokenizer wordpiece, --d-ff 4096, --decay linear, --weight-decay 0.01, "
+        "--beta2 0.999, --clip 1.0, --dropout 0.1 (what Megatron-LM takes for granted)",
+    )
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_option_string_of_the_study_at_another_size(first):
+    done = translate(f"{TINY} {STUDY}".split() if first else f"{STUDY} {TINY}".split())
+    study = f"--lr 0.0001 --decay-steps 990000 {TRAINING}"
+    added = (
+        "--objective bert --tokenizer wordpiece --decay linear --weight-decay 0.01 --beta2 0.999 "
+        "--clip 1.0 --dropout 0.1"
+    )
+    assert " ".join(done[0]) == " ".join((TINY, study, added) if first else (study, TINY, added))
+    assert done[1] == (
+        "ignored: --num-layers 24, --hidden-size 1024, --num-attention-heads 16, --seq-length 512, "
+        "--max-position-embeddings 512 (--size tiny sets the shape)",
+        "replaced: --train-iters 2000000 by --steps 3 (this project's own names win)",
+        "added: --objective bert, --tokenizer wordpiece, --decay linear, --weight-decay 0.01, --beta2 0.999, "
+        "--clip 1.0, --dropout 0.1 (what Megatron-LM takes for granted)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("megatron", "ours"),
+    [
+        ("--tensor-model-parallel-size 2", "--tp 2"),
+        ("--pipeline-model-parallel-size 2", "--pp 2"),
+        ("--use-distributed-optimizer", "--zero 1"),
+        ("--distributed-backend gloo", "--backend gloo"),
+        ("--make-vocab-size-divisible-by 64", "--pad-vocabulary 64"),
+        ("--attention-dropout 0.1", "--dropout 0.1"),
+        ("--hidden-dropout 0.1 --attention-dropout .1", "--dropout 0.1"),
+        ("--checkpoint-activations --checkpoint-num-layers 3", "--recompute segments --recompute-every 3"),
+        ("--global-batch-size 32", "--batch-size 32"),
+        ("--train-iters 5", "--steps 5"),
+        ("--train-samples 71 --global-batch-size 35", "--steps 2 --batch-size 35"),
+        ("--lr-decay-iters 7", "--decay-steps 7"),
+        ("--lr-decay-samples 8 --global-batch-size 8", "--decay-steps 1 --batch-size 8"),
+        ("--lr-decay-style cosine", "--decay cosine"),
+        ("--lr-decay-style linear", "--decay linear"),
+        ("--lr-warmup-fraction 0.01", "--warmup-fraction 0.01"),
+        ("--lr-warmup-iters 4", "--warmup-steps 4"),
+        ("--lr-warmup-samples 0 --global-batch-size 8", "--warmup-steps 0 --batch-size 8"),
+        ("--clip-grad 0.5", "--clip 0.5"),
+        ("--adam-beta1 0.8 --adam-beta2 0.9", "--beta1 0.8 --beta2 0.9"),
+        ("--fp16", "--precision fp16"),
+        ("--bf16", "--precision bf16"),
+        ("--data-path a b", "--data a --data b"),
+        ("--data-path a", "--data a"),
+        ("--data-path 1 2 3", "--data 1 --data 2 --data 3"),
+        ("--data-path a 2", "--data a --data 2"),
+        ("--tokenizer-type BertWordPieceLowerCase", "--tokenizer wordpiece --lower-case"),
+        ("--tokenizer-type BertWordPieceCase", "--tokenizer wordpiece"),
+        ("--log-interval 3", "--log-every 3"),
+        ("--init-method-std 2e-2 --layernorm-epsilon 0.00001 --optimizer adam", ""),
+        ("--lr 1 --min-lr 0 --weight-decay 0 --adam-eps 1e-6 --loss-scale 8 --initial-loss-scale 4", None),
+        ("--loss-scale-window 5 --hysteresis 1 --min-loss-scale 2 --short-seq-prob 0.2 --micro-batch-size 4", None),
+        ("--eval-interval 5 --eval-iters 1 --seed 3 --sequence-parallel", None),
+    ],
+)
+def test_one_option_at_a_time(megatron, ours):
+    assert words(megatron) == (megatron if ours is None else ours, "")
+    underscored = [
+        word.replace("-", "_").replace("__", "--", 1) if word[:2] == "--" else word for word in megatron.split()
+    ]
+    assert translate(underscored) == translate(megatron.split())
+    if megatron.count(" ") == 1:
+        assert words(f"{megatron.replace(' ', '=')} a") == (f"{ours} a", "")
+    assert translate([*megatron.split(), "--x"])[0] == (*translate(megatron.split())[0], "--x")
+
+
+@pytest.mark.parametrize("reason", megatron.IGNORED)
+def test_ignored_options_take_their_values_with_them(reason):
+    for entry in megatron.IGNORED[reason].split():
+        name = entry.rstrip("=*")
+        values = {"=": ["v"], "*": ["v", "w"]}.get(entry[-1], [])
+        for typed in (name, "--" + name[2:].replace("-", "_")):
+            done = translate(["--a", "1", typed, *values, "--b"])
+            assert done[0] == ("--a", "1", "--b"), entry
+            assert done[1] == (f"ignored: {' '.join([name, *values])} ({reason})",)
+        if values:
+            assert translate([f"{name}=v", "w"])[0] == ("w",)
+        if len(values) < 2:
+            assert translate([name, *values, "w"])[0] == ("w",)
+
+
+@pytest.mark.parametrize(
+    ("megatron", "ours", "note"),
+    [
+        ("--save a --save-interval 5", "--out a --save-every 5", ""),
+        ("--save a --load=a", "--out a --resume", ""),
+        ("--load a", "--resume --out a", ""),
+        ("--out a --load a", "--out a --resume", ""),
+        ("--save a --load b", "--out a", "ignored: --load b (a run goes on in the folder that it saves to)"),
+    ],
+)
+def test_checkpoints_go_to_one_folder_and_come_from_it(megatron, ours, note):
+    assert words(megatron) == (ours, note)
+
+
+def test_one_note_for_a_reason():
+    assert words("--finetune --fp16 --num-workers 2 --no_load_optim") == (
+        "--precision fp16",
+        "ignored: --finetune, --no-load-optim (a checkpoint is written and read whole)\n"
+        "ignored: --num-workers 2 (it says how Megatron-LM computes, not what)",
+    )
+    assert words("--init-method-std 0.01")[1] == "ignored: --init-method-std 0.01 (here it is 0.02)"
+    assert words("--optimizer sgd --layernorm-epsilon 1e-12")[1] == (
+        "ignored: --optimizer sgd (here it is adam)\nignored: --layernorm-epsilon 1e-12 (here it is 1e-5)"
+    )
+
+
+def test_unknown_tokens_stay_as_they_are():
+    for line in (
+        "--no-such 1 two --x=3 -q --d_model 4",
+        "a.txt b=c --steps 3 -- --fp16 --save",
+        "--data a b --prompt=",
+    ):
+        assert words(line) == (line, "")
+    assert translate(["--lr=1", "--min_lr=0"])[0] == ("--lr=1", "--min-lr=0")
+    # What is added stands before the end of options.
+    assert words("--split 1,1,1 --fp16 -- --bf16")[0].startswith("--split 1,1,1 --precision fp16 --objective bert")
+    assert words("--split 1,1,1 --fp16 -- --bf16")[0].endswith("--dropout 0.1 -- --bf16")
+
+
+@pytest.mark.parametrize(
+    ("own", "megatron"),
+    [
+        ("--precision bf16", "--fp16"),
+        ("--precision=fp32", "--fp16"),
+        ("--warmup-steps 3", "--lr-warmup-fraction 0.01"),
+        ("--warmup-fraction 0.1", "--lr-warmup-iters 3"),
+        ("--recompute none", "--checkpoint-activations"),
+        ("--data random", "--data-path 1 a 2 b"),
+        ("--chunks 2", "--num-layers-per-virtual-pipeline-stage 1"),
+        ("--dropout 0", "--hidden-dropout 0.3"),
+        ("--tokenizer bytes", "--tokenizer-type GPT2BPETokenizer"),
+    ],
+)
+def test_own_names_win_wherever_they_stand(own, megatron):
+    note = f"replaced: {megatron} by {own.replace('=', ' ')} (this project's own names win)"
+    assert words(f"{own} {megatron}") == (own, note)
+    assert words(f"{megatron} {own}") == (own, note)
+
+
+def test_own_names_win_in_one_note():
+    own = "--tp 1 --steps 3"
+    assert words(f"--tensor-model-parallel-size 2 {own} --train-iters 9") == (
+        own,
+        "replaced: --tensor-model-parallel-size 2 by --tp 1, --train-iters 9 by --steps 3 "
+        "(this project's own names win)",
+    )
+    assert words("--train-samples 71 --global-batch-size 2 --batch-size 8")[0] == "--steps 8 --batch-size 8"
+
+
+def test_the_last_of_two_equal_names_counts():
+    assert words("--train-iters 5 --train_iters 7 --data-path a --data-path b") == ("--steps 7 --data b", "")
+
+
+def test_a_size_sets_the_shape():
+    for size in ("--size tiny", "--preset=tiny"):
+        tokens, notes = words(f"--num-layers 2 --ffn-hidden-size=8 --d-model 64 --encoder_seq_length 4 {size}")
+        assert tokens.startswith(f"--d-model 64 {size} --objective bert")
+        assert "--d-ff" not in tokens
+        assert notes.startswith(
+            f"ignored: --num-layers 2, --ffn-hidden-size 8, --encoder-seq-length 4 ({size.replace('=', ' ')} sets the "
+        )
+    assert words("--size tiny --num-layers 2") == (
+        "--size tiny",
+        "ignored: --num-layers 2 (--size tiny sets the shape)",
+    )
+
+
+def test_a_whole_shape():
+    shape = "--num-layers 2 --hidden-size 8 --num-attention-heads 4"
+    assert words(shape)[0].startswith("--num-layers 2 --d-model 8 --num-heads 4 --objective bert --d-ff 32 ")
+    given = f"{shape} --ffn-hidden-size 5 --seq-length 3 --max-position-embeddings 6"
+    assert "--d-ff 5 --context 3 --max-context 6 --objective" in words(given)[0]
+    assert "--d-ff 32" not in words(given)[0]
+    # Our own width decides, and our own names may complete the shape.
+    assert "--d-ff 64" in words(f"{shape} --d-model 16")[0]
+    assert "--d-ff 64" in words("--num-layers 2 --num-attention-heads 4 --d-model 16")[0]
+
+
+def test_defaults_come_with_a_bert_in_megatrons_words():
+    decay = "--decay linear --min-lr 0.0 --warmup-steps 0 --weight-decay 0.01 --beta2 0.999 --clip 1.0 --dropout 0.1"
+    note = f"{decay.replace(' --', ', --')} (what Megatron-LM takes for granted)"
+    assert words("--mask-prob 0.1 --fp16") == (
+        f"--mask-prob 0.1 --precision fp16 --objective bert {decay}",
+        f"added: --objective bert, {note}",
+    )
+    assert words("--split 1 --fp16")[0] == f"--split 1 --precision fp16 --objective bert {decay}"
+    assert words("--seq-length 4")[0] == f"--context 4 --objective bert {decay}"
+    # The horizon is that of the run that was meant.
+    iterations = "--objective bert --decay-steps 9 --decay linear"
+    assert iterations in words("--seq-length 4 --train-iters 9")[0]
+    assert iterations in words("--seq-length 4 --train-iters 9 --steps 3")[0]
+    assert iterations in words("--seq-length 4 --train-samples 37 --global-batch-size 4 --steps 3")[0]
+    # Every default gives way to what is said, in either language.
+    said = "--decay cosine --adam-beta2 0.9 --clip-grad 2 --weight-decay 0 --min-lr=1 --lr-warmup-fraction 0.1"
+    said += " --dropout 0"
+    assert words(f"--seq-length 4 {said} --objective lm --lr-decay-iters 3 --train-iters 9")[1] == ""
+    assert "--warmup-steps" not in words("--seq-length 4 --warmup-fraction 0.1")[0]
+    assert "--tokenizer" not in words("--vocab-file v --fp16 --objective lm")[0]
+    assert "--objective bert --tokenizer wordpiece" in words("--vocab-file v --fp16 --objective bert")[0]
+    assert "wordpiece" not in words("--vocab-file v --fp16 --tokenizer bytes")[0]
+
+
+def test_defaults_need_a_name_that_is_megatrons_alone():
+    for line in ("--num-layers 2 --vocab-file v --split 1,1 --mask-prob 0.1", "--lr 1 --micro-batch-size 2"):
+        assert words(line) == (line, "")
+    # Launchers give every script its local rank.
+    assert words("--num-layers 2 --local_rank 0") == (
+        "--num-layers 2",
+        "ignored: --local-rank 0 (the launcher says it)",
+    )
+    assert words("--fp16 --micro-batch-size 2") == ("--precision fp16 --micro-batch-size 2", "")
+
+
+def test_virtual_stages_become_chunks():
+    virtual = "--num-layers-per-virtual-pipeline-stage"
+    shape = "--num-layers 24 --hidden-size 8 --num-attention-heads 4"
+    tokens, notes = words(f"{shape} --pipeline-model-parallel-size 4 {virtual} 2")
+    assert "--pp 4 --chunks 3 --schedule interleaved" in tokens
+    assert notes.startswith("added: --schedule interleaved, --objective bert")
+    assert "--chunks 6" in words(f"{shape} --pp 2 --pipeline-model-parallel-size 4 {virtual} 2")[0]
+    assert "--schedule" not in words(f"{shape} --pp 4 {virtual} 6")[0]
+    assert words(f"{shape} --pp 4 {virtual} 2 --schedule 1f1b")[0].count("--schedule") == 1
+    for line in (f"{shape} {virtual} 2", f"--pp 2 {virtual} 2", f"--size tiny {shape} --pp 2 {virtual} 2"):
+        with pytest.raises(UserError, match=r"stage 2 needs --num-layers and --pipeline-model-parallel-size"):
+            words(line)
+    with pytest.raises(UserError, match=r"^--num-layers 24 is not a multiple of 4 stages x 5 layers in a chunk$"):
+        words(f"{shape} --pp 4 {virtual} 5")
+
+
+def test_weights_of_texts_are_left_out():
+    assert words("--data-path 0.3 a 7 b") == (
+        "--data a --data b",
+        "ignored: the weights 0.3, 7 of --data-path (texts are read one after the other)",
+    )
+
+
+def test_dropout_is_one_option():
+    note = "--hidden-dropout 0.0 holds for all dropout (one option here)"
+    assert words("--hidden-dropout 0.0") == ("--dropout 0.0", note)
+    assert words("--hidden-dropout 0.0 --attention-dropout 0") == ("--dropout 0.0", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--train-iters", "--train-iters lacks its value"),
+        ("--lr --fp16", "--lr lacks its value"),
+        ("--save --fp16", "--save lacks its value"),
+        ("--data-path --fp16", "--data-path lacks its value"),
+        ("--save --", "--save lacks its value"),
+        ("--fp16=1", "--fp16 is a flag and takes no value, not '1'"),
+        ("--finetune=", "--finetune is a flag and takes no value, not ''"),
+        ("--fp16 --bf16", "--fp16 and --bf16 do not agree on --precision; give one of them"),
+        (
+            "--hidden-dropout 0.1 --attention-dropout 0.0",
+            "--hidden-dropout 0.1 and --attention-dropout 0.0 do not agree on --dropout; give one of them",
+        ),
+        (
+            "--lr-warmup-fraction 2 --lr-warmup-iters 2",
+            "--lr-warmup-fraction 2 and --lr-warmup-iters 2 do not agree on --warmup-steps; give one of them",
+        ),
+        ("--train-samples 8", "--train-samples 8 counts samples; say with --global-batch-size how many make a step"),
+        ("--train-samples 8 --global-batch-size 9", "--train-samples 8 is less than one global batch of 9"),
+        ("--train-samples 8 --global-batch-size x", "--global-batch-size takes a whole number, not 'x'"),
+        ("--train-samples 8 --global-batch-size 0", "--global-batch-size must be at least 1, not 0"),
+        ("--train-samples 1e3 --batch-size 1", "--train-samples takes a whole number, not '1e3'"),
+        ("--train-samples -3 --batch-size 1", "--train-samples must be at least 0, not -3"),
+        ("--train-samples 3 --batch-size", "--batch-size takes a whole number, not ''"),
+        ("--num-layers 1 --num-attention-heads 1 --hidden-size x", "--hidden-size takes a whole number, not 'x'"),
+        (
+            "--hidden-size 8",
+            "--hidden-size 8 is part of a shape; give --num-layers and --num-attention-heads as well, "
+            "or --size NAME alone",
+        ),
+        (
+            "--tokenizer-type GPT2BPETokenizer",
+            "--tokenizer-type GPT2BPETokenizer does not exist here; use --tokenizer wordpiece or --tokenizer bytes",
+        ),
+        (
+            "--lr-decay-style constant",
+            "--lr-decay-style constant does not exist here; give --min-lr the value of --lr instead",
+        ),
+    ],
+)
+def test_refusals(line, message):
+    with pytest.raises(UserError) as error:
+        translate(line.split())
+    assert str(error.value) == message
+
+
+def test_no_option_is_in_two_tables():
+    ignored = " ".join(megatron.IGNORED.values()).split()
+    every = [*megatron.SHARED.split(), *megatron.RENAMED, *megatron.FIXED, *ignored]
+    assert len({entry.rstrip("=*") for entry in every}) == len(every)
+    assert not {entry.rstrip("=") for entry in megatron.SHARED.split()} & set(megatron.RENAMED.values())

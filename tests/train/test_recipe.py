@@ -1,0 +1,261 @@
+"""The recipe: what it takes for granted, and what it refuses, in one line with the numbers."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.optim.loss_scaler import DynamicLossScaler, LossScaler
+from cs336_systems.presets import model_preset
+from cs336_systems.train import __main__ as training
+from cs336_systems.train import megatron
+from cs336_systems.train.__main__ import main
+from cs336_systems.train.batches import LEARNED_PIECES, most_tokens
+from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe
+
+TINY = model_preset("tiny")
+
+
+def refusal(ranks: int, **settings: object) -> str:
+    """The line that a layout is refused with."""
+    recipe = Recipe.of(**settings)
+    with pytest.raises(UserError) as raised:
+        recipe.check_layout(recipe.model_config(), ranks)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "line"),
+    [
+        (
+            6,
+            {"tp": 2, "pp": 2},
+            "tp 2 x pp 2 x ep 1 = 4 does not divide the 6 ranks: start a multiple of 4, or lower a degree",
+        ),
+        (8, {"tp": 2, "dp": 2}, "tp 2 x pp 1 x ep 1 x dp 2 = 4, but there are 8 ranks: start 4, or leave dp out"),
+        (8, {"tp": 8}, "4 heads do not divide over tp 8: choose a tp that divides 4"),
+        (
+            16,
+            {"size": "llama-8b", "tp": 16},
+            "8 key/value heads do not divide over tp 16: choose a tp that divides 8",
+        ),
+        (2, {"tp": 2, "d_ff": 129}, "129 of d_ff do not divide over tp 2: choose a tp that divides 129"),
+        (
+            2,
+            {"tp": 2, "vocab_size": 257, "pad_vocabulary": 1},
+            "a vocabulary of 257, padded to 257 (a multiple of 1), does not divide over tp 2: pad it to a multiple of "
+            "2",
+        ),
+        (4, {"tp": 4, "context": 30, "sequence_parallel": True}, "a sequence of 30 tokens does not divide over tp 4"),
+        (
+            2,
+            {"sequence_parallel": True},
+            "--sequence-parallel splits the sequence over the tensor-parallel ranks; use --tp 2 or more",
+        ),
+        (
+            3,
+            {"pp": 3},
+            "num_layers 4 is not a multiple of stages 3 x chunks 1 = 3: change one of the three",
+        ),
+        (
+            2,
+            {"pp": 2, "chunks": 3, "batch_size": 4, "micro_batch_size": 1},
+            "num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of the three",
+        ),
+        (1, {"chunks": 2}, "--chunks 2 divide a pipeline stage; with --pp 1 there is none"),
+        (2, {"batch_size": 7}, "--batch-size 7 does not divide over 2 ranks"),
+        (4, {"batch_size": 7, "tp": 2}, "--batch-size 7 does not divide over 2 data-parallel ranks"),
+        (
+            2,
+            {"batch_size": 12, "micro_batch_size": 4},
+            "--batch-size 12 gives each of 2 data-parallel ranks 6 sequences, which is no multiple of "
+            "--micro-batch-size 4",
+        ),
+        (
+            2,
+            {"pp": 2, "chunks": 2, "zero": 3},
+            "ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks",
+        ),
+        (1, {"context": 200, "max_context": 100}, "--context 200 exceeds the model's 100 positions"),
+        (1, {"d_model": 10}, "d_model 10 is not a multiple of num_heads 4"),
+        (1, {"dropout": 1.0}, "dropout must lie in [0, 1), not 1.0"),
+        (
+            1,
+            {"size": "bert-345m", "objective": "lm"},
+            "bert-345m is an encoder, which cannot predict the next token; use --objective bert",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line_with_the_numbers(ranks, settings, line):
+    assert refusal(ranks, **settings) == line
+
+
+def test_schedules_that_do_not_fit_are_refused():
+    microbatches = {"pp": 2, "batch_size": 3, "micro_batch_size": 1}
+    Recipe.of(**microbatches).check_layout(TINY, 2)
+    line = "microbatches 3 is not a multiple of stages 2, as interleaved needs: use 2 or 4"
+    assert refusal(2, **microbatches, chunks=2) == line
+    line = "gpipe has one chunk per stage, not 2: use interleaved for more"
+    assert refusal(2, pp=2, chunks=2, schedule="gpipe") == line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "batch", "micro"),
+    [
+        (1, {}, 16, 16),  # the preset's batch, at once
+        (4, {}, 16, 4),  # a rank's rows
+        (1, {"size": "bert-345m"}, 4, 4),
+        (2, {"micro_batch_size": 3}, 6, 3),  # one a rank
+        (2, {"micro_batch_size": 3, "batch_size": 12}, 12, 3),
+        (2, {"pp": 2}, 16, 2),  # of 16 rows, four microbatches a stage
+        (4, {"pp": 4}, 16, 1),
+        (8, {"pp": 2, "tp": 2}, 16, 1),  # of 8 rows
+        (2, {"pp": 2, "batch_size": 30}, 30, 3),  # 30 over 8 is 3
+        (2, {"pp": 2, "batch_size": 40}, 40, 5),
+        (2, {"pp": 2, "batch_size": 46}, 46, 2),  # 5 at most, of which 2 divides 46
+        (2, {"pp": 2, "batch_size": 7}, 7, 1),
+    ],
+)
+def test_batches(ranks, settings, batch, micro):
+    assert Recipe.of(**settings).batch_sizes(ranks) == (batch, micro)
+
+
+def test_the_warm_up_is_a_number_of_steps_or_a_share():
+    recipe = Recipe.of(lr=1.0, min_lr=0.0, warmup_steps=3, warmup_fraction=0.2, decay_steps=20, decay="linear")
+    assert [recipe.optimizer.learning_rate(step) for step in (0, 1, 3, 4, 12, 20)] == [0.25, 0.5, 1.0, 1.0, 0.5, 0.0]
+    assert Recipe.of(lr=1.0, warmup_steps=3, decay_steps=20).optimizer.learning_rate(0) == 1 / 3
+    assert Recipe.of(lr=1.0, warmup_fraction=0.0, decay_steps=20).optimizer.learning_rate(0) == 1.0
+    with pytest.raises(UserError, match="a warm-up of 30 steps ends after the decay, at step 20"):
+        Recipe.of(warmup_steps=30, decay_steps=20).optimizer.learning_rate(0)
+
+
+def test_the_loss_scaler_is_that_of_the_precision():
+    for precision in ("fp32", "tf32", "bf16"):
+        scaler = Recipe.of(precision=precision, loss_scale=8.0).loss_scaler()
+        assert type(scaler) is LossScaler
+        assert scaler.scale == 1.0
+    constant = Recipe.of(precision="fp16", loss_scale=8.0).loss_scaler()
+    assert type(constant) is LossScaler
+    assert constant.scale == 8.0
+    found = Recipe.of(precision="fp16").loss_scaler()
+    assert isinstance(found, DynamicLossScaler)
+    assert (found.scale, found.window, found.hysteresis, found.floor) == (2.0**32, 1000, 2, 1.0)
+    own = Recipe.of(precision="fp16", initial_loss_scale=64.0, loss_scale_window=5, hysteresis=3, min_loss_scale=2.0)
+    own = own.loss_scaler()
+    assert (own.scale, own.window, own.hysteresis, own.floor) == (64.0, 5, 3, 2.0)
+    with pytest.raises(UserError, match=r"a loss scale of 1\.0 with floor 2\.0"):
+        Recipe.of(precision="fp16", initial_loss_scale=1.0, min_loss_scale=2.0).loss_scaler()
+
+
+def test_half_precision_is_of_the_weights():
+    assert [Recipe.of(precision=each).model.half for each in ("fp32", "tf32", "bf16", "fp16")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+
+
+def test_a_decoders_shape_becomes_berts():
+    config = Recipe.of(objective="bert").model_config(260)
+    assert (config.num_layers, config.d_model, config.d_ff, config.num_heads) == (4, 128, 512, 4)
+    assert config.vocab_size == 260
+    assert not config.causal
+    assert (config.positions, config.token_types, config.norm, config.feed_forward) == (
+        "learned",
+        2,
+        "layernorm",
+        "gelu",
+    )
+    assert config.bias
+    assert config.tied_head
+    assert config.bert_heads
+    assert Recipe.of(size="tiny").model_config(260).causal  # the tokenizer is of no concern to a decoder
+    assert Recipe.of(objective="bert", vocab_size=512).model_config(260).vocab_size == 512
+
+
+def test_a_shape_by_hand_is_berts_of_345m_with_other_numbers():
+    recipe = Recipe.of(objective="bert", num_layers=2, d_model=64, num_heads=4, context=32, max_context=48)
+    config = recipe.model_config(300)
+    assert recipe.model.name == "2 layers x 64"
+    assert (config.num_layers, config.d_model, config.d_ff, config.num_heads) == (2, 64, 256, 4)
+    assert (config.context_length, recipe.seq(config), config.vocab_size, config.dropout) == (48, 32, 300, 0.1)
+    assert recipe.batch_sizes(2) == (4, 2)
+    assert Recipe.of(size="bert-345m").model.is_bert
+    assert Recipe.of(size="bert-345m").model_config(300).vocab_size == 29_056
+    assert not Recipe.of(d_model=64).model.is_bert
+
+
+def test_the_schedule_suits_the_chunks():
+    assert Recipe.of(pp=2).parallel.schedule_name == "1f1b"
+    assert Recipe.of(pp=2, chunks=2).parallel.schedule_name == "interleaved"
+    assert Recipe.of(pp=2, schedule="gpipe").parallel.schedule_name == "gpipe"
+
+
+def test_options_by_name_are_options_in_groups():
+    recipe = Recipe.of(data=("random",), tp=2, lr=1.0, size="small", out=Path("run"), num_experts=4, nproc=2)
+    assert (recipe.data.files, recipe.parallel.tp, recipe.optimizer.lr) == (("random",), 2, 1.0)
+    assert (recipe.model.size, recipe.run.out, recipe.experts.num_experts) == ("small", Path("run"), 4)
+    assert Recipe.of(**recipe.options()) == recipe
+    assert recipe.change(tp=1).change(tp=2) == recipe != recipe.change(tp=1)
+    assert hash(Recipe.of(tp=2)) == hash(Recipe().change(tp=2))
+    with pytest.raises(TypeError, match="'tpp' is no option of a recipe"):
+        Recipe.of(tpp=2)
+
+
+def own_names() -> set[str]:
+    return {name for parameter in main.params for name in parameter.opts if name.startswith("--")}
+
+
+def test_every_field_is_an_option():
+    assert {"--" + name.replace("_", "-") for name in OPTIONS} <= own_names()
+    assert len(OPTIONS) == sum(len(fields(group)) for group in GROUPS.values())
+
+
+def test_megatrons_names_lead_to_options_that_exist():
+    names = own_names()
+    assert {name.rstrip("=*") for name in megatron.SHARED.split()} <= names
+    assert set(megatron.RENAMED.values()) <= names
+    assert set(megatron.DEFAULTS) <= names
+    assert set(megatron.REQUIRED.values()) <= names
+    assert set(megatron.BERT_DATA) <= names
+    assert {name for pair in megatron.WARMUP.items() for name in pair} <= names
+
+
+def test_megatrons_defaults_are_values_of_the_options():
+    options = {name: parameter for parameter in main.params for name in parameter.opts}
+    for name, value in megatron.DEFAULTS.items():
+        options[name].type.convert(value, options[name], None)
+    for name, value in megatron.FLAGS.items():
+        option = options[megatron.RENAMED[name]]
+        option.type.convert(value, option, None)
+
+
+def test_torchrun_leaves_our_options_alone():
+    """Also after the script's name torchrun refuses what could be short for two options of its own. --nproc is one,
+    and serves those who start ranks without torchrun."""
+    arguments = [word for name in sorted(own_names() - {"--nproc"}) for word in (name, "1")]
+    parsed = torch.distributed.run.get_args_parser().parse_args(["--nproc-per-node", "2", "-m", "module", *arguments])
+    assert parsed.training_script_args == arguments
+    assert parsed.nproc_per_node == "2"
+
+
+def test_a_run_that_does_not_fit_is_refused_before_any_rank_is_started(monkeypatch, capsys):
+    monkeypatch.setattr(training, "usable_memory", lambda device: 2 * 10**6)
+    monkeypatch.setattr(training, "start_ranks", lambda *arguments, **settings: pytest.fail("ranks were started"))
+    line = ["--data", "random", "--device", "cpu", "--batch-size", "2", "--context", "16"]
+    assert run_command(main, line) == 2
+    assert capsys.readouterr().err.startswith("error: tiny with batch 2 x 16 needs ")
+    assert run_command(main, [*line, "--nproc", "2"]) == 2
+    assert "tiny with microbatches of 1 x 16 at tp 1 x pp 1 x dp 2 needs" in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_the_text_decides_is_counted_at_its_largest(tmp_path):
+    (tmp_path / "pieces").write_text("[PAD]\na\nb\n")
+    assert most_tokens(Recipe.of(objective="bert")) is None
+    assert most_tokens(Recipe.of(objective="bert", tokenizer="wordpiece")) == LEARNED_PIECES
+    assert most_tokens(Recipe.of(objective="bert", vocab_file=tmp_path / "pieces")) == 3

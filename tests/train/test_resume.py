@@ -1,0 +1,206 @@
+"""A run that was killed goes on as if nothing had been: the same bits in the same layout, the same but for rounding in
+another, and a log that tells of every step once."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.scaling_logs import parse_train_log
+from cs336_systems.checkpoint import list_checkpoints, open_checkpoint
+from cs336_systems.train.batches import make_batches
+from tests.support import expert_cases, ranks
+from tests.support.layout_cases import WIGGLE, errors, one_process, rounding, wide, write_text
+from tests.support.resume_cases import (
+    attempt,
+    chain_case,
+    complete,
+    family,
+    figures,
+    log_of,
+    newest,
+    require_same_end,
+    tiny,
+)
+from tests.support.state_cases import ranks_of, recipe_of, whole
+
+EVERY = 4  # steps between two checkpoints
+MOMENTS = ("step", "backward", "update", "write", "fsync", "rename")
+
+
+def kills(seed: int, moments: tuple[str, ...] = MOMENTS) -> list[dict]:
+    """Three kills, each of a random rank at a random moment of a random step after those before."""
+    draw, found = random.Random(seed), []
+    for part, when in enumerate(draw.sample(moments, 3)):
+        saving = when in ("write", "fsync", "rename")
+        step = EVERY * part + (EVERY if saving else draw.randint(1, EVERY))
+        rank = 0 if when == "rename" else draw.randint(0, 1)  # which rank 0 alone does
+        found.append({"rank": rank, "step": step, "what": "kill", "when": when})
+    return found
+
+
+def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
+    """What every attempt after a kill says of where it goes on."""
+    said = []
+    for fault in faults:
+        outcome = attempt(2, recipe, fault)
+        # The other one ends by itself: it was not killed for having outlived the case.
+        assert outcome.codes[fault["rank"]] == -9
+        assert outcome.codes[1 - fault["rank"]] == 1
+        assert outcome.errors[1 - fault["rank"]][0] == "CommError"
+        recipe = recipe | {"resume": True}
+    last = complete(2, recipe)
+    said += [line for line in last.shown.splitlines() if line.startswith("resumed")]
+    return said
+
+
+def test_three_kills_leave_the_same_bits(tmp_path):
+    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
+    recipe = {"steps": 14, "save_every": EVERY, "num_layers": 1}
+    complete(2, tiny(undisturbed, **recipe))
+    killed_and_resumed(tiny(disturbed, **recipe), kills(0))
+    require_same_end(undisturbed, disturbed)
+    assert [line["step"] for line in log_of(disturbed) if "loss" in line] == list(range(1, 15))
+
+
+@pytest.mark.parametrize(("layout", "changes"), [("gpt dp2 zero3", {}), ("gpt dp2 zero2", {"background_save": True})])
+def test_so_they_do_when_the_state_is_sharded_or_saved_beside_training(tmp_path, layout, changes):
+    write_text(tmp_path)
+    undisturbed, disturbed = (
+        family(layout, tmp_path, out=str(tmp_path / name), steps=14, save_every=EVERY, **changes) for name in "ab"
+    )
+    complete(2, undisturbed)
+    (said,) = killed_and_resumed(disturbed, kills(1 + len(changes)))
+    assert said.endswith(" steps, bit for bit")
+    require_same_end(tmp_path / "a", tmp_path / "b")
+
+
+KINDS = {  # of data, of what is drawn, and of state
+    "text": ("gpt dp2 zero1", {}),
+    "dropout": ("bert dp2 zero2", {}),
+    "routing": ("experts ep2", expert_cases.MIXTURES["random"] | {"capacity_factor": 1.0}),
+    "overflows": (
+        "fp16 dp2 zero2",
+        {"loss_scale": None, "initial_loss_scale": 2.0**40, "hysteresis": 3, "loss_scale_window": 2},
+    ),
+    "bytes": ("gpt", {"data": ["random"]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_in_two_parts_are_steps_in_one(tmp_path, kind):
+    write_text(tmp_path)
+    (layout, changes), total = KINDS[kind], 6
+    recipes = [family(layout, tmp_path, out=str(tmp_path / "straight"), steps=total, **changes)]
+    for first in (1, 4):
+        part = recipes[0] | {"out": str(tmp_path / f"{first}"), "steps": first}
+        recipes += [part, part | {"steps": total, "resume": True}]
+    drawn = ranks.run(chain_case, ranks_of(layout), recipes=recipes)
+    assert len({straight[0][0] for straight, *_ in drawn}) == len(drawn)
+    for straight, *parts in drawn:
+        for before, after in zip(parts[::2], parts[1::2], strict=True):
+            assert before + after == straight
+    for first in (1, 4):
+        require_same_end(tmp_path / "straight", tmp_path / f"{first}")
+    if kind == "overflows":
+        scales = [line["loss_scale"] for line in log_of(tmp_path / "4") if "loss" in line]
+        assert len(set(scales)) > 2
+        assert newest(tmp_path / "4").manifest.state["trainer"]["skipped"] == 6
+
+
+OTHERS = ("gpt", "gpt dp3 zero2", "gpt tp2 dp2 zero3", "gpt tp2", "gpt pp2")
+
+
+def amplification_case(group, folder: str, steps: int) -> float:
+    """How much more what is learned changes than the weights it begins with."""
+    wide()
+    recipe = recipe_of("gpt", folder, steps=steps)
+    feed = make_batches(recipe, recipe.data.batch_size, group)
+    one, other = one_process(recipe, feed), one_process(recipe, feed, WIGGLE)
+    moved = [errors(b["gradients"], a["gradients"]) for a, b in zip(one["steps"], other["steps"], strict=True)]
+    moved.append(errors(other["parameters"], one["parameters"]))
+    return max(max(each.values()) for each in moved) / WIGGLE
+
+
+def test_other_layouts_and_numbers_of_ranks_go_on_within_rounding(tmp_path):
+    """In float64, within the bound derived in tests/support/state_cases.py from the roundings of a gradient."""
+    write_text(tmp_path)
+    steps, source = 5, tmp_path / "source"
+    recipe = family("gpt dp2", tmp_path, steps=steps, save_every=3)
+    complete(2, recipe | {"out": str(source)}, float64=True)
+    allowed = ranks.run(amplification_case, 1, folder=str(tmp_path), steps=steps)[0] * rounding(recipe["num_layers"])
+    assert allowed < 1e-8
+    wanted = newest(source)
+    for layout in OTHERS:
+        out = tmp_path / layout
+        shutil.copytree(source, out)
+        shutil.rmtree(list_checkpoints(out / "checkpoints")[-1])
+        given = family(layout, tmp_path, steps=steps, save_every=3, out=str(out), resume=True)
+        shown = complete(ranks_of(layout), given, float64=True).shown
+        assert "after 3 steps, equal but for rounding (" in shown, shown
+        found = newest(out)
+        assert (found.manifest.step, found.scalars) == (steps, wanted.scalars)
+        for kind, share in (("value", 1), ("exp_avg", 1), ("exp_avg_sq", 2)):
+            mine, theirs = ({name: whole(each, name, kind) for name in wanted.scalars} for each in (found, wanted))
+            for name, error in errors(mine, theirs).items():
+                assert error <= share * allowed, (layout, kind, name, error / allowed)
+        numbers = [(row[0], row[1], row[4], row[5]) for row in figures(out)]
+        assert [row[0] for row in numbers] == [1, 2, 3, 4, 5]
+        for row, like in zip(numbers, figures(source), strict=True):
+            assert row == pytest.approx((like[0], like[1], like[4], like[5]), rel=allowed)
+
+
+def test_a_log_tells_of_every_step_once_whatever_was_lost(tmp_path):
+    """Lines of steps that are taken again go, and half a line; a line ends at each checkpoint, so that none tells of
+    steps on both sides of a resumption."""
+    out = tmp_path / "run"
+    recipe = tiny(out, steps=7, save_every=3, log_every=2, num_layers=1, timers="max")
+    complete(1, recipe)
+    wanted = figures(out)
+    assert [row[0] for row in wanted] == [2, 3, 4, 6, 7]
+    shutil.rmtree(out / "checkpoints" / "step-00000007")
+    with (out / "train.jsonl").open("a") as log:
+        log.write('{"step": 8, "loss": 1.5}\n{"resumed": 7, "recipe": {}}\nnull\n[1]\n{"step": "1"}\n{"step": 9, "lo')
+    again = complete(1, recipe | {"steps": 9, "resume": True})
+    assert figures(out)[:4] == wanted[:4]
+    assert [row[0] for row in figures(out)] == [2, 3, 4, 6, 8, 9]
+    lines = log_of(out)
+    assert [line["resumed"] for line in lines if "resumed" in line] == [6]
+    assert [line["steps"] for line in lines if "steps" in line] == [9]
+    assert lines[-1] == again.results[0]["final"]
+    (run,) = parse_train_log((out / "train.jsonl").read_text(), "train.jsonl")
+    assert (run.global_batch_size, run.dp) == (8, 1)
+
+
+def test_a_run_of_a_log_is_what_it_went_on_as(tmp_path):
+    """Times of another layout are no times of this one."""
+    header = {
+        "recipe": {"precision": "fp32"}, "seq": 8, "batch_size": 8, "micro_batch_size": 4,
+        "environment": {"device": "x"}, "mesh": {"pp": 1, "dp": 2, "ep": 1, "tp": 1}, "model": {
+            "d_ff": 4, "d_model": 1, "num_layers": 1, "vocab_size": 2, "num_heads": 1, "num_kv_heads": 0,
+            "feed_forward": "gelu", "num_experts": 0, "recompute": "none",
+        },
+    }  # fmt: skip
+    line = {"step": 1, "step_ms": 80.0, "timers_ms": {"optimizer": [1.0]}}
+    other = header | {"resumed": 1, "mesh": header["mesh"] | {"dp": 1}, "micro_batch_size": 8}
+    text = [header, line, header | {"resumed": 1}, line | {"step_ms": 40.0}]
+    (same,) = parse_train_log("\n".join(map(json.dumps, text)), "log")
+    assert (same.ms_per_sample, same.dp) == (7.5, 2)
+    (moved,) = parse_train_log("\n".join(map(json.dumps, [*text, other, line | {"step_ms": 8.0}])), "log")
+    assert (moved.ms_per_sample, moved.dp, moved.micro_batch_size) == (1.0, 1, 8)
+
+
+def test_generators_are_the_ranks_own(tmp_path):
+    """So the test of steps in two parts would see one that is exchanged or forgotten."""
+    write_text(tmp_path)
+    recipe = family("gpt dp2", tmp_path, out=str(tmp_path / "run"), steps=1)
+    complete(2, recipe)
+    checkpoint = open_checkpoint(Path(recipe["out"], "checkpoints", "step-00000001"))
+    names = [name for name in checkpoint.tensors if "rank" in name]
+    assert len(names) == 2
+    for kind in ("torch", "python", "numpy"):
+        one, other = (whole(checkpoint, name, kind) for name in names)
+        assert not torch.equal(one, other)

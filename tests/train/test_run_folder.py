@@ -1,0 +1,288 @@
+"""A run's folder: who may use it, what must be equal for a run to go on there, and what is said when it cannot."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.checkpoint import (
+    export_plain,
+    list_checkpoints,
+    locked,
+    open_plain,
+    weights_hash,
+)
+from cs336_systems.comm import Place
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from cs336_systems.host.machine import device_name
+from cs336_systems.train import __main__ as training
+from cs336_systems.train.__main__ import work
+from cs336_systems.train.recipe import Recipe
+from tests.support import ranks
+from tests.support.layout_cases import write_text
+from tests.support.machine import made_up
+from tests.support.resume_cases import TINY, attempt, complete, family, figures, log_of, newest, tiny, train_case
+from tests.support.state_cases import ranks_of, require_same, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = ("--data", "random", "--num-layers", "1", "--batch-size", "2", "--context", "8", "--device", "cpu")
+ONE = {"num_layers": 1, "steps": 3, "batch_size": 4, "context": 8}
+
+
+def command(capsys, *arguments: str) -> tuple[int, str, list[str]]:
+    """The exit status, what was printed, and the error lines of a training command."""
+    status = run_command(training.main, [*SHORT, *arguments, "--eval-iters", "1", "--sample-bytes", "4"])
+    captured = capsys.readouterr()
+    return status, captured.out, [line for line in captured.err.splitlines() if not line.startswith("training ")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--save-every", "3"), "error: --save-every needs a folder for the checkpoints: name one with --out DIR"),
+        (("--resume",), "error: --resume needs a folder for the checkpoints: name one with --out DIR"),
+        (("--background-save",), "error: --background-save needs a folder for the checkpoints: name one"),
+        (("--keep", "1", "--out", "x"), "error: Invalid value for '--keep': 1 is not in the range x>=2."),
+        (("--save-every", "0", "--out", "x"), "error: Invalid value for '--save-every': 0 is not in the range x>=1."),
+        (("--out", "file"), "error: cannot write to file: "),
+        (("--out", "file/run"), "error: cannot write to file/run: "),
+        (("--weights", "none.safetensors"), "error: cannot read none.safetensors: No such file or directory"),
+        (("--weights", "file"), "error: file "),
+        (("--on-nonfinite", "hope"), "error: Invalid value for '--on-nonfinite': 'hope' is not one of 'stop', 'skip'."),
+        (("--out", "a", "--log-file", "file/log"), "error: cannot write the log file/log: "),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_one_line(in_tmp, capsys, quick_probe, arguments, line):
+    (in_tmp / "file").write_text("x")
+    status, _, errors = command(capsys, "--steps", "1", *arguments)
+    assert (status, len(errors)) == (2, 1)
+    assert errors[0].startswith(line)
+    assert not list_checkpoints(in_tmp / "a" / "checkpoints")
+
+
+def test_a_folder_with_checkpoints_is_used_again_only_when_asked(in_tmp, capsys, quick_probe):
+    run = ("--out", "run", "--save-every", "2")
+    status, shown, errors = command(capsys, *run, "--steps", "3", "--resume")
+    assert (status, errors) == (0, [])  # an empty folder: the run begins
+    assert "3 steps in " in shown
+    assert "resumed" not in shown
+    status, _, errors = command(capsys, *run, "--steps", "5")
+    assert (status, errors) == (
+        2,
+        ["error: run holds a run with a checkpoint step-00000003: go on from it with --resume, or name another folder "
+         "with --out DIR"],
+    )  # fmt: skip
+    before = log_of(in_tmp / "run")
+    status, shown, errors = command(capsys, *run, "--steps", "5", "--resume", "--lr", "3e-3", "--on-nonfinite", "skip")
+    assert (status, errors) == (0, [])
+    said = (
+        "resumed run/checkpoints/step-00000003 after 3 steps, the state bit for bit; from here on with --lr 0.002 -> "
+    )
+    assert f"{said}0.003, --on-nonfinite stop -> skip" in shown.splitlines()
+    assert "2 steps after 3 in " in shown
+    assert [path.name for path in list_checkpoints(in_tmp / "run" / "checkpoints")] == [
+        "step-00000004",
+        "step-00000005",
+    ]
+    assert log_of(in_tmp / "run")[: len(before) - 1] == before[:-1]
+
+
+def test_the_total_is_the_total(in_tmp, capsys, quick_probe):
+    run = ("--out", "run", "--decay-steps", "50", "--log-every", "1")
+    assert command(capsys, *run, "--steps", "4")[0] == 0
+    before = newest(in_tmp / "run")
+    for steps in ("4", "2"):
+        status, shown, errors = command(capsys, *run, "--steps", steps, "--resume")
+        assert (status, errors) == (0, [])
+        assert f"nothing is left to train: 4 steps are done, and --steps {steps} counts those, too" in shown
+        assert "0 steps after 4 in " in shown
+        assert log_of(in_tmp / "run")[-1]["steps"] == 4
+    assert len(list_checkpoints(in_tmp / "run" / "checkpoints")) == 1
+    require_same(newest(in_tmp / "run"), before)
+    assert command(capsys, *run, "--steps", "6", "--resume")[0] == 0
+    assert command(capsys, *run[2:], "--out", "straight", "--steps", "6")[0] == 0
+    assert figures(in_tmp / "run") == figures(in_tmp / "straight")  # the rates, too
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory) -> Path:
+    """A folder with text and a run in it."""
+    folder = tmp_path_factory.mktemp("begun")
+    write_text(folder)
+    complete(1, family("bert", folder, out=str(folder / "run"), steps=1))
+    complete(1, family("gpt", folder, out=str(folder / "lm"), steps=1))
+    return folder
+
+
+OTHER = {
+    "--seed": ({"seed": 7}, "0", "7"),
+    "--batch-size": ({"batch_size": 6}, "12", "6"),
+    "--context": ({"context": 6, "max_context": 8}, "8", "6"),
+    "--precision": ({"precision": "bf16"}, "fp32", "bf16"),
+    "the model's num_layers": ({"num_layers": 3}, "", "3"),
+    "the model's dropout": ({"dropout": 0.5}, "0.1", "0.5"),
+    "the text's SHA-256": ({"data": ["other"]}, "", ""),
+    "--mask-prob": ({"mask_prob": 0.3}, "0.15", "0.3"),
+}
+
+
+def refusals_case(group, recipes: list[dict]) -> list[str]:
+    """What each of them is refused with."""
+    found = []
+    for recipe in recipes:
+        try:
+            train_case(group, recipe, [])
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_another_run_is_refused_by_name(begun):
+    text = (begun / "text").read_text()
+    (begun / "other").write_text(text.replace("model", "modal"))
+    recipes = []
+    for changes, _, _ in OTHER.values():
+        recipe = family("bert", begun, out=str(begun / "run"), steps=2, resume=True)
+        changes = {k: [f"{begun}/other"] if k == "data" else v for k, v in changes.items()}
+        recipes.append(recipe | changes)
+    found = ranks.run(refusals_case, 2, recipes=recipes)
+    assert found[0] == found[1]
+    for (name, (_, before, after)), line in zip(OTHER.items(), found[0], strict=True):
+        assert line.startswith(f"{begun / 'run'} holds another run: {name} was {before}"), line
+        assert f" there and is {after}" in line
+        assert line.endswith(" now; resume with what it began with, or name another folder with --out DIR")
+    assert len(list_checkpoints(begun / "run" / "checkpoints")) == 1  # none was set aside
+
+
+def test_how_the_same_is_computed_may_change(begun):
+    given = family("bert", begun, out=str(begun / "run"), steps=2, resume=True, recompute="segments")
+    shown = complete(1, given | {"micro_batch_size": 4, "pad_vocabulary": 16}).shown
+    changes = "--micro-batch-size 12 -> 4, --pad-vocabulary 8 -> 16, recompute none -> segments"
+    assert f"after 1 steps, equal but for rounding ({changes})" in shown
+    found = newest(begun / "run").manifest.state["computed"]
+    assert (found["device"], found["backend"]) == (device_name(torch.device("cpu")), "gloo")
+
+
+def test_a_constant_loss_scale_may_replace_one_found_by_trial(tmp_path):
+    recipe = tiny(tmp_path, **ONE | {"precision": "fp16", "initial_loss_scale": 2.0**10, "steps": 2})
+    complete(1, recipe)
+    shown = complete(1, recipe | {"steps": 4, "resume": True, "loss_scale": 64.0}).shown
+    assert "; from here on with --loss-scale None -> 64.0" in shown
+    assert [row[6] for row in figures(tmp_path)] == [1024.0, 1024.0, 64.0, 64.0]
+
+
+def together_case(group, recipe: dict) -> str:
+    """A second run in a folder whose lock another process holds."""
+    try:
+        train_case(group, recipe, [])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path):
+    with locked(tmp_path) as lock:
+        lock.sign("process 4711")
+        said = ranks.run(together_case, 2, recipe=tiny(tmp_path, **ONE))
+    assert set(said) == {
+        f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another folder with --out DIR"
+    }
+    complete(2, tiny(tmp_path, **ONE))
+
+
+def test_a_killed_run_leaves_its_folder_free(tmp_path):
+    outcome = attempt(1, tiny(tmp_path, **ONE), {"rank": 0, "step": 2, "what": "kill"})
+    assert outcome.codes == [-signal.SIGKILL]
+    complete(1, tiny(tmp_path, **ONE))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_on_every_rank_before_anything_is_learned(tmp_path):
+    (tmp_path / "checkpoints").write_text("no folder")
+    line = attempt(2, tiny(tmp_path, **ONE), timeout=ranks.COLLECTIVE_TIMEOUT).line
+    assert line == f"cannot use {tmp_path}/checkpoints: File exists; name another folder with --out DIR"
+    assert not (tmp_path / "train.jsonl").exists()
+
+
+@pytest.mark.parametrize("layout", ["gpt", "gpt dp2 zero3", "gpt tp2", "gpt pp2"])
+def test_a_run_begins_with_given_weights_in_any_layout(begun, tmp_path, layout):
+    path = begun / "plain.safetensors"
+    if not path.exists():
+        export_plain(newest(begun / "lm"), path)
+    # Nothing is learned at a rate of 0: what is saved is what it began with.
+    recipe = family(layout, begun, out=str(tmp_path), steps=1, lr=0.0, seed=5, weights=str(path))
+    complete(ranks_of(layout), recipe)
+    assert weights_hash(newest(tmp_path)) == weights_hash(open_plain(path))
+    complete(ranks_of(layout), recipe | {"steps": 2, "resume": True, "weights": "nowhere"})  # it has begun already
+
+
+def test_weights_of_another_model_are_refused_on_every_rank(begun):
+    path = begun / "lm.safetensors"
+    export_plain(newest(begun / "lm"), path)
+    recipe = family("gpt pp2", begun, steps=1, log_file=str(begun / "log"), weights=str(path))
+    said = attempt(2, recipe | {"num_layers": 4}, timeout=ranks.COLLECTIVE_TIMEOUT).line
+    assert said.startswith(f"{path} does not fit the model: it has no blocks.2.")
+    # Both stages have heard of what one alone has: the positions are the first one's.
+    said = attempt(2, recipe | {"max_context": 16}, timeout=ranks.COLLECTIVE_TIMEOUT).line
+    assert said.startswith(f"{path} does not fit the model: embedding.positions.weight (value) has shape [8, 16] there")
+
+
+def test_a_restart_by_torchrun_goes_on_without_being_told(in_tmp, monkeypatch):
+    monkeypatch.setattr(training, "probe", made_up)
+    recipe = Recipe.of(**TINY | ONE | {"data": ("random",), "out": in_tmp / "run"})
+    work(Place(), recipe)
+    with pytest.raises(UserError, match="go on from it with --resume"):
+        work(Place(), recipe)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(os, "getppid", lambda: 1)  # a launcher that was refused, and tries again
+        with pytest.raises(UserError, match="go on from it with --resume"):
+            work(Place(attempt="1"), recipe)
+    work(Place(attempt="1"), recipe)
+    assert [line["resumed"] for line in log_of(in_tmp / "run") if "resumed" in line] == [3]
+
+
+def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_path):
+    options = TINY | {"num_layers": 2, "steps": 9, "save_every": 4, "data": "random"}
+    arguments = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    command = [
+        sys.executable,
+        "-m",
+        *launcher,
+        "-m",
+        "tests.support.resume_cases",
+        *arguments,
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+    ) as run:  # fmt: skip
+        try:
+            shown, errors = run.communicate(timeout=150)
+        finally:
+            run.kill()
+    assert run.returncode == 0, errors
+    assert "/checkpoints/step-00000004 after 4 steps, bit for bit\n" in shown
+    complete(2, options | {"data": ["random"], "out": str(tmp_path / "undisturbed")})
+    mine, wanted = newest(tmp_path / "run"), newest(tmp_path / "undisturbed")
+    assert mine.manifest.step == 9
+    assert weights_hash(mine) == weights_hash(wanted)
+    for name in wanted.scalars:
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(whole(mine, name, kind), whole(wanted, name, kind))
+    assert figures(tmp_path / "run") == figures(tmp_path / "undisturbed")
+
+
+def test_the_bar_counts_from_the_resumed_step(in_tmp, capsys, quick_probe, monkeypatch):
+    run = ("--out", "run")
+    assert command(capsys, *run, "--steps", "2")[0] == 0
+    monkeypatch.setattr("cs336_systems.host.console.PLAIN_SECONDS", 0.0)
+    status = run_command(training.main, [*SHORT, *run, "--steps", "4", "--resume", "--eval-iters", "1"])
+    progress = [line.split(",")[0].split("  ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert (status, progress) == (0, ["training 3/4", "training 4/4"])

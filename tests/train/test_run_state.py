@@ -1,0 +1,243 @@
+"""A run's state leaves one layout through a checkpoint and enters another: the bits arrive, and learning goes on as it
+would have, exactly in the same layout and within rounding in another."""
+
+import json
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.checkpoint import VALUE, Checkpoint, export_plain, open_checkpoint, step_name, weights_hash
+from cs336_systems.checkpoint.manifest import to_text
+from cs336_systems.errors import UserError
+from cs336_systems.train.run_folder import RunCheckpoints
+from cs336_systems.train.run_state import RunState
+from tests.support import ranks
+from tests.support.expert_cases import assemble
+from tests.support.layout_cases import load, write_text
+from tests.support.state_cases import (
+    ALL,
+    FIRST,
+    amplification_case,
+    fresh_case,
+    plain_case,
+    ranks_of,
+    read_case,
+    rounding,
+    source,
+    trainer_of,
+    whole,
+    write_case,
+    wrong_split_case,
+)
+
+WORLDS = (1, 2, 3, 4)
+
+
+class Proof:
+    """Runs what a test needs, once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.done: set[int] = set()
+        write_text(folder)
+
+    def written(self, world: int) -> list[str]:
+        """The layouts of so many ranks, whose checkpoints are in the folder."""
+        layouts = [layout for layout in ALL if ranks_of(layout) == world]
+        if world not in self.done:
+            ranks.run(write_case, world, folder=str(self.folder), layouts=layouts)
+            self.done.add(world)
+        return layouts
+
+    def checkpoint(self, layout: str, step: int = FIRST) -> Checkpoint:
+        self.written(ranks_of(layout))
+        return open_checkpoint(self.folder / layout / step_name(step))
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory):
+    return Proof(tmp_path_factory.mktemp("states"))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_run_goes_on_with_the_same_bits_and_its_checkpoint_has_what_its_ranks_have(proof, world):
+    for layout in proof.written(world):
+        checkpoint = proof.checkpoint(layout)
+        records = [load(proof.folder / f"{layout}.{rank}") for rank in range(world)]
+        shapes = {name: torch.Size(kinds[VALUE].shape) for name, kinds in checkpoint.tensors.items()}
+        gathered = assemble(records, lambda record: record["parameters"], shapes)
+        assert gathered.keys() == checkpoint.tensors.keys()
+        for name, tensor in gathered.items():
+            assert torch.equal(whole(checkpoint, name), tensor), (layout, name)
+            kinds = {VALUE, "exp_avg", "exp_avg_sq"} | ({"master"} if layout.startswith(("bf16", "fp16")) else set())
+            assert checkpoint.tensors[name].keys() == kinds
+            assert checkpoint.scalars[name] == {"step": FIRST}
+
+
+@pytest.fixture(scope="module")
+def allowed(proof):
+    """What rounding may do to each family."""
+    found = ranks.run(amplification_case, 1, folder=str(proof.folder))[0]
+    bounds = {family: amplification * rounding(family) for family, amplification in found.items()}
+    assert all(bound < 1e-8 for bound in bounds.values())
+    return bounds
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_other_layouts_read_the_same_bits_and_learn_the_same(proof, allowed, world):
+    for each in WORLDS:
+        proof.written(each)
+    layouts = proof.written(world)
+    taken = ranks.run(read_case, world, folder=str(proof.folder), layouts=layouts, allowed=allowed)
+    assert len(taken[0]) == sum(layout.split()[0] in allowed for layout in layouts)
+    for layout in layouts:
+        again = open_checkpoint(proof.folder / f"{layout} from another" / step_name(FIRST))
+        assert weights_hash(again) == weights_hash(proof.checkpoint(source(layout)))
+
+
+@pytest.mark.parametrize("layout", ["gpt dp2 zero3", "gpt pp2 zero1"])
+def test_a_parameter_without_a_step_has_no_state(tmp_path, layout):
+    write_text(tmp_path)
+    ranks.run(fresh_case, 2, folder=str(tmp_path), layout=layout)
+
+
+@pytest.mark.parametrize("layout", ["gpt dp2 zero3", "gpt tp2", "bf16 dp2 zero2"])
+def test_a_file_of_parameters_fits_every_layout(proof, layout):
+    giver = "bf16" if layout.startswith("bf16") else "gpt"
+    path = proof.folder / f"{giver}.safetensors"
+    if not path.exists():
+        export_plain(proof.checkpoint(giver), path)
+    ranks.run(plain_case, 2, folder=str(proof.folder), file=str(path), layout=layout)
+
+
+def test_what_two_ranks_write_or_none_is_refused(tmp_path):
+    write_text(tmp_path)
+    for twice, never in ranks.run(wrong_split_case, 2, folder=str(tmp_path), layout="gpt dp2"):
+        assert "(value) lacks elements, or has some twice: a run begins at 0, not at" in twice
+        assert "(value) lacks elements: a box of" in never
+
+
+def changed(checkpoint: Checkpoint, name: str, **kinds: object) -> Checkpoint:
+    """With other kinds of a parameter, or without it if there are none; a value alone has no scalars either."""
+    tensors = {key: each for key, each in checkpoint.tensors.items() if key != name} | ({name: kinds} if kinds else {})
+    scalars = {key: each for key, each in checkpoint.scalars.items() if key != name or len(kinds) > 1}
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, tensors=tensors, scalars=scalars))
+
+
+def counted(checkpoint: Checkpoint, name: str, **scalars: object) -> Checkpoint:
+    """With other scalars of a parameter."""
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, scalars=checkpoint.scalars | {name: scalars}))
+
+
+def problem_case(group, folder: str) -> list[str]:
+    """What is said of checkpoints that do not fit."""
+    state = RunState(trainer_of("gpt", folder))
+    checkpoint = open_checkpoint(Path(folder, "gpt", step_name(FIRST)))
+    positions, norm = "embedding.positions.weight", "final_norm.weight"
+    value, moment = checkpoint.tensors[norm][VALUE], checkpoint.tensors[norm]["exp_avg"]
+    narrow, number = replace(value, dtype="F32"), replace(value, dtype="I64")
+    return [
+        state.problem(changed(changed(checkpoint, norm), positions)),
+        state.problem(changed(checkpoint, "head.weight", value=value)),
+        state.problem(changed(checkpoint, norm, exp_avg=moment)),
+        state.problem(changed(checkpoint, positions, value=value)),
+        state.problem(changed(checkpoint, norm, value=value, exp_avg=checkpoint.tensors[positions]["exp_avg"])),
+        state.problem(changed(checkpoint, norm, value=narrow)),
+        state.problem(changed(checkpoint, norm, value=narrow, exp_avg=moment), cast=True),
+        state.problem(changed(checkpoint, norm, value=number), cast=True),
+        state.problem(changed(checkpoint, norm, value=narrow), cast=True),
+        state.problem(changed(checkpoint, "random/rank 0", torch=moment)),
+        state.problem(changed(checkpoint, norm, value=value, exp_avg=moment)),
+        state.problem(changed(checkpoint, norm, value=value, exp_avg=replace(moment, dtype="F32"), exp_avg_sq=moment)),
+        state.problem(counted(checkpoint, norm)),
+        state.problem(counted(checkpoint, norm, step=3)),
+        state.problem(counted(checkpoint, norm, step=1.0)),
+        RunState(trainer_of("experts", folder, num_experts=8)).problem(
+            open_checkpoint(Path(folder, "experts", step_name(FIRST)))
+        ),
+    ]
+
+
+def test_what_does_not_fit_is_named(proof):
+    proof.written(1)
+    (said,) = ranks.run(problem_case, 1, folder=str(proof.folder))
+    total = len(proof.checkpoint("gpt").tensors)
+    assert said == [
+        f"it has no embedding.positions.weight, and lacks 2 of the model's {total} parameters",
+        f"the model has no head.weight, nor 1 of the {total + 1} parameters there in all",
+        "it has no value of final_norm.weight",
+        "embedding.positions.weight (value) has shape [16] there, and [8, 16] in the model",
+        "final_norm.weight (exp_avg) has shape [8, 16] there, and [16] in the model",
+        "final_norm.weight is F32 there, and F64 in the model",
+        "final_norm.weight is F32 there, and F64 in the model",
+        "final_norm.weight is I64 there, and F64 in the model",
+        "",
+        "",
+        "the optimizer's state of final_norm.weight is ['exp_avg', 'step'] there, and ['exp_avg', 'exp_avg_sq', "
+        "'step'] here",
+        "final_norm.weight (exp_avg) is F32 there, and F64 in the optimizer",
+        "the optimizer's state of final_norm.weight is ['exp_avg', 'exp_avg_sq'] there, and ['exp_avg', 'exp_avg_sq', "
+        "'step'] here",
+        "final_norm.weight has the step 3 there, after 2 steps",
+        "final_norm.weight has the step 1.0 there, after 2 steps",
+        "blocks.0.feed_forward.router.weight (value) has shape [4, 32] there, and [8, 32] in the model",
+    ]
+
+
+def places(value: object) -> Iterator[tuple[dict | list, object]]:
+    """Every entry of a JSON value: what it is in, and its name or number there."""
+    entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in list(entries):
+        yield value, key
+        yield from places(each)
+
+
+def damages_case(group, folder: str) -> list[str]:
+    """What is said of checkpoints of which one entry of the manifest, which is signed anew, is another or gone. What is
+    taken up all the same must leave the state as it was."""
+    trainer = trainer_of("gpt", folder, out=Path(folder), num_layers=1)
+    trainer.step(0)
+    checkpoints = RunCheckpoints(trainer, lambda said: None)
+    checkpoints.save(1)
+    path, draw, said = Path(folder, "checkpoints", step_name(1), "manifest.json"), random.Random(0), []
+    good = json.loads(path.read_bytes())["manifest"]
+    wanted = [each.tensor.clone() for each in checkpoints.state.pieces()[0]], trainer.state()
+    values = (None, "x", [], {}, -1, 0.5, True, 10**400, [1], {"x": 1})
+    # All that can be wrong with what the trainer counts, and with much else by chance.
+    counts = len(list(places(good["state"]["trainer"]))) * len(values)
+    for number in range(counts + 90):
+        body = deepcopy(good)
+        found = list(places(body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))))
+        owner, key = found[number // len(values)] if number < counts else draw.choice(found)
+        owner[key] = values[number % len(values)] if number < counts else draw.choice(values)
+        if number >= counts and number % 3 == 0:
+            del owner[key]
+        path.write_bytes(to_text(body))
+        try:
+            checkpoints.restore()
+        except UserError as error:
+            said.append(str(error))
+        else:
+            assert trainer.state() == wanted[1], (number, key)
+            assert all(torch.equal(a.tensor, b) for a, b in zip(checkpoints.state.pieces()[0], wanted[0], strict=True))
+    path.write_bytes(to_text(good))
+    checkpoint = open_checkpoint(path.parent)
+    bare = {name: {VALUE: kinds[VALUE]} for name, kinds in checkpoint.tensors.items() if VALUE in kinds}
+    bare_one = replace(checkpoint, manifest=replace(checkpoint.manifest, tensors=bare, scalars={}))
+    assert checkpoints._problem(bare_one) == "it has no optimizer's state, after 1 updates"
+    spoilt = changed(checkpoint, "random/rank 0", torch=bare["final_norm.weight"][VALUE])
+    assert checkpoints._problem(spoilt).startswith("the random number generators of rank 0 cannot be set: ")
+    assert not checkpoints._problem(checkpoint)
+    return said
+
+
+def test_whatever_a_signed_manifest_says_is_refused_or_changes_nothing(tmp_path):
+    write_text(tmp_path)
+    (said,) = ranks.run(damages_case, 1, folder=str(tmp_path))
+    assert len(said) > 60, "most changes are refused"
+    assert all("\n" not in each for each in said)

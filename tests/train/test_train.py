@@ -1,0 +1,311 @@
+"""Training, run as a user runs it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.comm import distributed
+from cs336_systems.host.console import run_command
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.presets import model_preset
+from cs336_systems.train import __main__ as training
+from cs336_systems.train.__main__ import train
+from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe
+from cs336_systems.train.run_log import sample_text
+from cs336_systems.train.trainer import Trainer
+from tests.support import ranks
+from tests.support.layout_cases import write_text
+from tests.support.machine import made_up
+from tests.support.tolerances import bound
+
+SHORT = ("--device", "cpu", "--batch-size", "8", "--context", "32", "--warmup-steps", "5")
+
+
+def run(*arguments: str) -> int:
+    return run_command(training.main, [*SHORT, *arguments])
+
+
+def test_text_is_learned(in_tmp, capsys):
+    assert run("--steps", "60", "--lr", "3e-3", "--sample-bytes", "40", "--log-file", "logs/run.jsonl") == 0
+    header, *steps, final = [json.loads(line) for line in (in_tmp / "logs/run.jsonl").read_text().splitlines()]
+    assert header["recipe"]["steps"] == 60
+    assert len(header["sha256"]) == 64
+    assert header["environment"]["torch"] == torch.__version__
+    assert [line["step"] for line in steps] == [10, 20, 30, 40, 50, 60]
+    assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory"}
+    losses = [line["loss"] for line in steps]
+    assert losses[0] > losses[2] > losses[-1]
+    assert losses[-1] < 3.6
+    assert final["validation_loss"] < 3.8
+    shown = capsys.readouterr().out
+    assert final["sample"] in shown
+    assert final["sample"].startswith("def ")
+    assert "(guessing: 5.545)" in shown
+
+
+def test_random_bytes_are_not(in_tmp, quick_probe):
+    with distributed():
+        final = train(Recipe.of(data=("random",), num_layers=1, steps=60, batch_size=8, context=32, device="cpu"))
+    # Fresh random bytes cost ln 256 under the uniform guess and more under any other. The mean over 8 x 8 x 32 tokens
+    # of a guess that is nearly uniform has a deviation of less than 0.3 / sqrt(2048) = 0.007.
+    assert math.log(256) - 0.04 < final["validation_loss"] < 1.01 * math.log(256)
+    assert "sample" not in final
+
+
+def test_training_is_a_function_of_the_seed():
+    def weights(seed):
+        recipe = Recipe.of(data=("random",), batch_size=4, context=16, seed=seed, device="cpu")
+        with distributed():
+            trainer = Trainer(recipe)
+            for step in range(3):
+                trainer.step(step)
+            return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    assert torch.equal(weights(0), weights(0))
+    assert not torch.equal(weights(0), weights(1))
+
+
+def test_the_horizon_belongs_to_the_schedule(in_tmp, quick_probe):
+    rates = {}
+    for steps in (6, 12):
+        small = ("--num-layers", "1", "--eval-iters", "1", "--log-every", "1", "--log-file", "log")
+        run("--data", "random", "--steps", str(steps), "--decay-steps", "10", *small)
+        lines = (in_tmp / "log").read_text().splitlines()[1:-1]
+        rates[steps] = [json.loads(line)["lr"] for line in lines]
+    assert rates[12][:6] == rates[6]
+    assert rates[12][10:] == [2e-4] * 2
+
+
+def test_own_text(in_tmp, capsys, quick_probe):
+    (in_tmp / "a.txt").write_text("to be or not to be, " * 50)
+    (in_tmp / "b.txt").write_text("that is the question; " * 50)
+    quick = ("--steps", "3", "--num-layers", "1", "--eval-iters", "1", "--sample-bytes", "8", "--log-file", "log")
+    assert run("--data", "a.txt", "b.txt", "--prompt", "\udcff", *quick) == 0
+    assert run("--data", "a.txt", "--precision", "bf16", *quick) == 0
+    assert "a.txt, b.txt" in capsys.readouterr().out
+
+
+def test_a_sample_is_safe_to_print():
+    model = TransformerLM(model_preset("tiny"))
+    arguments = (model, torch.device("cpu"), 8, "\x1b[31m", 200, 0)
+    text = sample_text(*arguments)
+    assert all(c.isprintable() or c == "\n" for c in text)
+    assert text == sample_text(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--data", "missing.txt"), "error: cannot read missing.txt: No such file or directory"),
+        (
+            ("--data", "short.txt"),
+            "error: short.txt has 3 tokens; a context of 32 needs 33: use a longer text",
+        ),
+        (("--data", "just.txt"), "error: just.txt, training has 31 tokens; a context of 32 needs 33"),
+        (
+            ("--size", "bert-345m", "--objective", "lm"),
+            "error: bert-345m is an encoder, which cannot predict the next token; use --objective bert",
+        ),
+        (
+            ("--objective", "bert", "--data", "short.txt"),
+            "error: short.txt, training (1 of 1 documents, split 949,50,1): ",
+        ),
+        (("--tp", "2"), "error: tp 2 x pp 1 x ep 1 = 2 does not divide the 1 rank: start a multiple of 2, or lower"),
+        (
+            ("--hidden-size", "128"),
+            "error: --hidden-size 128 is part of a shape; give --num-layers and --num-attention-heads as well",
+        ),
+        (("--size", "gpt3-175b"), "error: gpt3-175b with batch 8 x 32 needs 2.5 TiB for a step"),
+        (("--zero", "4"), "error: Invalid value for '--zero': 4 is not in the range 0<=x<=3."),
+        (("--backend", "nccl"), "error: --backend nccl moves tensors between GPUs, and there is none here"),
+        (("--steps", "0"), "error: Invalid value for '--steps'"),
+        (("stray.txt",), "error: unexpected argument 'stray.txt'; text is named with --data FILE ..."),
+        (("--log-file", "short.txt/log", "--steps", "1"), "error: cannot write the log short.txt/log: "),
+        (
+            ("--lr", "1e9", "--steps", "40", "--clip", "1e9"),
+            "error: the gradient, unlike the loss, is not finite in step 2 (gradient norm nan); lower --lr",
+        ),
+        (("--lr", "-1"), "error: Invalid value for '--lr': -1.0 is not in the range x>=0."),
+        (("--clip", "0"), "error: Invalid value for '--clip': 0.0 is not in the range x>0."),
+        (("--decay-steps", "4"), "error: a warm-up of 5 steps ends after the decay, at step 4"),
+        (("--data", "."), "error: cannot read .: Is a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(in_tmp, arguments, line, capsys, quick_probe):
+    (in_tmp / "short.txt").write_text("abc")
+    (in_tmp / "just.txt").write_text("x" * 34)
+    assert run(*arguments) == 2
+    errors = [error for error in capsys.readouterr().err.splitlines() if not error.startswith("training ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(line)
+
+
+def test_help_lists_every_setting(capsys):
+    assert run_command(training.main, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    for name in OPTIONS:
+        assert f"--{name.replace('_', '-')}" in shown
+    titles = [line for line in shown.splitlines() if line.startswith("Options")]
+    assert titles == [*(f"Options: {group}:" for group in GROUPS), "Options:"]
+
+
+def ranks_case(group, folder: str, stage: int) -> dict:
+    recipe = Recipe.of(
+        data=("random",),
+        batch_size=8,
+        context=16,
+        device="cpu",
+        zero=stage,
+        steps=6,
+        log_file=Path(folder, "log"),
+        log_every=2,
+    )
+    training.probe = made_up  # in the process of this case only
+    final = train(recipe)
+    return {"loss": final["validation_loss"], "rank": group.rank()}
+
+
+def test_ranks_learn_what_one_process_learns(tmp_path):
+    logs = []
+    for world_size, stage in ((1, 0), (2, 0), (2, 3)):  # tests/test_layouts.py has them all
+        ranks.run(ranks_case, world_size, folder=str(tmp_path), stage=stage)
+        header, *steps, _ = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert header["environment"]["world_size"] == world_size
+        logs.append([(line["step"], line["loss"], line["grad_norm"]) for line in steps])
+    for alone, *together in zip(*logs, strict=True):
+        # Six steps of some hundred roundings in a row, in sums of 128 terms whose roundings add like a random walk.
+        for each in together:
+            assert each == pytest.approx(alone, rel=bound(torch.float32, stages=6 * 100, longest_sum=12))
+
+
+def test_a_batch_that_does_not_divide_is_refused():
+    error = ranks.run_failing(odd_case, 2)[0]
+    assert error == ("UserError", "--batch-size 7 does not divide over 2 ranks")
+
+
+def other_options_case(group) -> None:
+    train(Recipe.of(device="cpu", steps=3 + group.rank() // 2, out=Path(f"{group.rank()}")))
+
+
+def test_ranks_with_different_options_are_refused_by_name():
+    errors = ranks.run_failing(other_options_case, 3)
+    said = "rank 2 was started with --steps 4 and rank 0 with --steps 3: give all ranks the same options"
+    assert errors == [("UserError", said)] * 3
+
+
+def odd_case(group) -> None:
+    Trainer(Recipe.of(data=("random",), batch_size=7, context=16, device="cpu"))
+
+
+# A BERT of two blocks on a few documents of this project's own words.
+BERT = ("--objective", "bert", "--num-layers", "2", "--data", "text", "--split", "8,1,1", "--log-file", "log")
+
+
+def bert(folder: Path, *arguments: str) -> list[dict]:
+    """The log of a short run."""
+    write_text(folder)
+    assert run(*BERT, *arguments) == 0
+    return [json.loads(line) for line in (folder / "log").read_text().splitlines()]
+
+
+def test_bert_is_trained_evaluated_and_timed(in_tmp, capsys, quick_probe):
+    _, *lines, final = bert(in_tmp, "--steps", "6", "--log-every", "2", "--eval-interval", "3", "--eval-iters", "2")
+    steps, evaluations = ([line for line in lines if key in line] for key in ("lm_loss", "validation_loss"))
+    assert [line["step"] for line in steps] == [2, 4, 6]
+    assert [line["step"] for line in evaluations] == [3, 6]
+    assert set(steps[0]) == {
+        *("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "peak_memory", "lm_loss", "sop_loss", "step_ms"),
+        "timers_ms",
+    }
+    for line in steps:
+        assert line["loss"] == line["lm_loss"] + line["sop_loss"]
+        assert abs(line["sop_loss"] - math.log(2)) < 0.2
+        assert {"forward-compute", "backward-compute", "optimizer", "batch-generator"} <= set(line["timers_ms"])
+        assert all(len(of_each_rank) == 1 and of_each_rank[0] > 0 for of_each_rank in line["timers_ms"].values())
+    # Nothing is learned after the last step, so the last evaluation is the final one.
+    assert {key: final[key] for key in ("validation_loss", "validation_sop_loss")} == {
+        key: evaluations[-1][key] for key in ("validation_loss", "validation_sop_loss")
+    }
+    assert evaluations[0] != evaluations[1]
+    assert "sample" not in final
+    shown = capsys.readouterr().out
+    assert shown.count("time (ms) | batch-generator: ") == 3
+    assert "iteration        6/       6 | consumed samples:           48 | " in shown
+    assert "step 3: validation loss " in shown
+
+
+def test_an_evaluation_changes_nothing_that_is_learned(in_tmp, quick_probe):
+    losses = []
+    for interval in ("1", "9"):
+        lines = bert(in_tmp, "--steps", "4", "--log-every", "1", "--eval-interval", interval, "--dropout", "0.2")
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert losses[0] == losses[1]
+
+
+def test_megatrons_names_train(in_tmp, capsys, quick_probe):
+    write_text(in_tmp)
+    megatron = "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --max-position-embeddings 32"
+    megatron += " --split 8,1,1 --data-path text --train-iters 2 --global-batch-size 4 --fp16 --checkpoint-activations"
+    megatron += " --log-interval 1 --lr-decay-iters 9 --tokenizer-type BertWordPieceCase --save out --finetune"
+    command = [*megatron.split(), "--device", "cpu", "--vocab-size", "400", "--lr", "1e-3", "--log-file", "log"]
+    assert run_command(training.main, command) == 0
+    header, *lines, _ = [json.loads(line) for line in (in_tmp / "log").read_text().splitlines()]
+    assert (header["recipe"]["d_model"], header["recipe"]["objective"]) == (32, "bert")
+    # From 2^32 down: the first overflow is borne, the second halves.
+    assert [(line["loss_scale"], line["skipped"], line["grad_norm"]) for line in lines if "lr" in line] == [
+        (2.0**32, 1, None),
+        (2.0**31, 1, None),
+    ]
+    captured = capsys.readouterr()
+    assert "note: ignored: --finetune (a checkpoint is written and read whole)" in captured.err
+    assert [each.name for each in (in_tmp / "out/checkpoints").iterdir()] == ["step-00000002"]
+    assert "| loss scale: 2147483648.0 | number of skipped iterations:   1" in captured.out
+
+
+@pytest.mark.parametrize(("kind", "shown"), [("none", False), ("max", True), ("minmax", True), ("waits", True)])
+def test_timers_are_shown_as_asked(in_tmp, capsys, quick_probe, kind, shown):
+    assert run("--data", "random", "--steps", "1", "--timers", kind, "--log-file", "log", "--eval-iters", "1") == 0
+    line = json.loads((in_tmp / "log").read_text().splitlines()[1])
+    text = capsys.readouterr().out
+    assert ("timers_ms" in line) is shown
+    assert ("time (ms) | " in text) is shown
+    assert ("forward-compute: (" in text) is (kind == "minmax")
+    assert ("backward-params-all-reduce-wait" in text) is (kind == "waits")
+
+
+def layout_case(group, folder: str, layout: dict) -> None:
+    recipe = Recipe.of(
+        data=(f"{folder}/text",), split="8,1,1", context=16, batch_size=8, steps=3, device="cpu", **layout
+    )
+    recipe = recipe.change(num_layers=4, d_model=32, num_heads=4, dropout=0.0, log_file=Path(folder, "log"))
+    training.probe = made_up
+    train(recipe.change(log_every=1, eval_iters=2, eval_interval=2, sample_bytes=8))
+
+
+LAYOUTS = {
+    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}),
+    "bert": ({"tp": 2, "pp": 2},),
+}
+
+
+@pytest.mark.parametrize("objective", LAYOUTS)
+def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, objective):
+    write_text(tmp_path)
+    logs = []
+    for layout in ({}, *LAYOUTS[objective]):
+        sizes = {"tp": layout.get("tp", 1), "pp": layout.get("pp", 1)}
+        arguments = {"folder": str(tmp_path), "layout": layout | {"objective": objective}}
+        ranks.run(layout_case, sizes["tp"] * sizes["pp"], **arguments)
+        header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+        assert header["mesh"] == {"dp": 1, "ep": 1} | sizes
+        # What a model would write no rank of a pipeline can say alone.
+        assert ("sample" in lines[-1]) is (objective == "lm" and sizes["pp"] == 1)
+        keys = ("step", "loss", "grad_norm", "validation_loss", "validation_sop_loss")
+        logs.append([line[key] for line in lines for key in keys if key in line])
+        assert len(logs[-1]) == 3 * 3 + (2 + 1) + 2 * (objective == "bert")
+    for found in logs[1:]:
+        # Three steps of some hundred roundings in a row; see above.
+        assert found == pytest.approx(logs[0], rel=bound(torch.float32, stages=3 * 100, longest_sum=12))

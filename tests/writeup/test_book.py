@@ -1,0 +1,298 @@
+"""The write-up's core: citations are found, missing or wrong; what is old, doubtful or noisy is marked."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
+from benchmarks.records import RESULTS, Record, append_record, open_records, read_records
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
+from writeup import book as books
+from writeup import compose as composing
+from writeup import freshness
+from writeup.book import Book, Citation, choose_machine, metric
+from writeup.catalogue import RUNS, benchmark
+from writeup.cells import mean_and_deviation, prediction, quartiles, timing
+from writeup.contents import CHAPTERS
+from writeup.errors import CitationError
+from writeup.exercised import ROOT, exercised
+from writeup.tables import Table
+from writeup.words import differ, faster, from_which, hours_apart, joined, pair_ratios, prediction_error
+
+HEAD = "a" * 40
+WHERE = {"device": "Test <CPU>", "device_type": "cpu", "cores": 2, "threads": 2, "torch": "2.13", "triton": None}
+WHERE |= {"python": "3.11.7", "commit": HEAD, "dirty": False, "date": "2026-01-02T03:04:05"}
+SLOW, FAST = (10.0, 11.0, 12.0, 10.5, 11.5), (5.0, 5.5, 6.0, 5.2, 5.8)
+
+
+def made(samples=(10.0, 11.0, 12.0, 13.0), status="ok", flags=(), **config) -> Record:
+    middle = sorted(samples)[len(samples) // 2] if samples else 0.0
+    metrics = {"median_ms": middle, "mean_ms": middle, "std_ms": 0.5} if status == "ok" else {}
+    base = {"candidate": "eager", "pass": "forward", "columns": 1024}
+    return Record("norms", base | config, WHERE, [*samples], metrics, {"median_ms": 9.0}, [*flags], status)
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """Two candidates at two widths, measured at a commit since which nothing has changed."""
+    monkeypatch.setattr(books, "changed_since", lambda commit, files: [])
+    for columns in (1024, 2048):
+        append_record(made(columns=columns), open_records(tmp_path / "test-cpu", "norms"))
+        append_record(made((5.0, 5.0, 5.0), candidate="fused", columns=columns), tmp_path / "test-cpu/norms.jsonl")
+    return Book(tmp_path, "test-cpu")
+
+
+def test_a_citation_finds_what_it_asks_for(book):
+    cited = book.cite("norms", {"pass": "forward"}, columns=(1024, 4096), candidate=lambda name: name != "copy")
+    assert [record.config["candidate"] for record in cited] == ["eager", "fused"]
+    assert cited.one(candidate="fused").samples_ms == [5.0] * 3
+    assert cited.one(candidate="none such") is None
+    assert cited.values("candidate") == ["eager", "fused"]
+    assert [record.config["columns"] for record, _ in book.cited[""].values()] == [1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda book: book.cite("norm"), "no benchmark is called 'norm'; there are allreduce, attention"),
+        (lambda book: book.cite("norms", colums=3), "records of norms have no setting 'colums'; they have candidate"),
+        (lambda book: book.cite("norms").one(columns=1024), "2 records of norms have {'columns': 1024}, not one"),
+        (lambda book: book.cite("norms").values("size"), "no setting 'size'"),
+        (lambda book: metric(made(), "mean"), "norms has no metric 'mean'; it has mean_ms, median_ms, std_ms"),
+    ],
+)  # fmt: skip
+def test_a_wrong_citation_fails(book, ask, said):
+    with pytest.raises(CitationError) as error:
+        ask(book)
+    assert said in str(error.value)
+
+
+def test_files_are_read_once(book, monkeypatch):
+    read = list[str]()
+    monkeypatch.setattr(books, "read_records", lambda path: read.append(path) or read_records(path))
+    for _ in range(3):
+        book.cite("norms")
+    assert len(read) == 1 + len({*RESULTS.glob("*/norms.jsonl"), *book.results.glob("*/norms.jsonl")})
+
+
+def test_a_missing_record_is_no_mistake(tmp_path):
+    cited = Book(tmp_path, None).cite("norms", columns=1024)
+    assert not cited
+    table = str(Table(Book(tmp_path, None), ("<a", "b"), [], cited))
+    assert table == "::: missing\nNot measured on this machine. Run: `python -m benchmarks.norms`\n:::\n"
+
+
+def test_a_table_says_where_it_comes_from(book):
+    cited = book.cite("norms", columns=1024)
+    table = str(Table(book, ("<who", "time"), [[r.config["candidate"], timing(book, r)] for r in cited], cited))
+    assert (
+        "| who | time |\n| :-- | --: |\n| eager | 12.0 ms (10.0 to 13.0) |\n| fused | 5.00 ms (5.00 to 5.00) |" in table
+    )
+    assert "Measured on a CPU: Test &lt;CPU>, 2 cores (2 threads a process); torch 2.13, Python 3.11.7; " in table
+    assert "commit aaaaaaa, 2026-01-02.\n3 to 4 samples a figure; in brackets the range." in table
+    assert "†" not in table
+
+
+def test_marks_say_what_is_wrong(book, monkeypatch):
+    monkeypatch.setattr(books, "changed_since", lambda commit, files: [*files][:5])
+    record = made(flags=["noisy: deviation 20%"])
+    table = str(Table(book, ("a",), [[timing(book, record)]], replace(book.cite("norms"), records=(record,))))
+    assert "12.0 ms (10.0 to 13.0)†\\*" in table
+    assert "† older than the last change of what its benchmark exercises: `benchmarks/contest.py`, " in table
+    assert table.count("`benchmarks/") == 3
+    assert " and [2 more](#sources)." in table
+    assert "\\* flagged when it was measured: noisy." in table
+    bare = str(Table(book, ("a",), [["b"]], replace(book.cite("norms"), records=(record,))))
+    assert "some are older than the last change of" in bare
+    assert "flagged" not in bare
+    monkeypatch.setattr(books, "changed_since", lambda commit, files: None)
+    assert "How old this is cannot be known" in str(Table(book, ("a",), [["b"]], book.cite("norms")))
+
+
+def test_marks_of_all_figures_are_said_once(book, monkeypatch):
+    monkeypatch.setattr(books, "changed_since", lambda commit, files: ["kernels/rmsnorm.py"])
+    cited = replace(book.cite("norms"), records=(made(SLOW), made(FAST, flags=["noisy: much"])))
+    table = str(Table(book, ("a",), [[timing(book, record)] for record in cited], cited))
+    assert "| 11.0 ms (10.5 to 11.5) |\n| 5.50 ms (5.20 to 5.80)\\* |" in table
+    assert "5 samples a figure; in brackets the quartiles." in table
+    assert "† all older than the last change of what its benchmark exercises: `kernels/rmsnorm.py`." in table
+
+
+def test_cells_of_what_was_not_measured(book):
+    assert timing(book, None) == mean_and_deviation(book, None) == prediction(None) == "-"
+    assert timing(book, made((), "out-of-memory")) == "does not fit"
+    assert mean_and_deviation(book, made((), "unsupported")) == "not supported here"
+    assert prediction(made((), "out-of-memory")) == "9 ms"
+    assert prediction(made((18.0,))) == "9 ms (0.50)"
+    assert quartiles([7.0]) == (7.0, 7.0)
+
+
+def test_which_files_a_benchmark_exercises():
+    norms, ddp = exercised("benchmarks.norms"), exercised("benchmarks.ddp")
+    assert {"benchmarks/norms.py", "kernels/rmsnorm.py", "kernels/reference.py"} <= {*norms}
+    assert {"cs336_systems/ddp.py", "cs336_systems/buffers/bucket.py", "cs336_systems/comm/verbs.py"} <= {*ddp}
+    kept = {f"cs336_systems/profiling/{name}.py" for name in ("tables", "flame", "merge")}
+    assert {"benchmarks/profiling_pictures.py", *kept} <= {*exercised("benchmarks.profiling_run")}
+    assert "cs336_systems/ddp.py" not in norms
+    assert not {"cs336_systems/host/console.py", "benchmarks/records.py", "cs336_systems/cost/flops.py"} & {
+        *norms,
+        *ddp,
+    }
+    for run in RUNS:
+        assert f"{run.source.replace('.', '/')}.py" in exercised(run.source)
+
+
+def test_what_changed_since_a_commit(tmp_path, monkeypatch):
+    def git(*arguments):
+        return subprocess.run(
+            ["git", *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "project").mkdir()  # which may be a folder of another project
+    for name in ("old.py", "new.py"):
+        (tmp_path / "project" / name).write_text("one = 1\n")
+    git("add", ".")
+    git("-c", "user.name=t", "-c", "user.email=t@example.com", "commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD")
+    monkeypatch.setattr(freshness, "ROOT", tmp_path / "project")
+    freshness._changes.cache_clear()
+    assert freshness.changed_since(commit, ["old.py", "new.py"]) == []
+    freshness._changes.cache_clear()
+    (tmp_path / "project/new.py").write_text("one = 2\n")  # in no commit yet
+    assert freshness.changed_since(commit, ["old.py", "new.py"]) == ["new.py"]
+    assert freshness.changed_since(HEAD, ["old.py"]) is None
+    for name in ("--output=x", "HEAD", "None", commit[:6], commit + "^"):
+        assert freshness.changed_since(name, ["old.py"]) is None
+    freshness._changes.cache_clear()
+
+
+def test_whose_records(tmp_path):
+    assert choose_machine(tmp_path, None) is None
+    for name, count in {"cpu-one": 1, "cpu-two": 2}.items():
+        for columns in range(count):
+            append_record(made(columns=columns), open_records(tmp_path / name, "norms"))
+    assert choose_machine(tmp_path, None) == "cpu-two"
+    assert choose_machine(tmp_path, "ONE") == "cpu-one"
+    with pytest.raises(
+        UserError, match=r"--machine h200 names no machine in .*; there are records of cpu-two, cpu-one$"
+    ):
+        choose_machine(tmp_path, "h200")
+    with pytest.raises(UserError, match="names 2 machines, cpu-two, cpu-one"):
+        choose_machine(tmp_path, "cpu")
+    (tmp_path / "cpu-two/moe_eval.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot read .*/cpu-two/moe_eval.jsonl: Is a directory"):
+        choose_machine(tmp_path, None)
+
+
+def test_pairs_are_compared_turn_by_turn():
+    slow, fast = made(SLOW), made(FAST)
+    assert pair_ratios(slow, fast) == [x / y for x, y in zip(SLOW, FAST, strict=True)]
+    assert faster("A", slow, "B", fast) == faster("B", fast, "A", slow) == "B is 2 times as fast as A"
+    drifting = made([x * drift for x, drift in zip((10.0,) * 8, range(1, 9), strict=True)])
+    a_little_slower = made([x * 1.1 for x in drifting.samples_ms])  # quartiles overlap, and every pair says the same
+    assert faster("A", a_little_slower, "B", drifting) == "B is 1.1 times as fast as A"
+    noise = made([x * (1.1 if turn % 2 else 0.9) for turn, x in enumerate(drifting.samples_ms)])
+    assert faster("A", noise, "B", drifting) == "A and B cannot be told apart (ratio 1.00, 0.90 to 1.10)"
+    few = made((10.0, 10.0, 10.0)), made((5.0, 5.0, 5.0))  # three turns on one side are chance once in four times
+    assert not differ(*few)
+
+
+def test_records_of_two_runs_are_compared_only_if_nothing_overlaps_and_soon_after():
+    slow, fast = made(SLOW), made(FAST)
+    soon = replace(fast, environment=WHERE | {"date": "2026-01-02T03:20:00"})
+    late = replace(fast, environment=WHERE | {"date": "2026-01-02T09:04:05"})
+    assert faster("A", slow, "B", soon) == "B is 2 times as fast as A"
+    assert faster("A", slow, "B", replace(soon, samples_ms=[*FAST[:4], 10.0])).startswith(
+        "A and B cannot be told apart"
+    )
+    assert not differ(slow, replace(soon, samples_ms=[*FAST[:3]]))
+    said = "A and B were not measured together (6 hours apart), so they are not compared"
+    assert faster("A", slow, "B", late) == said
+    assert not differ(slow, late)
+    assert hours_apart(late, soon) == pytest.approx(5.735, abs=1e-3)
+
+
+def test_sentences_follow_the_data():
+    slow, fast, close = made(SLOW), made(FAST), made([x + 0.1 * (-1) ** turn for turn, x in enumerate(SLOW)])
+    assert from_which("A", {1: fast, 2: fast}, "B", {1: slow, 2: slow}) == "A is faster than B at every size measured"
+    assert from_which("A", {1: slow, 2: slow}, "B", {1: fast, 2: fast}) == "B is faster than A at every size measured"
+    crossing = from_which("A", {1: slow, 2048: fast}, "B", {1: fast, 2048: slow})
+    assert crossing == "A is faster than B from 2,048 on, and not below"
+    back = from_which("A", {1: fast, 2: slow}, "B", {1: slow, 2: fast})
+    assert back == "B is faster than A from 2 on, and not below"
+    mixed = from_which("A", {1: fast, 2: slow, 3: fast}, "B", {1: slow, 2: fast, 3: slow})
+    assert mixed == "A is faster than B at 1 and 3, slower at 2"
+    assert from_which("A", {1: slow}, "B", {1: close}) == "A and B cannot be told apart at any size measured"
+    assert from_which("A", {1: slow}, "B", {2: close}) == "A and B were not measured at the same size"
+    assert prediction_error([(8.0, 10.0), (9.0, 10.0)]).startswith("the prediction lies 15% below the measurement")
+    assert prediction_error([(10.0, 10.0)]).startswith("the prediction hits the measurement in the median")
+    assert prediction_error([]) == "nothing was measured"
+    assert joined(["a"]) == "a"
+    assert joined(["a", "b", "c"]) == "a, b and c"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("## One {#one}\n\n{{ there }}", ""),
+        ("## One {#one}\n\n{{ typo }}", "chapter one: 'typo' is undefined"),
+        ("## One\n\nText.", "chapter one must begin with its heading, '## Title {#one}'"),
+        ("## One {#one-more}\n\nText.", "chapter one must begin with its heading"),
+        ("Text.", "chapter one must begin with its heading"),
+        ("## One {#one}\n\n{{ there / 0 }}", "chapter one: a record does not fit, TypeError: unsupported operand"),
+        (
+            "## One {#one}\n\n{{ table }}",
+            "chapter one: a record does not fit, KeyError: there is no 'cores' (tables.py:",
+        ),
+    ],
+)
+def test_a_chapter_that_names_what_is_not_there_fails(template, said, tmp_path, monkeypatch):
+    (tmp_path / "one.md").write_text(template)
+    monkeypatch.setattr(composing, "FOLDER", tmp_path)
+    module = type(sys)("writeup.chapters.one")
+    bare = replace(made(), environment={"device": "x"})
+    cited = Citation("norms", "", (bare,))
+    module.content = lambda book: {"there": "Text.", "table": Table(book, ("a",), [["b"]], cited)}
+    monkeypatch.setitem(sys.modules, "writeup.chapters.one", module)
+    if not said:
+        assert composing.chapter(Book(tmp_path), "one") == ("## One {#one}\n\nText.", {})
+        return
+    with pytest.raises(CitationError) as error:
+        composing.chapter(Book(tmp_path), "one")
+    assert said in str(error.value)
+
+
+def test_every_chapter_is_there():
+    files = {path.stem.replace("_", "-") for path in (ROOT / "writeup/chapters").glob("*.md")}
+    assert files == {*CHAPTERS}
+    assert len(CHAPTERS) == len({*CHAPTERS})
+
+
+def test_every_benchmark_that_left_records_can_be_cited():
+    for path in RESULTS.glob("*/*.jsonl"):
+        assert benchmark(path.stem).name == path.stem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--machine", "h200"], "--machine h200 names no machine in "),
+        (["--only", "norms"], "--only says what --run runs; without --run nothing is measured"),
+        (["--run", "--only", "norm"], "--only norm is no benchmark; there are mixed_precision, norms, "),
+        (["--out", "README.md"], "is a file"),
+        (["--results", "README.md"], "is a file"),
+        (["--results", "benchmarks/result"], "benchmarks/result is no folder of records; name one with --results"),
+    ],
+)
+def test_what_the_reader_did_wrong_is_one_line(arguments, said, capsys, monkeypatch):
+    from writeup.__main__ import main
+
+    monkeypatch.chdir(ROOT)
+    assert run_command(main, arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert "Traceback" not in error

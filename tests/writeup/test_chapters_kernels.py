@@ -1,0 +1,247 @@
+"""The chapters on kernels: what they count, what they say of made-up records, and that they can be filled on a GPU."""
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
+from benchmarks.records import Record, append_record, open_records
+from cs336_systems.cost.course import question
+from cs336_systems.cost.machines import system_preset
+from cs336_systems.presets import model_preset
+from writeup import book as books
+from writeup.book import Book, Citation
+from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_share
+from writeup.chapters import benchmarking, flash_published, flash_sweep, layernorm, rmsnorm
+from writeup.chapters import compile as compiling
+from writeup.chapters.flash_attention import kept_error
+from writeup.compose import chapter
+from writeup.model_pairs import BASE, in_turn, setup, twins
+from writeup.publications import publications
+from writeup.words import faster
+
+WHERE = {"device": "Test", "device_type": "cuda", "cores": 2, "threads": 2, "torch": "2.13", "triton": "3.8"}
+WHERE |= {"python": "3.11.7", "commit": "a" * 40, "dirty": False, "date": "2026-01-02T03:04:05"}
+
+
+def made(benchmark: str, median: float, config: dict, **metrics) -> Record:
+    known = {"median_ms": median, "mean_ms": median, "std_ms": 0.0, "bytes_per_s": 1e12}
+    return Record(benchmark, config, WHERE, [median] * 5, known | metrics, {"median_ms": median / 2})
+
+
+def norm(candidate: str, what: str, columns: int, median: float) -> Record:
+    config = {"candidate": candidate, "pass": what, "rows": 50_000, "columns": columns, "dtype": "fp32"}
+    return made("norms", median, config)
+
+
+def attention(candidate: str, what: str, seq: int, median: float, grid: str = "flash") -> Record:
+    config = {"candidate": candidate, "pass": what, "grid": grid, "batch": 1, "seq": seq, "dim": 64, "dtype": "bf16"}
+    config |= {"causal": True, "keeps": True}
+    if grid == "course":
+        config |= {"batch": 8, "dtype": "fp32", "causal": False}
+    return made("attention", median, config, before_backward_bytes=2**20 * seq)
+
+
+def e2e(norm_name: str, compiled: bool, median: float) -> Record:
+    config = layernorm.MODEL | {"size": "small", "mode": "forward-backward", "norm": norm_name, "compile": compiled}
+    return made("e2e", median, config | {"attention": "naive", "batch_size": 16, "context": 128})
+
+
+def compared(variant: str, median: float, base: float, seconds: int = 0) -> Record:
+    config = {"year": 2024, "size": "small", "mode": "forward-backward", "variant": variant, "baseline": BASE}
+    config |= {"batch_size": 16, "context": 128, "precision": "fp32", "warmup": 2, "attention": "naive"}
+    date = (datetime.fromisoformat(WHERE["date"]) + timedelta(seconds=seconds)).isoformat()
+    record = made("compare", median, config, ratio_median=median / base, ratio_low=median / base, ratio_high=median)
+    return replace(record, environment={**WHERE, "date": date})
+
+
+@pytest.fixture
+def book(tmp_path, monkeypatch):
+    """A GPU on which everything was measured, our kernels too."""
+    monkeypatch.setattr(books, "changed_since", lambda commit, files: [])
+    norms = {"layernorm": 1.0, "eager": 4.0, "compiled": 2.0, "ours": 0.5}
+    records = [
+        norm(name, what, columns, time * columns)
+        for name, time in norms.items()
+        for what in ("forward", "forward-backward")
+        for columns in (1024, 2048)
+    ]
+    kernels = {"eager": 3.0, "ours": 1.0, "tiled": 6.0}
+    passes = ("forward", "backward", "forward-backward")
+    records += [
+        attention(name, what, seq, time * seq)
+        for name, time in kernels.items()
+        for what in passes
+        for seq in (512, 1024)
+    ]
+    records += [attention(name, what, 512, 2.0, "course") for name in ("eager", "compiled") for what in passes]
+    records += [e2e("rmsnorm", False, 100.0), e2e("layernorm", False, 80.0), e2e("rmsnorm", True, 50.0)]
+    times = {BASE: 100.0, "norm=layernorm": 80.0, "compile": 50.0, "precision=bf16": 25.0}
+    records += [compared(variant, time, times[BASE]) for variant, time in times.items()]
+    for record in records:
+        append_record(record, open_records(tmp_path / "test-gpu", record.benchmark))
+    return Book(tmp_path, "test-gpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("layernorm", ["eager RMSNorm takes 4 times", "LayerNorm is 1.2 times as fast as the model with RMSNorm."]),
+        (
+            "rmsnorm",
+            ["| 50000 x 1024 | forward | RMSNorm, Triton | 512 ms", "12 of 12 figures", "and 7 of 12 would need"],
+        ),
+        ("compile", ["(eager / compiled 2.00)", "the compiled model is 2 times as fast as the eager model."]),
+        ("flash-attention", ["| 512 | ours, Triton |", "Ours, Triton is faster than eager", "takes 2 times eager"]),
+        (
+            "mixed-precision",
+            ["forward-backward: bf16 is 4 times as fast as fp32.", "| 4.00 (4.00 to 4.00) | 4.00 | 0.79 |"],
+        ),
+    ],
+)
+def test_a_gpu_fills_every_chapter(book, name, said):
+    text, _ = chapter(book, name)
+    for words in said:
+        assert words in text, words
+    assert "Not measured" not in text or name in ("layernorm", "mixed-precision")  # which cite other benchmarks, too
+    assert "benchmarks.compare" not in text.split("**Reproduce:**")[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["benchmarking", "layernorm", "rmsnorm", "compile", "flash-attention", "mixed-precision"]
+)
+def test_without_records_each_says_what_to_run(tmp_path, name):
+    text, _ = chapter(Book(tmp_path, None), name)
+    assert "Not measured on this machine. Run: `python -m benchmarks." in text
+    assert "†" not in text
+
+
+def test_what_backward_needs_is_counted():
+    config = {"candidate": "eager", "batch": 2, "seq": 100, "dim": 8, "dtype": "fp32"}
+    assert flash_sweep.kept_bytes(config) == 2 * 100 * (100 + 3 * 8) * 4
+    assert flash_sweep.kept_bytes(config | {"candidate": "tiled"}) == 2 * 100 * (4 * 8 * 4 + 4)
+    assert flash_sweep.kept_bytes(config | {"candidate": "tiled", "dtype": "bf16"}) == 2 * 100 * (4 * 8 * 2 + 4)
+    assert flash_sweep.kept_bytes(config | {"dtype": "bf16"}) is None
+    assert flash_sweep.kept_bytes(config | {"candidate": "compiled"}) is None
+
+
+def test_a_prediction_to_the_byte_is_said_only_where_it_is_one():
+    exact = attention("eager", "forward", 64, 1.0, "course")
+    exact = replace(exact, metrics={**exact.metrics, "before_backward_bytes": flash_sweep.kept_bytes(exact.config)})
+    off = replace(exact, metrics={**exact.metrics, "before_backward_bytes": 1})
+    assert "to the byte, in all 2 cases" in kept_error([exact, exact])
+    assert "to the byte" not in kept_error([exact, off])
+
+
+def test_shares_of_the_ceilings():
+    h100 = system_preset("H100")
+    assert norm_floor(8192, "forward", h100) == pytest.approx(2 * 4 * 50_000 * 8192 / 3.35e12, rel=1e-3)
+    assert norm_floor(8192, "forward-backward", h100) == pytest.approx(5 * 4 * 50_000 * 8192 / 3.35e12, rel=5e-3)
+    best = publications().value("leaderboard-2025", "flash attention", place="1")
+    work = attention_flops({"batch": 16, "seq": 16_384, "dim": 64, "causal": True, "pass": "forward-backward"})
+    assert best
+    assert peak_share(best, work, "H100") == pytest.approx(3.5 * 2 * 16 * 16_384**2 * 64 / 5.364e-3 / 989.4e12)
+    assert peak_share(best, work, "H100", processors=2) == pytest.approx(peak_share(best, work, "H100") / 2)
+
+
+def test_measurements_far_apart_are_not_compared():
+    early = e2e("rmsnorm", False, 1.0)
+    later = datetime.fromisoformat(WHERE["date"])
+    for minutes, said in ((45, "45 minutes apart"), (300, "5 hours apart")):
+        date = (later + timedelta(minutes=minutes)).isoformat()
+        other = replace(early, environment={**WHERE, "date": date})
+        assert (
+            faster("A", early, "B", other) == f"A and B were not measured together ({said}), so they are not compared"
+        )
+
+
+def test_what_is_said_of_the_published_figures():
+    book = Book(machine=None)
+    assert rmsnorm.repeated(book) == "12 of 12"
+    assert rmsnorm.impossible(book, system_preset("H100"), "2.3.1").startswith("0 of")
+    assert rmsnorm.again(book).startswith("4 of 15 of its times")
+    assert "at most 129% of the mean (forward at `small`)" in benchmarking.original_cold(book)
+    assert "at 1,024 columns and 0.9417 ms at 2,048" in compiling.shrinking(book)
+    assert "slower in `large` forward" in compiling.original_models(book)
+    assert flash_published.programs(book).startswith("On an H100 a student's kernel")
+    assert layernorm.original_model(book).startswith("faster in 15 of 15 cells")
+
+
+def test_what_one_call_is_worth_is_judged_by_its_time():
+    def said(own: float) -> str:
+        records = (norm("eager", "forward", 1024, 4.0), norm("torch", "forward", 1024, own))
+        return layernorm.torch_own(Citation("norms", "", records))
+
+    assert said(4.0).endswith("does not make it one pass over memory.")
+    assert said(9.0).endswith("does not make it one pass over memory.")
+    assert said(1.0) == "torch's own `rms_norm` is faster than the one written out at every size measured."
+
+
+def test_only_variants_of_one_run_are_compared():
+    base, variant = compared(BASE, 100.0, 100.0), compared("compile", 50.0, 100.0, seconds=9)
+    (plain, record), *more = in_turn(Citation("compare", "", (base, variant)), "compile").values()
+    assert (plain.samples_ms, record, more) == (base.samples_ms, variant, [])
+    assert plain.environment == record.environment
+    other_run = replace(base, samples_ms=[90.0] * 5)
+    assert not in_turn(Citation("compare", "", (other_run, variant)), "compile")
+
+
+def test_models_stand_side_by_side_only_if_measured_together():
+    plain, other = e2e("rmsnorm", False, 1.0), e2e("layernorm", False, 2.0)
+    late = replace(other, environment={**WHERE, "date": "2026-01-02T04:04:05"})
+    assert twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (other,))) == [(plain, other)]
+    assert not twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (late,)))
+    large = replace(other, config={**other.config, "batch_size": 32})
+    assert not twins(Citation("e2e", "", (plain,)), Citation("e2e", "", (large,)))
+
+
+def test_the_set_up_is_that_of_the_records():
+    records = (e2e("rmsnorm", False, 1.0), e2e("rmsnorm", False, 1.0))
+    records[1].config.update(size="tiny", attention="sdpa")
+    said = setup(Citation("e2e", "", records))
+    assert "2024 edition, batch 16, context 128, fp32, 2 passes before" in said
+    assert "operator by operator (`small`) and by torch's `scaled_dot_product_attention` (`tiny`)" in said
+    assert setup(Citation("e2e", "")) == ""
+
+
+def test_a_step_counts_as_the_course_chapter_of_cost_does():
+    work = flash_published.step_flops(flash_published.FULL, 2, 32_768)
+    assert work / 1e15 == pytest.approx(5.044, abs=5e-4)
+    assert "29.21%" in question("leaderboard-step").result
+    assert peak_share(publications().value("leaderboard-2026", "step", place="1"), work, "B200", 2) == pytest.approx(
+        0.2921, abs=5e-5
+    )
+
+
+def test_a_pass_of_a_published_model_is_predicted():
+    small, h100 = model_preset("small", 2024), system_preset("H100")
+
+    def seconds(what: str, precision: str = "fp32", seq: int = 128) -> float:
+        return pass_seconds(small, 16, seq, precision, what, h100)
+
+    assert seconds("forward") < seconds("backward")
+    assert seconds("forward") + seconds("backward") == pytest.approx(seconds("forward-backward"))
+    assert seconds("step") > seconds("forward-backward") > seconds("forward-backward", seq=64)
+    assert seconds("forward-backward", "bf16", 512) < seconds("forward-backward", "fp32", 512)
+
+
+def test_which_cells_of_the_grid_were_measured():
+    cells = [attention("eager", "forward", seq, 1.0, "course") for seq in (256, 1024)]
+    said = flash_sweep.measured_cells(Citation("attention", "", tuple(cells)))
+    assert said.startswith("Measured are 2 of the 20 cells of the course's grid: widths 64 at 256 and 1,024 tokens.")
+    table = str(flash_sweep.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
+    assert "| 128 | 16,384 | - |" in table
+
+
+def test_the_first_pass_is_held_against_the_median_of_the_others():
+    record = replace(e2e("rmsnorm", False, 1.0), samples_ms=[8.0, 1.0, 2.0, 3.0, 20.0])
+    assert (
+        "took 8 ms, later ones 2.5 ms, 3.2 times as long" in benchmarking.first_steps(Citation("e2e", "", (record,)))[0]
+    )
+    few = replace(record, samples_ms=[8.0, 1.0])
+    assert benchmarking.first_steps(Citation("e2e", "", (few,))) == []
+    assert benchmarking.mean(Book(machine=None), replace(few, metrics={"mean_ms": 4.5, "std_ms": 4.9})).startswith(
+        "4.5 ms"
+    )
+    assert "±" not in benchmarking.mean(Book(machine=None), few)

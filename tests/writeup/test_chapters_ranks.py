@@ -1,0 +1,162 @@
+"""The chapters on several ranks: what their sentences and fits make of records that are made up here."""
+
+from math import sqrt
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
+from benchmarks.records import Record
+from writeup.book import Citation
+from writeup.chapters.all_reduce import more_ranks, slower_link
+from writeup.chapters.buckets import bound, fastest, model_of, nearest
+from writeup.chapters.ddp import commentary, least_exposed, overlap_said, whiskers
+from writeup.chapters.sharding_published import schemes, traffic_bytes
+from writeup.line_fit import fit
+from writeup.rank_runs import line_of, link_rate, link_words, runs_of
+
+SETTINGS = {"d_model": 64, "layers": 2, "ranks": 2, "link": ""}
+STAMP = {"device": "AMD EPYC", "commit": "unknown", "date": "2026-11-22T10:00:00+00:00", "cores": 4}
+
+
+def step(candidate: str, ms: float, **metrics: Any) -> Record:
+    """A record of the benchmark `ddp` of 6 equal samples."""
+    found = {"median_ms": ms, "mean_ms": ms, "std_ms": 0.0} | metrics
+    return Record("ddp", {"candidate": candidate, **SETTINGS}, STAMP, [ms] * 6, found, {"mean_ms": ms / 2})
+
+
+def sweep(o: float, w: float, s: float, counts: dict[float, int], ms: dict[float, float]) -> Citation:
+    """A run whose collectives take o n + s/w exactly."""
+    records = [step("no communication", 30.0)]
+    for size, count in counts.items():
+        spent = 1e3 * (o * count + s / w)
+        records.append(
+            step(
+                f"bucketed {size:g} MB", ms[size], communication_ms=spent, collectives=count, bytes_sent=s,
+                exposed_ms=10.0, communication_share=0.5,
+            )
+        )  # fmt: skip
+    return Citation("ddp", "run this", tuple(records))
+
+
+def test_a_line_is_found_where_there_is_one() -> None:
+    points = [(n, b, 1e-3 * n + b / 2e9) for n, b in ((1, 1e6), (5, 1e6), (1, 1e9), (7, 3e8))]
+    line = fit(points)
+    assert line is not None
+    assert (line.overhead, line.bandwidth) == pytest.approx((1e-3, 2e9))
+    assert line.residual < 1e-9
+    assert line.seconds(4e9, calls=10) == pytest.approx(2.01)
+
+
+def test_no_line_where_none_can_be() -> None:
+    assert fit([(1, 1e6, 1.0), (1, 2e6, 2.0)]) is None, "two points"
+    assert fit([(1, 1e6, 1.0), (1, 2e6, 2.5), (1, 3e6, 4.2)]) is None, "a call that gains time"
+    assert fit([(1, 1e6, 1.0), (1, 1e6, 1.1), (1, 1e6, 1.2)]) is None, "one shape"
+
+
+def test_the_bus_bandwidth_is_fitted() -> None:
+    records = [
+        Record("allreduce", {"ranks": 4, "bytes": size}, {}, [1.0], {"median_ms": 2.0 + 1.5 * size / 1e6})
+        for size in (10**6, 10**7, 10**8)
+    ]
+    line = line_of(records)
+    assert line is not None
+    assert (line.overhead, line.bandwidth) == pytest.approx((2e-3, 1e9)), "a ring of 4 sends 3/2 of the tensor"
+
+
+def test_the_best_bucket_follows_from_the_fit() -> None:
+    run = sweep(1e-3, 1e9, 1e8, {1: 100, 4: 25, 17: 6}, {1: 90.0, 4: 60.0, 17: 70.0})
+    model = model_of(run)
+    assert model is not None
+    assert model.best == pytest.approx(sqrt(1e8 * 1e9 * 1e-3))
+    assert (nearest(model), fastest(run)) == (17e6, 4e6), "10 MB is 2.5 times 4, and 17 is 1.7 times 10"
+    assert model.exposed(10) == pytest.approx(0.02)
+    assert model.backward == pytest.approx(0.02)
+    assert "80 ms cannot hide" in bound(model), "100 ms of bytes, 20 ms of backward"
+
+
+def test_the_commentary_says_what_the_records_do() -> None:
+    naive = step("naive", 50.0, communication_share=0.4, communication_ms=20.0, exposed_ms=20.0)
+    flat = step("flat", 40.0, communication_share=0.25, communication_ms=10.0, exposed_ms=12.0)
+    said = " ".join(commentary(Citation("ddp", "", (naive, flat))))
+    assert "40% of its step" in said
+    assert "flat is 1.2 times as fast as naive" in said
+    assert "Least exposed is flat, 12 ms; more than its communication takes alone" in said
+
+
+def test_a_small_excess_has_no_cause_and_the_equals_of_the_least_are_named() -> None:
+    def said(exposed: float, flat_ms: float = 40.0) -> str:
+        least = step("naive", 40.0, communication_ms=10.0, exposed_ms=exposed)
+        flat = step("flat", flat_ms, communication_ms=10.0, exposed_ms=20.0)
+        (line,) = least_exposed(Citation("ddp", "", (least, flat)))
+        return line
+
+    assert "about what its communication takes alone" in said(10.1)
+    assert "computing was slowed down" in said(11.5)
+    assert "68% of the 10 ms that its communication takes alone is not hidden" in said(6.8)
+    assert said(6.8).endswith("flat cannot be told apart from it.")
+    assert "cannot be told apart" not in said(6.8, flat_ms=60.0)
+
+
+def test_a_spread_is_that_of_the_pairs() -> None:
+    alone, with_it = step("no communication", 1.0), step("naive", 1.0, exposed_ms=5.0)
+    alone.samples_ms[:], with_it.samples_ms[:] = [10.0, 20.0, 30.0, 40.0], [14.0, 25.0, 35.0, 46.0]
+    assert whiskers(with_it, alone) == pytest.approx((0.25, 0.25))
+    assert whiskers(with_it, None) == (0.0, 0.0)
+
+
+def test_a_link_that_was_limited_is_said_in_words() -> None:
+    limited, own, other = step("flat", 1.0), step("flat", 1.0), step("flat", 1.0)
+    limited.config["link"], other.config["link"] = "loopback of one node, 2.5gbit tbf", "a <cable>"
+    assert link_words(limited) == "loopback of one node, a link of 2.5 Gbit/s (a token bucket)"
+    assert link_rate(limited) == 2.5e9 / 8
+    assert (link_words(own), link_rate(own), link_words(other)) == ("", None, "a <cable>")
+    assert "a &lt;cable>" in commentary(Citation("ddp", "", (other, step("naive", 2.0, communication_share=0.5))))[0]
+
+
+def test_an_overlap_that_cannot_be_is_named() -> None:
+    def traced(wrapper: str, overlap: list[float]) -> Record:
+        return Record("profiling", {"wrapper": wrapper}, {}, [1.0], {"overlap": overlap})
+
+    right = Citation("profiling", "", (traced("naive", [0.0, 0.0]), traced("bucketed", [0.3, 0.5])))
+    wrong = Citation("profiling", "", (traced("naive", [0.0, 0.2]),))
+    assert "0 on every rank" in overlap_said(right)
+    assert "largest with `bucketed`, 50%" in overlap_said(right)
+    assert "reaches 20.0%, and it should be 0" in overlap_said(wrong)
+    assert overlap_said(Citation("profiling", "")) == ""
+
+
+def test_more_ranks_and_a_slower_link() -> None:
+    def reduced(ranks: int, nodes: int, ms: float, link: str = "", backend: str = "gloo") -> Record:
+        config = {"ranks": ranks, "nodes": nodes, "bytes": 10**8, "backend": backend, "device": "cpu", "link": link}
+        return Record("allreduce", config, STAMP, [ms], {"median_ms": ms, "mean_ms": 9 * ms})
+
+    one = Citation("allreduce", "", (reduced(2, 1, 100.0), reduced(4, 1, 150.0), reduced(8, 1, 700.0)))
+    two = Citation("allreduce", "", (reduced(2, 2, 1000.0, "simulated, 1gbit tbf"),))
+    (said,) = more_ranks(one)
+    assert "7 times as long on 8 ranks as on 2" in said
+    assert "would make 1.8 times" in said
+    assert "8 ranks share 4 cores" in said
+    assert more_ranks(Citation("allreduce", "", (reduced(2, 1, 1.0), reduced(4, 1, 2.0, backend="nccl")))) == []
+    assert slower_link(one, two) == [
+        "Between the two nodes the bus bandwidth reaches 100 MB/s, 80% of the link's rate.",
+        "100 MB on 2 ranks takes 10 times as long as on one node.",
+    ]
+
+
+def test_runs_are_told_apart_by_their_settings() -> None:
+    small, large = step("flat", 1.0), step("flat", 2.0)
+    large.config["d_model"] = 128
+    assert [[r.config["d_model"] for r in run] for run in runs_of(Citation("ddp", "", (small, large, small)))] == [
+        [128],
+        [64, 64],
+    ]
+
+
+def test_the_assignment_sends_half_as_much_again() -> None:
+    sent = {name: traffic_bytes(gradients + updates) for name, (gradients, updates, _) in schemes("small").items()}
+    calls = {name: len(updates) for name, (_, updates, _) in schemes("small").items()}
+    assignment, whole, flat, zero = sent.values()
+    assert assignment == pytest.approx(whole) == pytest.approx(flat) == pytest.approx(1.5 * zero)
+    assert list(calls.values())[1:] == [2, 1, 1]
+    assert next(iter(calls.values())) > 90, "a broadcast for each of 12 blocks' tensors"

@@ -1,0 +1,221 @@
+"""The write-up as its reader gets it: the same bytes for the same records, and a page without faults."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
+pytest.importorskip("pypandoc", reason="pypandoc is in the extra `writeup`")
+pytest.importorskip("typst", reason="typst is in the extra `writeup`")
+import typst
+
+from cs336_systems.errors import UserError
+from cs336_systems.host.text import markdown_text
+from writeup import build as building
+from writeup.book import Book
+from writeup.compose import Manuscript, compose
+from writeup.exercised import ROOT
+from writeup.profiles import BELOW
+from writeup.render import typst_of, write_figures, write_html, write_pdf
+
+EXTRA = ("matplotlib", "cycler", "pypandoc", "typst")
+CHROMIUM = Path("/usr/bin/chromium")
+DESKTOP, PHONE = (1280, 900), (390, 844)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+# What a reader would see go wrong: links to nowhere, pictures that are not there, what sticks out of the page.
+FAULTS = """() => {
+    const faults = [];
+    for (const a of document.querySelectorAll('a[href]')) {
+        const to = a.getAttribute('href');
+        if (to.startsWith('#') ? !document.getElementById(decodeURIComponent(to.slice(1))) : !to.startsWith('https://'))
+            faults.push(`link to ${to}`);
+    }
+    const ids = [...document.querySelectorAll('body [id]')].filter(e => !e.closest('svg')).map(e => e.id);
+    for (const id of new Set(ids)) if (ids.filter(each => each === id).length > 1) faults.push(`two of ${id}`);
+    for (const img of document.images) if (!img.complete || !img.naturalWidth) faults.push(`picture ${img.alt}`);
+    for (const svg of document.querySelectorAll('figure svg'))
+        if (!svg.getBoundingClientRect().height) faults.push('picture without height');
+    if (!document.querySelectorAll('figure').length) faults.push('no picture at all');
+    const width = document.documentElement.scrollWidth;
+    if (width > innerWidth) faults.push(`page of ${width} pixels`);
+    for (const e of document.querySelectorAll('main p, main li, main figure, main h2, main h3, .wide, pre, .missing'))
+        if (e.getBoundingClientRect().right > innerWidth + 1 && !e.parentElement.closest('.wide, pre, figure'))
+            faults.push(`${e.tagName} sticks out: ${e.textContent.slice(0, 60)}`);
+    return faults;
+}"""
+
+
+def build(out: Path, folder: Path = ROOT, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "writeup", "--out", str(out)],
+        cwd=folder, capture_output=True, text=True, timeout=170,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """The committed records' write-up."""
+    out = tmp_path_factory.mktemp("writeup")
+    build(out, PYTHONHASHSEED="1")
+    return out
+
+
+def test_the_same_records_give_the_same_bytes_to_everyone(written, tmp_path):
+    # matplotlib takes the settings that it finds where it is started.
+    (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.facecolor: black\nlines.linewidth: 9\n")
+    out = tmp_path / "a:b"  # a path of resources is split at colons
+    (out / "figures").mkdir(parents=True)
+    (out / "figures/of-an-earlier-build.svg").write_text("<svg/>")
+    build(
+        out, tmp_path, PYTHONHASHSEED="2", TZ="Pacific/Kiritimati",
+        LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0",
+    )  # fmt: skip
+    files = sorted(path.relative_to(written) for path in written.rglob("*") if path.is_file())
+    assert files == sorted(path.relative_to(out) for path in out.rglob("*") if path.is_file())
+    assert {"index.html", "writeup.md", "writeup.pdf"} <= {str(path) for path in files}
+    assert [str(path) for path in files if (written / path).read_bytes() != (out / path).read_bytes()] == []
+
+
+def test_without_any_record_every_chapter_says_what_to_run(tmp_path):
+    text = compose(Book(tmp_path)).text
+    assert text.count("Not measured on this machine. Run: `python -m benchmarks.") > 20
+    assert "nothing has been measured on this machine" in text
+
+
+HOSTILE = (
+    "x<script>alert(1)</script>", "`#panic()`{=typst}", "`<script>`{=html}", "<img src=x onerror=alert(1)>", "#panic()",
+    "[x]{onclick=alert(1)}", "[x](javascript:alert(1))", "![x](/etc/passwd)", "![x](http://x.org/x.png)", "@x",
+    "`x`{onclick=alert(1)}", "[x](https://x.org){onclick=alert(1)}", "<javascript:alert(1)>", "\\newpage",
+    "<div onclick=alert(1)>", "<span>",
+)  # fmt: skip
+FORMULAS = "$\\frac{$ and $x$ ~~a~~ b~c~ ^d^ __e__ #f @g"
+
+
+class Tags(HTMLParser):
+    """Names of tags and attributes, and where links lead, of what a page has below its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[str]()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen |= {tag, *(name for name, _ in attrs)}
+        self.seen |= {value.split(":")[0] for name, value in attrs if name in ("href", "src")}
+
+
+def test_text_of_others_stays_text(tmp_path):
+    rows = "".join(f"| {text} |\n" for text in HOSTILE)
+    division = '<div class="x">\n\ndivided\n\n</div>\n'
+    listing = "::: sources\n```python\nlisted = 1\n```\n:::\n"
+    table = f"| a |\n|:--|\n{rows}\n: Caption\n\n"
+    text = f"## One {{#one}}\n\n{table}{markdown_text(FORMULAS)}\n\n{listing}\n{division}\n$$x^2$$\n"
+    write_figures(Manuscript(text), tmp_path)
+    write_html(Manuscript(text), tmp_path / "index.html")
+    write_pdf(Manuscript(text), tmp_path / "writeup.pdf")
+    page = (tmp_path / "index.html").read_text()
+    tags = Tags()
+    tags.feed(page[page.index("<main>") :])
+    assert not tags.seen & {"script", "img", "onclick", "onerror", "javascript", "file", "http"}
+    assert {"table", "math", "https"} <= tags.seen
+    assert f"<p>{FORMULAS}</p>" in page
+    assert "<td" in page
+    assert "\\newpage" in page
+    assert "&lt;div class=" in page
+    assert "listed" in page
+    source = typst_of(Manuscript(text), tmp_path)
+    assert "listed" not in source
+    assert "\\#panic()" in source
+    (tmp_path / "paper.typ").write_text(source)
+    assert json.loads(typst.query(tmp_path / "paper.typ", "figure", field="numbering")) == [None]
+
+
+def test_pictures_lie_below_the_records():
+    names = ("profiling/tiny-none-naive", "profiling/2.7B-none", "../x", "/etc", "a/../../b", "a\nb", "")
+    assert [name for name in names if BELOW.fullmatch(name)] == [*names[:2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "write", "said"),
+    [
+        ("[x](#nowhere)", write_pdf, "Typst cannot set the pages: label `<nowhere>` does not exist"),
+        (
+            "![x](figures/none.svg)",
+            write_html,
+            "pandoc cannot write html5: .*Could not fetch resource",
+        ),
+        ("![x](figures/none.svg)", write_pdf, "Typst cannot set the pages: file not found"),
+    ],
+)
+def test_what_cannot_be_rendered_is_one_line(text, write, said, tmp_path):
+    (tmp_path / "figures").mkdir()
+    with pytest.raises(UserError, match=said) as error:
+        write(Manuscript(f"## One {{#one}}\n\n{text}\n"), tmp_path / "out")
+    assert "\n" not in str(error.value)
+
+
+def test_what_cannot_be_read_is_not_said_to_be_unwritable(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(building, "compose", lambda *_, **__: (tmp_path / "none.svg").read_text())
+    with pytest.raises(FileNotFoundError):
+        building.build(Book(tmp_path), tmp_path / "out")
+    with pytest.raises(UserError, match=r"cannot write into .*: Not a directory; name another folder with --out"):
+        building.build(Book(tmp_path), tmp_path / "file/out")
+
+
+@cache
+def imports_the_extra(path: Path) -> bool:
+    """Whether a file cannot be imported without the extra; a test that skips before it imports can."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Expr) and "importorskip" in ast.unparse(node):
+            return False
+        names = [each.name for each in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+        ours = (ROOT / f"{name.replace('.', '/')}.py" for name in names)
+        if any(name.split(".")[0] in EXTRA for name in names) or any(
+            imports_the_extra(file) for file in ours if file.exists()
+        ):
+            return True
+    return False
+
+
+def test_tests_are_collected_without_the_extra():
+    assert imports_the_extra(ROOT / "writeup/figures.py")
+    assert imports_the_extra(ROOT / "writeup/chapters/memory.py")
+    assert [path.name for path in sorted((ROOT / "tests").glob("*.py")) if imports_the_extra(path)] == []
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_the_page_in_a_browser(written, size):
+    if not CHROMIUM.exists():
+        pytest.skip(f"needs {CHROMIUM}")
+    pytest.importorskip("playwright", reason="playwright is in the extra `browser`")
+    from playwright.sync_api import sync_playwright
+
+    said = []
+    with sync_playwright() as playwright, playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS) as browser:
+        page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        page.set_default_timeout(60_000)
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+        page.goto((written / "index.html").as_uri())
+        assert page.evaluate(FAULTS) == []
+        page.click("#contents a >> nth=3")
+    assert said == []
+
+
+def test_the_page_needs_no_other_file(written):
+    page = (written / "index.html").read_text(encoding="utf-8")
+    assert "<math" in page
+    assert 'src="figures/' not in page
+    assert "<script" not in page
