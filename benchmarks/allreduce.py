@@ -134,7 +134,7 @@ def show(records: list[Record]) -> None:
 
 
 def remarks(records: list[Record]) -> dict[str, list[str]]:
-    """What is suspect or missing, with the records it is true of."""
+    """Remarks on suspect or missing results, each with the records it is true of."""
     found: dict[str, list[str]] = {}
     for record in records:
         config = record.config

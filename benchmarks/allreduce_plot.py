@@ -18,12 +18,12 @@ STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D")
 
 
 def can_plot() -> bool:
-    """Whether matplotlib, of the optional extra `writeup`, is there."""
+    """True if matplotlib, of the optional extra `writeup`, is installed."""
     return find_spec("matplotlib") is not None
 
 
 def lines(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """What was measured by line of the plot, each sorted by size; of runs that differ in their warm-up, the newest."""
+    """Records by line of the plot, each sorted by size; of runs that differ in their warm-up, the newest."""
     found: dict[str, dict[int, Record]] = {}
     for record in records:
         if record.status == "ok":

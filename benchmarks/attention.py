@@ -67,7 +67,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Settings(KernelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     grid: Grid = setting("course", "Task of the write-up.")
     sequence: tuple[int, ...] = setting((), "Tokens instead of the grid's; may be repeated.", type=click.IntRange(1))
@@ -145,7 +145,7 @@ def hold(session: Session, task: Task) -> None:
 
 
 def configure(name: str, task: Task, what: str) -> dict[str, Any]:
-    """What tells a measurement from others."""
+    """Settings that identify a measurement."""
     shape = {"grid": task.grid, "batch": task.batch, "seq": task.seq, "dim": task.dim, "dtype": task.dtype}
     return {"candidate": name, "pass": what} | shape | {"causal": task.causal, "keeps": task.backward}
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.attention` compares: the candidates, their FLOPs and memory, and the gate before the clock."""
+"""Candidates of `benchmarks.attention`: their FLOPs, their memory, and the check of results before timing."""
 
 import math
 import warnings
@@ -184,7 +184,7 @@ def gate(name: str, function: Function, task: Task, inputs: Inputs) -> float:
 
 
 def make_phases(function: Function, task: Task, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """What is timed, without arguments: forward, and the backward of what it computed last."""
+    """Functions to time, without arguments: forward, and the backward of its latest output."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if not task.backward:
         return {FORWARD: lambda: function(q, k, v)}

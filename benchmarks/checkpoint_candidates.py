@@ -29,7 +29,7 @@ TORCH_SAVE, TORCH_LOAD = "torch.save", "torch.load"
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is timed, what is done `after` without being timed, the gate, and whom it is compared with."""
+    """A function to time, what runs `after` it untimed, the check of its result, and its baseline."""
 
     run: Callable[[], object]
     after: Callable[[], object]

@@ -1,4 +1,4 @@
-"""What does a checkpoint cost, and how long does training stand still? `python -m benchmarks.checkpoints`.
+"""Time and size of a checkpoint, and how long training stops for it: `python -m benchmarks.checkpoints`.
 
 Saving and loading, PyTorch's distributed checkpoints (DCP) and a plain `torch.save` by rank 0 take turns on the same
 ranks with the same state: a model and its AdamW state after a step. Every candidate's checkpoint is first loaded again
@@ -30,7 +30,7 @@ from cs336_systems.train.recipe import Recipe
 
 @dataclass(frozen=True)
 class Settings(ParallelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     size: str = setting("small", "Model preset.")
     batch_size: int = setting(1, "Sequences of each rank in the one step.", type=click.IntRange(1))

@@ -1,4 +1,4 @@
-"""What every rank does to time all-reduces: check one, probe the links, predict, measure, and record on rank 0."""
+"""Timing all-reduces on every rank: check one, probe the links, predict, measure, and record on rank 0."""
 
 import re
 import socket
@@ -37,7 +37,7 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Where the tensors are.  [default: cpu, and cuda if there]")
     backend: Backend | None = setting(None, "Who moves them.  [default: every one that this machine has]")
@@ -125,7 +125,7 @@ def probe(group: Group, device: torch.device, backend: Backend) -> Link:
 
 
 def make_shift(outbox: Tensor, inbox: Tensor, group: Group, backend: Backend) -> Callable[[], None]:
-    """What sends the outbox of each rank to the next one's inbox."""
+    """Return a function that sends each rank's outbox to the next rank's inbox."""
     ranks, me = group.size(), group.rank()
     if backend == "nccl":
         given, expected = [0] * ranks, [0] * ranks

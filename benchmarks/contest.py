@@ -84,13 +84,13 @@ class Refusal:
 
 
 def ran_out(error: Exception) -> bool:
-    """Whether memory ran out: of torch's allocator, or of the driver, which a launch may ask for more."""
+    """True if memory ran out: in torch's allocator, or in the driver when a launch asked it for more."""
     driver = any(f"{who}: out of memory" in str(error) for who in DRIVER)
     return isinstance(error, RuntimeError) and (driver or out_of_memory(error))
 
 
 def refuse(name: str, error: Exception) -> Refusal:
-    """What a candidate's error says of it. Raises it again if the device is lost and no other candidate could run."""
+    """Reason to drop a candidate, from its error; raises it again if the device is lost for all."""
     if ran_out(error):
         return Refusal("out-of-memory", "out of memory")
     if any(who in str(error) for who in DRIVER):
@@ -123,7 +123,7 @@ class Stopwatch:
             torch.cuda.synchronize(self.device)
 
     def host_seconds(self, run: Callable[[], object], calls: int = 1) -> float:
-        """What the host takes for one of `calls` back to back, which on a GPU are launched and not awaited."""
+        """Host seconds for one of `calls` calls back to back; on a GPU they are launched and not awaited."""
         times = []
         for _ in range(3):
             self.wait()

@@ -88,7 +88,7 @@ def machines_table() -> str:
 
 
 def constants_table() -> str:
-    """What data sheets do not say."""
+    """Constants that data sheets do not give."""
     rows = [(each.name, MEANING[each.name], f"{getattr(CONSTANTS, each.name):.3g}") for each in fields(Constants)]
     return markdown(("constant", "meaning", "value"), rows, 1)
 
@@ -169,6 +169,6 @@ def predicted_ratio(record: Record) -> float | None:
 
 
 def notebook_table() -> str:
-    """What the roofline notebook prints, what is right, and what that changes."""
+    """Values printed by the roofline notebook, the right ones, and the effect of the difference."""
     rows = [(each.name, each.notebook, each.right, each.effect) for each in DIFFERENCES]
     return markdown(("", "the notebook", "right", "effect"), rows, 0)

@@ -1,4 +1,4 @@
-"""What does synchronising gradients cost, and how much of it hides behind backward? `python -m benchmarks.ddp`.
+"""Cost of synchronising gradients, and how much of it backward hides: `python -m benchmarks.ddp`.
 
 The four wrappers, bucketed ones of several sizes, PyTorch's DistributedDataParallel and a model that does not
 communicate at all take turns on the same ranks.
@@ -35,7 +35,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Settings(ParallelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     bucket_sizes: str = setting("5 25 100 500", "Sizes of BucketedDDP's buckets in 10^6 bytes.")
 

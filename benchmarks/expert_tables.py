@@ -44,7 +44,7 @@ def expert_tables(results: Path) -> list[str]:
 
 
 def arithmetic() -> Table:
-    """What follows from the published run's shape, computed: what its all-to-alls and products were made of."""
+    """Computed from the published run's shape: the sizes of its all-to-alls and matrix products."""
     config, tokens = model_preset("fairseq-moe-15b"), model_preset("fairseq-moe-15b").context_length
     einsum = replace(config, mixture=replace(config.mixture, dispatch="einsum"))
     padded, useful = cost.padded_rows(config, tokens, training=False), cost.kept_rows(config, tokens, training=False)
@@ -104,7 +104,7 @@ def _evaluation(record: Record) -> list[str]:
 
 
 def is_published(record: Record) -> bool:
-    """Whether an evaluation's calls are to be the published ones."""
+    """True if an evaluation's calls should equal the published ones."""
     config = record.config
     shape = config["moe"], config["num_layers"], config["num_experts"], config["ranks"], config["tp"], config["batches"]
     return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)

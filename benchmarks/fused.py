@@ -45,7 +45,7 @@ KERNEL_NAMES = click.Choice(list(KERNELS))
 
 @dataclass(frozen=True)
 class Settings(KernelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     kernel: tuple[str, ...] = setting((), "Only this kernel; may be repeated.  [default: all]", type=KERNEL_NAMES)
 
@@ -54,7 +54,7 @@ class Settings(KernelSettings):
         return [name for name in KERNELS if name in (self.kernel or KERNELS)]
 
     def tasks(self, device: torch.device) -> list[Task]:
-        """What to measure: every kernel's first shape, then every kernel's second, should the budget not last."""
+        """Measurements in order: all kernels' first shapes, then the second ones, in case the budget ends."""
         columns = []
         for name in self.kernels():
             kernel, dtype = KERNELS[name], self.dtype or KERNELS[name].dtypes[0]
@@ -132,7 +132,7 @@ def key(name: str, task: Task) -> str:
 
 
 def configure(name: str, task: Task) -> dict[str, Any]:
-    """What tells a measurement from others."""
+    """Settings that identify a measurement."""
     sizes = dict(zip(KERNELS[task.kernel].sizes_are, task.sizes, strict=True))
     return {"kernel": task.kernel, "candidate": name, "pass": task.what} | sizes | {"dtype": task.dtype}
 

@@ -1,4 +1,4 @@
-"""What `benchmarks.fused` compares besides `fused_rows`: a head with its loss, AdamW, and the gate before the clock."""
+"""Candidates of `benchmarks.fused` besides `fused_rows`: a head with its loss, AdamW, and the check before timing."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -83,7 +83,7 @@ class CrossEntropy(Kernel):
         return (2.0 if task.what == FORWARD else 6.0) * tokens * d_model * vocab
 
     def moved(self, task: Task, device: torch.device) -> int:
-        """What lies between the products: logits read, and with a backward their gradient written in their place."""
+        """Bytes moved between the products: logits read and, with a backward, their gradient written in place."""
         tokens, _, vocab = task.sizes
         return (1 if task.what == FORWARD else 2) * tokens * vocab * task.itemsize
 
@@ -279,5 +279,5 @@ def prepare(clock: Stopwatch, name: str, task: Task, inputs: Any) -> Entry:
 
 
 def prepare_floor(clock: Stopwatch, task: Task) -> Entry:
-    """What no candidate can be faster than."""
+    """Lower bound on the time of every candidate."""
     return Entry({task.what: KERNELS[task.kernel].make_floor(task, clock.device)}, 0.0)

@@ -1,4 +1,4 @@
-"""What `benchmarks.fused` has to know of a kernel, and the two that work row by row: SwiGLU, and RMSNorm of a sum."""
+"""Description of a kernel for `benchmarks.fused`, and the two that work row by row: SwiGLU, and RMSNorm of a sum."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ def make_copy(nbytes: int, device: torch.device) -> Callable[[], object]:
 
 
 class Kernel(ABC):
-    """What the benchmark has to know of a kernel: shapes, candidates, costs, floor, and how to check a result."""
+    """Description of a kernel: shapes, candidates, costs, lower bound, and how to check a result."""
 
     sizes_are: ClassVar[tuple[str, ...]] = ("rows", "columns")
     sizes: ClassVar[tuple[Sizes, ...]]
@@ -96,14 +96,14 @@ class Kernel(ABC):
 
     @abstractmethod
     def peak_bytes(self, name: str, task: Task) -> int:
-        """What a candidate needs at its peak, inputs and results included."""
+        """Peak bytes of a candidate, inputs and results included."""
 
     def other_bytes(self, task: Task) -> int:
-        """What is in memory besides: the floor's tensors, and what candidates keep between their turns."""
+        """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
         return self.moved(task, torch.device("cpu"))
 
     def gate_bytes(self, task: Task) -> int:
-        """What the gate needs, if that is more than the pass does."""
+        """Bytes that the check of results needs, if more than the pass."""
         return 0
 
     @abstractmethod
@@ -116,10 +116,10 @@ class Kernel(ABC):
 
     @abstractmethod
     def make_pass(self, function: Function, task: Task, inputs: Any) -> Callable[[], object]:
-        """What is timed, without arguments."""
+        """Return the function to time, without arguments."""
 
     def make_floor(self, task: Task, device: torch.device) -> Callable[[], object]:
-        """What no candidate can be faster than."""
+        """Lower bound on the time of every candidate."""
         return make_copy(self.moved(task, device), device)
 
 

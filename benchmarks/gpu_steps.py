@@ -1,4 +1,4 @@
-"""What `gpu_suite` runs on a GPU, what matters most first, and how long each step may take."""
+"""Steps of `gpu_suite` on a GPU, the most important first, and how long each may take."""
 
 from dataclasses import dataclass
 

@@ -38,7 +38,7 @@ LAST_LINES = 15  # of the output of a step that went wrong
 
 @dataclass(frozen=True)
 class Settings:
-    """What is run; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     minutes: float = setting(8.0, "Minutes for all; what does not fit is not begun.", type=click.FloatRange(0))
     only: tuple[str, ...] = setting((), "Only this step; may be repeated.")
@@ -80,7 +80,7 @@ def arguments(step: Step, settings: Settings, results: Path, seconds: float) -> 
 
 
 def surroundings() -> list[str]:
-    """What a command begins with: nothing is written into the tree, and kernels are compiled where there is a GPU."""
+    """Environment of a command: nothing is written into the tree, and kernels are compiled if there is a GPU."""
     compiled = ["-u", "TRITON_INTERPRET"] if torch.cuda.is_available() else []
     return ["env", *compiled, "PYTHONDONTWRITEBYTECODE=1", "PYTHONUNBUFFERED=1"]
 

@@ -129,7 +129,7 @@ def ratios(samples_ms: Sequence[float], baseline_ms: Sequence[float]) -> dict[st
 
 
 def suspicions(summary: Mapping[str, float], flops: float, bytes_moved: float, hardware: Hardware) -> list[str]:
-    """What makes a measurement hard to believe: faster than the hardware's ceilings (a synchronisation was missed), or
+    """Reasons to doubt a measurement: faster than the hardware's ceilings (a synchronisation was missed), or
     too noisy to quote. `flops` and `bytes_moved` are the least that one sample must do."""
     found, seconds = [], summary["mean_ms"] / 1e3
     if flops / seconds > SLACK * hardware.matmul_flops:
@@ -140,7 +140,7 @@ def suspicions(summary: Mapping[str, float], flops: float, bytes_moved: float, h
 
 
 def noise(summary: Mapping[str, float]) -> list[str]:
-    """What makes a measurement too noisy to quote."""
+    """Reasons why a measurement is too noisy to quote."""
     if summary["std_ms"] <= NOISY * summary["mean_ms"]:
         return []
     return [f"noisy: standard deviation {summary['std_ms'] / summary['mean_ms']:.0%} of the mean"]

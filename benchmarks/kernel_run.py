@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share around their contests: options, the machine, records, a budget of time."""
+"""Shared parts of the kernel benchmarks: options, the machine, records, a budget of time."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +53,7 @@ class KernelSettings:
     smoke: bool = setting(False, "Only show that it works: tiny, two rounds, no record.")
 
     def wants(self, what: str) -> bool:
-        """Whether a pass was asked for: both kinds, unless one of the flags is given."""
+        """True if a pass was asked for: both kinds, unless one of the flags is given."""
         return self.forward == self.backward or self.forward == (what == "forward")
 
     def chosen(self, candidates: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ NORM_SHAPES = {(s.rows, s.columns, s.dtype) for s in norms.Settings().shapes(tor
 
 @dataclass(frozen=True)
 class Goal:
-    """What a kernel should reach on an H200, which records show it, and how they say it; `worst` of them counts."""
+    """Goal of a kernel on an H200, the records that show it, and how; the `worst` of them counts."""
 
     what: str
     goal: str

@@ -40,7 +40,7 @@ PLAIN = "on a CPU plain torch runs in the kernels' place"
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
     layers: int | None = setting(

@@ -33,7 +33,7 @@ GATE_CONTEXT = 128
 
 @dataclass(frozen=True)
 class Step:
-    """What is run: the model, its batch, and whether it is compiled."""
+    """A training step: the model, its batch, and whether it is compiled."""
 
     config: ModelConfig
     batch: int

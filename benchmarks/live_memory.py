@@ -1,4 +1,4 @@
-"""What a rank holds, counted from the storages that are alive and not from what a class says that it keeps."""
+"""Bytes that a rank holds, counted from the live storages and not from the classes' own accounts."""
 
 import gc
 import time

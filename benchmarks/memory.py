@@ -50,7 +50,7 @@ CLASHES = {
 
 @dataclass(frozen=True)
 class Settings(ModelOptions):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     all_sizes: bool = setting(False, "Every size of the year's edition; with fp32 the largest in bf16, too.")
     mode: Pass | None = setting(None, "One pass only.  [default: both]")
@@ -93,12 +93,12 @@ class Run:
 
     @property
     def passes(self) -> Mode:
-        """What is run."""
+        """Passes to run."""
         return "forward-backward" if self.mode == "activations" else "forward" if self.mode == "forward" else "step"
 
     @property
     def fits(self) -> bool:
-        """Whether it may be run here."""
+        """True if the pass fits into this machine's memory."""
         return self.bench.fits(self.case, self.passes)
 
     @property
@@ -169,7 +169,7 @@ def predicted(run: Run) -> dict[str, Any]:
 
 
 def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]:
-    """What tells a measurement from others."""
+    """Settings that identify a measurement."""
     return {"size": size, "year": year, "mode": mode} | model_config(case)
 
 
@@ -194,7 +194,7 @@ def measure(run: Run, year: int) -> Record:
 
 
 def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any]) -> Iterator[Record]:
-    """What one shape keeps for backward, for each way of recomputing; counted without running it."""
+    """Bytes that one shape keeps for backward, for each way of recomputing; counted without running it."""
     config, seq = case.config, case.config.context_length
     segments = best(sweep(config, case.batch, seq, case.precision))
     block = f"blocks.{min(1, config.num_layers - 1)}"  # the first keeps also what all share

@@ -60,7 +60,7 @@ def recompute_name(record: Record) -> str:
 
 
 def shape_title(record: Record) -> str:
-    """What all records of one shape share: model, tokens, precision, machine and commit."""
+    """Title of a shape: the model, tokens, precision, machine and commit that its records share."""
     return f"{label(record)}, {record.config['precision']}, {place(record)}"
 
 
@@ -75,7 +75,7 @@ def largest_rows(record: Record) -> list[list[str]]:
 
 
 def residual_sheets(records: list[Record]) -> list[Table]:
-    """What one shape keeps for backward, by block and inside a block, for every way of recomputing; the largest."""
+    """Bytes that the largest shape keeps for backward, by block and inside a block, for every way of recomputing."""
     first, names = records[0].metrics, [recompute_name(record) for record in records]
     title, casts = shape_title(records[0]), first["weight_casts_bytes"]
     rows = grouped([record.metrics["blocks"] for record in records])

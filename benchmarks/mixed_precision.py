@@ -141,7 +141,7 @@ def run_accumulation(device: torch.device, stamp: dict[str, Any]) -> list[Record
 
 
 def remarks(measured: Parts, documented: dict[str, str], precision: Format, device: torch.device) -> list[str]:
-    """What the toy model's table shows and is easily misread, in words."""
+    """Remarks on results of the toy model's table that are easily misread."""
     found = []
     products, parameters = measured[PRODUCTS].backward, measured[PARAMETERS].backward
     if products != parameters:

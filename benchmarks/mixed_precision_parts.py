@@ -140,7 +140,7 @@ PROBES: dict[str, Callable[[torch.device, Format], Parts]] = {TOY: probe_toy, TR
 
 
 def documented_for_cuda(precision: Format) -> dict[str, str]:
-    """What torch's lists of operators say of the toy model's forward on CUDA. Not measured.
+    """Dtypes of the toy model's forward on CUDA according to torch's lists of operators. Not measured.
 
     Without autocast everything stays in float32. Under it an operator of the one list runs in the lower precision, of
     the other in float32, and one in neither in the type of its input. Nothing ever changes a parameter.
@@ -158,7 +158,7 @@ def documented_for_cuda(precision: Format) -> dict[str, str]:
 
 
 def on_cuda(function: str, flowing: str, precision: Format) -> str:
-    """What an operator gives for an input of the type `flowing`, by torch's lists for CUDA."""
+    """Output dtype of an operator for an input of dtype `flowing`, by torch's lists for CUDA."""
     if precision == "fp32" or function in CUDA_FLOAT32:
         return "fp32"
     return precision if function in CUDA_LOWERED else flowing

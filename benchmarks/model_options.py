@@ -45,7 +45,7 @@ class ModelOptions:
 
 
 def model_config(case: Case) -> dict[str, Any]:
-    """What a record says of the model and its tokens."""
+    """Settings of the model and its tokens for a record."""
     config = case.config
     return {
         "precision": case.precision,

@@ -69,7 +69,7 @@ def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, Derivat
 
 
 def is_published_shape(config: ModelConfig, ranks: int, tp: int, batches: int) -> bool:
-    """Whether these counts are to be the published ones."""
+    """True if these counts should equal the published ones."""
     shape = config.num_layers, config.expert_every, config.num_experts, config.mixture.top_k
     return shape == (12, 2, 512, 2) and (ranks, tp, batches) == (RANKS, 1, BATCHES)
 

@@ -1,4 +1,4 @@
-"""What `moe_eval` can be told, and the model, the layout and the text that follow from it."""
+"""Options of `moe_eval`, and the model, the layout and the text that follow from them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ SMOKE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Settings(ExpertOptions):
-    """What is evaluated; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     size: str = setting("fairseq-moe-twin", "Model preset.")
     d_model: int | None = setting(None, "Width; the feed-forward's is four times it.", type=COUNT)
@@ -94,7 +94,7 @@ class Settings(ExpertOptions):
 
     @property
     def profiled(self) -> bool:
-        """Whether traces are left."""
+        """True if traces are written."""
         return self.profile or self.out is not None
 
     def folder(self) -> Path:

@@ -1,4 +1,4 @@
-"""What the profiler counts during an evaluation: calls and times by name, on every rank.
+"""Calls and times by name that the profiler counts during an evaluation, on every rank.
 
 `count_calls` counts what `torch.profiler.profile.key_averages` does, but without making a Python object of each of
 hundreds of thousands of events. With a folder every rank leaves its trace there as well.

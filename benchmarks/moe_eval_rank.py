@@ -28,7 +28,7 @@ EXTREME = 0.2  # of the experts: the most and the least loaded
 
 @dataclass
 class Tally:
-    """What one formulation has done on this rank; times in seconds by batch."""
+    """Counts and times of one formulation on this rank; seconds by batch."""
 
     dispatch: Dispatch
     words: Words | None = None
@@ -52,7 +52,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all ranks together know of a formulation. `ranks` has each rank's times and collectives."""
+    """Results of a formulation on all ranks; `ranks` has each rank's times and collectives."""
 
     dispatch: Dispatch
     score: float  # nats, negative
@@ -144,7 +144,7 @@ class Scorer:
         all_reduce(torch.zeros(1, device=self.device), self.mesh.world, "line up").wait()
 
     def share(self, tally: Tally) -> Outcome:
-        """What all ranks know, the same on each. Every rank must call this."""
+        """Combine the results of all ranks, the same on each. Every rank must call this."""
         with record() as events:
             scores = self._gather(torch.stack(tally.sums))
         tally.count(events)

@@ -28,7 +28,7 @@ def bytes_each(outcome: Outcome) -> float | None:
 
 
 def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width: int) -> float:
-    """What the analytic model says of the same, with a balanced router."""
+    """Bytes that the cost model predicts for the same, with a balanced router."""
     config = replace(config, mixture=replace(config.mixture, dispatch=dispatch))
     return cost.row_bytes(config, cost.computed_rows(config, tokens, training=False), width)
 

@@ -1,4 +1,4 @@
-"""What an evaluation leaves in files: words, and a profile of all ranks with the two tables of the published one."""
+"""Files of an evaluation: scores by word, and a profile of all ranks with the published profile's two tables."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What an evaluation prints: scores, the formulations side by side, calls beside the published ones, collectives."""
+"""Tables of an evaluation: scores, the formulations side by side, calls beside the published ones, collectives."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -81,7 +81,7 @@ def balance_line(outcome: Outcome) -> str:
 
 
 def costly_words(tally: Tally) -> str:
-    """What the words that this rank has read say: those that make up most of its loss."""
+    """The words that make up most of this rank's loss."""
     if tally.words is None or not tally.words.words:
         return ""
     sums = tally.words.sums()[:, 1]

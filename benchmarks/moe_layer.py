@@ -1,4 +1,4 @@
-"""What does one expert layer cost, sorted and one-hot? `python -m benchmarks.moe_layer`, or under torchrun.
+"""Cost of one expert layer, sorted and one-hot: `python -m benchmarks.moe_layer`, or under torchrun.
 
 Both have the same weights, tokens and slots and give the same result; a layer without a capacity stands beside them.
 All take turns on the same ranks. What is compared is CPU time: of all threads of a rank's process, the kernel's work
@@ -58,7 +58,7 @@ LINES: tuple[tuple[str, Line], ...] = (
 
 @dataclass(frozen=True)
 class Settings(LayerSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
     top_k: int = setting(2, "Experts of a token.", type=click.IntRange(1, 2))

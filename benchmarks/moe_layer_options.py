@@ -15,7 +15,7 @@ COUNT = click.IntRange(1)
 
 @dataclass(frozen=True)
 class LayerSettings:
-    """What is measured on every rank; every field is an option of the command line."""
+    """Options that every rank needs, one field each."""
 
     tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
     d_model: int = setting(64, "Width of a token.", type=COUNT)

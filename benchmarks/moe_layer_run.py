@@ -50,7 +50,7 @@ class Way:
 
     @property
     def one_hot(self) -> bool:
-        """Whether this is the one-hot formulation."""
+        """True for the one-hot formulation."""
         return self.config.mixture.dispatch == "einsum"
 
     def slots(self, tokens: int) -> int:
@@ -106,7 +106,7 @@ def predict(way: Way, tokens: int, ranks: int, hardware: Hardware, backward: boo
 
 
 def ceilings(group: Group, budget: float) -> Hardware:
-    """What every rank reaches at least, all at once, each with its threads; `budget` is the seconds of a probe."""
+    """Rates that the slowest rank reaches while all run, each with its threads; a probe takes `budget` seconds."""
     name = device_name(DEVICE)
     here = probe(DEVICE, "fp32", name, budget)
     found = gather_times([here.matmul_flops, here.bandwidth, here.launch, here.first_touch], group, DEVICE)
@@ -174,7 +174,7 @@ class Bench:
         return x, y
 
     def answers(self, way: Way, tokens: int) -> dict[str, Tensor]:
-        """What a pass computes; its gradients as one vector, of which a part may be nothing but rounding."""
+        """Results of a pass; its gradients as one vector, of which a part may be rounding alone."""
         x, y = self.run(way, tokens)
         found = {"output": y.detach()}
         if self.backward:

@@ -73,7 +73,7 @@ class Contender:
         return config.mixture.capacity(self.bench.tokens, config.num_experts, self.way.training)
 
     def metrics(self) -> dict[str, Any]:
-        """What was measured. Every rank must call this once, after all turns: `laps` then has the ranks' means."""
+        """Metrics. Every rank must call this once, after all turns: `laps` then has the ranks' means."""
         cpu, system, wall = (
             gather_times(list(column), self.bench.group, DEVICE) for column in zip(*self.laps, strict=True)
         )
@@ -117,7 +117,7 @@ def _now() -> Lap:
 
 
 def mean_bytes(events: Sequence[Event], count: int | None = None) -> float:
-    """What a rank gives in one of the collectives, with `count` 1 in all of them."""
+    """Mean bytes that a rank sends in one collective; with `count` 1, in all of them."""
     return sum(event.nbytes for event in events) / (count or len(events) or 1)
 
 

@@ -48,7 +48,7 @@ SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff":
 
 @dataclass(frozen=True)
 class Settings(LayerSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     experts: tuple[int, ...] = setting((8, 32, 128, 512), "Experts of the layer; may be repeated.", type=COUNT)
     capacity: tuple[str, ...] = setting(
@@ -92,7 +92,7 @@ def parse_capacity(text: str) -> tuple[Mixture, bool]:
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank does; `paths` are the files that rank 0 appends its records to."""
+    """Work of every rank; `paths` are the files to which rank 0 appends its records."""
 
     settings: Settings
     paths: tuple[Path, ...] = ()

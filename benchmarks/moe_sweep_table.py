@@ -38,7 +38,7 @@ def cells(records: Sequence[Record]) -> list[Cell]:
 
 
 def _run(record: Record) -> list[Any]:
-    """What records of candidates that took turns have in common."""
+    """Settings that the records of one interleaved comparison share."""
     return [record.environment.get(name) for name in ("commit", "dirty", "threads", "cores")] + [len(record.samples_ms)]
 
 

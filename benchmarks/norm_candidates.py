@@ -1,4 +1,4 @@
-"""What `benchmarks.norms` compares: the candidates, the bytes that their passes move, and the gate before the clock."""
+"""Candidates of `benchmarks.norms`, the bytes that their passes move, and the check of results before timing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def gate(name: str, function: Function, norm: Norm, shape: Shape, inputs: Inputs
 
 
 def make_pass(function: Function, norm: Norm, shape: Shape, inputs: Inputs) -> Callable[[], object]:
-    """What is timed, without arguments."""
+    """Return the function to time, without arguments."""
     x, weights = inputs.x, inputs.weights[: norm.weights]
     if shape.what == FORWARD:
         return lambda: function(x, *weights)

@@ -58,7 +58,7 @@ CAPTION = (
 
 @dataclass(frozen=True)
 class Settings(KernelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     rows: int | None = setting(
         None, "Rows.  [default: each shape's, on a CPU fewer: 16 M elements]", type=click.IntRange(1)

@@ -1,4 +1,4 @@
-"""What the benchmarks of data parallelism and ZeRO share: their options, start-up, progress and records."""
+"""Shared parts of the benchmarks of data parallelism and ZeRO: options, start-up, progress and records."""
 
 import gc
 from collections.abc import Callable
@@ -86,7 +86,7 @@ class Run:
     arena: Arena
 
     def title(self) -> str:
-        """What was measured where."""
+        """Title of the table: model, machine and ranks."""
         config, parameters = self.config, format_count(self.arena.trainable, billion="B")
         where = f"{self.ranks} {self.backend} ranks on {self.stamp['device']}, {self.stamp['threads']} thread(s) each"
         shape = f"batch {self.settings.batch_size} x {config.context_length} a rank"

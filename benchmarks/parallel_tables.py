@@ -84,7 +84,7 @@ TABLES: dict[str, tuple[str, tuple[str, ...], Row]] = {
 
 
 def heading(name: str, record: Record) -> str:
-    """What a table's records have in common."""
+    """Settings that a table's records share."""
     config, where = record.config, record.environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
     machine = f"{markdown_text(where['device'])}, {where['cores']} cores, torch {where['torch']}"

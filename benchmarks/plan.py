@@ -1,4 +1,4 @@
-"""What a benchmark of whole passes will run: its settings, what each pass needs and takes, and the record it leaves."""
+"""Plan of a benchmark of whole passes: its settings, memory and time of each pass, and its record."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -32,7 +32,7 @@ PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
 @dataclass(frozen=True)
 class Settings(ModelOptions):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     all_sizes: bool = setting(False, "Every size of the year's edition.")
     mode: Mode | None = setting(None, "One pass only.  [default: every pass that fits]")
@@ -47,7 +47,7 @@ class Settings(ModelOptions):
     smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")
 
     def record_config(self, size: str, case: Case, mode: Mode) -> dict[str, Any]:
-        """What tells this measurement from others."""
+        """Settings that identify this measurement."""
         return {"size": size, "year": self.year, "mode": mode} | model_config(case) | {"warmup": self.warmup}
 
 
@@ -62,7 +62,7 @@ class Bench:
     environment: dict[str, Any]
 
     def predicted(self, case: Case, mode: Mode) -> dict[str, Any]:
-        """What the counts predict, under the names of the record's metrics, and what it is made of."""
+        """Predictions under the names of the record's metrics, and their parts."""
         seconds, parts = predict(case.passes.of(mode), self.hardware), case.passes.memory(mode)
         return {
             "mean_ms": 1e3 * sum(seconds.values()),
@@ -119,7 +119,7 @@ class Bench:
 
 
 def instead_of_kernels(case: Case) -> list[str]:
-    """What ran where fused kernels were asked for, if it was not these."""
+    """Code that ran instead of the fused kernels that were asked for; empty if they ran."""
     config = case.config
     if case.device.type == "cuda" or (config.kernels == "torch" and config.attention != "flash"):
         return []

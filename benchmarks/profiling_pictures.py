@@ -1,4 +1,4 @@
-"""What a profile leaves beside its record, for whoever writes about it: its pictures, and its tables as JSON."""
+"""Pictures of a profile, and its tables as JSON, kept beside its record for the write-up."""
 
 import json
 import shutil

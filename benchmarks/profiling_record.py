@@ -40,7 +40,7 @@ def phase_times(trace: Trace) -> dict[str, float]:
 
 
 def measured(traces: Sequence[Trace]) -> dict[str, Any]:
-    """What the traces say, of rank 0 where one rank stands for all, and of every rank where they differ."""
+    """Metrics from the traces: rank 0's where all ranks are alike, and every rank's where they differ."""
     first = traces[0]
     metrics: dict[str, Any] = summarise(step_times(first)) | phase_times(first)
     metrics["peak_memory_bytes"] = max(memory_timeline(trace).peak for trace in traces)
@@ -80,7 +80,7 @@ def predicted_peak(case: Case, wrapper: str, ranks: int) -> float:
 def predicted(
     case: Case, hardware: Hardware, wrapper: str, link: Link | None, events: Sequence[Event], ranks: int
 ) -> dict[str, Any]:
-    """What the counts predict, under the names of the metrics.
+    """Predictions from the counts, under the names of the metrics.
 
     What communication adds to a step of zero3 or torch-ddp is not predicted, and so neither is the step; nor what
     torch-ddp holds.

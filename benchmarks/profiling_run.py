@@ -46,7 +46,7 @@ Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "z
 
 @dataclass(frozen=True)
 class Settings(ModelOptions):
-    """What is profiled; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     size: str = setting("tiny", "Model preset.")
     # fp16 is missing because its gradients need loss scaling, which this loop does not have.
@@ -89,7 +89,7 @@ class Settings(ModelOptions):
 
 
 def builder(wrapper: Wrapper, bucket_size_mb: float) -> Build:
-    """What makes a model ready to be trained under a wrapper."""
+    """Return the function that wraps a model for training."""
     return {
         "none": alone,
         "naive": wrapped(NaiveDDP),

@@ -66,7 +66,7 @@ def append_record(record: Record, path: Path) -> None:
 
 
 def appended(count: int, path: Path) -> str:
-    """What to print of so many new records."""
+    """Line to print about so many new records."""
     return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
 
 

@@ -91,7 +91,7 @@ class Study:
 
     @property
     def quiet(self) -> bool:
-        """Whether another rank speaks."""
+        """True if this rank prints nothing, because another does."""
         return self.launcher.here.rank > 0
 
     def first_steps(self, recipe: Recipe, ranks: int) -> Answer:

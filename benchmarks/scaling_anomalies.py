@@ -1,4 +1,4 @@
-"""What in a scaling study should not be believed as it stands: each finding is a sentence with its numbers."""
+"""Anomalies of a scaling study: results to doubt, each a sentence with its numbers."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -204,7 +204,7 @@ def uneven_batches(runs: Sequence[Run]) -> list[Anomaly]:
 
 
 def affinity_note(allowed: int, cores: int, ranks: int) -> str | None:
-    """What to say if `ranks` processes share the `allowed` cores, of `cores` in the machine, that their parent may use.
+    """Note for `ranks` processes that share the `allowed` cores, of `cores` in the machine, that their parent may use.
 
     The parent's are len(os.sched_getaffinity(0)), and what it starts inherits them. None if each rank has a core.
     """

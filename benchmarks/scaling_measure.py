@@ -30,7 +30,7 @@ Answer = dict[str, Any]  # what JSON can hold
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank of a turn does: `warmup` steps that are not timed, whose losses are kept, then `steps` that are.
+    """Work of every rank in a turn: `warmup` steps that are not timed, whose losses are kept, then `steps` that are.
 
     `threads` is how many a CPU rank computes with; `budget` the seconds of each probe of the machine, in which ranks
     that torchrun started take part `side_by_side`.
@@ -148,7 +148,7 @@ def cores_allowed() -> int:
 
 
 def measure_peak(place: Place, task: Task) -> Answer:
-    """What this machine can do: `rank` is the ceiling of a rank by itself, with its threads; `machine_flops` that of
+    """Peak rates of this machine: `rank` is the ceiling of a rank by itself, with its threads; `machine_flops` that of
     all cores at once, None where ranks are measured side by side or have a GPU each."""
     device = use(task)
     rank = probe(device, task.recipe.model.precision, device_name(device), budget=task.budget)

@@ -1,4 +1,4 @@
-"""What a scaling study is made of: the grid of layouts, and the training that each of them does."""
+"""Grid of a scaling study: its layouts, and the training that each of them does."""
 
 import re
 from collections.abc import Collection
@@ -28,7 +28,7 @@ VOCABULARY = 512
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp, or RANKS:tp x pp x dp.")
     size: str = setting("tiny", "Model preset.")
@@ -88,7 +88,7 @@ class Settings:
         return replace(self, **{name: value for name, value in less.items() if name not in given})
 
     def recipe(self, degrees: tuple[int, int, int], precision: str) -> Recipe:
-        """What a layout trains; options that it has no use for are left at their defaults."""
+        """Recipe that a layout trains; options that it does not use keep their defaults."""
         tp, pp, dp = degrees
         vocabulary = VOCABULARY if self.objective == "bert" and preset(self.size).model.causal else None
         return Recipe.of(

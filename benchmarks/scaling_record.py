@@ -1,4 +1,4 @@
-"""What follows from the turns of one layout: whether it trains the right thing, its record, its row of the table."""
+"""Results of one layout's turns: whether it trains correctly, its record, and its row of the table."""
 
 import math
 import os
@@ -94,7 +94,7 @@ def gate_tolerance(config: ModelConfig, precision: str) -> float:
 
 
 def gate(got: Answer, want: Answer, config: ModelConfig, recipe: Recipe) -> str:
-    """What is wrong with a layout's first two steps, beside one rank's with the same global batch; empty if nothing.
+    """Differences of a layout's first two steps from one rank's with the same global batch; empty if there are none.
 
     The first loss and the gradient's norm may be off by the tolerance t. The second loss comes after an update, and
     Adam's first is lr g / |g| for each weight: an error d in a gradient g changes it by lr min(2, 2 d / |g|) at most,
@@ -229,7 +229,7 @@ def _deviation(values: list[float]) -> float:
 
 
 def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
-    """What the analytic model says, under the names of the metrics: the bubble's closed form, and a step's time with
+    """Predictions of the cost model, under the names of the metrics: the bubble's closed form, and a step's time with
     what it is spent on, as if each rank had its share of the cores to itself at all times.
 
     No time for ZeRO stage 3, nor for a layout that did not run.

@@ -1,4 +1,4 @@
-"""What a scaling study prints: Megatron-LM's line of every layout, a summary, all timers, and what is to be said."""
+"""Output of a scaling study: Megatron-LM's line of every layout, a summary, all timers, and remarks."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

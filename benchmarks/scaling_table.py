@@ -89,7 +89,7 @@ def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Table:
 
 
 def explanation(runs: Sequence[Run]) -> str:
-    """What stands below the table: what its columns mean, with this study's figures."""
+    """Text below the table: the meaning of its columns, with this study's figures."""
     parts = [EXPLAINED]
     run = runs[-1]
     spent, model = sample_flops(run), sample_flops(run, model_only=True)
@@ -163,7 +163,7 @@ def percent(share: float | None) -> str:
 
 
 def findings(runs: Sequence[Run]) -> list[str]:
-    """What in the table should not be believed as it stands: a sentence each, numbered as in the table."""
+    """Results in the table to doubt: a sentence each, numbered as in the table."""
     return [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
 
 

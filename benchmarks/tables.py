@@ -57,7 +57,7 @@ def table(machine: str, records: list[Record]) -> str:
 
 
 def chosen(record: Record) -> list[str]:
-    """What was chosen otherwise than the size's preset has it."""
+    """Options that differ from the size's preset."""
     config = record.config
     model = preset(config["size"], config["year"]).model
     usual = {"year": DEFAULT_YEAR, "precision": "fp32", "norm": model.norm, "attention": model.attention}

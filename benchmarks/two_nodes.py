@@ -1,4 +1,4 @@
-"""What does a slow link do? Two nodes simulated on this machine: `python -m benchmarks.two_nodes -- FILE.py ARGUMENTS`.
+"""A slow link between two nodes, simulated on this machine: `python -m benchmarks.two_nodes -- FILE.py ARGUMENTS`.
 
 Two network namespaces, joined by a pair of virtual Ethernet devices whose rate is limited on both ends, and a torchrun
 in each. The nodes share this machine's cores and memory, so nothing but the link is that of two nodes, and the command
@@ -35,7 +35,7 @@ GRACE = 10.0  # seconds that one node gets to say what it misses after the other
 
 @dataclass(frozen=True)
 class Settings:
-    """What is simulated; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
     nproc: int = setting(1, "Ranks of each node.", type=click.IntRange(1))
     rate: str = setting("1gbit", "Speed of the link, each way, as tc writes it.")
@@ -45,7 +45,7 @@ class Settings:
     one_node: bool = setting(False, "One node instead, all ranks of which share one loopback of that rate.")
 
     def describe(self) -> str:
-        """What the records of the command say of the link."""
+        """Description of the link in the command's records."""
         where = "loopback of one node" if self.one_node else "2 nodes simulated on one machine"
         return f"{where}, {self.rate} tbf"
 

@@ -1,4 +1,4 @@
-"""What end-to-end benchmarks time: a model, a fixed random batch, and the passes over it."""
+"""Workload of the end-to-end benchmarks: a model, a fixed random batch, and the passes over it."""
 
 import shutil
 from collections.abc import Callable
@@ -29,7 +29,7 @@ PHASES: dict[Mode, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """What is run: a model's shape and the (batch context_length) tokens of one pass."""
+    """Shape of a model and of the (batch context_length) tokens of one pass."""
 
     config: ModelConfig
     batch: int

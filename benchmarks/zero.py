@@ -1,4 +1,4 @@
-"""What does each ZeRO stage keep, and what does it cost in time? `python -m benchmarks.zero`.
+"""Memory and time of each ZeRO stage: `python -m benchmarks.zero`.
 
 Stages 0 to 3, stage 1 in both layouts, and PyTorch's ZeroRedundancyOptimizer and FSDP2 take turns on the same ranks.
 """
@@ -41,7 +41,7 @@ MEMORY_CAPTION = (
 
 @dataclass(frozen=True)
 class Settings(ParallelSettings):
-    """What is measured; every field is an option of the command line."""
+    """Options of the command line, one field each."""
 
 
 def predicted_ms(run: Run, name: str) -> float:

@@ -1,4 +1,4 @@
-"""What a reader must know before the first table: how to read a cell, the machine's rates, the names of the models."""
+"""Basics before the first table: how to read a cell, the machine's rates, the names of the models."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -72,12 +72,12 @@ def _rates_of(record: Record) -> Iterator[tuple[str, str, float]]:
 
 
 def plain_link(name: str) -> str:
-    """What a record calls its link, in the words of the text."""
+    """Name of a record's link in the words of the text."""
     return markdown_text(printable(name.replace("1gbit tbf", "1 Gbit/s link")))
 
 
 def rates_table(book: Book, records: Iterable[Record]) -> Table:
-    """What all predictions rest on: the machine's rates, each the median over the runs, and how far these lie apart."""
+    """The machine's rates, on which predictions rest: each the median over the runs, with their spread."""
     rows = []
     for what, which in sorted(machine_rates(records).items(), reverse=True):
         unit, values = next(iter(which.items()))

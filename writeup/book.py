@@ -1,4 +1,4 @@
-"""What a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
+"""Sources that a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -119,7 +119,7 @@ class Book:
 
     @cached_property
     def published(self) -> Publications:
-        """What others have published."""
+        """Published figures of others."""
         return publications()
 
     def cite(

@@ -35,7 +35,7 @@ def build(book: Book, out: Path) -> None:
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """What the system refuses becomes a UserError; only for what writes, since what is read has its own."""
+    """Turn an OSError while writing into a UserError; reading has its own."""
     try:
         yield
     except OSError as error:

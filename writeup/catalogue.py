@@ -24,7 +24,7 @@ class Benchmark:
 
     @property
     def command(self) -> str:
-        """What to type."""
+        """The command to type."""
         return shlex.join(("python", "-m", self.source, *self.options))
 
 

@@ -1,4 +1,4 @@
-"""What a published time means: the share of a GPU's bandwidth or peak that it takes, and what was to be expected."""
+"""Meaning of a published time: its share of a GPU's bandwidth or peak, and the expected time."""
 
 from benchmarks.attention_candidates import BOTH, FORWARD, Task, flops
 from benchmarks.norm_candidates import Shape, bytes_moved

@@ -1,4 +1,4 @@
-"""What stands in the cells of tables: a measured figure with its spread and marks, a prediction, a ratio."""
+"""Cells of tables: a measured figure with its spread and marks, a prediction, a ratio."""
 
 from collections.abc import Sequence
 from math import floor, log10

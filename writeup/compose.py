@@ -67,7 +67,7 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
 
 
 def _misfit(error: Exception) -> str:
-    """What went wrong and in which line, for the figure is in a record and the line tells which."""
+    """Error message with the line of the template, since the line tells which record has the figure."""
     place = extract_tb(error.__traceback__)[-1]
     what = f"there is no {error}" if isinstance(error, LookupError) else f"{error}"
     return f"a record does not fit, {type(error).__name__}: {what} ({Path(place.filename).name}:{place.lineno})"

@@ -51,7 +51,7 @@ class Published:
 
     @property
     def fitted(self) -> bool:
-        """Whether constants were fitted to it."""
+        """True if constants were fitted to this run."""
         return bool(self.row["fitted"])
 
 

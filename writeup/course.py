@@ -41,7 +41,7 @@ class Problem:
 
     @property
     def is_named(self) -> bool:
-        """Whether the handouts give it a name, and do not only ask for it."""
+        """True if the handouts give the deliverable a name, and do not only ask for it."""
         return " " not in self.id
 
 

@@ -26,7 +26,7 @@ class Cell:
 
     @property
     def is_defined(self) -> bool:
-        """Whether the property makes sense for the strategy."""
+        """True if the property makes sense for the strategy."""
         return bool(self.tests) or not self.note.startswith(UNDEFINED)
 
 

@@ -1,4 +1,4 @@
-"""What stops a build: a chapter that cites what there cannot be."""
+"""Errors that stop a build: a chapter that cites something that cannot exist."""
 
 from cs336_systems.errors import UserError
 

@@ -52,7 +52,7 @@ class Variant:
         return before, after
 
     def diff(self, root: Path = ROOT) -> str:
-        """What is changed, as `diff -u` shows it with two lines around; instead of line numbers the function."""
+        """The change as `diff -u` shows it with two lines of context, and the function instead of line numbers."""
         before, after = self.sources(root)
         lines = list(unified_diff(before.splitlines(), after.splitlines(), n=2, lineterm=""))[2:]
         tree = ast.parse(after)

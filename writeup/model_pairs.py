@@ -114,7 +114,7 @@ def twins(plain: Citation, other: Citation) -> list[tuple[Record, Record]]:
 
 
 def setup(cited: Citation, vary: tuple[str, ...] = ()) -> str:
-    """What the records have in common, as a line above their table; settings in `vary` are told by the table."""
+    """Settings that the records share, as a line above their table; the table shows those in `vary`."""
     if not cited.records:
         return ""
 

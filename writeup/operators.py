@@ -60,7 +60,7 @@ def answers(record: Record, profile: Profile) -> list[str]:
 
 
 def changed(ahead: float, whole: float) -> str:
-    """What becomes of the products' share from the forward pass to the whole step: a clause."""
+    """Change of the matrix products' share from the forward pass to the whole step: a clause."""
     if abs(whole - ahead) < 0.02:
         return f"the share of products stays about the same ({ahead:.0%} of forward, {whole:.0%} of the step)"
     return f"the share of products {'rises' if whole > ahead else 'falls'} from {ahead:.0%} to {whole:.0%}"
@@ -72,7 +72,7 @@ def operator(name: str) -> str:
 
 
 def counted(name: str, config: ModelConfig, period: str, calls: float) -> str:
-    """What the model's shape says of the number of products: one of each weight, and two more in backward."""
+    """Number of matrix products by the model's shape: one for each weight, and two more in backward."""
     if name != "aten::mm" or config.num_experts:
         return ""
     weights = config.num_layers * (4 + (3 if config.feed_forward == "swiglu" else 2)) + 1

@@ -126,7 +126,7 @@ def _doubtful_mean(figure: Figure) -> str:
 
 
 def _suspects(figures: list[Figure], ceilings: Ceilings) -> list[Suspect]:
-    """What each figure of a table shows alone, and what it shows with its neighbours."""
+    """Findings on each figure of a table, alone and beside its neighbours."""
     found = [replace(_suspect(each, why), kind="limit") for each in figures for why in _alone(each, ceilings) if why]
     for axis in AXES:
         for series in _series(figures, axis):

@@ -1,4 +1,4 @@
-"""What a profile left beside its record, for any chapter: its pictures, and its tables."""
+"""Pictures and tables that a profile left beside its record, for any chapter."""
 
 import re
 from dataclasses import replace
@@ -31,7 +31,7 @@ def with_tables(book: Book, cited: Citation) -> Citation:
 
 
 def without_tables(book: Book, cited: Citation) -> str:
-    """What was profiled and left no tables, as a sentence; nothing if all did, or if a later profile replaced them."""
+    """Sentence on profiles without tables; nothing if all have them, or if a later profile replaced those without."""
     kept = with_tables(book, cited).values("size") if with_tables(book, cited) else []
     bare = [record.config["size"] for record in cited.measured if record.config["size"] not in kept]
     if not bare:

@@ -49,13 +49,13 @@ class Proof:
 
     @property
     def parameters(self) -> str:
-        """What chooses this among the runs of one function, or nothing."""
+        """The parameters in a test's id, or nothing."""
         return self.node.partition("[")[2].removesuffix("]")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one run of the cited tests has given."""
+    """Results of one run of the cited tests."""
 
     environment: dict[str, Any]
     seconds: float

@@ -73,7 +73,7 @@ class Published:
 
     @property
     def resolution(self) -> float:
-        """What one unit of the last printed digit is worth; 0 for words."""
+        """Value of one unit of the last printed digit; 0 for words."""
         number, _, unit = self.text.partition(" ")
         if unit not in UNITS:
             return 0.0

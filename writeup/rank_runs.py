@@ -70,7 +70,7 @@ def _speed(shaped: re.Match[str]) -> str:
 
 
 def runs_of(cited: Citation) -> list[Citation]:
-    """What was measured, run by run, the widest model first."""
+    """Measurements run by run, the widest model first."""
     found: dict[str, list[Record]] = {}
     for record in cited.measured:
         key = str([value for name, value in record.config.items() if name != "candidate"])

@@ -71,7 +71,7 @@ def chosen(only: Iterable[str]) -> tuple[Benchmark, ...]:
 
 
 def why_not(run: Benchmark) -> str:
-    """What this machine lacks for a run; nothing if it can."""
+    """Requirement of a run that this machine lacks; nothing if it can run."""
     if run.gpu and not torch.cuda.is_available():
         return "needs a GPU"
     if run.root and (sys.platform != "linux" or os.geteuid() != 0):

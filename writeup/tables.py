@@ -33,7 +33,7 @@ class Table:
 
     @property
     def citations(self) -> list[Citation]:
-        """What was cited, one or several."""
+        """The citations, as a list."""
         return [self.cited] if isinstance(self.cited, Citation) else list(self.cited)
 
     @property
@@ -74,12 +74,12 @@ def _without(signs: Iterable[str], cell: str) -> str:
 
 
 def not_measured(command: str) -> str:
-    """What stands where a record is missing."""
+    """Text of a cell whose record is missing."""
     return f"::: missing\nNot measured on this machine. Run: {markdown_code(command)}\n:::"
 
 
 def missing(citations: Iterable[Citation]) -> str:
-    """What to run for those of them that are empty, each command once; nothing if there is a record of each."""
+    """Commands to run for the missing records, each once; nothing if there is a record of each."""
     return "\n\n".join(dict.fromkeys(not_measured(citation.command) for citation in citations if not citation))
 
 

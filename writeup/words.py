@@ -21,7 +21,7 @@ def times(factor: float) -> str:
 
 
 def in_turn(a: Record, b: Record) -> bool:
-    """Whether two records come from one run of their benchmark, so that their samples are pairs."""
+    """True if two records come from one run of their benchmark, so that their samples are pairs."""
     same = a.benchmark == b.benchmark and a.environment["date"] == b.environment["date"]
     return same and len(a.samples_ms) == len(b.samples_ms) > 1
 
@@ -34,7 +34,7 @@ def pair_ratios(a: Record, b: Record) -> list[float]:
 
 
 def differ(a: Record, b: Record) -> bool:
-    """Whether a difference in time may be stated.
+    """True if a difference in time may be stated.
 
     Of pairs: the quartiles of their ratios exclude 1, and so many lie on one side that chance does it in one of ten
     cases at most (sign test). Otherwise: measured within half an hour, no sample of one lies among the other's, and

@@ -1,4 +1,4 @@
-"""What backward can run again instead of keeping it: bytes kept by block, the best length of a segment, recursion."""
+"""Recomputing in backward instead of keeping: bytes kept by block, the best length of a segment, recursion."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 def content(book: Book) -> dict[str, Any]:
-    """What blocks keep, the sweep over segments with its prediction, and what recomputing costs."""
+    """Bytes kept by block, the sweep over segments with its prediction, and the time of recomputing."""
     kept = one_shape(book.cite("memory", mode="residuals", command=RESIDUALS).measured)
     swept = one_shape(book.cite("memory", mode="activations", command=SEGMENTS))
     plain = swept.one(recompute="none")
@@ -131,7 +131,7 @@ def picture(cited: Citation, plain: Record) -> Figure:
 
 
 def rule(record: Record) -> dict[str, str]:
-    """What the formula of the square root says of this shape."""
+    """Result of the square-root formula for this shape."""
     stream = 4 * record.config["batch_size"] * record.config["context"] * config_of(record).d_model
     peaks, optimum = record.predicted["peak_by_length"], record.predicted["square_root_rule"]
     block = round(len(peaks) * stream / optimum**2)  # since the optimum is the root of layers x stream / block
@@ -149,7 +149,7 @@ def rule(record: Record) -> dict[str, str]:
 
 
 def saved(cited: Citation) -> list[str]:
-    """What each way keeps of what is kept without it, and what it costs: a clause each."""
+    """Share of the bytes that each way keeps, and its cost in time: a clause each."""
     plain = cited.one(recompute="none")
     if plain is None:
         return []

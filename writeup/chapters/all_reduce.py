@@ -44,7 +44,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def has_link(cited: Citation) -> bool:
-    """Whether any record names its link: it is then no network of the machine's own."""
+    """True if any record names its link, which is then not a network of the machine's own."""
     return any(record.config["link"] for record in cited)
 
 
@@ -189,7 +189,7 @@ def students(book: Book, one: Citation) -> Table:
 
 
 def commentary(one: Citation, two: Citation) -> list[str]:
-    """What the records say: predictions, from which size on bytes count, what more ranks and a slower link do."""
+    """Findings: predictions, the size from which bytes dominate, the effect of more ranks and a slower link."""
     said = []
     for cited, where in ((one, "On one node"), (two, "On two nodes")):
         if cited.measured:

@@ -139,7 +139,7 @@ def picture(cited: Citation) -> Figure:
 
 
 def student_tables(book: Book) -> list[PublishedTable]:
-    """What students published of whole passes."""
+    """Times of whole passes that students published."""
     return [table for (_, name), table in book.published.tables.items() if name == "end to end" and table.system]
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: saving, saving in the background and loading, beside PyTorch's own ways."""
+"""Cost of a checkpoint: saving, saving in the background and loading, beside PyTorch's own ways."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -118,7 +118,7 @@ def _named(candidate: str) -> str:
 
 
 def stands_still(groups: Mapping[str, Citation]) -> list[str]:
-    """What saving in the background leaves of the time that training stands still."""
+    """Share of the pause in training that remains when a checkpoint is saved in the background."""
     said = []
     for state, group in groups.items():
         whole, behind = (group.measured.one(candidate=name) for name in OURS[:2])
@@ -128,7 +128,7 @@ def stands_still(groups: Mapping[str, Citation]) -> list[str]:
 
 
 def shortfall(groups: Sequence[Citation]) -> str:
-    """Whether the prediction of a save falls short by more for the largest size than for the smallest."""
+    """Compare how far the prediction of a save falls short for the largest and for the smallest size."""
     saves = [group.measured.one(candidate="save") for group in groups]
     known = sorted((r for r in saves if r and predicted_ms(r)), key=lambda record: float(metric(record, "bytes")))
     if len(known) < 2:

@@ -101,7 +101,7 @@ def original_norm(book: Book, what: str, name: str, columns: int) -> float:
 
 
 def gain(cited: Citation) -> str:
-    """Whether compiling RMSNorm makes it faster, and how it stands to LayerNorm."""
+    """Speed of compiled RMSNorm relative to eager RMSNorm and to LayerNorm."""
     compiled, eager, fused = (by_columns(cited, name) for name in ("compiled", "eager", "layernorm"))
     if not compiled or not eager:
         return ""
@@ -147,7 +147,7 @@ def shrinking(book: Book) -> str:
 
 
 def picture(book: Book, cited: dict[str, Citation]) -> Figure:
-    """What compiling brings, by columns."""
+    """Speed-up by compiling, by columns."""
 
     def into(axes: Any) -> None:
         for what, line in ((FORWARD, "-"), (BOTH, "--")):
@@ -225,7 +225,7 @@ def attention_table(book: Book, cited: Citation) -> Table:
 
 
 def attention_said(cited: Citation) -> str:
-    """What compiling attention brings, least and most, with where."""
+    """Smallest and largest speed-up of compiled attention, and where."""
     found, shares = [], []
     for record in cited.measured.only(candidate="eager", **{"pass": BOTH}):
         where = {key: record.config[key] for key in ("dim", "seq", "pass")}

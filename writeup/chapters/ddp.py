@@ -1,4 +1,4 @@
-"""What averaging gradients costs, and how much of it hides behind backward: four wrappers and PyTorch's."""
+"""Cost of averaging gradients, and how much of it backward hides: four wrappers and PyTorch's."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def steps(book: Book, run: Citation) -> Table:
 
 
 def expected_exposed(run: Citation, record: Record) -> str:
-    """What the prediction has of communication that backward does not hide."""
+    """Predicted communication that backward does not hide."""
     alone, mine = run.one(candidate=ALONE), predicted_ms(record)
     base = predicted_ms(alone) if alone else None
     if base is None or mine is None or record is alone:
@@ -229,7 +229,7 @@ def _name(record: Record) -> str:
 
 
 def overlap_said(traced: Citation) -> str:
-    """Whether what should hide nothing hides nothing, and what hides most."""
+    """Check that wrappers without overlap hide nothing, and name the one that hides most."""
     late = [r for r in traced.measured if r.config["wrapper"] in ("naive", "flat")]
     if not late:
         return ""

@@ -83,7 +83,7 @@ def _age(report: Report, rows: tuple[Row, ...]) -> dict[str, Any]:
 
 
 def provenance(report: Report) -> str:
-    """What the report was made on, in a line."""
+    """Machine and versions of the report, in a line."""
     where = report.environment
     dirty = " with changes that are in no commit" if where["dirty"] else ""
     said = (

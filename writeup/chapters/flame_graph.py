@@ -43,7 +43,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def shares(book: Book, cited: Citation) -> Table:
-    """What norms and softmax take of the forward pass and of the step, with the original's figures."""
+    """Shares of norms and softmax in the forward pass and in the step, with the original's figures."""
     rows = []
     for name, ours in PARTS.items():
         theirs = book.published.value(SOURCE, "flame graph", "share", part=name)
@@ -76,7 +76,7 @@ def total(row: dict[str, Any]) -> int:
 
 
 def surprises(record: Record, profile: dict[str, Any]) -> list[str]:
-    """What one may not have expected: parts whose share of the time is far from their share of the FLOPs, zero."""
+    """Unexpected parts: those whose share of the time is far from their share of the FLOPs, which is zero."""
     metrics, found = record.metrics, []
     phases = {name: time / sum(profile["phases"].values()) for name, time in profile["phases"].items()}
     longest = joined(f"{name} {share:.0%}" for name, share in phases.items() if share >= 0.005)

@@ -145,7 +145,7 @@ def said(cited: Citation) -> list[str]:
 
 
 def tiled(cited: Citation) -> str:
-    """What the algorithm does without a kernel, against eager attention: a sentence."""
+    """Effect of the algorithm without a kernel, against eager attention: a sentence."""
     slow, eager = by_tokens(cited, "tiled"), by_tokens(cited, "eager")
     sizes = sorted(slow.keys() & eager.keys())
     if not sizes:

@@ -29,7 +29,7 @@ def step_flops(config: ModelConfig, batch: int, seq: int) -> float:
 
 
 def students(book: Book) -> Table:
-    """What students published of FlashAttention-2, with the share of their GPU's peak."""
+    """Times of FlashAttention-2 that students published, with the share of their GPU's peak."""
     rows = []
     for (source, name), table in book.published.tables.items():
         if name != "flash attention" or table.problem != "flash_benchmarking":

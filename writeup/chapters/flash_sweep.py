@@ -33,7 +33,7 @@ def kept_bytes(config: dict[str, Any]) -> int | None:
 
 
 def kept(book: Book, record: Record | None) -> str:
-    """What was kept for backward, and the prediction's share of it."""
+    """Bytes kept for backward, and the prediction's share of them."""
     shown = memory(book, record, "before_backward_bytes") if record else NONE
     predicted = kept_bytes(record.config) if record else None
     found = record.metrics.get("before_backward_bytes") if record else None
@@ -85,7 +85,7 @@ def measured_cells(cited: Citation) -> str:
 
 
 def limits() -> str:
-    """What the course's longest sequence needs, and from which on a GPU does not hold it."""
+    """Memory of the course's longest sequence, and the length from which a GPU cannot hold it."""
     system, dim = system_preset(GPU), 64
     longest = COURSE_SEQUENCES[-1]
     task = Task("course", 8, longest, dim, "fp32", causal=False)

@@ -1,4 +1,4 @@
-"""What fully sharded data parallelism keeps, takes and sends, beside PyTorch's FSDP2 and beside no sharding."""
+"""Memory, time and traffic of fully sharded data parallelism, beside PyTorch's FSDP2 and no sharding."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def total(record: Record, predicted: bool = False) -> float:
 
 
 def memory(book: Book, run: Citation) -> Table:
-    """What rests on a rank, by part, in brackets predicted over measured, and what a forward pass keeps."""
+    """Bytes at rest on a rank, by part, with predicted over measured in brackets, and bytes kept by a forward pass."""
     rows = []
     for record in run:
         cells = [
@@ -80,7 +80,7 @@ def memory(book: Book, run: Citation) -> Table:
 
 
 def sent_bytes(record: Record) -> float:
-    """What a rank sends in a step."""
+    """Bytes that a rank sends in a step."""
     return float(metric(record, "reductions_bytes_sent") + metric(record, "gathers_bytes_sent"))
 
 
@@ -201,7 +201,7 @@ def answer() -> str:
 
 
 def commentary(run: Citation) -> list[str]:
-    """What stage 3 saves and costs in one run."""
+    """Memory saved and time added by stage 3 in one run."""
     none, full, torch = (run.one(candidate=name) for name in ("stage 0", FULL, TORCH))
     if not none or not full:
         return []

@@ -83,7 +83,7 @@ def benchmarked(book: Book, record: Record) -> Citation:
 
 
 def command_of(record: Record) -> str:
-    """What measures the model of a profile with its tokens: the settings that its size does not have by itself."""
+    """Command that measures a profile's model with its tokens: the settings that differ from its size's preset."""
     config, usual = record.config, preset(record.config["size"], record.config["year"])
     own = {"attention": usual.model.attention, "batch_size": usual.batch_size, "context": usual.model.context_length}
     asked = [f"--{key.replace('_', '-')} {config[key]}" for key, value in own.items() if config[key] != value]
@@ -91,7 +91,7 @@ def command_of(record: Record) -> str:
 
 
 def operators(book: Book, cited: Citation, main: Record | None, profile: Profile | None, period: str) -> Table:
-    """What takes the time of a phase: calls and times of one step."""
+    """Calls and times of the operators of a phase, in one step."""
     rows = []
     if main and profile:
         own, own_share, total = clocked(profile)
@@ -145,7 +145,7 @@ def softmax(book: Book, cited: Citation) -> Table:
 
 
 def original_share(book: Book) -> str:
-    """What became of the products' share in the original: a clause, or nothing if it does not give both."""
+    """Change of the matrix products' share in the original: a clause, or nothing if it does not give both."""
     ahead, whole = (
         book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
     )
@@ -166,7 +166,7 @@ def more_time_than_flops(cited: Citation, book: Book) -> str:
 
 
 def agree(cited: Citation, book: Book) -> str:
-    """Whether profile and benchmark agree, within what the samples scatter: a clause, or nothing."""
+    """Agreement of profile and benchmark within the spread of the samples: a clause, or nothing."""
     found = []
     for record in cited:
         for other in benchmarked(book, record):

@@ -36,7 +36,7 @@ def shape(record: Record) -> str:
 
 
 def group(record: Record) -> str:
-    """What took turns with each other."""
+    """Records of one interleaved comparison."""
     return f"{shape(record)}, {record.config['pass']}, {record.config['dtype']}"
 
 

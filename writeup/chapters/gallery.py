@@ -27,7 +27,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def _shown(report: Report, variant: Variant, first: dict[tuple[str, str], Variant]) -> dict[str, Any]:
-    """What the template needs of a variant; `first` has those before it by what the test said of them."""
+    """Values of a variant for the template; `first` has the variants before it by their test's message."""
     catcher, saw = report.proof(variant.test), report.proof(f"{SAW}[{variant.name}]")
     old = report.older([variant.test])
     changed = changed_since(str(report.environment.get("commit")), [variant.file])

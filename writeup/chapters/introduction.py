@@ -1,4 +1,4 @@
-"""What this document is, of which machine, how old its records are, and how far its predictions were off."""
+"""Introduction: the document's purpose, its machine, the age of its records, and the errors of its predictions."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -144,7 +144,7 @@ def elsewhere(book: Book) -> list[Record]:
 
 
 def gpu(records: list[Record], everywhere: list[Record]) -> str:
-    """What is said of GPUs, from what the records say they were measured on."""
+    """Sentence about GPUs, from the devices in the records."""
 
     def on_gpu(found: list[Record]) -> int:
         return sum(record.environment.get("device_type") == "cuda" for record in found)

@@ -211,7 +211,7 @@ def original_table(book: Book) -> Table:
 
 
 def norms_share(profiled: Citation) -> str:
-    """What part of a step norms take at all, by the newest profile of each size."""
+    """Share of a step that norms take, by the newest profile of each size."""
     inorder = sorted(profiled.measured, key=lambda each: datetime.fromisoformat(str(each.environment["date"])))
     newest = {record.config["size"]: record for record in inorder}
     shares = [f"{metric(record, 'share_RMSNorm'):.0%} at `{size}`" for size, record in newest.items()]

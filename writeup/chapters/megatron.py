@@ -103,7 +103,7 @@ def layouts(book: Book, cited: Citation) -> Table:
 
 
 def mfu_cores(cited: Citation) -> str:
-    """What MFU is a share of: a clause, or nothing where records do not tell."""
+    """The peak that MFU is a share of: a clause, or nothing where records do not tell."""
     known = [(r.config["ranks"], r.config["threads"], r.environment["cores"]) for r in cited.measured]
     used = {ranks: min(ranks * threads, cores) for ranks, threads, cores in known if threads}
     if not used:
@@ -128,7 +128,7 @@ def _efficiency(record: Record, cited: Citation, base: float | None) -> str:
 
 
 def parts(cited: Citation, name: str) -> Figure:
-    """What a step is made of: the last rank's timers, and beside each bar the prediction."""
+    """Parts of a step: the last rank's timers, and beside each bar the prediction."""
     records = [record for record in cited.measured if record.predicted.get("parts_ms")]
 
     def into(axes: Any) -> None:
@@ -162,7 +162,7 @@ def _stack(axes: Any, place: float, found: dict[str, float]) -> None:
 
 
 def ours(cited: Citation) -> list[str]:
-    """What the records of our layouts say, a sentence each without a full stop."""
+    """Findings of the records of our layouts, a sentence each without a full stop."""
     records = [record for record in cited.measured if predicted_ms(record) and record.predicted.get("parts_ms")]
     if not records:
         return []

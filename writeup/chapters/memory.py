@@ -191,7 +191,7 @@ def original_difference(book: Book, cited: Citation) -> str:
 
 
 def casts(low: Record, full: Citation) -> str:
-    """What mixed precision does to the peak of a pass: a sentence."""
+    """Effect of mixed precision on the peak of a pass: a sentence."""
     size, mode = low.config["size"], low.config["mode"]
     high = full.one({key: value for key, value in low.config.items() if key != "precision"})
     if high is None:

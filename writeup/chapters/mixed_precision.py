@@ -1,4 +1,4 @@
-"""What sums lose in half precision, which dtype every part of a model has under autocast, and what it saves in time."""
+"""Errors of sums in half precision, the dtype of every part of a model under autocast, and the time it saves."""
 
 from dataclasses import replace
 from statistics import median
@@ -103,7 +103,7 @@ def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
 
 
 def published_dtype(book: Book, part: str) -> str:
-    """What the original says of a part of the toy model."""
+    """The original's dtype for a part of the toy model."""
     found = book.published.value(SOURCE, "toy model", part=part)
     return found.text if found else NONE
 

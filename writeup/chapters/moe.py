@@ -199,7 +199,7 @@ def sweep_picture(cited: Citation) -> Figure:
 
 
 def sweep_said(cited: Citation) -> list[str]:
-    """What the sweep says of the two formulations, a sentence each without a full stop."""
+    """Findings of the sweep on the two formulations, a sentence each without a full stop."""
     both = [(cell["sort"], cell["einsum"]) for cell in sweep_cells(cited.measured.records) if "einsum" in cell]
     if not both:
         return []

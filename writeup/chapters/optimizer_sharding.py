@@ -1,4 +1,4 @@
-"""What sharding the optimizer's state saves, what it costs in time, and how it differs from ZeRO stage 1."""
+"""Sharding the optimizer's state: memory saved, time added, and the difference from ZeRO stage 1."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def picture(run: Citation) -> Figure:
 
 
 def commentary(run: Citation) -> list[str]:
-    """What sharding saves and costs in one run."""
+    """Memory saved and time added by sharding in one run."""
     whole, sharded, other = (run.one(candidate=name) for name in (WHOLE, SHARDED, "stage 1, whole"))
     if not whole or not sharded:
         return []

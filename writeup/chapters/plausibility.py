@@ -89,7 +89,7 @@ def twice(published: Publications) -> str:
 
 
 def casts(published: Publications) -> dict[str, str]:
-    """What a 16-bit copy of the weights adds to the original's forward pass of its largest model."""
+    """Memory that a 16-bit copy of the weights adds to the original's forward pass of its largest model."""
     wide = published.value(ORIGINAL, "memory", size="2.7B", pass_="forward")
     narrow = published.value(ORIGINAL, "memory in mixed precision", size="2.7B", pass_="forward")
     assert wide is not None

@@ -1,4 +1,4 @@
-"""What others have measured in float32 and in bfloat16, and the factor between the two."""
+"""Times of others in float32 and in bfloat16, and the factor between the two."""
 
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
@@ -44,7 +44,7 @@ def original_shares(book: Book) -> dict[tuple[str, str], str]:
 
 
 def published(book: Book) -> Table:
-    """What the original and a student have measured in both precisions, with what is predicted for the original."""
+    """Times of the original and of a student in both precisions, with the prediction for the original."""
     rows = []
     for who, times_of in (("Rød", original_times(book)), (STUDENT, student_times(book))):
         for (size, what), both in times_of.items():

@@ -56,7 +56,7 @@ SUITE = "python -m benchmarks.gpu_suite"
 
 
 def ours(book: Book, cited: Citation) -> Table:
-    """What was measured here: each norm by columns and pass, with the share of a copy's speed that it reaches."""
+    """Times measured here: each norm by columns and pass, with its share of the speed of a copy."""
     rows = []
     for record in sorted(cited, key=lambda r: (str(r.config["pass"]), int(r.config["columns"]))):
         name = OURS.get(record.config["candidate"])

@@ -43,7 +43,7 @@ def updates(size: str, year: int, layout: Literal["flat", "whole"]) -> list[Even
 
 
 def course(book: Book) -> Table:
-    """What the formula says of the original's sizes, with its own figures where it has them."""
+    """Results of the formula for the original's sizes, beside its own figures where it has them."""
     theirs, rows = beside(book, ORIGINAL, "sharding memory", "GiB"), []
     for size in course_sizes(YEAR):
         for candidate, stage in ((WHOLE, 0), (SHARDED, 1)):
@@ -182,7 +182,7 @@ def shares(book: Book) -> str:
 
 
 def their_said(book: Book) -> str:
-    """What the original measured beyond the formula, at each point."""
+    """Memory that the original measured beyond the formula, at each point."""
     theirs = book.published.table(ORIGINAL, "sharding memory")
     beyond = []
     for moment, alive in MOMENTS.items():
