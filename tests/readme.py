@@ -1,20 +1,21 @@
 """Every command of the README, typed as it is printed: `python -m tests.readme`; `--list` only shows them.
 
 Commands are what stands in blocks of sh, one a line, and what is marked as code elsewhere and begins with a program's
-name. They run one after another, as a reader would type them, in a clean copy of the project: what they write is no
-part of yours. Python blocks run, too, those with a file's name (```python yours.py) by the command that names it. What
-stands between the marks of `make readme` is a result, and no command.
+name. They run two at a time in the order of the page, in a clean copy of the project: what they write is no part of
+yours. A command that names a folder under runs/ waits for those before it that name the same. Python blocks run, too,
+those with a file's name (```python yours.py) by the command that names it. What stands between the marks of
+`make readme` is a result, and no command.
 """
 
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ EXPECTED = 12.0  # seconds of a command, until the first ones tell
 LAST_LINES = 30  # of a failed command's output
 HUNG = "hung"
 MARK = "CS336_README_RUN"  # in the environment of all that a command starts
+AT_A_TIME = 2  # most use one core while they start
 PATIENCE = 10.0  # seconds that what was killed gets to be gone
 
 
@@ -146,35 +148,41 @@ def prepare(folder: Path, page: Page) -> dict[str, str]:
     # The environment has the project's original installed: torchrun puts a script's folder on sys.path, and no more.
     environment["PYTHONPATH"] = str(project)
     environment["TMPDIR"] = str(folder / "tmp")
-    return environment | {MARK: folder.name}
+    return environment
 
 
 def run(command: Command, folder: Path, environment: dict[str, str], limit: float) -> Outcome:
     """Type one command and wait for its end, which is forced after `limit` seconds; nothing of it runs on."""
-    start, before = time.monotonic(), processor_seconds()
-    with (folder / "output").open("w+", errors="replace") as output:
+    mark, start = f"{folder.name}.{command.line}.", time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as output:
         words = ["bash", "-c", command.text]
-        where = {"cwd": folder / "project", "env": environment, "start_new_session": True}
+        where = {"cwd": folder / "project", "env": environment | {MARK: mark}, "start_new_session": True}
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, **where)
         code: int | str = HUNG
         try:
-            with suppress(subprocess.TimeoutExpired):
-                code = process.wait(limit)
+            ended, used = wait_for(process.pid, start + limit)
+            if ended is not None:
+                code = process.returncode = ended
         finally:
             seconds = time.monotonic() - start
-            left = end_what_is_left(folder.name)
+            left = end_what_is_left(mark)
             process.kill()
             process.wait()
         if left and code == 0:
             code = f"left {len(left)} running"
         output.seek(0)
-        return Outcome(command, seconds, processor_seconds() - before, code, output.read())
+        return Outcome(command, seconds, used, code, output.read())
 
 
-def processor_seconds() -> float:
-    """Of all processes that this one, and those that it started, have waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def wait_for(pid: int, deadline: float) -> tuple[int | None, float]:
+    """A child's exit code, None if it does not end in time, and seconds of processor of all that it has waited for."""
+    while True:
+        found, status, usage = os.wait4(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
+        if time.monotonic() > deadline:
+            return None, 0.0
+        time.sleep(0.02)
 
 
 def end_what_is_left(mark: str) -> dict[int, str]:
@@ -190,11 +198,11 @@ def end_what_is_left(mark: str) -> dict[int, str]:
 
 
 def processes(mark: str) -> dict[int, str]:
-    """The command line of every process, by its number, that has the mark in its environment. Only Linux tells."""
-    found = {}
+    """The command line of every process, by its number, whose mark begins with this one. Only Linux tells."""
+    found, sought = {}, f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is somebody else's
-            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+            if any(each.startswith(sought) for each in (folder / "environ").read_bytes().split(b"\0")):
                 found[int(folder.name)] = (
                     (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
@@ -204,18 +212,38 @@ def processes(mark: str) -> dict[int, str]:
 def run_page(page: Page, limit: float) -> list[Outcome]:
     """Type every command of a page but the exempt ones, and show how far this is."""
     commands = [command for command in page.commands if command.text not in EXEMPT]
-    outcomes = []
     with tempfile.TemporaryDirectory(prefix="readme-", ignore_cleanup_errors=True) as name:
         environment = prepare(Path(name), page)
-        with console.progress("commands", len(commands), EXPECTED * len(commands)) as advance:
-            for command in commands:
-                outcomes.append(run(command, Path(name), environment, limit))
-                code = outcomes[-1].code
-                advance(f"{command.text}{'' if code == 0 else f' ({code})'}")
-    return outcomes
+        with console.progress("commands", len(commands), EXPECTED * len(commands) / AT_A_TIME) as advance:
+
+            def take(command: Command, earlier: list[Future[Outcome]]) -> Outcome:
+                wait(earlier)
+                outcome = run(command, Path(name), environment, limit)
+                advance(f"{command.text}{'' if outcome.code == 0 else f' ({outcome.code})'}")
+                return outcome
+
+            with ThreadPoolExecutor(AT_A_TIME) as pool:
+                try:
+                    begun: dict[Command, Future[Outcome]] = {}
+                    for command, earlier in in_order(commands):
+                        begun[command] = pool.submit(take, command, [begun[each] for each in earlier])
+                    return [begun[command].result() for command in commands]
+                except BaseException:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    end_what_is_left(Path(name).name)
+                    raise
 
 
-def show(outcomes: list[Outcome]) -> None:
+def in_order(commands: list[Command]) -> list[tuple[Command, list[Command]]]:
+    """Each command with those before it that name the same folder under runs/; those that wait for others come last."""
+    folders = [set(re.findall(r"\bruns/[\w-]+", command.text)) for command in commands]
+    found = []
+    for number, command in enumerate(commands):
+        found.append((command, [commands[i] for i in range(number) if folders[i] & folders[number]]))
+    return sorted(found, key=lambda each: bool(each[1]))
+
+
+def show(outcomes: list[Outcome], together: float) -> None:
     """A table, and the end of what each failed command said."""
     screen = console.console()
     heads = ("line", "command", "seconds", "of processor", "exit code")
@@ -224,7 +252,7 @@ def show(outcomes: list[Outcome]) -> None:
         cells = (str(command.line), command.text, f"{seconds:.1f}", f"{busy:.1f}", str(code))
         table.add_row(*cells, style=None if code == 0 else "red")
     screen.print(table)
-    screen.print(f"together {format_seconds(sum(outcome.seconds for outcome in outcomes))}")
+    screen.print(f"{format_seconds(together)}, {AT_A_TIME} commands at a time")
     for text, reason in EXEMPT.items():
         screen.print(f"not run: {text} ({reason})")
     for outcome in outcomes:
@@ -254,8 +282,9 @@ def main(only_list: bool, only: str, limit: float) -> None:
             print(f"{command.line:4}  {command.text}{f'  (not run: {reason})' if reason else ''}")
         return
     signal.signal(signal.SIGTERM, interrupt)
+    start = time.monotonic()
     outcomes = run_page(page, limit)
-    show(outcomes)
+    show(outcomes, time.monotonic() - start)
     if any(outcome.code != 0 for outcome in outcomes):
         sys.exit(1)
 

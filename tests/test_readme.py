@@ -21,7 +21,7 @@ from cs336_systems.traffic import sent
 from cs336_systems.train.observation import observe_traffic
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.zero import zero
-from tests.readme import EXEMPT, HUNG, MARK, Command, processes, read_page, run
+from tests.readme import EXEMPT, HUNG, Command, in_order, processes, read_page, run
 from tests.support.command_lines import problem_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +73,11 @@ def test_commands_are_found_in_order_and_once():
     ]
     assert [SAMPLE.splitlines()[line - 1].split()[0] for _, line in page.commands[:4]] == ["Type", "make", ".", "|"]
     assert page.files == {f"block_of_line_{start}.py": "import this\n", "yours.py": "import that\n"}
+
+
+def test_commands_that_share_a_folder_wait_for_each_other():
+    first, second, third, fourth = (Command(text, 1) for text in ("a runs/x", "b --in runs/x", "c runs/xy", "d"))
+    assert in_order([first, second, third, fourth]) == [(first, []), (third, []), (fourth, []), (second, [first])]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def test_the_trouble_that_is_quoted_is_what_the_code_says():
 def test_what_becomes_of_a_command_is_said_and_nothing_runs_on(tmp_path, text, code):
     (tmp_path / "project").mkdir()
     limit = 0.3 if code == HUNG else 60
-    outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin", MARK: tmp_path.name}, limit)
+    outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin"}, limit)
     assert outcome.code == code
     assert outcome.output == ("said\n" if "said" in text else "")
     assert not processes(tmp_path.name)
