@@ -11,7 +11,15 @@ import torch
 from rich.table import Table
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot, plot
-from benchmarks.collective import COURSE_SIZES, SMOKE_SIZES, Job, Settings, parse_sizes, size_name, work
+from benchmarks.collective import (
+    COURSE_SIZES,
+    SMOKE_SIZES,
+    AllReduceJob,
+    AllReduceSettings,
+    parse_sizes,
+    size_name,
+    work,
+)
 from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
@@ -32,7 +40,7 @@ PREDICTION = (
 )
 
 
-def combinations(settings: Settings) -> list[tuple[str, Backend]]:
+def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
     """The devices and backends to measure: those asked for, of those that are here. Raises UserError for none."""
     if settings.device == "cuda":
         choose_device("cuda")  # refuses a GPU that is not there
@@ -56,7 +64,7 @@ def cannot(backend: Backend, place: Place) -> str:
     return ""
 
 
-def places(settings: Settings, here: Place) -> list[Place]:
+def places(settings: AllReduceSettings, here: Place) -> list[Place]:
     """Rank 0's place in each number of ranks to measure. Raises UserError for --nproc under torchrun."""
     if here.world_size == 1:
         counts = (settings.nproc,) if settings.nproc else RANKS
@@ -68,7 +76,7 @@ def places(settings: Settings, here: Place) -> list[Place]:
     return [here]
 
 
-def measure(settings: Settings, here: Place, scratch: Path) -> list[Path]:
+def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Path]:
     """Run every combination; records go to `scratch` and, unless it is a smoke run, to the files that are returned.
 
     What runs on a CPU comes first, in forked ranks: nothing may have touched the GPU before a fork.
@@ -81,7 +89,7 @@ def measure(settings: Settings, here: Place, scratch: Path) -> list[Path]:
         if here.rank == 0 and not settings.smoke:
             folder = settings.results or RESULTS / machine_name(torch.device(device), settings.machine)
             paths.append(open_records(folder, "allreduce"))
-        job = Job(settings, backend, device, sizes, tuple(paths))
+        job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
         for place in todo:
             if reason := cannot(backend, place):
                 if here.rank == 0:
@@ -94,7 +102,7 @@ def measure(settings: Settings, here: Place, scratch: Path) -> list[Path]:
     return list(written)
 
 
-def refuse(job: Job, place: Place, reason: str) -> None:
+def refuse(job: AllReduceJob, place: Place, reason: str) -> None:
     """Record every size as unsupported, with the reason."""
     stamp = environment(torch.device(job.device), job.settings.commit)
     for nbytes in job.sizes:
@@ -144,7 +152,7 @@ def remarks(records: list[Record]) -> dict[str, list[str]]:
     return found
 
 
-def run(settings: Settings) -> None:
+def run(settings: AllReduceSettings) -> None:
     """Measure, print, plot and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     here = find_place()
     if settings.smoke:
@@ -166,14 +174,14 @@ def run(settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(AllReduceSettings)
 @click.argument("more_sizes", nargs=-1, metavar="")
 def main(more_sizes: tuple[str, ...], **options: Any) -> None:
     """Time all-reduces of several sizes, with a prediction from the links' measured speed beside each.
 
     Under torchrun or Slurm with several ranks, these are measured. Otherwise it starts ranks itself.
     """
-    settings = Settings(**options)
+    settings = AllReduceSettings(**options)
     run(replace(settings, sizes=" ".join([settings.sizes or "", *more_sizes]).strip() or None))
 
 

@@ -12,8 +12,8 @@ from benchmarks.attention_candidates import (
     BOTH,
     CANDIDATES,
     FORWARD,
+    AttentionTask,
     Inputs,
-    Task,
     flops,
     gate,
     load_ours,
@@ -47,8 +47,8 @@ GRID_CANDIDATES: dict[str, tuple[str, ...]] = {
 }
 ROUNDS = {"course": 100, "flash": 15, "leaderboard": 30}
 LEADERBOARD = (
-    Task("leaderboard", 16, 16384, 64, "bf16", causal=True),
-    Task("leaderboard", 16, 16384, 128, "bf16", causal=False, backward=False),
+    AttentionTask("leaderboard", 16, 16384, 64, "bf16", causal=True),
+    AttentionTask("leaderboard", 16, 16384, 128, "bf16", causal=False, backward=False),
 )
 # Spring 2025's leaderboard, on an H100; and what plain Triton reaches there for the second task (FlashAttention-3's
 # figures, arXiv:2407.08608, and Triton's own benchmarks since).
@@ -66,14 +66,14 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class Settings(KernelSettings):
+class AttentionSettings(KernelSettings):
     """Options of the command line, one field each."""
 
     grid: Grid = setting("course", "Task of the write-up.")
     sequence: tuple[int, ...] = setting((), "Tokens instead of the grid's; may be repeated.", type=click.IntRange(1))
     dim: tuple[int, ...] = setting((), "Head dimension instead of the grid's; may be repeated.", type=click.IntRange(1))
 
-    def tasks(self) -> list[Task]:
+    def tasks(self) -> list[AttentionTask]:
         """The shapes of the grid, short sequences first, from which the time of long ones is estimated."""
         if self.grid == "leaderboard":
             tasks = [
@@ -86,7 +86,7 @@ class Settings(KernelSettings):
             flash = self.grid == "flash"
             dtypes: tuple[DtypeName, ...] = ("bf16", "fp32") if flash else ("fp32",)
             tasks = [
-                Task(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
+                AttentionTask(self.grid, 1 if flash else 8, seq, dim, dtype, causal=flash)
                 for dtype in ((self.dtype,) if self.dtype else dtypes)
                 for dim in self.dim or DIMS
                 for seq in self.sequence or (FLASH_SEQUENCES if flash else COURSE_SEQUENCES)
@@ -96,26 +96,26 @@ class Settings(KernelSettings):
         return [task for task in tasks if task.backward or self.wants(FORWARD)]
 
 
-def predict(session: Session, task: Task, name: str, what: str) -> dict[str, Any]:
+def predict(session: Session, task: AttentionTask, name: str, what: str) -> dict[str, Any]:
     """The compute-bound model's time and the peak memory, under the names of the metrics."""
     rate = session.hardware(task.dtype).matmul_flops
     predicted = {"median_ms": 1e3 * flops(task, what) / rate, "flops": flops(task, what), "peak_flops_per_s": rate}
     return predicted | {"formula": "flops / peak_flops_per_s", "peak_memory_bytes": peak_bytes(name, task)}
 
 
-def passes(session: Session, task: Task) -> list[str]:
+def passes(session: Session, task: AttentionTask) -> list[str]:
     """The passes to record: a backward comes with the forward before it."""
     kinds = [FORWARD, BACKWARD, BOTH] if task.backward else [FORWARD]
     return [what for what in kinds if session.settings.wants(what)]
 
 
-def seconds_of(session: Session, task: Task) -> float:
+def seconds_of(session: Session, task: AttentionTask) -> float:
     """The predicted seconds of one call of all phases."""
     what = BOTH if task.backward else FORWARD
     return flops(task, what) / session.hardware(task.dtype).matmul_flops
 
 
-def hold(session: Session, task: Task) -> None:
+def hold(session: Session, task: AttentionTask) -> None:
     """Gate, time and record every candidate on one shape."""
     contest, playing, seconds = Contest(session.clock), [], seconds_of(session, task)
     inputs = None
@@ -144,13 +144,13 @@ def hold(session: Session, task: Task) -> None:
                 session.refused(name, contest.refusals[name], config, predicted)
 
 
-def configure(name: str, task: Task, what: str) -> dict[str, Any]:
+def configure(name: str, task: AttentionTask, what: str) -> dict[str, Any]:
     """Settings that identify a measurement."""
     shape = {"grid": task.grid, "batch": task.batch, "seq": task.seq, "dim": task.dim, "dtype": task.dtype}
     return {"candidate": name, "pass": what} | shape | {"causal": task.causal, "keeps": task.backward}
 
 
-def measured(session: Session, contest: Contest, name: str, task: Task, what: str) -> Record:
+def measured(session: Session, contest: Contest, name: str, task: AttentionTask, what: str) -> Record:
     """The record of a candidate that took its turns."""
     entry, predicted = contest.entries[name], predict(session, task, name, what)
     samples, hardware = entry.samples[what], session.hardware(task.dtype)
@@ -172,11 +172,11 @@ def names_for(session: Session, grid: str) -> list[str]:
     return [name for name in session.settings.timed(CANDIDATES, session.device) if name in GRID_CANDIDATES[grid]]
 
 
-def gate_ours(session: Session, tasks: list[Task]) -> str:
+def gate_ours(session: Session, tasks: list[AttentionTask]) -> str:
     """Our kernel through the gate on short sequences: the error, and on what. Raises WrongResultError, and
     UnavailableError for a dim that the kernel cannot do."""
     kinds, dim = dict.fromkeys((task.dtype, task.causal) for task in tasks), min(task.dim for task in tasks)
-    few, error = [Task("gate", 1, 32, dim, dtype, causal) for dtype, causal in kinds], 0.0
+    few, error = [AttentionTask("gate", 1, 32, dim, dtype, causal) for dtype, causal in kinds], 0.0
     for task in few:
         error = max(error, gate(OURS, load_ours(task, session.device), task, Inputs(task, session.device)))
     return f"within {error:.1e} ({', '.join(map(str, few))})"
@@ -214,7 +214,7 @@ def show(session: Session) -> None:
             print(f"{name}: {metrics['flops_per_s'] / goal:.2f} x the goal of {format_count(goal)}FLOP/s")
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: AttentionSettings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         sequence, dim = settings.sequence or (64,), settings.dim or (16,)
@@ -232,10 +232,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(AttentionSettings)
 def main(**settings: Any) -> None:
     """Time attention forward and backward on the shapes of one of the write-up's tasks, with predictions beside."""
-    run(Settings(**settings))
+    run(AttentionSettings(**settings))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Task:
+class AttentionTask:
     """One shape: q, k and v (batch seq dim); `batch` counts heads too."""
 
     grid: str
@@ -49,7 +49,7 @@ class Task:
         return f"{self.batch} x {self.seq} x {self.dim} {self.dtype}{' causal' * self.causal}"
 
 
-def flops(task: Task, what: str) -> float:
+def flops(task: AttentionTask, what: str) -> float:
     """4 batch seq^2 dim for the two products of forward, half of it with a causal mask, 2.5 times it for backward."""
     forward = 4.0 * task.batch * task.seq**2 * task.dim / (2 if task.causal else 1)
     return {FORWARD: forward, BACKWARD: BACKWARD_FLOPS * forward, BOTH: (1 + BACKWARD_FLOPS) * forward}[what]
@@ -67,7 +67,7 @@ SCORE_BYTES = {
 }
 
 
-def peak_bytes(name: str, task: Task) -> int:
+def peak_bytes(name: str, task: AttentionTask) -> int:
     """Bytes that a candidate needs at its peak: inputs, outputs, gradients, and scores if it keeps them."""
     item = DTYPES[task.dtype].itemsize
     tensors = (8 if task.backward else 4) * task.batch * task.seq * task.dim * item
@@ -76,7 +76,7 @@ def peak_bytes(name: str, task: Task) -> int:
     return tensors + per_score * task.batch * task.seq**2 + mask
 
 
-def load_eager(task: Task, device: torch.device) -> Function:
+def load_eager(task: AttentionTask, device: torch.device) -> Function:
     """The course's attention, all scores kept. A batch of single heads is given as heads of one sequence."""
     bias = None
     if task.causal:
@@ -86,17 +86,17 @@ def load_eager(task: Task, device: torch.device) -> Function:
     return lambda q, k, v: naive_attention(q[None], k[None], v[None], bias)[0]
 
 
-def load_compiled(task: Task, device: torch.device) -> Function:
+def load_compiled(task: AttentionTask, device: torch.device) -> Function:
     """The same through torch.compile."""
     return compiled(load_eager(task, device), device)
 
 
-def load_tiled(task: Task, device: torch.device) -> Function:
+def load_tiled(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2's algorithm in plain torch, tile by tile."""
     return lambda q, k, v: TiledAttentionFunction.apply(q, k, v, task.causal)
 
 
-def load_ours(task: Task, device: torch.device) -> Function:
+def load_ours(task: AttentionTask, device: torch.device) -> Function:
     """FlashAttention-2 as a kernel, where Triton compiles it. Raises UnavailableError for a dim that it cannot do."""
     if not HAVE_TRITON:
         raise UnavailableError("Triton is not installed")
@@ -105,7 +105,7 @@ def load_ours(task: Task, device: torch.device) -> Function:
     return lambda q, k, v: FlashAttention2.apply(q, k, v, task.causal)
 
 
-def load_sdpa(backend: SDPBackend, task: Task, device: torch.device) -> Function:
+def load_sdpa(backend: SDPBackend, task: AttentionTask, device: torch.device) -> Function:
     """One of PyTorch's own. Raises UnavailableError if it does not take such inputs on this device."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def load_sdpa(backend: SDPBackend, task: Task, device: torch.device) -> Function
     return attend
 
 
-CANDIDATES: dict[str, Callable[[Task, torch.device], Function]] = {
+CANDIDATES: dict[str, Callable[[AttentionTask, torch.device], Function]] = {
     OURS: load_ours,
     "tiled": load_tiled,
     "eager": load_eager,
@@ -140,7 +140,7 @@ CANDIDATES: dict[str, Callable[[Task, torch.device], Function]] = {
 class Inputs:
     """q, k, v and the upstream gradient, (batch seq dim) each, random but the same for all."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: AttentionTask, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         shape, dtype = (task.batch, task.seq, task.dim), DTYPES[task.dtype]
         tensors = [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(4)]
@@ -158,7 +158,7 @@ def some_queries(q: Tensor, k: Tensor, v: Tensor, queries: Tensor, is_causal: bo
     return scores.softmax(dim=-1) @ v
 
 
-def gate(name: str, function: Function, task: Task, inputs: Inputs) -> float:
+def gate(name: str, function: Function, task: AttentionTask, inputs: Inputs) -> float:
     """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError.
 
     The output of a few queries, from the first to the last, needs only them; and if the upstream gradient is zero at
@@ -183,7 +183,7 @@ def gate(name: str, function: Function, task: Task, inputs: Inputs) -> float:
     return error
 
 
-def make_phases(function: Function, task: Task, inputs: Inputs) -> dict[str, Callable[[], object]]:
+def make_phases(function: Function, task: AttentionTask, inputs: Inputs) -> dict[str, Callable[[], object]]:
     """Functions to time, without arguments: forward, and the backward of its latest output."""
     q, k, v = inputs.q, inputs.k, inputs.v
     if not task.backward:
@@ -208,7 +208,7 @@ def kept_bytes(forward: Callable[[], object]) -> int:
     return sum(kept.values())
 
 
-def prepare(name: str, task: Task, inputs: Inputs) -> Entry:
+def prepare(name: str, task: AttentionTask, inputs: Inputs) -> Entry:
     """Gate a candidate and look at its memory. Raises whatever keeps it from taking part.
 
     On a GPU `before_backward_bytes` is all that is in use, the inputs too; on a CPU, what forward keeps for backward.

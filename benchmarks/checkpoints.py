@@ -29,7 +29,7 @@ from cs336_systems.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Settings(ParallelSettings):
+class CheckpointSettings(ParallelSettings):
     """Options of the command line, one field each."""
 
     size: str = setting("small", "Model preset.")
@@ -53,7 +53,7 @@ def play(bench: Bench, rivals: dict[str, Candidate], rounds: int) -> dict[str, l
     return {name: gather_times(each, bench.group, bench.device).amax(dim=0).tolist() for name, each in samples.items()}
 
 
-def recipe_of(settings: Settings, ranks: int, device: str) -> Recipe:
+def recipe_of(settings: CheckpointSettings, ranks: int, device: str) -> Recipe:
     """The run whose state is saved."""
     config = settings.config()
     return Recipe.of(
@@ -70,7 +70,7 @@ def recipe_of(settings: Settings, ranks: int, device: str) -> Recipe:
     )
 
 
-def measured(bench: Bench, settings: Settings, stamp: dict[str, Any]) -> list[Record]:
+def measured(bench: Bench, settings: CheckpointSettings, stamp: dict[str, Any]) -> list[Record]:
     """The gate, then the turns: a record for every candidate."""
     rivals, group, config = ours(bench) | theirs(bench), bench.group, bench.trainer.config
     for name, candidate in rivals.items():
@@ -90,7 +90,7 @@ def measured(bench: Bench, settings: Settings, stamp: dict[str, Any]) -> list[Re
     return records
 
 
-def work(place: Place, settings: Settings) -> None:
+def work(place: Place, settings: CheckpointSettings) -> None:
     """One rank's part."""
     device = choose_device(settings.device)
     where = settings.folder_of_files or Path.cwd()
@@ -116,10 +116,10 @@ def work(place: Place, settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(CheckpointSettings)
 def main(**options: Any) -> None:
     """Time saving and loading a model and its optimizer's state, turn by turn, with predictions beside the times."""
-    start(work, Settings(**options), "checkpoints")
+    start(work, CheckpointSettings(**options), "checkpoints")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ Advance = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Settings:
+class AllReduceSettings:
     """Options of the command line, one field each."""
 
     device: Literal["cpu", "cuda"] | None = setting(None, "Where the tensors are.  [default: cpu, and cuda if there]")
@@ -83,10 +83,10 @@ def size_name(nbytes: float) -> str:
 
 
 @dataclass(frozen=True)
-class Job:
+class AllReduceJob:
     """One backend, one kind of device, some sizes; `paths` are the files that rank 0 appends its records to."""
 
-    settings: Settings
+    settings: AllReduceSettings
     backend: Backend
     device: str
     sizes: tuple[int, ...]
@@ -202,7 +202,9 @@ def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Re
     return replace(blank, samples_ms=slowest.tolist(), metrics=metrics, predicted=predicted, flags=noise(metrics))
 
 
-def time_size(nbytes: int, group: Group, device: torch.device, settings: Settings, advance: Advance) -> Tensor | None:
+def time_size(
+    nbytes: int, group: Group, device: torch.device, settings: AllReduceSettings, advance: Advance
+) -> Tensor | None:
     """Milliseconds of one size's all-reduces (rank sample); None if a rank has no memory. Raises WrongResultError."""
     flat = allocate(nbytes, group, device)
     if flat is None:
@@ -220,7 +222,7 @@ def time_size(nbytes: int, group: Group, device: torch.device, settings: Setting
     return times
 
 
-def work(place: Place, job: Job) -> None:
+def work(place: Place, job: AllReduceJob) -> None:
     """One rank's part in a job, which ends in a record of every size. Raises UserError and CommError."""
     settings, device = job.settings, torch.device(job.device)
     with distributed(device, job.backend, settings.timeout, place) as group:

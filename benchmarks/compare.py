@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
-from benchmarks.plan import Bench, Settings, make_bench
+from benchmarks.plan import Bench, PassSettings, make_bench
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import Mode
@@ -27,12 +27,12 @@ CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", 
 
 
 @click.command()
-@console.options(Settings)
+@console.options(PassSettings)
 def parser(**settings: Any) -> None:
     """The options of e2e once more, to read those of a variant."""
 
 
-def parse_variant(text: str, settings: Settings) -> Settings:
+def parse_variant(text: str, settings: PassSettings) -> PassSettings:
     """`norm=layernorm,compile` as a change of the settings. Raises UserError for what is no choice of a model's."""
     changes: dict[str, Any] = {}
     for part in text.split(","):
@@ -88,11 +88,11 @@ def show(records: list[Record]) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(PassSettings)
 @click.argument("variants", nargs=-1)
 def main(variants: tuple[str, ...], **options: Any) -> None:
     """Let variants of one model take turns, such as norm=rmsnorm norm=layernorm; print the ratios of their times."""
-    settings = Settings(**options)
+    settings = PassSettings(**options)
     if len(variants) < 2 or len(set(variants)) < len(variants):
         raise UserError("name two or more different variants, such as norm=rmsnorm norm=layernorm")
     if settings.smoke:

@@ -13,7 +13,7 @@ import click
 from rich.table import Table
 
 from benchmarks.harness import noise, ratios, summarise
-from benchmarks.parallel_run import ParallelSettings, Run, start, worker_run
+from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.peers import ALONE, TORCH_DDP, ddp_candidates
 from benchmarks.records import Record
 from benchmarks.turns import Turns
@@ -34,7 +34,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class Settings(ParallelSettings):
+class DDPSettings(ParallelSettings):
     """Options of the command line, one field each."""
 
     bucket_sizes: str = setting("5 25 100 500", "Sizes of BucketedDDP's buckets in 10^6 bytes.")
@@ -50,7 +50,7 @@ class Settings(ParallelSettings):
         return sizes
 
 
-def predicted_ms(run: Run, name: str, turns: Turns) -> float:
+def predicted_ms(run: ParallelRun, name: str, turns: Turns) -> float:
     """The analytic model's step: computing as `cost.predict` has it, and reductions over the probed link, of which
     backward hides what it can."""
     seconds = run.compute_seconds()
@@ -64,7 +64,7 @@ def predicted_ms(run: Run, name: str, turns: Turns) -> float:
     return 1e3 * (total + exposed_seconds(buckets, times, seconds["backward"], overlap))
 
 
-def make_record(run: Run, name: str, turns: Turns) -> Record:
+def make_record(run: ParallelRun, name: str, turns: Turns) -> Record:
     """One candidate's record, with its ratio to PyTorch's and what of its communication shows."""
     samples = turns.steps[name]
     metrics: dict[str, Any] = summarise(samples) | ratios(samples, turns.steps[TORCH_DDP])
@@ -81,7 +81,7 @@ def make_record(run: Run, name: str, turns: Turns) -> Record:
     return run.record("ddp", name, samples, metrics, predicted, noise(metrics))
 
 
-def show(run: Run, records: list[Record]) -> None:
+def show(run: ParallelRun, records: list[Record]) -> None:
     """The table of all candidates."""
     table = Table(title=run.title(), title_justify="left", caption=CAPTION, caption_justify="left")
     for head in COLUMNS + COMMUNICATION:
@@ -102,16 +102,16 @@ def show(run: Run, records: list[Record]) -> None:
     console.console().print(table)
 
 
-def work(place: Place, settings: Settings) -> None:
+def work(place: Place, settings: DDPSettings) -> None:
     """One rank's part."""
     worker_run(place, settings, "ddp", ddp_candidates(settings.sizes()), make_record, show)
 
 
 @click.command()
-@console.options(Settings)
+@console.options(DDPSettings)
 def main(**options: Any) -> None:
     """Time training steps of all data-parallel wrappers and PyTorch's, turn by turn, with predictions beside them."""
-    settings = Settings(**options)
+    settings = DDPSettings(**options)
     settings.sizes()
     start(work, settings, "ddp")
 

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.gate import check
-from benchmarks.plan import Bench, Settings, make_bench, peak_of
+from benchmarks.plan import Bench, PassSettings, make_bench, peak_of
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
@@ -96,7 +96,7 @@ def measure_size(bench: Bench, size: str, case: Case) -> Iterator[Record]:
             yield bench.missing(size, case, mode)
 
 
-def set_modes(settings: Settings) -> tuple[Mode, ...]:
+def set_modes(settings: PassSettings) -> tuple[Mode, ...]:
     """The modes that were asked for."""
     return (settings.mode,) if settings.mode else MODES
 
@@ -126,7 +126,7 @@ def show_records(records: list[Record], hardware: Hardware) -> None:
             out.print(f"{record.config['size']} {record.config['mode']}: {flag}")
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: PassSettings) -> list[Record]:
     """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1, warmup=0, steps=1)
@@ -157,10 +157,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(PassSettings)
 def main(**settings: Any) -> None:
     """Time forward, backward and optimizer of a transformer on random tokens, with predictions beside the figures."""
-    run(Settings(**settings))
+    run(PassSettings(**settings))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.contest import OURS, Contest, Refusal, format_ms, refuse
 from benchmarks.fused_candidates import KERNELS, prepare, prepare_floor
-from benchmarks.fused_rows import Task
+from benchmarks.fused_rows import FusedTask
 from benchmarks.harness import WrongResultError, ratios, summarise, suspicions
 from benchmarks.kernel_run import (
     KernelSettings,
@@ -44,7 +44,7 @@ KERNEL_NAMES = click.Choice(list(KERNELS))
 
 
 @dataclass(frozen=True)
-class Settings(KernelSettings):
+class FusedSettings(KernelSettings):
     """Options of the command line, one field each."""
 
     kernel: tuple[str, ...] = setting((), "Only this kernel; may be repeated.  [default: all]", type=KERNEL_NAMES)
@@ -53,7 +53,7 @@ class Settings(KernelSettings):
         """The kernels that were asked for."""
         return [name for name in KERNELS if name in (self.kernel or KERNELS)]
 
-    def tasks(self, device: torch.device) -> list[Task]:
+    def tasks(self, device: torch.device) -> list[FusedTask]:
         """Measurements in order: all kernels' first shapes, then the second ones, in case the budget ends."""
         columns = []
         for name in self.kernels():
@@ -61,7 +61,7 @@ class Settings(KernelSettings):
             sizes = kernel.cpu_sizes if device.type == "cpu" else kernel.sizes
             passes = [what for what in kernel.passes if dtype in kernel.dtypes and self.wants(what)]
             shapes = [kernel.tiny] if self.smoke else sizes
-            columns.append([[Task(name, shape, dtype, what) for what in passes] for shape in shapes])
+            columns.append([[FusedTask(name, shape, dtype, what) for what in passes] for shape in shapes])
         return [task for row in zip_longest(*columns, fillvalue=[]) for tasks in row for task in tasks]
 
     def why_idle(self, device: torch.device) -> str:
@@ -79,7 +79,7 @@ class Settings(KernelSettings):
         return self.idle(all_candidates(), device, present, absent=f"no candidate for {', '.join(kernels)}")
 
 
-def predict(session: Session, task: Task, name: str) -> dict[str, Any]:
+def predict(session: Session, task: FusedTask, name: str) -> dict[str, Any]:
     """Time and peak memory under the names of the metrics, and what the time is made of."""
     kernel, hardware = KERNELS[task.kernel], session.hardware(task.dtype)
     flops, moved = kernel.flops(task), kernel.moved(task, session.device)
@@ -92,13 +92,13 @@ def predict(session: Session, task: Task, name: str) -> dict[str, Any]:
     return predicted | formula | ({} if name == kernel.floor else {"peak_memory_bytes": kernel.peak_bytes(name, task)})
 
 
-def memory_needed(task: Task, name: str) -> int:
+def memory_needed(task: FusedTask, name: str) -> int:
     """Bytes that have to be free for a candidate to take part."""
     kernel = KERNELS[task.kernel]
     return max(kernel.peak_bytes(name, task), kernel.gate_bytes(task)) + kernel.other_bytes(task)
 
 
-def hold(session: Session, task: Task) -> None:
+def hold(session: Session, task: FusedTask) -> None:
     """Gate, time and record every candidate on one shape."""
     kernel, contest, playing, inputs = KERNELS[task.kernel], Contest(session.clock), [], None
     seconds = predict(session, task, kernel.floor)["median_ms"] / 1e3
@@ -126,18 +126,18 @@ def hold(session: Session, task: Task) -> None:
             session.refused(name, contest.refusals[name], configure(name, task), predict(session, task, name))
 
 
-def key(name: str, task: Task) -> str:
+def key(name: str, task: FusedTask) -> str:
     """Under which name `Patience` remembers how slow a candidate is."""
     return f"{name} {task.kernel} {task.what} {task.dtype}"
 
 
-def configure(name: str, task: Task) -> dict[str, Any]:
+def configure(name: str, task: FusedTask) -> dict[str, Any]:
     """Settings that identify a measurement."""
     sizes = dict(zip(KERNELS[task.kernel].sizes_are, task.sizes, strict=True))
     return {"kernel": task.kernel, "candidate": name, "pass": task.what} | sizes | {"dtype": task.dtype}
 
 
-def measured(session: Session, contest: Contest, name: str, task: Task) -> Record:
+def measured(session: Session, contest: Contest, name: str, task: FusedTask) -> Record:
     """The record of a candidate that took its turns."""
     entry, floor, predicted = contest.entries[name], KERNELS[task.kernel].floor, predict(session, task, name)
     samples, hardware = entry.samples[task.what], session.hardware(task.dtype)
@@ -157,7 +157,7 @@ def measured(session: Session, contest: Contest, name: str, task: Task) -> Recor
     return Record(session.benchmark, configure(name, task), session.stamp, samples, metrics, predicted, flags)
 
 
-def names_for(session: Session, task: Task) -> list[str]:
+def names_for(session: Session, task: FusedTask) -> list[str]:
     """The kernel's candidates that are wanted and that run on this device."""
     wanted = session.settings.timed(all_candidates(), session.device)
     return [name for name in KERNELS[task.kernel].candidates if name in wanted]
@@ -168,7 +168,7 @@ def all_candidates() -> list[str]:
     return list(dict.fromkeys(chain.from_iterable(kernel.candidates for kernel in KERNELS.values())))
 
 
-def gate_ours(session: Session, tasks: list[Task]) -> str:
+def gate_ours(session: Session, tasks: list[FusedTask]) -> str:
     """Our kernels through the gate on tiny shapes: which passed. Those that did not are the session's faults."""
     errors: dict[str, float] = {}
     for task in dict.fromkeys(replace(task, sizes=KERNELS[task.kernel].interpreted) for task in tasks):
@@ -213,7 +213,7 @@ def show(session: Session) -> None:
     show_table(session, COLUMNS, f"{CAPTION}\n{ceilings}", heading, cells)
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: FusedSettings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         settings = replace(settings, rounds=2)
@@ -236,10 +236,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(FusedSettings)
 def main(**settings: Any) -> None:
     """Time the fused kernels beside what they replace and a floor (a copy, matrix products alone), with predictions."""
-    run(Settings(**settings))
+    run(FusedSettings(**settings))
 
 
 if __name__ == "__main__":

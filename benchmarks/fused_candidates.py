@@ -13,10 +13,10 @@ from benchmarks.fused_rows import (
     STAGES,
     AddRMSNorm,
     Function,
+    FusedTask,
     Kernel,
     Load,
     SwiGLU,
-    Task,
     always,
     as_tuple,
     only_triton,
@@ -50,7 +50,7 @@ def load_liger_loss(device: torch.device) -> Function:
 class LossInputs:
     """hidden (tokens d_model), weight (vocab d_model) and targets (tokens)."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: FusedTask, device: torch.device) -> None:
         tokens, d_model, vocab = task.sizes
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
@@ -77,17 +77,17 @@ class CrossEntropy(Kernel):
         "liger": load_liger_loss,
     }
 
-    def flops(self, task: Task) -> float:
+    def flops(self, task: FusedTask) -> float:
         """2 tokens d_model vocab for the logits, and twice that for the two gradients."""
         tokens, d_model, vocab = task.sizes
         return (2.0 if task.what == FORWARD else 6.0) * tokens * d_model * vocab
 
-    def moved(self, task: Task, device: torch.device) -> int:
+    def moved(self, task: FusedTask, device: torch.device) -> int:
         """Bytes moved between the products: logits read and, with a backward, their gradient written in place."""
         tokens, _, vocab = task.sizes
         return (1 if task.what == FORWARD else 2) * tokens * vocab * task.itemsize
 
-    def peak_bytes(self, name: str, task: Task) -> int:
+    def peak_bytes(self, name: str, task: FusedTask) -> int:
         """Inputs and gradients, and a chunk of logits (ours, Liger's) or all of them: torch keeps their logarithms of
         softmax, and two gradients in backward; a compiler needs two of the three at least."""
         tokens, d_model, vocab = task.sizes
@@ -104,19 +104,19 @@ class CrossEntropy(Kernel):
         kept = 2 if name == "compiled" or not learns else 3
         return inputs + kept * logits + (hidden + weight if learns else 0)
 
-    def other_bytes(self, task: Task) -> int:
+    def other_bytes(self, task: FusedTask) -> int:
         """The floor's logits, of padded rows, and its results."""
         tokens, d_model, vocab = task.sizes
         return (tokens * (vocab + 64) + 2 * (tokens + vocab) * d_model) * task.itemsize
 
-    def gate_bytes(self, task: Task) -> int:
+    def gate_bytes(self, task: FusedTask) -> int:
         """In float64 the weight, its gradient, the candidate's and their difference."""
         return 4 * 8 * task.sizes[1] * task.sizes[2]
 
-    def inputs(self, task: Task, device: torch.device) -> LossInputs:
+    def inputs(self, task: FusedTask, device: torch.device) -> LossInputs:
         return LossInputs(task, device)
 
-    def gate(self, name: str, function: Function, task: Task, inputs: LossInputs) -> float:
+    def gate(self, name: str, function: Function, task: FusedTask, inputs: LossInputs) -> float:
         """A few tokens, from the first to the last, are enough: the targets of all others are ignored, as padding is,
         so that the loss is that of the few, and they alone have a gradient."""
         hidden, weight = inputs.hidden, inputs.weight
@@ -134,13 +134,13 @@ class CrossEntropy(Kernel):
         error = max(error, require_close(f"{name}'s gradient of hidden", grad_hidden[some], want_hidden, bound))
         return max(error, require_close(f"{name}'s gradient of weight", grad_weight, want_weight, bound))
 
-    def make_pass(self, function: Function, task: Task, inputs: LossInputs) -> Callable[[], object]:
+    def make_pass(self, function: Function, task: FusedTask, inputs: LossInputs) -> Callable[[], object]:
         hidden, weight, targets = inputs.hidden, inputs.weight, inputs.targets
         if task.what == FORWARD:
             return lambda: function(hidden, weight, targets)
         return lambda: torch.autograd.grad(function(hidden, weight, targets), (hidden, weight))
 
-    def make_floor(self, task: Task, device: torch.device) -> Callable[[], object]:
+    def make_floor(self, task: FusedTask, device: torch.device) -> Callable[[], object]:
         """The products alone, each whole, on logits whose rows are padded to 128 bytes."""
         inputs, vocab = LossInputs(task, device), task.sizes[2]
         hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
@@ -159,7 +159,7 @@ class CrossEntropy(Kernel):
 class ModelParameters:
     """The parameters of a GPT-2 by layers, width and vocabulary, each with a gradient; shared by all candidates."""
 
-    def __init__(self, task: Task, device: torch.device) -> None:
+    def __init__(self, task: FusedTask, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=device)
         self.values = [0.02 * draw(shape) for shape in gpt2_shapes(task.sizes)]
@@ -201,30 +201,30 @@ class AdamWStep(Kernel):
         "eager": always(partial(AdamW, **options)),
     }
 
-    def parameters(self, task: Task) -> int:
+    def parameters(self, task: FusedTask) -> int:
         """How many numbers are updated."""
         return sum(torch.Size(shape).numel() for shape in gpt2_shapes(task.sizes))
 
-    def moved(self, task: Task, device: torch.device) -> int:
+    def moved(self, task: FusedTask, device: torch.device) -> int:
         """Parameter, gradient and two moments read, all but the gradient written: 28 bytes a parameter."""
         return 28 * self.parameters(task)
 
-    def peak_bytes(self, name: str, task: Task) -> int:
+    def peak_bytes(self, name: str, task: FusedTask) -> int:
         """16 bytes a parameter, the shared values, and what an operation of all tensors at once puts aside."""
         return (24 if name == "torch-foreach" else 20) * self.parameters(task)
 
-    def other_bytes(self, task: Task) -> int:
+    def other_bytes(self, task: FusedTask) -> int:
         """The copy's tensors, and the other candidates' parameters and moments."""
         return (28 + 12 * (len(self.candidates) - 1)) * self.parameters(task)
 
-    def gate_bytes(self, task: Task) -> int:
+    def gate_bytes(self, task: FusedTask) -> int:
         """Parameters, gradients and moments in float64, beside the candidate's own and the shared."""
         return (4 * 8 + 20) * self.parameters(task)
 
-    def inputs(self, task: Task, device: torch.device) -> ModelParameters:
+    def inputs(self, task: FusedTask, device: torch.device) -> ModelParameters:
         return ModelParameters(task, device)
 
-    def gate(self, name: str, function: Function, task: Task, inputs: ModelParameters) -> float:
+    def gate(self, name: str, function: Function, task: FusedTask, inputs: ModelParameters) -> float:
         """Two steps, so that the moments matter, against torch's AdamW in float64: how far each tensor has moved.
 
         A step of lr is rounded as finely as a parameter of 0.02 allows, which is 20 times as large.
@@ -242,7 +242,7 @@ class AdamWStep(Kernel):
             error = max(error, require_close(f"{name}'s parameter {number}", *moved, bound))
         return error
 
-    def make_pass(self, function: Function, task: Task, inputs: ModelParameters) -> Callable[[], object]:
+    def make_pass(self, function: Function, task: FusedTask, inputs: ModelParameters) -> Callable[[], object]:
         return function(inputs.parameters()).step
 
 
@@ -254,7 +254,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 
-def prepare(clock: Stopwatch, name: str, task: Task, inputs: Any) -> Entry:
+def prepare(clock: Stopwatch, name: str, task: FusedTask, inputs: Any) -> Entry:
     """Gate a candidate, and look at its memory and at how long a call keeps the host. Raises whatever keeps it out.
 
     On a CPU, what a compiled candidate needs is unknown: the compiler itself was in the process.
@@ -278,6 +278,6 @@ def prepare(clock: Stopwatch, name: str, task: Task, inputs: Any) -> Entry:
     return Entry({task.what: run}, error, metrics)
 
 
-def prepare_floor(clock: Stopwatch, task: Task) -> Entry:
+def prepare_floor(clock: Stopwatch, task: FusedTask) -> Entry:
     """Lower bound on the time of every candidate."""
     return Entry({task.what: KERNELS[task.kernel].make_floor(task, clock.device)}, 0.0)

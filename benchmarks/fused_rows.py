@@ -31,7 +31,7 @@ Load = Callable[[torch.device], Function]
 
 
 @dataclass(frozen=True)
-class Task:
+class FusedTask:
     """One pass of one kernel; what the sizes are is the kernel's affair."""
 
     kernel: str
@@ -48,7 +48,7 @@ class Task:
         return DTYPES[self.dtype].itemsize
 
 
-def tolerance(task: Task, longest_sum: int) -> float:
+def tolerance(task: FusedTask, longest_sum: int) -> float:
     """The error that STAGES roundings and a sum in float32 explain."""
     return STAGES * (UNIT_ROUNDOFF[task.dtype] + longest_sum**0.5 * UNIT_ROUNDOFF["fp32"])
 
@@ -86,39 +86,39 @@ class Kernel(ABC):
     candidates: ClassVar[Mapping[str, Load]]
     in_place: ClassVar[tuple[str, ...]] = ()  # candidates whose backward writes over their inputs
 
-    def flops(self, task: Task) -> float:
+    def flops(self, task: FusedTask) -> float:
         """FLOPs of the matrix products."""
         return 0.0
 
     @abstractmethod
-    def moved(self, task: Task, device: torch.device) -> int:
+    def moved(self, task: FusedTask, device: torch.device) -> int:
         """The least that a pass reads and writes, in bytes."""
 
     @abstractmethod
-    def peak_bytes(self, name: str, task: Task) -> int:
+    def peak_bytes(self, name: str, task: FusedTask) -> int:
         """Peak bytes of a candidate, inputs and results included."""
 
-    def other_bytes(self, task: Task) -> int:
+    def other_bytes(self, task: FusedTask) -> int:
         """Other bytes in memory: tensors of the lower bound, and those that candidates keep between turns."""
         return self.moved(task, torch.device("cpu"))
 
-    def gate_bytes(self, task: Task) -> int:
+    def gate_bytes(self, task: FusedTask) -> int:
         """Bytes that the check of results needs, if more than the pass."""
         return 0
 
     @abstractmethod
-    def inputs(self, task: Task, device: torch.device) -> Any:
+    def inputs(self, task: FusedTask, device: torch.device) -> Any:
         """Inputs, random but the same for all."""
 
     @abstractmethod
-    def gate(self, name: str, function: Function, task: Task, inputs: Any) -> float:
+    def gate(self, name: str, function: Function, task: FusedTask, inputs: Any) -> float:
         """The largest error of a candidate at the shape that is timed, against float64. Raises WrongResultError."""
 
     @abstractmethod
-    def make_pass(self, function: Function, task: Task, inputs: Any) -> Callable[[], object]:
+    def make_pass(self, function: Function, task: FusedTask, inputs: Any) -> Callable[[], object]:
         """Return the function to time, without arguments."""
 
-    def make_floor(self, task: Task, device: torch.device) -> Callable[[], object]:
+    def make_floor(self, task: FusedTask, device: torch.device) -> Callable[[], object]:
         """Lower bound on the time of every candidate."""
         return make_copy(self.moved(task, device), device)
 
@@ -126,7 +126,7 @@ class Kernel(ABC):
 class RowInputs:
     """Matrices (rows columns), weights (columns), and the upstream gradient of each result (rows columns)."""
 
-    def __init__(self, task: Task, device: torch.device, counts: tuple[int, int, int]) -> None:
+    def __init__(self, task: FusedTask, device: torch.device, counts: tuple[int, int, int]) -> None:
         matrices, weights, results = counts
         generator = torch.Generator(device).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=device, dtype=DTYPES[task.dtype])
@@ -144,10 +144,10 @@ class RowKernel(Kernel):
     reference: ClassVar[Function]
     between: ClassVar[Mapping[tuple[str, str], int]] = {}  # matrices that a candidate needs besides, or shares
 
-    def inputs(self, task: Task, device: torch.device) -> RowInputs:
+    def inputs(self, task: FusedTask, device: torch.device) -> RowInputs:
         return RowInputs(task, device, self.counts)
 
-    def peak_bytes(self, name: str, task: Task) -> int:
+    def peak_bytes(self, name: str, task: FusedTask) -> int:
         """Matrices, results, and with a backward upstream gradients and gradients."""
         matrices, _, results = self.counts
         gradients = matrices + results if task.what == BOTH else 0
@@ -155,7 +155,7 @@ class RowKernel(Kernel):
         copies = matrices if name in self.in_place else 0
         return (matrices + results + gradients + between + copies) * task.sizes[0] * task.sizes[1] * task.itemsize
 
-    def gate(self, name: str, function: Function, task: Task, inputs: RowInputs) -> float:
+    def gate(self, name: str, function: Function, task: FusedTask, inputs: RowInputs) -> float:
         """A few rows, from the first to the last, are enough; the upstream gradient is zero in all others, which then
         add nothing to a weight's gradient."""
         leaves = [*inputs.matrices, *inputs.weights]
@@ -177,7 +177,7 @@ class RowKernel(Kernel):
             error = max(error, require_close(f"{name}'s gradient {number}", part, ideal, bound))
         return error
 
-    def make_pass(self, function: Function, task: Task, inputs: RowInputs) -> Callable[[], object]:
+    def make_pass(self, function: Function, task: FusedTask, inputs: RowInputs) -> Callable[[], object]:
         leaves = [*inputs.matrices, *inputs.weights]
         if task.what == FORWARD:
             return lambda: function(*leaves)
@@ -215,7 +215,7 @@ class SwiGLU(RowKernel):
         "liger": load_liger_swiglu,
     }
 
-    def moved(self, task: Task, device: torch.device) -> int:
+    def moved(self, task: FusedTask, device: torch.device) -> int:
         """Forward: gate, up, y. Backward: dy, gate, up, dgate, dup."""
         return (3 if task.what == FORWARD else 8) * task.sizes[0] * task.sizes[1] * task.itemsize
 
@@ -249,7 +249,7 @@ class AddRMSNorm(RowKernel):
         "compiled": partial(compiled, torch_add_rmsnorm),
     }
 
-    def moved(self, task: Task, device: torch.device) -> int:
+    def moved(self, task: FusedTask, device: torch.device) -> int:
         """Forward: x, residual, sum, y, the weight and 1 / rms. Backward: dy, the gradient of the sum, the sum and one
         gradient, which is that of x and of residual; the weight's as in `norm_candidates.bytes_moved`."""
         rows, columns = task.sizes

@@ -8,7 +8,7 @@ TESTS = (
 
 
 @dataclass(frozen=True)
-class Step:
+class GPUStep:
     """A command: a module with its options, and the seconds after which it is stopped."""
 
     name: str
@@ -28,17 +28,17 @@ def choices(option: str, *values: str) -> tuple[str, ...]:
 # torch.compile takes seconds for every shape. So only the course's normalisations are compiled; elsewhere the time goes
 # into more shapes. What matters most comes first, since what comes last may find no time left.
 STEPS = (
-    Step("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/kernels/test_{name}.py" for name in TESTS)), 90),
-    Step("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 40, takes_budget=True),
-    Step(
+    GPUStep("correctness", ("pytest", "-q", "--maxfail=5", *(f"tests/kernels/test_{name}.py" for name in TESTS)), 90),
+    GPUStep("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 40, takes_budget=True),
+    GPUStep(
         "norms bf16",
         ("benchmarks.norms", "--dtype", "bf16", *choices("candidate", "ours", "torch", "layernorm", "liger", "quack")),
         35,
         takes_budget=True,
     ),
-    Step("attention", ("benchmarks.attention", "--grid", "leaderboard"), 30, takes_budget=True),
-    Step("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 30),
-    Step(
+    GPUStep("attention", ("benchmarks.attention", "--grid", "leaderboard"), 30, takes_budget=True),
+    GPUStep("leaderboard 2025", ("benchmarks.leaderboard", "--task", "attention-2025", "--seconds", "3"), 30),
+    GPUStep(
         "fused",
         (
             "benchmarks.fused",
@@ -47,9 +47,9 @@ STEPS = (
         35,
         takes_budget=True,
     ),
-    Step("machine", ("cs336_systems.cost.probe_system", "--budget", "10"), 20, leaves="machine.json", records=False),
-    Step("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 35),
-    Step(
+    GPUStep("machine", ("cs336_systems.cost.probe_system", "--budget", "10"), 20, leaves="machine.json", records=False),
+    GPUStep("leaderboard 2026", ("benchmarks.leaderboard", "--task", "step-2026", "--layers", "8", "--steps", "2"), 35),
+    GPUStep(
         "model",
         (
             "benchmarks.compare", "--size", "xl", "--precision", "bf16", "norm=rmsnorm", "norm=layernorm",
@@ -57,7 +57,7 @@ STEPS = (
         ),
         30,
     ),
-    Step(
+    GPUStep(
         "flash grid",
         (
             "benchmarks.attention", "--grid", "flash", "--dtype", "bf16", "--rounds", "8", *choices("dim", "64", "128"),
@@ -66,16 +66,16 @@ STEPS = (
         25,
         takes_budget=True,
     ),
-    Step(
+    GPUStep(
         "course grid",
         ("benchmarks.attention", "--grid", "course", "--rounds", "8", *choices("candidate", "ours", "eager")),
         25,
         takes_budget=True,
     ),
-    Step("profile", ("benchmarks.profiling_run", "--size", "small", "--attention", "naive"), 25, leaves="profile"),
-    Step("mixed precision", ("benchmarks.mixed_precision",), 10),
-    Step("end to end", ("benchmarks.e2e", "--size", "small", "--kernels", "triton", "--attention", "flash"), 30),
-    Step(
+    GPUStep("profile", ("benchmarks.profiling_run", "--size", "small", "--attention", "naive"), 25, leaves="profile"),
+    GPUStep("mixed precision", ("benchmarks.mixed_precision",), 10),
+    GPUStep("end to end", ("benchmarks.e2e", "--size", "small", "--kernels", "triton", "--attention", "flash"), 30),
+    GPUStep(
         "layouts on one GPU",
         (
             "benchmarks.scaling", "--grid", "1x1x1", "--size", "bert-345m", "--global-batch-per-dp", "8", "--rounds",
@@ -83,10 +83,10 @@ STEPS = (
         ),
         20,
     ),
-    Step("all-reduce", ("benchmarks.allreduce", "--nproc", "2"), 60, gpus=2),
-    Step("data parallel", ("benchmarks.ddp", "--nproc", "2"), 60, gpus=2),
-    Step("ZeRO", ("benchmarks.zero", "--nproc", "2"), 60, gpus=2),
-    Step(
+    GPUStep("all-reduce", ("benchmarks.allreduce", "--nproc", "2"), 60, gpus=2),
+    GPUStep("data parallel", ("benchmarks.ddp", "--nproc", "2"), 60, gpus=2),
+    GPUStep("ZeRO", ("benchmarks.zero", "--nproc", "2"), 60, gpus=2),
+    GPUStep(
         "layouts",
         (
             "benchmarks.scaling", "--grid", "1x1x1,2x1x1,1x2x1,1x1x2", "--size", "bert-345m", "--global-batch-per-dp",

@@ -21,7 +21,7 @@ import click
 import torch
 from rich.table import Table
 
-from benchmarks.gpu_steps import STEPS, Step
+from benchmarks.gpu_steps import STEPS, GPUStep
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -37,7 +37,7 @@ LAST_LINES = 15  # of the output of a step that went wrong
 
 
 @dataclass(frozen=True)
-class Settings:
+class SuiteSettings:
     """Options of the command line, one field each."""
 
     minutes: float = setting(8.0, "Minutes for all; what does not fit is not begun.", type=click.FloatRange(0))
@@ -54,13 +54,13 @@ class Settings:
 class Outcome:
     """How a step went."""
 
-    step: Step
+    step: GPUStep
     status: Literal["ok", "failed", "stopped", "left out"]
     seconds: float
     remark: str = ""
 
 
-def arguments(step: Step, settings: Settings, results: Path, seconds: float) -> list[str]:
+def arguments(step: GPUStep, settings: SuiteSettings, results: Path, seconds: float) -> list[str]:
     """The command line of a step that is stopped after these seconds."""
     module, *options = step.command
     if module == "pytest":
@@ -92,7 +92,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def run_step(step: Step, settings: Settings, results: Path, seconds: float) -> Outcome:
+def run_step(step: GPUStep, settings: SuiteSettings, results: Path, seconds: float) -> Outcome:
     """Run one command, its output into a file of its own; it is stopped when its time is over."""
     log, start = log_of(step, settings), time.monotonic()
     command = arguments(step, settings, results, seconds)
@@ -115,12 +115,12 @@ def run_step(step: Step, settings: Settings, results: Path, seconds: float) -> O
     return Outcome(step, status, time.monotonic() - start, remark)
 
 
-def log_of(step: Step, settings: Settings) -> Path:
+def log_of(step: GPUStep, settings: SuiteSettings) -> Path:
     """Where a step's output goes."""
     return settings.logs / f"{step.name.replace(' ', '_')}.log"
 
 
-def chosen(settings: Settings) -> list[Step]:
+def chosen(settings: SuiteSettings) -> list[GPUStep]:
     """The steps that were asked for. Raises UserError for one that does not exist, or if none is left."""
     known = [step.name for step in STEPS]
     for name in settings.only:
@@ -134,7 +134,7 @@ def chosen(settings: Settings) -> list[Step]:
     return steps
 
 
-def run_steps(steps: Iterable[Step], settings: Settings, results: Path) -> list[Outcome]:
+def run_steps(steps: Iterable[GPUStep], settings: SuiteSettings, results: Path) -> list[Outcome]:
     """Run the steps in order, as long as there is time, and say how each went."""
     deadline, outcomes = time.monotonic() + 60 * settings.minutes, []
     for step in steps:
@@ -164,7 +164,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
     console.console().print(table, markup=False)
 
 
-def prepare_folders(settings: Settings) -> None:
+def prepare_folders(settings: SuiteSettings) -> None:
     """Make the folder of logs, and see whether the archive can be written. Raises UserError before anything is run."""
     for place, option in ((settings.logs, "--logs"), (settings.pack and settings.pack.parent, "--pack")):
         try:
@@ -201,10 +201,10 @@ def ended_politely() -> Iterator[None]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(SuiteSettings)
 def main(**options: Any) -> None:
     """Check and measure on a GPU all that this project has, in a few minutes, recording after every step."""
-    settings = Settings(**options)
+    settings = SuiteSettings(**options)
     if not torch.cuda.is_available() and not settings.smoke:
         raise UserError("gpu_suite needs a CUDA device, and torch finds none here; --smoke shows that it works")
     steps = chosen(settings)

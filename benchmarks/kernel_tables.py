@@ -18,7 +18,7 @@ from cs336_systems.host.text import markdown_row, markdown_text
 GPU_MACHINE = "nvidia-h200"
 GOAL_COLUMNS = range(1024, 32_769)
 # Only these have a goal: at 8 rows, say, launching takes longer than the kernel.
-NORM_SHAPES = {(s.rows, s.columns, s.dtype) for s in norms.Settings().shapes(torch.device("cuda"))}
+NORM_SHAPES = {(s.rows, s.columns, s.dtype) for s in norms.NormSettings().shapes(torch.device("cuda"))}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ PLAIN = "on a CPU plain torch runs in the kernels' place"
 
 
 @dataclass(frozen=True)
-class Settings:
+class LeaderboardSettings:
     """Options of the command line, one field each."""
 
     task: Literal["attention-2025", "step-2026", "both"] = setting("both", "Edition of the leaderboard.")
@@ -77,7 +77,7 @@ def time_attention(flash: Function, seconds: float, device: torch.device) -> lis
     return list(do_bench(forward_backward, rep=1e3 * seconds, warmup=1e2 * seconds, return_mode="all"))
 
 
-def run_attention(settings: Settings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
+def run_attention(settings: LeaderboardSettings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
     """Gate and time the task of 2025: the fields of its record."""
     work = flops(TASK, BOTH)
     config = {"task": ATTENTION, "heads": TASK.batch, "seq": TASK.seq, "dim": TASK.dim, "dtype": TASK.dtype}
@@ -95,7 +95,7 @@ def run_attention(settings: Settings, device: torch.device, hardware: Hardware) 
     return fields | {"samples_ms": samples, "metrics": {"gate_error": error} | published(ATTENTION)}
 
 
-def run_step(settings: Settings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
+def run_step(settings: LeaderboardSettings, device: torch.device, hardware: Hardware) -> dict[str, Any]:
     """Gate and time the task of 2026, scaled to what fits: the fields of its record."""
     on_gpu = device.type == "cuda"
     full = TINY if settings.smoke else FULL if on_gpu else LAPTOP
@@ -150,7 +150,7 @@ def finish(fields: dict[str, Any], hardware: Hardware, stamp: dict[str, Any]) ->
     return Record("leaderboard", environment=stamp, **fields)
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: LeaderboardSettings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record each task. Raises UserError in the end if one was wrong or
     does not fit."""
     device = choose_device(settings.device)
@@ -178,10 +178,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(LeaderboardSettings)
 def main(**settings: Any) -> None:
     """Time the course's leaderboard tasks: attention (2025), a training step of an 8B model (2026)."""
-    run(Settings(**settings))
+    run(LeaderboardSettings(**settings))
 
 
 if __name__ == "__main__":

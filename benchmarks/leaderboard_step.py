@@ -32,7 +32,7 @@ GATE_CONTEXT = 128
 
 
 @dataclass(frozen=True)
-class Step:
+class LeaderboardStep:
     """A training step: the model, its batch, and whether it is compiled."""
 
     config: ModelConfig
@@ -68,11 +68,13 @@ class Step:
         return {"median_ms": 1e3 * seconds, "flops": 3 * forward, "peak_memory_bytes": self.bytes_needed}
 
 
-def largest_step(full: ModelConfig, layers: int | None, batch: int | None, compiled: bool, usable: int) -> Step:
+def largest_step(
+    full: ModelConfig, layers: int | None, batch: int | None, compiled: bool, usable: int
+) -> LeaderboardStep:
     """The deepest model that fits, at batch 2 if it can be. Raises UserError if what was asked for does not fit."""
     for depth in (layers,) if layers else range(full.num_layers, 0, -1):
         for size in (batch,) if batch else (BATCH, 1):
-            step = Step(replace(full, num_layers=depth), size, compiled)
+            step = LeaderboardStep(replace(full, num_layers=depth), size, compiled)
             if step.bytes_needed <= usable:
                 return step
     need = format_bytes(step.bytes_needed)
@@ -81,7 +83,7 @@ def largest_step(full: ModelConfig, layers: int | None, batch: int | None, compi
     )
 
 
-def gate_step(step: Step, device: torch.device) -> float:
+def gate_step(step: LeaderboardStep, device: torch.device) -> float:
     """One block of the model in bf16 against the same weights in float64: the largest error of the loss and of every
     gradient. Raises WrongResultError."""
     context = min(GATE_CONTEXT, step.config.context_length)
@@ -104,7 +106,7 @@ def gate_step(step: Step, device: torch.device) -> float:
     return worst
 
 
-def time_step(step: Step, steps: int, device: torch.device) -> tuple[list[float], int | None]:
+def time_step(step: LeaderboardStep, steps: int, device: torch.device) -> tuple[list[float], int | None]:
     """Milliseconds of training steps (zero_grad, forward, loss, backward, AdamW), and peak memory in bytes.
 
     Raises UserError for a loss that is no number.

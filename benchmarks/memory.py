@@ -19,8 +19,7 @@ from click.core import ParameterSource
 
 from benchmarks.memory_tables import sheets
 from benchmarks.model_options import ModelOptions, model_config
-from benchmarks.plan import Bench, make_bench
-from benchmarks.plan import Settings as PlanSettings
+from benchmarks.plan import Bench, PassSettings, make_bench
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.workload import Case, Workload
 from cs336_systems.cost import Mode
@@ -49,7 +48,7 @@ CLASHES = {
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions):
+class MemorySettings(ModelOptions):
     """Options of the command line, one field each."""
 
     all_sizes: bool = setting(False, "Every size of the year's edition; with fp32 the largest in bf16, too.")
@@ -82,7 +81,7 @@ class Settings(ModelOptions):
 
 
 @dataclass(frozen=True)
-class Run:
+class MemoryRun:
     """One measurement that is to be made: a pass, or (activations) a pass that recomputes in some way."""
 
     size: str
@@ -152,7 +151,7 @@ def measure_activations(case: Case) -> dict[str, Any]:
     return {"peak_bytes": max(parts["activations"] for _, parts in profiled(case, "forward-backward").levels)}
 
 
-def predicted(run: Run) -> dict[str, Any]:
+def predicted(run: MemoryRun) -> dict[str, Any]:
     """The memory model's figures under the names of the metrics, and what they are made of."""
     case, seq = run.case, run.case.config.context_length
     if run.way is None:
@@ -173,7 +172,7 @@ def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]
     return {"size": size, "year": year, "mode": mode} | model_config(case)
 
 
-def measure(run: Run, year: int) -> Record:
+def measure(run: MemoryRun, year: int) -> Record:
     """Measure, or say that there is no room and what was predicted."""
     config, figures = record_config(run.size, year, run.mode, run.case), predicted(run)
     missing = Record("memory", config, run.bench.environment, predicted=figures, status="out-of-memory")
@@ -219,7 +218,9 @@ def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any
         yield Record("memory", about, environment, metrics=metrics, predicted=figures)
 
 
-def make_runs(settings: Settings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]) -> list[Run]:
+def make_runs(
+    settings: MemorySettings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]
+) -> list[MemoryRun]:
     """Everything that is to be measured."""
     runs = []
     for size, case in cases:
@@ -230,14 +231,16 @@ def make_runs(settings: Settings, cases: list[tuple[str, Case]], benches: dict[P
             if settings.recompute != "none":
                 chosen = strategy(*shape[:3], settings.recompute, settings.recompute_every, case.precision)
                 ways += [chosen] if chosen not in ways else []
-            runs += [Run(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways]
+            runs += [
+                MemoryRun(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways
+            ]
         else:
             modes = (settings.mode,) if settings.mode else PASSES
-            runs += [Run(size, case, mode, bench) for mode in modes]
+            runs += [MemoryRun(size, case, mode, bench) for mode in modes]
     return runs
 
 
-def show_plan(runs: list[Run], usable: int) -> None:
+def show_plan(runs: list[MemoryRun], usable: int) -> None:
     """Say what will be run, what does not fit, and how long it should take, building apart."""
     out = console.console()
     for run in runs:
@@ -249,7 +252,7 @@ def show_plan(runs: list[Run], usable: int) -> None:
     out.print(f"{format_bytes(usable)} usable; about {format_seconds(seconds)} to measure, building apart\n")
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: MemorySettings) -> list[Record]:
     """Plan, measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     device = choose_device(settings.device)
     usable, cases = usable_memory(device), settings.cases(device)
@@ -260,7 +263,7 @@ def run(settings: Settings) -> list[Record]:
     path = None if settings.smoke else open_records(folder, "memory")
     benches: dict[Precision, Bench] = {}
     for precision in dict.fromkeys(case.precision for _, case in cases):
-        plan = PlanSettings(precision=precision, smoke=settings.smoke, commit=settings.commit)
+        plan = PassSettings(precision=precision, smoke=settings.smoke, commit=settings.commit)
         benches[precision] = make_bench(plan, device, usable)
     records: list[Record] = []
 
@@ -288,10 +291,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(MemorySettings)
 def main(**options: Any) -> None:
     """Measure the peak memory of a transformer's forward pass and training step, with predictions beside them."""
-    settings, source = Settings(**options), click.get_current_context().get_parameter_source
+    settings, source = MemorySettings(**options), click.get_current_context().get_parameter_source
     settings.refuse_ignored({name for name in options if source(name) != ParameterSource.DEFAULT})
     run(settings)
 

@@ -46,7 +46,7 @@ CUDA_CAPTION = ". CUDA, documented: what torch's lists of autocast's operators s
 
 
 @dataclass(frozen=True)
-class Settings:
+class MixedPrecisionSettings:
     """Every field is an option of the command line."""
 
     precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
@@ -199,10 +199,10 @@ def run_dtypes(chosen: Format | None, device: torch.device, stamp: dict[str, Any
 
 @click.command()
 @click.argument("lesson", type=click.Choice([ACCUMULATION, DTYPES_LESSON, "both"]), default="both")
-@console.options(Settings)
+@console.options(MixedPrecisionSettings)
 def main(lesson: str, **options: Any) -> None:
     """Show what the course's sums come to in each number format, and the dtype of every part under autocast."""
-    settings = Settings(**options)
+    settings = MixedPrecisionSettings(**options)
     if settings.precision and lesson == ACCUMULATION:
         raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")
     device = choose_device(settings.device)

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.moe_blocks import Blocks
 from benchmarks.moe_eval_model import build
-from benchmarks.moe_eval_options import DTYPES, SMOKE, Settings
+from benchmarks.moe_eval_options import DTYPES, SMOKE, MoEEvalSettings
 from benchmarks.moe_eval_profile import Calls, count_calls
 from benchmarks.moe_eval_rank import Outcome, Scorer, Tally
 from benchmarks.moe_eval_record import make_records
@@ -36,7 +36,7 @@ from cs336_systems.profiling.capture import collect_files
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 
 
-def take_turns(scorer: Scorer, settings: Settings, batches: int, quiet: bool) -> list[Tally]:
+def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Tally]:
     """Every formulation's tally; they take turns batch by batch, so that what slows the machine meets all of them."""
     variants = settings.variants()
     for _ in range(settings.warmup):
@@ -52,7 +52,7 @@ def take_turns(scorer: Scorer, settings: Settings, batches: int, quiet: bool) ->
     return tallies
 
 
-def profile(scorer: Scorer, settings: Settings, batches: int, quiet: bool) -> dict[Dispatch, list[Calls]]:
+def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> dict[Dispatch, list[Calls]]:
     """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
     found: dict[Dispatch, list[Calls]] = {}
     with console.progress("profile", len(settings.variants()), quiet=quiet) as advance:
@@ -64,7 +64,7 @@ def profile(scorer: Scorer, settings: Settings, batches: int, quiet: bool) -> di
     return found
 
 
-def work(place: Place, settings: Settings, blocks: Blocks) -> None:
+def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     """One rank's part: the turns, the profile, and on rank 0 the tables and the record."""
     device, config = choose_device(settings.device), settings.config()
     backend = choose_backend(settings.backend, device, place)
@@ -90,7 +90,7 @@ def work(place: Place, settings: Settings, blocks: Blocks) -> None:
 
 
 def finish(
-    settings: Settings,
+    settings: MoEEvalSettings,
     scorer: Scorer,
     outcomes: list[Outcome],
     tally: Tally,
@@ -125,7 +125,7 @@ def finish(
         print(appended(len(records), path))
 
 
-def prepare(settings: Settings) -> None:
+def prepare(settings: MoEEvalSettings) -> None:
     """Make what is to be written. Raises UserError where it cannot be, before anything is measured in vain."""
     try:
         if settings.profiled:
@@ -137,10 +137,10 @@ def prepare(settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(MoEEvalSettings)
 def main(**options: Any) -> None:
     """Evaluate a language model with experts: loss, perplexity, speed, balance, bytes, and where the time goes."""
-    settings, here = Settings(**options), find_place()
+    settings, here = MoEEvalSettings(**options), find_place()
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1

@@ -31,7 +31,7 @@ SMOKE: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Settings(ExpertOptions):
+class MoEEvalSettings(ExpertOptions):
     """Options of the command line, one field each."""
 
     size: str = setting("fairseq-moe-twin", "Model preset.")

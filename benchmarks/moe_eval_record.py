@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.harness import WrongResultError, noise, summarise
 from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED
 from benchmarks.moe_eval_model import TAGS
-from benchmarks.moe_eval_options import DTYPES, Settings
+from benchmarks.moe_eval_options import DTYPES, MoEEvalSettings
 from benchmarks.moe_eval_profile import Calls, calls, waiting
 from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer
 from benchmarks.records import Record
@@ -34,7 +34,7 @@ def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width:
 
 
 def make_records(
-    settings: Settings,
+    settings: MoEEvalSettings,
     scorer: Scorer,
     outcomes: Sequence[Outcome],
     found: dict[Dispatch, list[Calls]],
@@ -60,7 +60,9 @@ def ratios(base: Outcome, mine: Outcome) -> dict[str, float]:
     return found
 
 
-def _record(settings: Settings, scorer: Scorer, outcome: Outcome, ranks: list[Calls], stamp: dict[str, Any]) -> Record:
+def _record(
+    settings: MoEEvalSettings, scorer: Scorer, outcome: Outcome, ranks: list[Calls], stamp: dict[str, Any]
+) -> Record:
     config, mesh, sizes = scorer.config, scorer.mesh, scorer.mesh.sizes
     if not isfinite(outcome.score):
         raise WrongResultError(f"{outcome.dispatch}: the score is {outcome.score}; no speed reported")

@@ -5,7 +5,7 @@ from typing import Any
 
 from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED, expected, is_published_shape, words_reads
 from benchmarks.moe_eval_model import DECODER, MOE, RUN
-from benchmarks.moe_eval_options import DTYPES, Settings
+from benchmarks.moe_eval_options import DTYPES, MoEEvalSettings
 from benchmarks.moe_eval_profile import Calls, calls, seconds, waiting
 from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer, Tally
 from benchmarks.moe_eval_record import bytes_each
@@ -26,7 +26,7 @@ PUBLISHED_NOTE = (
 
 
 def show(
-    settings: Settings,
+    settings: MoEEvalSettings,
     scorer: Scorer,
     outcomes: Sequence[Outcome],
     found: dict[Dispatch, list[Calls]],
@@ -121,7 +121,7 @@ def ratio_line(ratios: dict[str, Any]) -> str:
     return "einsum over sort: " + ", ".join(f"{words[name]} {value:.1f} x" for name, value in ratios.items())
 
 
-def counted(settings: Settings, scorer: Scorer, found: dict[Dispatch, list[Calls]]) -> Table:
+def counted(settings: MoEEvalSettings, scorer: Scorer, found: dict[Dispatch, list[Calls]]) -> Table:
     """Calls of operators on the ranks beside what follows from the shape, and beside the published numbers."""
     config, sizes, ranks = scorer.config, scorer.mesh.sizes, found["einsum"]
     batches = calls(ranks, DECODER)[0]

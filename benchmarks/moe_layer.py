@@ -57,7 +57,7 @@ LINES: tuple[tuple[str, Line], ...] = (
 
 
 @dataclass(frozen=True)
-class Settings(LayerSettings):
+class MoELayerSettings(LayerSettings):
     """Options of the command line, one field each."""
 
     experts: int = setting(512, "Experts of the layer.", type=COUNT)
@@ -127,7 +127,7 @@ def show(records: list[Record]) -> None:
     out.print(words)
 
 
-def work(place: Place, settings: Settings) -> None:
+def work(place: Place, settings: MoELayerSettings) -> None:
     """One rank's part. Raises UserError, and WrongResultError for a candidate that computes something else."""
     torch.set_num_threads(settings.threads)
     ways, tokens, backward = settings.ways(), settings.tokens, settings.backward
@@ -169,10 +169,10 @@ def work(place: Place, settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(MoELayerSettings)
 def main(**options: Any) -> None:
     """Time one expert layer, sorted, one-hot and without a capacity, turn by turn, with predictions beside it."""
-    settings = Settings(**options)
+    settings = MoELayerSettings(**options)
     if settings.smoke:
         settings = replace(settings, **SMOKE)
     here = find_place()

@@ -47,7 +47,7 @@ SMOKE: dict[str, Any] = {"experts": (4, 8), "tokens": 64, "d_model": 16, "d_ff":
 
 
 @dataclass(frozen=True)
-class Settings(LayerSettings):
+class MoESweepSettings(LayerSettings):
     """Options of the command line, one field each."""
 
     experts: tuple[int, ...] = setting((8, 32, 128, 512), "Experts of the layer; may be repeated.", type=COUNT)
@@ -91,10 +91,10 @@ def parse_capacity(text: str) -> tuple[Mixture, bool]:
 
 
 @dataclass(frozen=True)
-class Job:
+class SweepJob:
     """Work of every rank; `paths` are the files to which rank 0 appends its records."""
 
-    settings: Settings
+    settings: MoESweepSettings
     paths: tuple[Path, ...] = ()
 
 
@@ -113,7 +113,7 @@ class Cell:
         return [self.sort] if self.reason else [self.einsum, self.sort]
 
 
-def make_cells(settings: Settings, group: Group) -> list[Cell]:
+def make_cells(settings: MoESweepSettings, group: Group) -> list[Cell]:
     """All cells for these ranks. Every rank decides alike."""
     cells = []
     for experts in settings.experts:
@@ -129,7 +129,7 @@ def make_cells(settings: Settings, group: Group) -> list[Cell]:
     return cells
 
 
-def work(place: Place, job: Job) -> None:
+def work(place: Place, job: SweepJob) -> None:
     """One rank's part. Raises UserError, and WrongResultError for a cell whose two layers differ."""
     settings = job.settings
     torch.set_num_threads(settings.threads)
@@ -159,7 +159,7 @@ def work(place: Place, job: Job) -> None:
                     append_record(record, path)
 
 
-def places(settings: Settings, here: Place) -> list[Place]:
+def places(settings: MoESweepSettings, here: Place) -> list[Place]:
     """Rank 0's place in each number of ranks. Raises UserError for ranks that cannot be."""
     if here.world_size > 1 and settings.nproc:
         raise UserError(
@@ -173,7 +173,7 @@ def places(settings: Settings, here: Place) -> list[Place]:
     return todo
 
 
-def measure(settings: Settings, here: Place, scratch: Path) -> None:
+def measure(settings: MoESweepSettings, here: Place, scratch: Path) -> None:
     """Measure all cells on all numbers of ranks; records go to `scratch` and, unless it is a smoke run, to their file.
 
     Raises UserError for what cannot be measured, before anything is.
@@ -185,7 +185,7 @@ def measure(settings: Settings, here: Place, scratch: Path) -> None:
     paths = [scratch]
     if here.rank == 0 and not settings.smoke:
         paths.append(open_records(settings.folder(), "moe_sweep"))
-    job = Job(settings, tuple(paths))
+    job = SweepJob(settings, tuple(paths))
     for place in todo:
         if here.world_size > 1:
             work(here, job)
@@ -203,7 +203,7 @@ def newest(records: list[Record]) -> list[Record]:
     return [record for record in records if rest(record) == rest(records[-1])]
 
 
-def run(settings: Settings) -> None:
+def run(settings: MoESweepSettings) -> None:
     """Measure or read, print, and draw. Raises UserError for what cannot be done."""
     here, path = find_place(), settings.folder() / "moe_sweep.jsonl"
     picture = settings.plot or (None if settings.smoke else path.with_suffix(".svg"))
@@ -234,10 +234,10 @@ def run(settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(MoESweepSettings)
 def main(**options: Any) -> None:
     """Time expert layers of several sizes, capacities and numbers of ranks, sorted and one-hot; with a plot."""
-    settings = Settings(**options)
+    settings = MoESweepSettings(**options)
     run(replace(settings, **SMOKE) if settings.smoke else settings)
 
 

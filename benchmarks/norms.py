@@ -57,7 +57,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class Settings(KernelSettings):
+class NormSettings(KernelSettings):
     """Options of the command line, one field each."""
 
     rows: int | None = setting(
@@ -175,7 +175,7 @@ def show(session: Session) -> None:
     show_table(session, COLUMNS, CAPTION + copy, heading, cells)
 
 
-def run(settings: Settings) -> list[Record]:
+def run(settings: NormSettings) -> list[Record]:
     """Measure, print and, unless it is a smoke run, record. Raises UserError for what cannot be run."""
     if settings.smoke:
         settings = replace(settings, rows=settings.rows or 64, columns=settings.columns or (128,), rounds=2)
@@ -194,10 +194,10 @@ def run(settings: Settings) -> list[Record]:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(NormSettings)
 def main(**settings: Any) -> None:
     """Time normalisations forward and backward, each beside a copy of as many bytes and a prediction."""
-    run(Settings(**settings))
+    run(NormSettings(**settings))
 
 
 if __name__ == "__main__":

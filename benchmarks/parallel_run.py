@@ -72,7 +72,7 @@ class ParallelSettings:
 
 
 @dataclass(frozen=True)
-class Run:
+class ParallelRun:
     """The settings, the ranks that they meet, and how fast those compute and communicate."""
 
     settings: ParallelSettings
@@ -171,8 +171,8 @@ def worker_run(
     settings: ParallelSettings,
     benchmark: str,
     candidates: dict[str, Build],
-    make_record: Callable[[Run, str, Turns], Record],
-    show: Callable[[Run, list[Record]], None],
+    make_record: Callable[[ParallelRun, str, Turns], Record],
+    show: Callable[[ParallelRun, list[Record]], None],
     before: Callable[[Arena], None] = lambda arena: None,
 ) -> None:
     """One rank's life: gate, probe, what is to be done `before` timing, turns; rank 0 then records and prints."""
@@ -192,7 +192,7 @@ def worker_run(
         arena = Arena(config, settings.batch_size, candidates, group, device)
         before(arena)
         nodes = place.world_size // place.local_world_size
-        run = Run(settings, config, group.size(), nodes, backend, hardware, link, stamp, arena)
+        run = ParallelRun(settings, config, group.size(), nodes, backend, hardware, link, stamp, arena)
         if first:
             print(f"gate: every candidate's update equals the mean gradient's within {max(errors.values()):.1e}")
         total = len(candidates) * settings.rounds

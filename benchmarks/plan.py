@@ -31,7 +31,7 @@ PATIENCE = 120.0  # seconds of one run, unless --steps says otherwise
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions):
+class PassSettings(ModelOptions):
     """Options of the command line, one field each."""
 
     all_sizes: bool = setting(False, "Every size of the year's edition.")
@@ -55,7 +55,7 @@ class Settings(ModelOptions):
 class Bench:
     """The settings and the machine that they meet."""
 
-    settings: Settings
+    settings: PassSettings
     device: torch.device
     hardware: Hardware
     usable: int  # bytes of tensors that this machine can hold
@@ -130,7 +130,7 @@ def instead_of_kernels(case: Case) -> list[str]:
     ]
 
 
-def make_bench(settings: Settings, device: torch.device, usable: int) -> Bench:
+def make_bench(settings: PassSettings, device: torch.device, usable: int) -> Bench:
     """Measure the machine's speed in the precision that is asked for; `usable` is its memory in bytes."""
     set_matmul_precision(device, settings.precision)  # the probe measures products of this precision, too
     hardware = measure_once(device, settings.precision, budget=0.02 if settings.smoke else 0.5)

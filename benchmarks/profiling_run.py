@@ -45,7 +45,7 @@ Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "z
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions):
+class ProfilingSettings(ModelOptions):
     """Options of the command line, one field each."""
 
     size: str = setting("tiny", "Model preset.")
@@ -103,7 +103,7 @@ def builder(wrapper: Wrapper, bucket_size_mb: float) -> Build:
     }[wrapper]
 
 
-def take_steps(case: Case, build: Build, settings: Settings, group: Group, folder: Path) -> list[Event]:
+def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Group, folder: Path) -> list[Event]:
     """Warm up, and profile the steps after that, timing their phases as well; returns the collectives of one step."""
     device, model = case.device, case.make_model(case.config)
     trained = build(model, torch.optim.AdamW, ADAMW)
@@ -147,7 +147,7 @@ def take_steps(case: Case, build: Build, settings: Settings, group: Group, folde
     return events
 
 
-def work(place: Place, settings: Settings) -> None:
+def work(place: Place, settings: ProfilingSettings) -> None:
     """One rank's part: the gates, the steps, and on rank 0 the report and the record."""
     device = choose_device(settings.device)
     backend = choose_backend(settings.backend, device, place)
@@ -187,10 +187,10 @@ def work(place: Place, settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(ProfilingSettings)
 def main(**options: Any) -> None:
     """Profile training steps on every rank at once: traces, tables, flame graph, memory, overlap, timeline."""
-    settings, here = Settings(**options), find_place()
+    settings, here = ProfilingSettings(**options), find_place()
     ranks = here.world_size if here.world_size > 1 else settings.nproc or 1
     name = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
     settings.case(settings.size, torch.device(name))

@@ -17,8 +17,8 @@ from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
 from benchmarks.harness import WrongResultError
 from benchmarks.records import Record, append_record, appended, open_records
 from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_measure import Answer, Launcher, Task, measure_peak, take_turn
-from benchmarks.scaling_options import Settings, parse_grid
+from benchmarks.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
+from benchmarks.scaling_options import ScalingSettings, parse_grid
 from benchmarks.scaling_plot import SUFFIXES, save
 from benchmarks.scaling_record import Layout, gate, make_record, predict, study_run
 from benchmarks.scaling_show import show
@@ -38,7 +38,7 @@ GATE_STEPS = 2
 PROBE_SECONDS = 0.3
 
 
-def plan(settings: Settings, here: Place) -> list[Layout]:
+def plan(settings: ScalingSettings, here: Place) -> list[Layout]:
     """All layouts to measure, in every precision, seen to divide; under torchrun those of as many ranks.
 
     Raises UserError for the first that cannot be, before anything starts.
@@ -62,7 +62,7 @@ def plan(settings: Settings, here: Place) -> list[Layout]:
     return layouts
 
 
-def check_gpus(layouts: list[Layout], settings: Settings, device: torch.device, here: Place) -> None:
+def check_gpus(layouts: list[Layout], settings: ScalingSettings, device: torch.device, here: Place) -> None:
     """Mark the layouts that have more ranks than GPUs. Raises UserError for a backend that serves none."""
     choose_backend(settings.backend, device, Place(0, 1))
     for layout in layouts:
@@ -85,7 +85,7 @@ def check_memory(layouts: list[Layout], device: torch.device) -> None:
 class Study:
     """The turns of a grid of layouts. Every rank that torchrun started constructs it and calls its methods alike."""
 
-    def __init__(self, settings: Settings, layouts: list[Layout], launcher: Launcher) -> None:
+    def __init__(self, settings: ScalingSettings, layouts: list[Layout], launcher: Launcher) -> None:
         self.settings, self.layouts, self.launcher = settings, layouts, launcher
         self.seen: dict[tuple[Recipe, int], Answer] = {}
 
@@ -98,10 +98,10 @@ class Study:
         """Two steps, which are not timed; one run serves all layouts that are compared to it."""
         key = recipe, ranks
         if key not in self.seen:
-            self.seen[key] = self.turn(Task(recipe, warmup=GATE_STEPS, threads=self.settings.threads), ranks)
+            self.seen[key] = self.turn(ScalingTask(recipe, warmup=GATE_STEPS, threads=self.settings.threads), ranks)
         return self.seen[key]
 
-    def turn(self, task: Task, ranks: int) -> Answer:
+    def turn(self, task: ScalingTask, ranks: int) -> Answer:
         """One turn of a layout, which an error names."""
         try:
             return self.launcher.run(take_turn, task, ranks)
@@ -132,7 +132,7 @@ class Study:
             precision = layout.recipe.model.precision
             if precision not in found:
                 budget, together = 0.02 if settings.smoke else PROBE_SECONDS, self.launcher.here.world_size > 1
-                task = Task(layout.recipe, 0, 0, settings.threads, budget, settings.commit, together)
+                task = ScalingTask(layout.recipe, 0, 0, settings.threads, budget, settings.commit, together)
                 found[precision] = self.launcher.run(measure_peak, task, 1)
         return found
 
@@ -143,7 +143,7 @@ class Study:
         with console.progress("taking turns", len(good) * settings.rounds, quiet=self.quiet) as advance:
             for _ in range(settings.rounds):
                 for layout in good:
-                    task = Task(layout.recipe, settings.steps, settings.warmup, settings.threads)
+                    task = ScalingTask(layout.recipe, settings.steps, settings.warmup, settings.threads)
                     layout.turns.append(self.turn(task, layout.ranks))
                     advance(layout.label)
 
@@ -174,7 +174,7 @@ class Study:
         return make_record(layout, base, peak, settings.threads, about, predict(layout, peak, settings.threads))
 
 
-def draw(records: list[Record], settings: Settings) -> None:
+def draw(records: list[Record], settings: ScalingSettings) -> None:
     """The picture, or one for each precision."""
     assert settings.plot is not None
     precisions = list(dict.fromkeys(record.config["precision"] for record in records if record.samples_ms))
@@ -186,7 +186,7 @@ def draw(records: list[Record], settings: Settings) -> None:
         print(printable(str(save(runs, settings.plot.with_stem(name), runs[0]))))
 
 
-def measure(settings: Settings, given: Collection[str] = ()) -> None:
+def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
     """Check the layouts, measure, record, print; a smoke run leaves the `given` settings as they are.
 
     Raises UserError for what cannot be measured, and at the end, of the class WrongResultError, if a layout did not
@@ -227,13 +227,13 @@ def measure(settings: Settings, given: Collection[str] = ()) -> None:
 
 
 @click.group(invoke_without_command=True)
-@console.options(Settings)
+@console.options(ScalingSettings)
 @click.pass_context
 def main(context: click.Context, /, **options: Any) -> None:
     """Train in every layout of a grid, turn by turn: times, efficiency, bubbles, memory, and what looks wrong."""
     if context.invoked_subcommand is None:
         given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        measure(Settings(**options), given)
+        measure(ScalingSettings(**options), given)
 
 
 main.add_command(import_log)

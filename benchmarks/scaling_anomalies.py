@@ -7,7 +7,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Literal
 
-from benchmarks.scaling_run import Run, top_level, top_level_ms
+from benchmarks.scaling_run import ScalingRun, top_level, top_level_ms
 
 Kind = Literal["samples", "starved", "excess", "unaccounted", "stragglers", "uneven batch"]
 
@@ -41,7 +41,7 @@ class Anomaly:
     text: str
 
 
-def anomalies(runs: Sequence[Run]) -> list[Anomaly]:
+def anomalies(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """All findings: of each run by itself, then of runs among their neighbours."""
     found = []
     for index, run in enumerate(runs):
@@ -50,12 +50,12 @@ def anomalies(runs: Sequence[Run]) -> list[Anomaly]:
     return found + starved(runs) + stragglers(runs) + uneven_batches(runs)
 
 
-def label(run: Run) -> str:
+def label(run: ScalingRun) -> str:
     """`W = 16 (2/2/4)`: ranks, and how they are laid out."""
     return f"W = {run.world} ({run.layout})"
 
 
-def miscounted(run: Run) -> str | None:
+def miscounted(run: ScalingRun) -> str | None:
     """Samples that are not iterations x global batch, and which of the two agrees with the time."""
     if run.iterations is None or run.samples is None or run.samples == run.iterations * run.global_batch_size:
         return None
@@ -82,7 +82,7 @@ def rounding(value: float) -> float:
     return 0.5 * 10.0**exponent
 
 
-def excess(run: Run) -> str | None:
+def excess(run: ScalingRun) -> str | None:
     """Timers that add up to more than the iteration, by more than the rounding of what was printed."""
     timed, slack = top_level_ms(run), rounding(run.ms_per_sample) * run.global_batch_size
     slack += sum(rounding(value) for value in top_level(run).values())
@@ -99,7 +99,7 @@ def excess(run: Run) -> str | None:
     )
 
 
-def unaccounted(run: Run) -> str | None:
+def unaccounted(run: ScalingRun) -> str | None:
     """An iteration of which no timer knows a large part."""
     timed = top_level_ms(run)
     share = 1 - timed / run.iteration_ms
@@ -111,16 +111,16 @@ def unaccounted(run: Run) -> str | None:
     )
 
 
-def _peers(runs: Sequence[Run], index: int) -> list[int]:
+def _peers(runs: Sequence[ScalingRun], index: int) -> list[int]:
     """The other runs of the same model in which a rank has the same weights and micro-batch."""
 
-    def shape(run: Run) -> tuple[object, ...]:
+    def shape(run: ScalingRun) -> tuple[object, ...]:
         return run.tp, run.pp, run.num_layers, run.hidden_size, run.seq_length, run.micro_batch_size, run.peak_flops
 
     return [i for i, run in enumerate(runs) if i != index and shape(run) == shape(runs[index])]
 
 
-def starved(runs: Sequence[Run]) -> list[Anomaly]:
+def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Runs whose copies within a device are slow as well as forward: a starved host, not a network, does that."""
     found = []
     for index, run in enumerate(runs):
@@ -142,12 +142,12 @@ def starved(runs: Sequence[Run]) -> list[Anomaly]:
     return found
 
 
-def _repeats(run: Run, name: str) -> int:
+def _repeats(run: ScalingRun, name: str) -> int:
     """How often a timer's work is done in an iteration."""
     return run.micro_batches if name == "forward-compute" else 1
 
 
-def stragglers(runs: Sequence[Run]) -> list[Anomaly]:
+def stragglers(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Rows that wait long for each other in the check for overflow, as against the row that waits least."""
     found, seen = [], set()
     for index in range(len(runs)):
@@ -175,7 +175,7 @@ def stragglers(runs: Sequence[Run]) -> list[Anomaly]:
     return found
 
 
-def uneven_batches(runs: Sequence[Run]) -> list[Anomaly]:
+def uneven_batches(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Rows that have another share of the batch for each rank than most, where the batch grows with the ranks."""
     if len({run.global_batch_size for run in runs}) < 2:
         return []  # strong scaling: the batch stays

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.scaling_run import RECOMPUTED, Run, parse_published
+from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 
@@ -15,12 +15,12 @@ DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_p
 OTHER_SHAPES = ("swiglu", "group_query_attention", "num_experts")
 
 
-def read_runs(paths: Iterable[Path]) -> list[Run]:
+def read_runs(paths: Iterable[Path]) -> list[ScalingRun]:
     """Read the runs of some files, in order, each by its suffix: .json, .jsonl, or else a log of Megatron-LM.
 
     Raises UserError for a file that cannot be read or holds no run.
     """
-    found: list[Run] = []
+    found: list[ScalingRun] = []
     for path in paths:
         try:
             text = path.read_text(errors="replace")
@@ -30,7 +30,7 @@ def read_runs(paths: Iterable[Path]) -> list[Run]:
     return found
 
 
-def parse_log(text: str, name: str = "log") -> list[Run]:
+def parse_log(text: str, name: str = "log") -> list[ScalingRun]:
     """Read a Megatron-LM log, or notes that quote such logs: one run per block of arguments.
 
     The time of an iteration and each timer are the median over the reports without a skipped iteration. Raises
@@ -47,7 +47,7 @@ def parse_log(text: str, name: str = "log") -> list[Run]:
     return [_megatron_run(logged, name) for logged in timed]
 
 
-def _megatron_run(logged: LoggedRun, file: str) -> Run:
+def _megatron_run(logged: LoggedRun, file: str) -> ScalingRun:
     tp, pp, dp, world = (_number(logged, each, file) for each in DEGREES)
     if tp * pp * dp != world:
         raise UserError(
@@ -69,7 +69,7 @@ def _megatron_run(logged: LoggedRun, file: str) -> Run:
         first, last = same[0], same[-1]
         if last.iteration > first.iteration and first.consumed is not None and last.consumed is not None:
             counts = {"iterations": last.iteration - first.iteration, "samples": last.consumed - first.consumed}
-    return Run(
+    return ScalingRun(
         name=logged.name, tp=tp, pp=pp, dp=dp, micro_batch_size=_number(logged, "micro_batch_size", file),
         global_batch_size=batch, ms_per_sample=ms_per_sample, timers=logged.timers(first=True), source=file,
         over_ranks=logged.over_ranks, vocab_size=logged.vocabulary(), **_shape(logged) | logged.notes | counts,
@@ -102,7 +102,7 @@ def _number(logged: LoggedRun, name: str, file: str) -> int:
     return number
 
 
-def parse_train_log(text: str, name: str) -> list[Run]:
+def parse_train_log(text: str, name: str) -> list[ScalingRun]:
     """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
     try:
         return [_own_run(read_train_log(text, name))]
@@ -110,7 +110,7 @@ def parse_train_log(text: str, name: str) -> list[Run]:
         raise UserError(f"{name} is not as python -m cs336_systems.train writes its log: {error!r}") from None
 
 
-def _own_run(logged: LoggedRun) -> Run:
+def _own_run(logged: LoggedRun) -> ScalingRun:
     header, file = logged.header, logged.name
     mesh, batch, model, memory = header["mesh"], header["batch_size"], header["model"], logged.notes["peak_memory"]
     if mesh.get("ep", 1) != 1:
@@ -121,7 +121,7 @@ def _own_run(logged: LoggedRun) -> Run:
     grouped = model["num_kv_heads"] not in (0, model["num_heads"])
     # The formula for FLOPs has every block once more; nested segments repeat some of what they repeat.
     plain = not (other or grouped or model["recompute"] == "nested")
-    return Run(
+    return ScalingRun(
         name=file, tp=mesh["tp"], pp=mesh["pp"], dp=mesh["dp"], micro_batch_size=header["micro_batch_size"],
         global_batch_size=batch, ms_per_sample=median(each.milliseconds for each in logged.steady(first=True)) / batch,
         timers=logged.timers(first=True), num_layers=model["num_layers"] if plain else None,
@@ -133,7 +133,7 @@ def _own_run(logged: LoggedRun) -> Run:
 
 
 # By suffix. A reader takes the text and the file's name.
-READERS: dict[str, Callable[[str, str], list[Run]]] = {
+READERS: dict[str, Callable[[str, str], list[ScalingRun]]] = {
     ".json": parse_published,
     ".jsonl": parse_train_log,
 }

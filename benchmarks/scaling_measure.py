@@ -29,7 +29,7 @@ Answer = dict[str, Any]  # what JSON can hold
 
 
 @dataclass(frozen=True)
-class Task:
+class ScalingTask:
     """Work of every rank in a turn: `warmup` steps that are not timed, whose losses are kept, then `steps` that are.
 
     `threads` is how many a CPU rank computes with; `budget` the seconds of each probe of the machine, in which ranks
@@ -45,10 +45,10 @@ class Task:
     side_by_side: bool = False
 
 
-Work = Callable[[Place, Task], Answer]
+Work = Callable[[Place, ScalingTask], Answer]
 
 
-def take_turn(place: Place, task: Task) -> Answer:
+def take_turn(place: Place, task: ScalingTask) -> Answer:
     """One rank's part of a turn; every rank returns the same.
 
     `losses` and `norms` are of the warm-up's steps, NaN and infinity as None. `samples_ms` are the timed steps, of the
@@ -76,7 +76,7 @@ def take_turn(place: Place, task: Task) -> Answer:
     return answer
 
 
-def use(task: Task) -> torch.device:
+def use(task: ScalingTask) -> torch.device:
     """The task's device, a CPU with the task's threads."""
     device = choose_device(task.recipe.launch.device)
     if device.type == "cpu":
@@ -94,7 +94,7 @@ def _first_steps(trainer: Trainer, count: int) -> Answer:
     return {"losses": losses, "norms": norms}
 
 
-def _timed_steps(trainer: Trainer, task: Task, group: Group) -> Answer:
+def _timed_steps(trainer: Trainer, task: ScalingTask, group: Group) -> Answer:
     device, token = trainer.device, torch.zeros(1, device=trainer.device)
 
     def now() -> float:
@@ -147,7 +147,7 @@ def cores_allowed() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def measure_peak(place: Place, task: Task) -> Answer:
+def measure_peak(place: Place, task: ScalingTask) -> Answer:
     """Peak rates of this machine: `rank` is the ceiling of a rank by itself, with its threads; `machine_flops` that of
     all cores at once, None where ranks are measured side by side or have a GPU each."""
     device = use(task)
@@ -162,7 +162,7 @@ def measure_peak(place: Place, task: Task) -> Answer:
     return answer
 
 
-def _into_file(place: Place, work: Work, task: Task, path: Path) -> None:
+def _into_file(place: Place, work: Work, task: ScalingTask, path: Path) -> None:
     answer = work(place, task)
     if place.rank == 0:
         path.write_text(json.dumps(answer, allow_nan=False))
@@ -180,7 +180,7 @@ class Launcher:
         if here.world_size == 1 and device == "cpu":
             import_module("torch._dynamo")  # each rank would import it by itself, which takes longer than its steps
 
-    def run(self, work: Work, task: Task, ranks: int) -> Answer:
+    def run(self, work: Work, task: ScalingTask, ranks: int) -> Answer:
         """Raises UserError for a task that cannot be done, and for ranks that part."""
         here = self.here
         try:

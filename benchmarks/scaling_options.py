@@ -27,7 +27,7 @@ VOCABULARY = 512
 
 
 @dataclass(frozen=True)
-class Settings:
+class ScalingSettings:
     """Options of the command line, one field each."""
 
     grid: str = setting("1x1x1,2x1x1,1x2x1,1x1x2,2x2x1,2x2x2", "Layouts, each tp x pp x dp, or RANKS:tp x pp x dp.")
@@ -75,7 +75,7 @@ class Settings:
             )
         return self.global_batch_size or (self.global_batch_per_dp or 16) * dp
 
-    def shortened(self, given: Collection[str], alone: bool) -> "Settings":
+    def shortened(self, given: Collection[str], alone: bool) -> "ScalingSettings":
         """The settings of a smoke run: options that the user has given stay, and so do layouts of torchrun's ranks.
 
         So does the batch where it or the grid was given, which have to fit each other.

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
 from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_run import BUBBLE, Run, default_base, efficiency, top_level
+from benchmarks.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
 from cs336_systems.errors import UserError
 
 # Okabe and Ito 2008; the bubble is hatched, since it is the absence of work.
@@ -42,7 +42,7 @@ def part(name: str) -> str:
     return {"forward-compute": "forward", "backward-compute": "backward"}.get(plain, "other timers")
 
 
-def breakdown(run: Run) -> dict[str, float]:
+def breakdown(run: ScalingRun) -> dict[str, float]:
     """Milliseconds of an iteration by part, in the order of PARTS: in sum the iteration or, if more, the timers."""
     shares = dict.fromkeys(PARTS, 0.0)
     for name, value in top_level(run).items():
@@ -51,7 +51,7 @@ def breakdown(run: Run) -> dict[str, float]:
     return shares
 
 
-def marks(runs: Sequence[Run]) -> dict[int, str]:
+def marks(runs: Sequence[ScalingRun]) -> dict[int, str]:
     """The numbers of the findings about a run, as in the table, by the run's index."""
     found: dict[int, list[str]] = {}
     for number, each in enumerate(anomalies(runs), 1):
@@ -60,7 +60,7 @@ def marks(runs: Sequence[Run]) -> dict[int, str]:
     return {index: ", ".join(numbers) for index, numbers in found.items()}
 
 
-def draw(runs: Sequence[Run], base: Run | None = None) -> Any:
+def draw(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Any:
     """A matplotlib Figure of some runs; what is ideal starts from `base`, and efficiency from the first run, too."""
     base = base or default_base(runs)
     figure = import_module("matplotlib.figure").Figure(figsize=(10, 8.5), layout="constrained")
@@ -82,15 +82,15 @@ def draw(runs: Sequence[Run], base: Run | None = None) -> Any:
     return figure
 
 
-def _series(runs: Sequence[Run]) -> dict[str, list[Run]]:
+def _series(runs: Sequence[ScalingRun]) -> dict[str, list[ScalingRun]]:
     """The runs of each line, by ranks: only those whose model is cut alike belong on one."""
-    lines: dict[str, list[Run]] = {}
+    lines: dict[str, list[ScalingRun]] = {}
     for run in sorted(runs, key=lambda run: run.world):
         lines.setdefault(f"tp {run.tp}, pp {run.pp}", []).append(run)
     return lines
 
 
-def _throughput(axes: Any, runs: Sequence[Run], base: Run) -> None:
+def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for (name, line), (colour, marker) in zip(_series(runs).items(), cycle(LINES), strict=False):
@@ -112,7 +112,7 @@ def _throughput(axes: Any, runs: Sequence[Run], base: Run) -> None:
     axes.set_title("Throughput", loc="left", fontsize="medium")
 
 
-def _efficiency(axes: Any, runs: Sequence[Run], base: Run) -> None:
+def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
     axes.set_xscale("log", base=2)
     references = [runs[0]] if base is runs[0] else [runs[0], base]
     for reference, (colour, marker) in zip(references, LINES, strict=False):
@@ -127,7 +127,7 @@ def _efficiency(axes: Any, runs: Sequence[Run], base: Run) -> None:
     axes.set_title("Efficiency: throughput of a rank", loc="left", fontsize="medium")
 
 
-def _breakdown(axes: Any, runs: Sequence[Run]) -> None:
+def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
     shares, found = [breakdown(run) for run in runs], marks(runs)
     totals = [sum(each.values()) for each in shares]
     scales = [min(1.0, _ceiling(totals) / total) for total in totals]
@@ -161,7 +161,7 @@ def _ceiling(totals: Sequence[float]) -> float:
     return highest[-1]
 
 
-def save(runs: Sequence[Run], path: Path, base: Run | None = None) -> Path:
+def save(runs: Sequence[ScalingRun], path: Path, base: ScalingRun | None = None) -> Path:
     """Draw some runs into a file, of the kind that its suffix says; returns its path.
 
     Raises UserError without matplotlib, or for a suffix that is none of SUFFIXES.

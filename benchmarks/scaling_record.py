@@ -13,7 +13,7 @@ from benchmarks.harness import noise, ratios, summarise
 from benchmarks.records import Record, Status
 from benchmarks.scaling_anomalies import affinity_note
 from benchmarks.scaling_measure import Answer, cores_allowed
-from benchmarks.scaling_run import RECOMPUTED, Run
+from benchmarks.scaling_run import RECOMPUTED, ScalingRun
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.closed_forms import Link
@@ -250,7 +250,7 @@ def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:
     return predicted | {"mean_ms": parts.pop("total"), "parts_ms": parts}
 
 
-def study_run(record: Record) -> Run:
+def study_run(record: Record) -> ScalingRun:
     """A record as a row of the study's tables: the timers of the last rank, whose line Megatron-LM prints."""
     config, metrics = record.config, record.metrics
     last = {name: values[-1] for name, values in metrics["timers_ms"].items() if values[-1] is not None}
@@ -259,7 +259,7 @@ def study_run(record: Record) -> Run:
     # Nested segments repeat some of what they repeat; the study's formula has every block once more.
     plain = config["d_ff"] == 4 * config["d_model"] and config["recompute"] != "nested"
     device = record.environment["device"]
-    return Run(
+    return ScalingRun(
         name=config["layout"], tp=config["tp"], pp=config["pp"], dp=config["dp"],
         micro_batch_size=config["micro_batch_size"], global_batch_size=config["global_batch_size"],
         ms_per_sample=metrics["ms_per_sample"], timers=last,

@@ -25,7 +25,7 @@ INSIDE = (
 
 
 @dataclass(frozen=True)
-class Run:
+class ScalingRun:
     """One run, as measured or as printed elsewhere. What a source does not say is None.
 
     `timers` are milliseconds of an iteration: those of the last rank, whose line Megatron-LM prints, or, if
@@ -106,22 +106,22 @@ class Run:
         return None if self.seq_length is None else self.samples_per_s * self.seq_length
 
 
-def efficiency(run: Run, base: Run) -> float:
+def efficiency(run: ScalingRun, base: ScalingRun) -> float:
     """Throughput of a rank, relative to that in the base: 1 is ideal scaling."""
     return (run.samples_per_s / run.world) / (base.samples_per_s / base.world)
 
 
-def default_base(runs: Sequence[Run]) -> Run:
+def default_base(runs: Sequence[ScalingRun]) -> ScalingRun:
     """The smallest run that is laid out like the largest: the same tp and pp, and as many samples for each rank."""
 
-    def kind(run: Run) -> tuple[int, int, float]:
+    def kind(run: ScalingRun) -> tuple[int, int, float]:
         return run.tp, run.pp, run.global_batch_size / run.world
 
     largest = max(runs, key=lambda run: run.world)
     return min((run for run in runs if kind(run) == kind(largest)), key=lambda run: run.world)
 
 
-def sample_flops(run: Run, model_only: bool = False) -> float | None:
+def sample_flops(run: ScalingRun, model_only: bool = False) -> float | None:
     """FLOPs of one sequence; None if the shape is not known. Matrix products only, of layers with an MLP of 4 h.
 
     A layer's forward pass takes 24 s h^2 for its weights and 4 s^2 h for its attention, the head's 2 s h V; backward
@@ -139,7 +139,7 @@ def sample_flops(run: Run, model_only: bool = False) -> float | None:
     return float(run.num_layers * (3 * layer + repeated) + 3 * head)
 
 
-def utilisation(run: Run, model_only: bool = False) -> float | None:
+def utilisation(run: ScalingRun, model_only: bool = False) -> float | None:
     """FLOP/s of the hardware (HFU), or of the model's own arithmetic (MFU), over the devices' peak; None if unknown."""
     flops = sample_flops(run, model_only)
     if flops is None or run.peak_flops is None:
@@ -147,7 +147,7 @@ def utilisation(run: Run, model_only: bool = False) -> float | None:
     return flops * run.samples_per_s / (run.world * run.peak_flops)
 
 
-def bubble(run: Run) -> float | None:
+def bubble(run: ScalingRun) -> float | None:
     """Share of the pipeline's time in which the last stage waits; None without its timers.
 
     The last stage waits twice: for the first activation (`forward-recv`), and in the all-reduce of the tied embedding's
@@ -163,7 +163,7 @@ def bubble(run: Run) -> float | None:
     return sum(waiting) / (sum(waiting) + sum(rest)) if waiting and rest else None
 
 
-def ideal_bubble(run: Run) -> float:
+def ideal_bubble(run: ScalingRun) -> float:
     """(p - 1) / (m + p - 1): the share of 1F1B's and GPipe's time with no work, if all stages are equally fast."""
     return (run.pp - 1) / (run.micro_batches + run.pp - 1)
 
@@ -173,34 +173,34 @@ def parent(name: str, names: Container[str]) -> str | None:
     return next((outer for begin, outer in INSIDE if name.startswith(begin) and outer in names and outer != name), None)
 
 
-def top_level(run: Run) -> dict[str, float]:
+def top_level(run: ScalingRun) -> dict[str, float]:
     """The timers that run in no other one."""
     return {name: value for name, value in run.timers.items() if parent(name, run.timers) is None}
 
 
-def top_level_ms(run: Run) -> float:
+def top_level_ms(run: ScalingRun) -> float:
     """The sum of the timers that run in no other one, milliseconds of an iteration."""
     return sum(top_level(run).values())
 
 
-def parse_published(text: str, name: str) -> list[Run]:
+def parse_published(text: str, name: str) -> list[ScalingRun]:
     """Runs kept as JSON: `{"source": "...", "common": {fields that all share}, "runs": [{fields of Run}, ...]}`.
 
     Raises UserError if it is not that.
     """
-    known = {each.name for each in fields(Run)}
+    known = {each.name for each in fields(ScalingRun)}
     try:
         content = json.loads(text)
         shared = {"source": content["source"], **content.get("common", {})}
         rows = [shared | row for row in content["runs"]]
         if unknown := sorted({key for row in rows for key in row} - known):
             raise UserError(f"{name}: a run has no field {', '.join(unknown)}")
-        return [Run(**row | {"gpu_memory": _pair(row.get("gpu_memory"))}) for row in rows]
+        return [ScalingRun(**row | {"gpu_memory": _pair(row.get("gpu_memory"))}) for row in rows]
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{name} does not hold runs as benchmarks/published/ does: {error!r}") from None
 
 
-def as_json(run: Run) -> dict[str, Any]:
+def as_json(run: ScalingRun) -> dict[str, Any]:
     """A run as `parse_published` reads it, without what is unknown."""
     return {name: value for name, value in asdict(run).items() if value is not None}
 

@@ -12,7 +12,7 @@ from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_logs import read_runs
 from benchmarks.scaling_plot import save
 from benchmarks.scaling_run import (
-    Run,
+    ScalingRun,
     bubble,
     default_base,
     efficiency,
@@ -37,7 +37,7 @@ EXPLAINED = (
 )
 
 
-def find_base(runs: Sequence[Run], world: int | None = None) -> Run:
+def find_base(runs: Sequence[ScalingRun], world: int | None = None) -> ScalingRun:
     """The run on `world` ranks that efficiency is relative to, or the one to choose by default.
 
     Raises UserError if no run has so many ranks.
@@ -51,7 +51,7 @@ def find_base(runs: Sequence[Run], world: int | None = None) -> Run:
     raise UserError(f"--base {world}: no run has {world} ranks; choose from {have}")
 
 
-def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Table:
+def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Table:
     """A row for each run: how fast, how well it scales from the first run and from `base`, where the rest went.
 
     A row smaller than `base` has no efficiency relative to it. Raises UserError without a run.
@@ -59,7 +59,7 @@ def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Table:
     if not runs:
         raise UserError("no runs, no table of scaling: measure some, or give a log")
     first, base = runs[0], base or default_base(runs)
-    columns: dict[str, Callable[[Run], str]] = {
+    columns: dict[str, Callable[[ScalingRun], str]] = {
         "run": lambda run: run.name,
         "W": lambda run: str(run.world),
         "TP/PP/DP": lambda run: run.layout,
@@ -88,7 +88,7 @@ def scaling_sheet(runs: Sequence[Run], base: Run | None = None) -> Table:
     return Table(f"Scaling: {sources or 'measured here'}", [*map(str.strip, columns), "see"], rows, explanation(runs))
 
 
-def explanation(runs: Sequence[Run]) -> str:
+def explanation(runs: Sequence[ScalingRun]) -> str:
     """Text below the table: the meaning of its columns, with this study's figures."""
     parts = [EXPLAINED]
     run = runs[-1]
@@ -108,7 +108,7 @@ def explanation(runs: Sequence[Run]) -> str:
     return " ".join(parts)
 
 
-def timer_sheet(runs: Sequence[Run]) -> Table:
+def timer_sheet(runs: Sequence[ScalingRun]) -> Table:
     """A row for each timer, a column for each run; then what no timer knows, and the memory."""
     names = list(dict.fromkeys(name for run in sorted(runs, key=lambda run: -len(run.timers)) for name in run.timers))
     rows = [
@@ -127,7 +127,7 @@ def timer_sheet(runs: Sequence[Run]) -> Table:
     return Table(f"Timers of {whose}, ms an iteration", heads, rows, note, names=True)
 
 
-def run_heads(runs: Sequence[Run]) -> list[str]:
+def run_heads(runs: Sequence[ScalingRun]) -> list[str]:
     """A head for each run: `W = 8`, tp x pp x dp among runs on as many ranks, the name among those laid out alike."""
     worlds, layouts = Counter(run.world for run in runs), Counter(run.layout for run in runs)
     return [
@@ -137,7 +137,7 @@ def run_heads(runs: Sequence[Run]) -> list[str]:
     ]  # fmt: skip
 
 
-def memory(run: Run) -> str:
+def memory(run: ScalingRun) -> str:
     """`5,624-6,176`: MiB, least and most over the ranks."""
     if run.gpu_memory is None:
         return NONE
@@ -162,18 +162,18 @@ def percent(share: float | None) -> str:
     return NONE if share is None else f"{share:.1%}"
 
 
-def findings(runs: Sequence[Run]) -> list[str]:
+def findings(runs: Sequence[ScalingRun]) -> list[str]:
     """Results in the table to doubt: a sentence each, numbered as in the table."""
     return [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
 
 
-def markdown(runs: Sequence[Run], base: Run | None = None, level: int = 2) -> str:
+def markdown(runs: Sequence[ScalingRun], base: ScalingRun | None = None, level: int = 2) -> str:
     """The tables and the findings as Markdown, with headings of a level."""
     parts = [scaling_sheet(runs, base).markdown(level), timer_sheet(runs).markdown(level)]
     return "\n".join([*parts, *(["To be read with care:\n", *findings(runs)] if findings(runs) else [])]) + "\n"
 
 
-def show(runs: Sequence[Run], base: Run | None = None) -> None:
+def show(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
     """Print the tables and the findings."""
     out = console.console()
     for sheet in (scaling_sheet(runs, base), timer_sheet(runs)):

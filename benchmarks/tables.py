@@ -11,7 +11,7 @@ from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
-from benchmarks.plan import Settings
+from benchmarks.plan import PassSettings
 from benchmarks.records import RESULTS, Record, read_records
 from benchmarks.scaling_show import scaling_tables
 from cs336_systems.errors import UserError
@@ -62,7 +62,7 @@ def chosen(record: Record) -> list[str]:
     model = preset(config["size"], config["year"]).model
     usual = {"year": DEFAULT_YEAR, "precision": "fp32", "norm": model.norm, "attention": model.attention}
     usual["kernels"] = model.kernels
-    usual |= {"compile": False, "recompute": "none", "warmup": Settings.warmup}
+    usual |= {"compile": False, "recompute": "none", "warmup": PassSettings.warmup}
     return [f"{name} {config[name]}" for name in usual if config.get(name, usual[name]) != usual[name]]
 
 

@@ -34,7 +34,7 @@ GRACE = 10.0  # seconds that one node gets to say what it misses after the other
 
 
 @dataclass(frozen=True)
-class Settings:
+class TwoNodesSettings:
     """Options of the command line, one field each."""
 
     nproc: int = setting(1, "Ranks of each node.", type=click.IntRange(1))
@@ -50,7 +50,7 @@ class Settings:
         return f"{where}, {self.rate} tbf"
 
 
-def require(settings: Settings, command: tuple[str, ...]) -> None:
+def require(settings: TwoNodesSettings, command: tuple[str, ...]) -> None:
     """Raises UserError for what is missing or misspelt, before anything is made."""
     if not re.fullmatch(r"\d+(\.\d+)?([kmgt]i?)?(bit|bps)", settings.rate.lower()):
         raise UserError(f"--rate {settings.rate} is no rate; write 1gbit, 100mbit, or 10mbps for megabytes a second")
@@ -103,13 +103,13 @@ def empty(name: str) -> None:
             time.sleep(0.05)
 
 
-def limit(name: str, device: str, settings: Settings) -> None:
+def limit(name: str, device: str, settings: TwoNodesSettings) -> None:
     """Limit what leaves a device of a namespace with a token bucket."""
     shape = ("rate", settings.rate, "burst", BURST, "latency", settings.latency)
     tool("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *shape)
 
 
-def join(names: list[str], settings: Settings) -> None:
+def join(names: list[str], settings: TwoNodesSettings) -> None:
     """Lay the wire between two namespaces, limited at both ends."""
     ends = ["ip", "link", "add", DEVICE, "netns", names[0], "type", "veth", "peer", "name", DEVICE, "netns", names[1]]
     tool(*ends)
@@ -119,7 +119,7 @@ def join(names: list[str], settings: Settings) -> None:
         limit(name, DEVICE, settings)
 
 
-def torchrun(settings: Settings, node: int) -> list[str]:
+def torchrun(settings: TwoNodesSettings, node: int) -> list[str]:
     """The torchrun of one node, without its command. Nodes meet at a fixed address: the host's name leads elsewhere."""
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(settings.nproc)]
     if settings.one_node:
@@ -157,7 +157,7 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def run(settings: Settings, command: tuple[str, ...]) -> int:
+def run(settings: TwoNodesSettings, command: tuple[str, ...]) -> int:
     """Build, run, show node 0's output, and clean up whatever happens. Returns the command's exit code."""
     require(settings, command)
     words = [*command, "--link", settings.describe()]
@@ -192,7 +192,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(TwoNodesSettings)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def main(command: tuple[str, ...], **options: Any) -> None:
     """Run a benchmark, such as benchmarks/allreduce.py with its options after --, as if on two nodes. Needs root.
@@ -203,7 +203,7 @@ def main(command: tuple[str, ...], **options: Any) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # and not one that nohup has told it to ignore
             signal.signal(number, interrupt)
-    if code := run(Settings(**options), command):
+    if code := run(TwoNodesSettings(**options), command):
         sys.exit(code if code > 0 else 1)
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.live_memory import Held, held_memory
-from benchmarks.parallel_run import ParallelSettings, Run, start, worker_run
+from benchmarks.parallel_run import ParallelRun, ParallelSettings, start, worker_run
 from benchmarks.parallel_tables import KINDS
 from benchmarks.peers import TORCH_FSDP, TORCH_ZERO, zero_candidates
 from benchmarks.records import Record
@@ -40,11 +40,11 @@ MEMORY_CAPTION = (
 
 
 @dataclass(frozen=True)
-class Settings(ParallelSettings):
+class ZeroSettings(ParallelSettings):
     """Options of the command line, one field each."""
 
 
-def predicted_ms(run: Run, name: str) -> float:
+def predicted_ms(run: ParallelRun, name: str) -> float:
     """The analytic model's step: computing, reductions that backward hides where it can, and gathers."""
     seconds, number, link, ranks = run.compute_seconds(), STAGE_OF[name], run.link, run.ranks
     buckets = run.gradient_buckets(25e6)
@@ -60,7 +60,7 @@ def predicted_ms(run: Run, name: str) -> float:
     return 1e3 * (sum(seconds.values()) + exposed + gather)
 
 
-def make_record(memory: dict[str, Held], run: Run, name: str, turns: Turns) -> Record:
+def make_record(memory: dict[str, Held], run: ParallelRun, name: str, turns: Turns) -> Record:
     """One candidate's record: times, traffic, and memory beside the formula's."""
     samples, held, arena = turns.steps[name], memory[name], run.arena
     metrics: dict[str, Any] = summarise(samples)
@@ -81,7 +81,7 @@ def make_record(memory: dict[str, Held], run: Run, name: str, turns: Turns) -> R
     return run.record("zero", name, samples, metrics, predicted, noise(metrics))
 
 
-def show(run: Run, records: list[Record]) -> None:
+def show(run: ParallelRun, records: list[Record]) -> None:
     """Two tables: times and memory."""
     times = Table(title=run.title(), title_justify="left", caption=TIME_CAPTION, caption_justify="left")
     memory = Table(title="memory of a rank", title_justify="left", caption=MEMORY_CAPTION, caption_justify="left")
@@ -108,7 +108,7 @@ def show(run: Run, records: list[Record]) -> None:
     out.print(memory)
 
 
-def work(place: Place, settings: Settings) -> None:
+def work(place: Place, settings: ZeroSettings) -> None:
     """One rank's part."""
     memory: dict[str, Held] = {}
     worker_run(
@@ -123,10 +123,10 @@ def work(place: Place, settings: Settings) -> None:
 
 
 @click.command()
-@console.options(Settings)
+@console.options(ZeroSettings)
 def main(**options: Any) -> None:
     """Time training steps of all ZeRO stages and PyTorch's, turn by turn, and count what each keeps in memory."""
-    start(work, Settings(**options), "zero")
+    start(work, ZeroSettings(**options), "zero")
 
 
 if __name__ == "__main__":

@@ -211,7 +211,7 @@ def leave(rank: int, world: int, folder: str, what: str, out: str) -> None:
         timed = ("--steps", "2", "--warmup", "1", "--mode", "forward", "--results", ".")
         assert run_command(e2e.main, [*size, *timed]) == 0
     else:
-        settings = profiling_run.Settings(
+        settings = profiling_run.ProfilingSettings(
             size="tiny", batch_size=1, context=8, warmup=1, steps=1, out=Path("."), results=Path(".")
         )
         profiling_run.work(Place(rank, world, rank, world, f"{folder}/store"), settings)

@@ -1,6 +1,6 @@
 """Meaning of a published time: its share of a GPU's bandwidth or peak, and the expected time."""
 
-from benchmarks.attention_candidates import BOTH, FORWARD, Task, flops
+from benchmarks.attention_candidates import BOTH, FORWARD, AttentionTask, flops
 from benchmarks.norm_candidates import Shape, bytes_moved
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.plan import Plan
@@ -27,7 +27,9 @@ def norm_floor(columns: int, what: str, system: System, rows: int = COURSE_ROWS)
 
 def attention_flops(keys: dict[str, Key]) -> float:
     """FLOPs of a published pass of attention, by its keys `batch`, `seq`, `dim`, `causal` and `pass`."""
-    task = Task("published", int(keys["batch"]), int(keys["seq"]), int(keys["dim"]), "bf16", bool(keys["causal"]))
+    task = AttentionTask(
+        "published", int(keys["batch"]), int(keys["seq"]), int(keys["dim"]), "bf16", bool(keys["causal"])
+    )
     return flops(task, FORWARD if keys["pass"] == "forward" else BOTH)
 
 

@@ -5,7 +5,7 @@ from statistics import fmean
 
 from benchmarks.scaling_anomalies import anomalies
 from benchmarks.scaling_plot import marks
-from benchmarks.scaling_run import Run, bubble, efficiency, ideal_bubble, utilisation
+from benchmarks.scaling_run import ScalingRun, bubble, efficiency, ideal_bubble, utilisation
 from benchmarks.scaling_table import find_base, percent
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
@@ -19,7 +19,7 @@ from writeup.tables import Table
 SYSTEM = "ThetaGPU"
 
 
-def predicted_step(run: Run) -> StepTime:
+def predicted_step(run: ScalingRun) -> StepTime:
     """The model's step for a row of the study."""
     config = model_preset("bert-345m").override(recompute="segments")
     system = system_preset(SYSTEM)
@@ -30,7 +30,7 @@ def predicted_step(run: Run) -> StepTime:
     return step_time(config, plan, run.seq_length or config.context_length, system)
 
 
-def study_table(book: Book, study: Sequence[Run], steps: Sequence[StepTime]) -> Table:
+def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
     """The published rows with the model's step beside them."""
     base, found = find_base(study), marks(study)
     rows = []
@@ -51,7 +51,7 @@ def study_table(book: Book, study: Sequence[Run], steps: Sequence[StepTime]) -> 
     return Table(book, columns, rows, always=True)
 
 
-def host(study: Sequence[Run], steps: Sequence[StepTime]) -> list[str]:
+def host(study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> list[str]:
     """Why the model is wrong for the study: what the same work took on different numbers of GPUs."""
     starved = {index for each in anomalies(study) if each.kind == "starved" for index in each.runs}
     pairs = [pair for index, pair in enumerate(zip(study, steps, strict=True)) if index not in starved]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import allreduce, allreduce_plot, collective
-from benchmarks.collective import Job, Settings
+from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.records import RESULTS, Record, append_record
 from cs336_systems.comm import Place
 from cs336_systems.cost.closed_forms import Link
@@ -22,7 +22,7 @@ TINY = ("--steps", "2", "--warmup", "1", "--results", "out", "--sizes", "4KB", "
 
 
 def blank(nbytes: int = 1000, count: int = 2, **config) -> Record:
-    job = Job(Settings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), ())
+    job = AllReduceJob(AllReduceSettings(link=config.pop("link", None)), "gloo", "cpu", (nbytes,), ())
     record = job.record(Place(world_size=count, local_world_size=count), nbytes, {"device": "abacus", "cores": 2})
     return replace(record, config=record.config | config)
 
@@ -42,11 +42,11 @@ def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
 def test_every_backend_of_the_machine_is_measured(monkeypatch):
     gpus = 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert allreduce.combinations(Settings()) == [("cpu", "gloo")]
+    assert allreduce.combinations(AllReduceSettings()) == [("cpu", "gloo")]
     gpus = 1
-    assert allreduce.combinations(Settings()) == [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")]
-    assert allreduce.combinations(Settings(backend="nccl")) == [("cuda", "nccl")]
-    assert allreduce.combinations(Settings(device="cpu")) == [("cpu", "gloo")]
+    assert allreduce.combinations(AllReduceSettings()) == [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")]
+    assert allreduce.combinations(AllReduceSettings(backend="nccl")) == [("cuda", "nccl")]
+    assert allreduce.combinations(AllReduceSettings(device="cpu")) == [("cpu", "gloo")]
     assert allreduce.cannot("gloo", Place(world_size=2, local_world_size=2)) == ""
     assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
 
@@ -79,17 +79,17 @@ def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
 
 def test_ranks_that_were_started_are_those_measured(monkeypatch):
     here = Place(rank=1, world_size=3, local_rank=1, local_world_size=3, meeting="host:1")
-    assert allreduce.places(Settings(), here) == [here]
-    assert [place.world_size for place in allreduce.places(Settings(), Place())] == [2, 4, 6]
-    assert [place.world_size for place in allreduce.places(Settings(nproc=3), Place())] == [3]
+    assert allreduce.places(AllReduceSettings(), here) == [here]
+    assert [place.world_size for place in allreduce.places(AllReduceSettings(), Place())] == [2, 4, 6]
+    assert [place.world_size for place in allreduce.places(AllReduceSettings(nproc=3), Place())] == [3]
     worked = []
     monkeypatch.setattr(allreduce, "find_place", lambda: here)
     monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append((place, len(job.paths))))
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started ranks beside those there are"))
-    allreduce.run(Settings(device="cpu"))
+    allreduce.run(AllReduceSettings(device="cpu"))
     assert worked == [(here, 1)]  # rank 1 opens no file of records
     with pytest.raises(UserError, match="--nproc 4 would start ranks, but 3 were started already"):
-        allreduce.places(Settings(nproc=4), here)
+        allreduce.places(AllReduceSettings(nproc=4), here)
 
 
 @pytest.mark.parametrize(

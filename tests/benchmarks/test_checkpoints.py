@@ -17,7 +17,7 @@ SMALL = {"size": "tiny", "d_model": 64, "layers": 1, "context": 8, "rounds": 2, 
 
 
 def benchmark_case(rank: int, world: int, folder: str, results: str) -> None:
-    settings = checkpoints.Settings(**SMALL, results=Path(results), folder_of_files=Path(results))
+    settings = checkpoints.CheckpointSettings(**SMALL, results=Path(results), folder_of_files=Path(results))
     checkpoints.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
 
@@ -30,7 +30,7 @@ def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
         *(rivals.OURS, rivals.BACKGROUND, rivals.LOAD),
         *(rivals.DCP_SAVE, rivals.DCP_LOAD, rivals.TORCH_SAVE, rivals.TORCH_LOAD),
     ]
-    parameters = sum(count_parameters(checkpoints.Settings(**SMALL).config()).values())
+    parameters = sum(count_parameters(checkpoints.CheckpointSettings(**SMALL).config()).values())
     for name, record in records.items():
         assert len(record.samples_ms) == 2
         assert record.metrics["bytes"] == 12 * parameters, "a weight and two moments"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import collective, rank_times
-from benchmarks.collective import Job, Settings
+from benchmarks.collective import AllReduceJob, AllReduceSettings
 from benchmarks.harness import WrongResultError
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Place, all_reduce, distributed, launch
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def blank(nbytes: int) -> Record:
-    job = Job(Settings(), "gloo", "cpu", (nbytes,), ())
+    job = AllReduceJob(AllReduceSettings(), "gloo", "cpu", (nbytes,), ())
     return job.record(Place(world_size=2, local_world_size=2), nbytes, {})
 
 
@@ -110,7 +110,7 @@ def broken_case(group, where: str) -> None:
     collective.all_reduce = broken
     if where == "gate":
         collective.gate(group, CPU)
-    collective.time_size(4000, group, CPU, Settings(warmup=1, steps=1), lambda note: None)
+    collective.time_size(4000, group, CPU, AllReduceSettings(warmup=1, steps=1), lambda note: None)
 
 
 @pytest.mark.parametrize("where", ["gate", "timing"])
@@ -144,7 +144,7 @@ def test_ranks_of_one_machine_share_its_memory_and_one_without_it_stops_all():
 def work_case(rank: int, world_size: int, folder: str) -> None:
     collective.usable_memory = lambda device: world_size * 10_000
     place = Place(rank, world_size, rank, world_size, f"{folder}/store")
-    job = Job(Settings(steps=2, warmup=0), "gloo", "cpu", (4000, 8000), (Path(folder, "records"),))
+    job = AllReduceJob(AllReduceSettings(steps=2, warmup=0), "gloo", "cpu", (4000, 8000), (Path(folder, "records"),))
     collective.work(place, job)
     if rank == 0:
         kept = [(r.config["bytes"], r.status, len(r.samples_ms)) for r in read_records(job.paths[0])]

@@ -33,7 +33,7 @@ def lines(folder: Path) -> list[dict]:
 
 
 def bench(usable: int, **settings) -> plan.Bench:
-    return plan.Bench(plan.Settings(**settings), CPU, FAST, usable, {})
+    return plan.Bench(plan.PassSettings(**settings), CPU, FAST, usable, {})
 
 
 def test_a_run_prints_a_table_and_records_every_mode(in_tmp, capsys):
@@ -183,7 +183,7 @@ def test_an_unwritable_folder_is_refused_before_anything_is_measured(in_tmp, mon
 
 def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
     monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
-    records = e2e.run(plan.Settings(all_sizes=True, year=2026, device="cpu", results=tmp_path))
+    records = e2e.run(plan.PassSettings(all_sizes=True, year=2026, device="cpu", results=tmp_path))
     assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "10B"]
     assert {r.status for r in records} == {"out-of-memory"}
 
@@ -205,7 +205,7 @@ def test_long_passes_are_repeated_less():
     case = Case(model_preset("xl"), 16, "fp32", False, CPU)
     slow = replace(bench(10**12), hardware=Hardware("slow", 1e11, 1e10, ""))
     assert slow.passes(case, "step") == 2 + 2
-    assert replace(slow, settings=plan.Settings(steps=7, warmup=0)).passes(case, "step") == 7
+    assert replace(slow, settings=plan.PassSettings(steps=7, warmup=0)).passes(case, "step") == 7
     assert bench(10**12).passes(Case(SMALL, 1, "fp32", False, CPU), "step") == 2 + 5
 
 

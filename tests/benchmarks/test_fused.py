@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import fused, fused_candidates, fused_rows, kernel_run
 from benchmarks.fused_candidates import KERNELS, gpt2_shapes
-from benchmarks.fused_rows import Task
+from benchmarks.fused_rows import FusedTask
 from benchmarks.harness import WrongResultError
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
@@ -21,7 +21,7 @@ FAST = ("--device", "cpu", "--rounds", "4", "--results", "out")
 BOTH = "forward-backward"
 needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled for the GPU here")
 GATED = {"cross-entropy": (64, 32, 500), "swiglu": (100, 32), "add-rmsnorm": (100, 32), "adamw": (1, 16, 64)}
-TINY = {name: Task(name, GATED[name], kernel.dtypes[-1], kernel.passes[-1]) for name, kernel in KERNELS.items()}
+TINY = {name: FusedTask(name, GATED[name], kernel.dtypes[-1], kernel.passes[-1]) for name, kernel in KERNELS.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def pick(*names):
 
 
 def moved(name, sizes, dtype, what):
-    return KERNELS[name].moved(Task(name, sizes, dtype, what), CPU)
+    return KERNELS[name].moved(FusedTask(name, sizes, dtype, what), CPU)
 
 
 def test_bytes_and_flops_are_those_of_the_hand_count():
@@ -53,14 +53,14 @@ def test_bytes_and_flops_are_those_of_the_hand_count():
     assert len(gpt2_shapes((12, 768, 50_257))) == 148
     assert moved("adamw", (12, 768, 50_257), "fp32", "step") == 28 * 124_439_808
     sizes = (4096, 4096, 128_256)
-    forward, both = (Task("cross-entropy", sizes, "bf16", what) for what in ("forward", BOTH))
+    forward, both = (FusedTask("cross-entropy", sizes, "bf16", what) for what in ("forward", BOTH))
     assert KERNELS["cross-entropy"].flops(forward) == 2 * 4096 * 4096 * 128_256
     assert KERNELS["cross-entropy"].flops(both) == 6 * 4096 * 4096 * 128_256
     assert moved("cross-entropy", sizes, "bf16", BOTH) == 2 * 4096 * 128_256 * 2
 
 
 def test_peak_memory_of_the_loss_is_that_of_the_hand_count():
-    task = Task("cross-entropy", (8192, 4096, 128_256), "bf16", BOTH)
+    task = FusedTask("cross-entropy", (8192, 4096, 128_256), "bf16", BOTH)
     hidden, weight, logits = 8192 * 4096 * 2, 128_256 * 4096 * 2, 8192 * 128_256 * 2
     kept = 2 * (hidden + weight) + 8 * 8192
     assert KERNELS["cross-entropy"].peak_bytes("torch", task) == kept + 3 * logits
@@ -72,7 +72,7 @@ def test_peak_memory_of_the_loss_is_that_of_the_hand_count():
 
 def test_peak_memory_of_rows_is_that_of_the_hand_count():
     def matrices(kernel, name, what):
-        return KERNELS[kernel].peak_bytes(name, Task(kernel, (8, 16), "bf16", what)) / (8 * 16 * 2)
+        return KERNELS[kernel].peak_bytes(name, FusedTask(kernel, (8, 16), "bf16", what)) / (8 * 16 * 2)
 
     assert matrices("swiglu", "ours", "forward") == 3  # gate, up, y
     assert matrices("swiglu", "torch", "forward") == 4  # and silu(gate)
@@ -83,7 +83,7 @@ def test_peak_memory_of_rows_is_that_of_the_hand_count():
 
 
 def test_the_shapes_that_matter_most_come_first():
-    tasks = fused.Settings().tasks(CUDA)
+    tasks = fused.FusedSettings().tasks(CUDA)
     assert [task.kernel for task in tasks[:7]] == [
         *["cross-entropy"] * 2,
         *["swiglu"] * 2,
@@ -91,10 +91,10 @@ def test_the_shapes_that_matter_most_come_first():
         "adamw",
     ]
     assert len(tasks) == 2 * (3 + 2 + 2) + 1
-    assert Task("cross-entropy", (16384, 1600, 50_257), "bf16", BOTH) in tasks
-    assert {task.kernel for task in fused.Settings(kernel=("adamw",)).tasks(CUDA)} == {"adamw"}
-    assert {task.what for task in fused.Settings(forward=True).tasks(CUDA)} == {"forward"}
-    assert not fused.Settings(kernel=("adamw",), dtype="bf16").tasks(CUDA)
+    assert FusedTask("cross-entropy", (16384, 1600, 50_257), "bf16", BOTH) in tasks
+    assert {task.kernel for task in fused.FusedSettings(kernel=("adamw",)).tasks(CUDA)} == {"adamw"}
+    assert {task.what for task in fused.FusedSettings(forward=True).tasks(CUDA)} == {"forward"}
+    assert not fused.FusedSettings(kernel=("adamw",), dtype="bf16").tasks(CUDA)
 
 
 def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
@@ -108,7 +108,7 @@ def test_a_run_records_every_candidate_beside_its_floor(in_tmp, capsys):
             assert record["flags"] == ["Liger-Kernel is not installed"]
             continue
         task, metrics, predicted = (
-            Task(name, kernel.tiny, config["dtype"], what),
+            FusedTask(name, kernel.tiny, config["dtype"], what),
             record["metrics"],
             record["predicted"],
         )
@@ -235,7 +235,7 @@ def test_our_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeypatch, ca
 
 
 def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
-    task = Task("cross-entropy", KERNELS["cross-entropy"].tiny, "bf16", BOTH)
+    task = FusedTask("cross-entropy", KERNELS["cross-entropy"].tiny, "bf16", BOTH)
     need = fused.memory_needed(task, "torch")
     monkeypatch.setattr(kernel_run, "usable_memory", lambda device: need - 1)
     assert run_command(fused.main, [*FAST, "--kernel", "cross-entropy", "--backward", *pick("torch")]) == 0

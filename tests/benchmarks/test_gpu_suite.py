@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_suite
-from benchmarks.gpu_suite import STEPS, Settings, Step, arguments
+from benchmarks.gpu_suite import STEPS, GPUStep, SuiteSettings, arguments
 from cs336_systems.host.console import run_command
 
 FAKE = """
@@ -49,7 +49,7 @@ def fakes(in_tmp, monkeypatch):
 
 
 def fake(what, seconds=20.0, **kinds):
-    return Step(what, ("fake", what), seconds, **kinds)
+    return GPUStep(what, ("fake", what), seconds, **kinds)
 
 
 def suite(*options):
@@ -163,19 +163,19 @@ def test_a_budget_leaves_a_step_time_to_finish(fakes):
     options = json.loads((folder / "logs/budget.log").read_text().split(maxsplit=3)[3])
     common = ["--results", str(folder / "out"), "--commit", "abc"]
     assert options == [*common, "--budget", "10", "--patience", "5"]
-    whole = arguments(fake("x", takes_budget=True), Settings(), Path("/out"), 65.0)
+    whole = arguments(fake("x", takes_budget=True), SuiteSettings(), Path("/out"), 65.0)
     assert whole[-4:] == ["--budget", "45", "--patience", "5"]
-    assert arguments(fake("x", takes_budget=True), Settings(), Path("/out"), 15.0)[-3] == "1"
-    assert arguments(fake("x", takes_budget=True), Settings(smoke=True), Path("/out"), 65.0)[-1] == "--smoke"
+    assert arguments(fake("x", takes_budget=True), SuiteSettings(), Path("/out"), 15.0)[-3] == "1"
+    assert arguments(fake("x", takes_budget=True), SuiteSettings(smoke=True), Path("/out"), 65.0)[-1] == "--smoke"
 
 
 def test_the_real_steps_fit_into_the_eight_minutes_and_write_no_caches():
-    assert sum(step.seconds for step in STEPS if step.gpus == 1) <= 60 * Settings().minutes
+    assert sum(step.seconds for step in STEPS if step.gpus == 1) <= 60 * SuiteSettings().minutes
     assert [step.name for step in STEPS[:2]] == ["correctness", "norms fp32"]
     assert len({step.name for step in STEPS}) == len(STEPS)
     tests = [word for word in STEPS[0].command if word.startswith("tests/")]
     assert all((gpu_suite.ROOT / name).exists() for name in tests)
-    assert "no:cacheprovider" in arguments(STEPS[0], Settings(), Path("/out"), 9.0)
+    assert "no:cacheprovider" in arguments(STEPS[0], SuiteSettings(), Path("/out"), 9.0)
     assert "PYTHONDONTWRITEBYTECODE=1" in gpu_suite.surroundings()
     assert all(step.seconds > gpu_suite.MARGIN for step in STEPS if step.takes_budget)
 
@@ -185,7 +185,7 @@ def test_every_real_step_is_a_command_with_options_that_exist():
         module, *options = step.command
         if module != "pytest":
             command = __import__(module, fromlist=["main"]).main
-            given = arguments(step, Settings(commit="abc"), Path("/out"), 30.0)
+            given = arguments(step, SuiteSettings(commit="abc"), Path("/out"), 30.0)
             assert given[3 : 3 + len(options)] == list(options)
             assert ("/out/profile" in given) == (module == "benchmarks.profiling_run")
             context = command.make_context(module, given[3:])
@@ -205,7 +205,7 @@ def test_kernels_are_compiled_where_there_is_a_gpu(fakes, monkeypatch):
 
 
 def test_a_smoke_run_needs_no_gpu(fakes, monkeypatch):
-    folder = fakes(Step("correctness", ("pytest",), 9), fake("ok"), fake("two", gpus=2))
+    folder = fakes(GPUStep("correctness", ("pytest",), 9), fake("ok"), fake("two", gpus=2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert suite("--smoke") == 0
     assert (folder / "logs/ok.log").read_text() == 'this is ok ["--smoke"]\n'

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import attention, attention_candidates, kernel_run, norm_candidates, norms
-from benchmarks.attention_candidates import Inputs, Task, flops, peak_bytes, some_queries
+from benchmarks.attention_candidates import AttentionTask, Inputs, flops, peak_bytes, some_queries
 from benchmarks.contest import UnavailableError
 from benchmarks.harness import WrongResultError
 from benchmarks.norm_candidates import Shape, bytes_moved
@@ -46,7 +46,7 @@ def test_bytes_are_those_of_the_hand_count():
 
 
 def test_flops_are_those_of_the_hand_count():
-    full, causal = (Task("flash", 2, 8, 4, "fp32", causal) for causal in (False, True))
+    full, causal = (AttentionTask("flash", 2, 8, 4, "fp32", causal) for causal in (False, True))
     assert flops(full, "forward") == 2 * (2 * 2 * 8 * 8 * 4)  # two products of 2 x (8 x 4) (4 x 8), 2 FLOPs each
     assert flops(causal, "forward") == flops(full, "forward") / 2
     assert flops(causal, "backward") == 2.5 * flops(causal, "forward")
@@ -56,27 +56,27 @@ def test_flops_are_those_of_the_hand_count():
 
 
 def test_naive_attention_needs_its_scores():
-    task = Task("course", 8, 16384, 128, "fp32", causal=False)
+    task = AttentionTask("course", 8, 16384, 128, "fp32", causal=False)
     scores = 8 * 16384**2
     assert peak_bytes("eager", task) == 8 * 8 * 16384 * 128 * 4 + 12 * scores
     assert peak_bytes("ours", task) == 8 * 8 * 16384 * 128 * 4
 
 
 def test_the_write_ups_shapes_are_covered():
-    shapes = norms.Settings().shapes(CUDA)
+    shapes = norms.NormSettings().shapes(CUDA)
     assert len(shapes) == 2 * (4 + 14)
     assert Shape(50_000, 8192, "fp32", "forward-backward") in shapes
     assert Shape(8192, 262_144, "bf16", "forward") in shapes
-    assert {s.what for s in norms.Settings(forward=True).shapes(CUDA)} == {"forward"}
-    on_cpu = norms.Settings().shapes(CPU)
+    assert {s.what for s in norms.NormSettings(forward=True).shapes(CUDA)} == {"forward"}
+    on_cpu = norms.NormSettings().shapes(CPU)
     assert max(s.rows * s.columns for s in on_cpu) <= norms.CPU_ELEMENTS
-    assert norms.Settings(rows=7).shapes(CPU)[0].rows == 7
-    tasks = attention.Settings(grid="flash").tasks()
+    assert norms.NormSettings(rows=7).shapes(CPU)[0].rows == 7
+    tasks = attention.AttentionSettings(grid="flash").tasks()
     assert len(tasks) == 2 * 4 * 10
     assert {(t.batch, t.causal) for t in tasks} == {(1, True)}
-    assert len(attention.Settings(grid="course").tasks()) == 4 * 5
-    assert not any(t.backward for t in attention.Settings(forward=True).tasks())
-    assert len(attention.Settings(grid="leaderboard", backward=True).tasks()) == 1
+    assert len(attention.AttentionSettings(grid="course").tasks()) == 4 * 5
+    assert not any(t.backward for t in attention.AttentionSettings(forward=True).tasks())
+    assert len(attention.AttentionSettings(grid="leaderboard", backward=True).tasks()) == 1
 
 
 def test_a_run_of_norms_prints_a_table_and_records_every_candidate(in_tmp, capsys):
@@ -209,7 +209,7 @@ class WrongKeyGradient(torch.autograd.Function):
 
 
 def test_the_gate_of_attention_needs_few_queries_and_sees_every_gradient():
-    task = Task("flash", 2, 50, 16, "fp32", causal=True)
+    task = AttentionTask("flash", 2, 50, 16, "fp32", causal=True)
     inputs, queries = Inputs(task, CPU), torch.tensor([0, 3, 49])
     few = some_queries(inputs.q[:, queries], inputs.k, inputs.v, queries, True)
     assert torch.allclose(few, reference.attention(inputs.q, inputs.k, inputs.v, True)[0][:, queries], atol=1e-6)
@@ -227,8 +227,8 @@ def test_our_kernel_passes_the_gate_in_the_interpreter_but_is_not_timed(in_tmp, 
 @needs_interpreter
 def test_a_dim_that_our_kernel_cannot_do_is_said_and_no_fault(in_tmp, capsys):
     with pytest.raises(UnavailableError, match="takes dims up to 128, not 129"):
-        attention_candidates.load_ours(Task("flash", 1, 32, 129, "fp32", causal=True), CPU)
-    attention_candidates.load_ours(Task("flash", 1, 32, 128, "fp32", causal=True), CPU)
+        attention_candidates.load_ours(AttentionTask("flash", 1, 32, 129, "fp32", causal=True), CPU)
+    attention_candidates.load_ours(AttentionTask("flash", 1, 32, 128, "fp32", causal=True), CPU)
     options = ("--dim", "129", "--candidate", "ours", "--candidate", "eager", "--forward", "--smoke")
     assert run_command(attention.main, ["--device", "cpu", *options]) == 0
     shown = capsys.readouterr().out

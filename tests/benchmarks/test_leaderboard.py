@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import attention_candidates, leaderboard, leaderboard_step
 from benchmarks.harness import WrongResultError
-from benchmarks.leaderboard_step import FULL, TINY, Step, gate_step, largest_step
+from benchmarks.leaderboard_step import FULL, TINY, LeaderboardStep, gate_step, largest_step
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -34,8 +34,8 @@ def test_what_a_step_needs_is_that_of_the_hand_count():
     tokens = 2 * 32_768
     activations = 34 * tokens * 4096 * 2 + tokens * 2 * (18 * 4096 + 6 * 11_008)
     head = 151_936 * (6 * 4096 + 2 * 4096)
-    assert Step(FULL, 2, False).bytes_needed == 12 * parameters + activations + head
-    assert largest_step(FULL, None, None, False, 140 * GIB) == Step(FULL, 2, False)
+    assert LeaderboardStep(FULL, 2, False).bytes_needed == 12 * parameters + activations + head
+    assert largest_step(FULL, None, None, False, 140 * GIB) == LeaderboardStep(FULL, 2, False)
 
 
 def test_the_step_is_scaled_to_what_fits():
@@ -45,13 +45,13 @@ def test_the_step_is_scaled_to_what_fits():
     assert found.batch == 1
     deeper = replace(found, config=replace(found.config, num_layers=found.config.num_layers + 1))
     assert deeper.bytes_needed > 80 * GIB
-    assert largest_step(FULL, 8, None, False, 80 * GIB) == Step(replace(FULL, num_layers=8), 2, False)
+    assert largest_step(FULL, 8, None, False, 80 * GIB) == LeaderboardStep(replace(FULL, num_layers=8), 2, False)
     with pytest.raises(UserError, match=r"--layers 34 at batch 2 needs 1\d\d\.\d GiB, 80\.0 GiB are usable"):
         largest_step(FULL, 34, 2, False, 80 * GIB)
 
 
 def test_the_predicted_time_is_that_of_the_hand_count():
-    step = Step(replace(TINY, recompute="none"), 2, False)
+    step = LeaderboardStep(replace(TINY, recompute="none"), 2, False)
     per_token = 2 * (4 * 32**2 + 3 * 32 * 64 + 256 * 32)
     scores = 2 * 2 * 2 * 32 * 32 / 2 * 32  # two products, batch 2, 32 queries and keys, half of them masked
     predicted = step.predict(Hardware("slow", 1e9, 1e9, "made up"))
@@ -99,7 +99,9 @@ def test_the_published_best_stands_beside_its_own_model_however_deep(monkeypatch
     hardware = Hardware("fast", 1e15, 1e15, "made up")
     for model, known in ((full, True), (replace(full, num_layers=2), True), (replace(full, d_ff=32), False)):
         monkeypatch.setattr(leaderboard, "LAPTOP", model)
-        record = leaderboard.finish(leaderboard.run_step(leaderboard.Settings(), CPU, hardware), hardware, {})
+        record = leaderboard.finish(
+            leaderboard.run_step(leaderboard.LeaderboardSettings(), CPU, hardware), hardware, {}
+        )
         assert ("published_best_ms" in record.metrics) == known
         shown = capsys.readouterr().out
         assert ("best published, the whole task on two B200: 3.8 s" in shown) == known
@@ -107,7 +109,10 @@ def test_the_published_best_stands_beside_its_own_model_however_deep(monkeypatch
 
 
 def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, capsys):
-    task, cuda = attention_candidates.Task("leaderboard", 1, 32, 16, "fp32", causal=True), SimpleNamespace(type="cuda")
+    task, cuda = (
+        attention_candidates.AttentionTask("leaderboard", 1, 32, 16, "fp32", causal=True),
+        SimpleNamespace(type="cuda"),
+    )
     hardware, timed = Hardware("fast", 1e15, 1e15, "made up"), []
 
     def right(q, k, v):
@@ -125,13 +130,13 @@ def test_the_attention_that_is_timed_is_the_one_that_was_gated(monkeypatch, caps
     monkeypatch.setattr(leaderboard, "Inputs", lambda task, device: attention_candidates.Inputs(task, CPU))
     monkeypatch.setattr(leaderboard, "time_attention", clock)
     monkeypatch.setattr(leaderboard, "compiled", compiler(compiled := lambda q, k, v: right(q, k, v)))
-    fields = leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+    fields = leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
     assert timed == [compiled]
     leaderboard.finish(fields, hardware, {})
     assert "best published, the whole task on an H100: 5.36 ms" in capsys.readouterr().out
     monkeypatch.setattr(leaderboard, "compiled", compiler(lambda q, k, v: reference.attention(q, k, v, False)[0]))
     with pytest.raises(WrongResultError, match="ours's output is off"):  # a compiler that gets it wrong
-        leaderboard.run_attention(leaderboard.Settings(), cuda, hardware)
+        leaderboard.run_attention(leaderboard.LeaderboardSettings(), cuda, hardware)
     assert len(timed) == 1
 
 
@@ -155,7 +160,7 @@ def test_the_attention_loop_runs_forward_and_backward_of_what_it_is_given(monkey
 
 
 def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
-    step = Step(replace(TINY, kernels="torch"), 2, False)
+    step = LeaderboardStep(replace(TINY, kernels="torch"), 2, False)
 
     def broken(q, k, v, is_causal):
         return reference.attention(q, k, v, False)[0]
@@ -171,7 +176,7 @@ def test_the_gate_sees_attention_that_forgets_its_mask(monkeypatch):
 
 
 def test_the_gate_sees_a_gradient_that_is_missing(monkeypatch):
-    step = Step(replace(TINY, kernels="torch"), 2, False)
+    step = LeaderboardStep(replace(TINY, kernels="torch"), 2, False)
 
     def forgetful(q, k, v, is_causal):
         return reference.attention(q, k.detach(), v, is_causal)[0]
@@ -189,7 +194,7 @@ def test_the_gate_sees_a_parameter_without_a_gradient(monkeypatch):
 
     monkeypatch.setattr(leaderboard_step.TransformerLM, "bfloat16", freeze)
     with pytest.raises(WrongResultError, match=r"the gradient of .* is off its reference by 1\.00e\+00"):
-        gate_step(Step(PLAIN, 2, False), CPU)
+        gate_step(LeaderboardStep(PLAIN, 2, False), CPU)
 
 
 def test_a_wrong_result_is_one_line_and_leaves_no_speed(in_tmp, monkeypatch, capsys):
@@ -220,7 +225,7 @@ def test_a_loss_that_is_no_number_has_no_speed(monkeypatch):
     right = leaderboard_step.lm_loss
     monkeypatch.setattr(leaderboard_step, "lm_loss", lambda model, *batch: right(model, *batch) * float("nan"))
     with pytest.raises(UserError, match="the loss is nan"):
-        leaderboard_step.time_step(Step(PLAIN, 1, False), 1, CPU)
+        leaderboard_step.time_step(LeaderboardStep(PLAIN, 1, False), 1, CPU)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.memory_tables import grouped, label, peak_row, place, sheets, stream_bytes
-from benchmarks.plan import Bench
-from benchmarks.plan import Settings as PlanSettings
+from benchmarks.plan import Bench, PassSettings
 from benchmarks.records import Record, read_records
 from benchmarks.tables import FIRST, measured_tables
 from benchmarks.workload import Case
@@ -143,8 +142,8 @@ def test_segments_are_measured_beside_the_prediction(in_tmp, monkeypatch, collec
 
 
 def test_a_chosen_recompute_joins_the_segments(in_tmp):
-    settings = memory.Settings(size="tiny", segments=True, recompute="segments", recompute_every=4, device="cpu")
-    bench = Bench(PlanSettings(), CPU, FAST, 0, WHERE)
+    settings = memory.MemorySettings(size="tiny", segments=True, recompute="segments", recompute_every=4, device="cpu")
+    bench = Bench(PassSettings(), CPU, FAST, 0, WHERE)
     runs = memory.make_runs(settings, settings.cases(CPU), {"fp32": bench})
     assert [run.way.name for run in runs] == ["none", "segments of 1", "segments of 2", "nested", "segments of 4"]
     assert [run.case.config.recompute_every for run in runs] == [1, 1, 2, 1, 4]

@@ -12,7 +12,7 @@ import torch
 from benchmarks import moe_eval
 from benchmarks.moe_eval_counts import ALL_TO_ALL, expected
 from benchmarks.moe_eval_model import TAGS
-from benchmarks.moe_eval_options import Settings
+from benchmarks.moe_eval_options import MoEEvalSettings
 from benchmarks.moe_eval_record import predicted_bytes
 from benchmarks.records import Record, read_records
 from cs336_systems.host.console import run_command
@@ -173,9 +173,9 @@ def test_refused_in_one_line(tmp_path, monkeypatch, capsys, arguments, line):
 
 
 def test_layouts_that_follow_from_the_ranks():
-    config = Settings().config()
-    assert Settings().sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 4, "tp": 1}
-    assert Settings(tp=2).sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 2, "tp": 2}
-    assert Settings().sizes(replace(config, num_experts=2), 8) == {"pp": 1, "dp": 4, "ep": 2, "tp": 1}
-    assert Settings(profile=True).variants() == ("einsum", "sort")
-    assert Settings(size="tiny").sizes(Settings(size="tiny").config(), 4)["dp"] == 4
+    config = MoEEvalSettings().config()
+    assert MoEEvalSettings().sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 4, "tp": 1}
+    assert MoEEvalSettings(tp=2).sizes(config, 4) == {"pp": 1, "dp": 1, "ep": 2, "tp": 2}
+    assert MoEEvalSettings().sizes(replace(config, num_experts=2), 8) == {"pp": 1, "dp": 4, "ep": 2, "tp": 1}
+    assert MoEEvalSettings(profile=True).variants() == ("einsum", "sort")
+    assert MoEEvalSettings(size="tiny").sizes(MoEEvalSettings(size="tiny").config(), 4)["dp"] == 4

@@ -36,7 +36,7 @@ class Alone:
 def measured_case(rank: int, world: int, folder: str, results: str) -> None:
     moe_layer.ceilings = lambda group, budget: IDEAL  # probing takes longer than all the rest
     for backward in (False, True):
-        settings = moe_layer.Settings(**TINY, backward=backward, results=Path(results))
+        settings = moe_layer.MoELayerSettings(**TINY, backward=backward, results=Path(results))
         moe_layer.work(Place(rank, world, rank, world, f"{folder}/store-{backward}"), settings)
 
 
@@ -90,7 +90,7 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
 
 def gate_case(group) -> list[dict]:
     """By whether gradients are looked at as well: what the gate says of each wrong layer, of which only rank 0's is."""
-    plenty = moe_layer.Settings(**TINY)
+    plenty = moe_layer.MoELayerSettings(**TINY)
     narrow, found = replace(plenty, eval_fraction=0.25).ways(), []
     for backward in (False, True):
         bench = Bench(narrow[1].config, 0.5, group, backward)
@@ -115,7 +115,7 @@ def test_the_gate_sees_wrong_layers_on_all_ranks():
 
 
 def test_experts_have_the_same_weights_on_any_number_of_ranks():
-    config = moe_layer.Settings(**TINY).ways()[0].config
+    config = moe_layer.MoELayerSettings(**TINY).ways()[0].config
     whole = build_layer(config, Alone()).state_dict()
     assert whole["experts.up.bias"].abs().min() > 0
 
@@ -133,7 +133,7 @@ def test_experts_have_the_same_weights_on_any_number_of_ranks():
 
 
 def test_the_published_layer_is_padded_twelve_times():
-    einsum, sort, dropless = moe_layer.Settings().ways()
+    einsum, sort, dropless = moe_layer.MoELayerSettings().ways()
     said = {way.name: predict(way, 2048, 2, IDEAL, False) for way in (einsum, sort, dropless)}
     assert einsum.slots(2048) == 103
     assert said["einsum"]["all_to_all_bytes"] == 512 * 103 * 64 * 4
@@ -152,8 +152,8 @@ def test_the_published_layer_is_padded_twelve_times():
 
 
 def test_ratios_are_of_pairs_in_one_round():
-    bench = Bench(moe_layer.Settings(**TINY).ways()[0].config, 0.0, Alone())
-    einsum, sort, _ = (Contender(bench, way, 1) for way in moe_layer.Settings(**TINY).ways())
+    bench = Bench(moe_layer.MoELayerSettings(**TINY).ways()[0].config, 0.0, Alone())
+    einsum, sort, _ = (Contender(bench, way, 1) for way in moe_layer.MoELayerSettings(**TINY).ways())
     einsum.laps = [Lap(40.0, 30.0, 0.0), Lap(90.0, 30.0, 0.0), Lap(60.0, 0.0, 0.0)]
     sort.laps = [Lap(10.0, 5.0, 0.0), Lap(10.0, 0.0, 0.0), Lap(20.0, 0.0, 0.0)]
     sort.sent = {"layer_bytes": 100.0}
@@ -168,7 +168,7 @@ def test_ratios_are_of_pairs_in_one_round():
 
 
 def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
-    einsum = moe_layer.Settings().ways()[0]
+    einsum = moe_layer.MoELayerSettings().ways()[0]
     monkeypatch.setattr(moe_layer_run, "room", lambda group, device: 2**30)
     assert too_large(einsum, 2048, False, Alone()) == (
         "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
@@ -214,8 +214,8 @@ def test_the_table_has_a_column_a_candidate(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(
         moe_layer_turns, "gather_times", lambda samples, group, device: torch.tensor([samples]).double()
     )
-    bench = Bench(moe_layer.Settings(**TINY).ways()[0].config, 0.0, Alone())
-    contenders = [Contender(bench, way, 1) for way in moe_layer.Settings(**TINY).ways()]
+    bench = Bench(moe_layer.MoELayerSettings(**TINY).ways()[0].config, 0.0, Alone())
+    contenders = [Contender(bench, way, 1) for way in moe_layer.MoELayerSettings(**TINY).ways()]
     records = []
     for scale, each in zip((60.0, 1.0, 2.0), contenders, strict=True):
         each.laps = [Lap(1500.0 * scale, 0.0, 1000.0)]

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import moe_sweep, moe_sweep_plot, moe_sweep_table
 from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
 from benchmarks.harness import WrongResultError
-from benchmarks.moe_sweep import Job, Settings, newest, parse_capacity, places
+from benchmarks.moe_sweep import MoESweepSettings, SweepJob, newest, parse_capacity, places
 from benchmarks.moe_sweep_plot import chosen_capacity, factor, lines
 from benchmarks.moe_sweep_table import cells, row
 from benchmarks.records import Record, append_record, read_records
@@ -44,8 +44,8 @@ def grid() -> list[Record]:
 
 def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
     moe_sweep.ceilings = lambda group, budget: Hardware("ideal", 1e9, 1e9, "made by hand")
-    settings = Settings(**TINY, capacity=CAPACITIES, one_hot_limit=LIMIT)
-    moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), Job(settings, (Path(results),)))
+    settings = MoESweepSettings(**TINY, capacity=CAPACITIES, one_hot_limit=LIMIT)
+    moe_sweep.work(Place(rank, world, rank, world, f"{folder}/store"), SweepJob(settings, (Path(results),)))
 
 
 def broken_case(rank: int, world: int, folder: str) -> str:
@@ -101,15 +101,15 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
     monkeypatch.setattr(
         moe_sweep, "run_ranks", lambda work, count, device, job: started.append((count, len(job.paths)))
     )
-    moe_sweep.measure(Settings(), Place(), Path("scratch"))
-    moe_sweep.measure(Settings(nproc=(2,), smoke=True), Place(), Path("scratch"))
+    moe_sweep.measure(MoESweepSettings(), Place(), Path("scratch"))
+    moe_sweep.measure(MoESweepSettings(nproc=(2,), smoke=True), Place(), Path("scratch"))
     assert started == [(1, 2), (2, 2), (4, 2), (2, 1)]
     here = Place(rank=1, world_size=4, local_rank=1, local_world_size=4, meeting="host:1")
     monkeypatch.setattr(moe_sweep, "work", lambda place, job: started.append((place, len(job.paths))))
-    moe_sweep.measure(Settings(), here, Path("scratch"))
+    moe_sweep.measure(MoESweepSettings(), here, Path("scratch"))
     assert started[-1] == (here, 1)  # rank 1 opens no file of records
     with pytest.raises(UserError, match="--nproc 2 would start ranks, but 4 were started already"):
-        places(Settings(nproc=(2,)), here)
+        places(MoESweepSettings(nproc=(2,)), here)
 
 
 @pytest.mark.parametrize(

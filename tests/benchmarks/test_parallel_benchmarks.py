@@ -23,7 +23,7 @@ SMALL = {"d_model": 64, "layers": 1, "batch_size": 1, "context": 8, "rounds": 2,
 
 
 def ddp_case(rank: int, world: int, folder: str, results: str) -> None:
-    settings = ddp.Settings(**SMALL, bucket_sizes="0.01, 25", results=Path(results))
+    settings = ddp.DDPSettings(**SMALL, bucket_sizes="0.01, 25", results=Path(results))
     parallel_run.probe = made_up  # in the process of this case only
     ddp.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 
@@ -47,7 +47,7 @@ def test_ddp_records_every_candidate_beside_torchs(tmp_path):
 
 
 def zero_case(rank: int, world: int, folder: str, results: str) -> None:
-    settings = zero.Settings(**SMALL, results=Path(results))
+    settings = zero.ZeroSettings(**SMALL, results=Path(results))
     parallel_run.probe = made_up
     zero.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from benchmarks import profiling_run
 from benchmarks.profiling_pictures import PICTURES, TABLES, folder_name, leave_pictures, picture_beside, tables_beside
 from benchmarks.profiling_record import USUAL, beside_measured, make_record, predicted, predicted_peak
-from benchmarks.profiling_run import Settings
+from benchmarks.profiling_run import ProfilingSettings
 from benchmarks.records import Record, read_records
 from cs336_systems.comm import Event, Place
 from cs336_systems.cost import Hardware, count_parameters
@@ -41,7 +41,7 @@ FILES = [
 
 
 def run_case(rank: int, world: int, folder: str, out: str, wrapper: str) -> None:
-    settings = Settings(**SMALL, wrapper=wrapper, out=Path(out), results=Path(out, "results"))
+    settings = ProfilingSettings(**SMALL, wrapper=wrapper, out=Path(out), results=Path(out, "results"))
     Path(out, "results").mkdir(exist_ok=True, parents=True)
     profiling_run.probe = made_up  # in the process of this case only
     profiling_run.work(Place(rank, world, rank, world, f"{folder}/store"), settings)
@@ -75,7 +75,7 @@ def test_the_record_says_where_time_and_memory_went(folder):
     assert len(metrics["overlap"]) == 2
     assert expected["communication_ms"] > 0
     if wrapper == "bucketed":
-        parameters = sum(count_parameters(Settings(**SMALL).case("tiny", torch.device("cpu")).config).values())
+        parameters = sum(count_parameters(ProfilingSettings(**SMALL).case("tiny", torch.device("cpu")).config).values())
         assert metrics["peak_memory_bytes"] > 16 * parameters  # weights, gradients, two moments
         assert expected["exposed_ms"] <= expected["communication_ms"]
         assert record.config["bucket_size_mb"] == 1.0
@@ -194,7 +194,7 @@ def test_a_report_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_predictions_follow_the_wrapper():
     """With 1 ms a reduction and no latency: naive and flat hide nothing, overlapping ones all but what outlasts."""
-    case = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    case = ProfilingSettings(**SMALL).case("tiny", torch.device("cpu"))
     hardware, link = Hardware("x", 1e12, 1e12, "made up"), Link(0.0, 1e6)
     events = [Event("all-reduce", f"bucket {i}", 250, torch.float32, 2, "all-reduce") for i in range(3)]
     events.append(Event("all-reduce", "used parameters", 10**6, torch.float32, 2, "all-reduce"))
@@ -227,7 +227,7 @@ def test_what_was_predicted_stands_beside_what_was_measured():
 
 def test_the_predicted_peak_follows_the_wrapper():
     """By hand, with P bytes of weights: what keeps buckets has P more while the loss is made; ZeRO shards."""
-    case = Settings(**SMALL | {"batch_size": 8, "context": 128}).case("tiny", torch.device("cpu"))
+    case = ProfilingSettings(**SMALL | {"batch_size": 8, "context": 128}).case("tiny", torch.device("cpu"))
     parts = observe_passes(case.config, 8, 128).memory("step")
     weights, loss = parts["parameters"], parts["activations"]
     assert parts["gradients"] == 0  # the fullest moment is in the loss
@@ -238,13 +238,13 @@ def test_the_predicted_peak_follows_the_wrapper():
     expected |= {"zero1": 2.5 * weights + loss, "zero2": 1.5 * weights + loss, "zero3": 3 * shard + loss}
     assert {name: predicted_peak(case, name, 4) for name in expected} == expected
     # With few tokens gradients are the most: of stage 2 this rank's and those of a bucket that is not yet reduced.
-    few = Settings(**SMALL).case("tiny", torch.device("cpu"))
+    few = ProfilingSettings(**SMALL).case("tiny", torch.device("cpu"))
     weights = observe_passes(few.config, 1, 16).memory("step")["parameters"]
     assert predicted_peak(few, "zero2", 4) == (1 + 2 / 4 + 1 / 4 + 1) * weights
 
 
 def test_a_record_names_what_was_unusual():
-    case, options = Settings(**SMALL).case("tiny", torch.device("cpu")), vars(Settings())
+    case, options = ProfilingSettings(**SMALL).case("tiny", torch.device("cpu")), vars(ProfilingSettings())
     assert {name: options[name] for name in USUAL} == USUAL
     empty = parse({"traceEvents": [{"ph": "X", "name": "step 0", "ts": 0, "dur": 1000, "tid": 1, "pid": 1}]})
 

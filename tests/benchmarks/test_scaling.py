@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import scaling
 from benchmarks.records import Record, read_records
-from benchmarks.scaling_options import Settings, parse_grid
+from benchmarks.scaling_options import ScalingSettings, parse_grid
 from benchmarks.scaling_show import scaling_tables, timer_line
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_ranks
@@ -149,8 +149,8 @@ def test_a_smoke_run_keeps_what_is_given(monkeypatch, capsys, tmp_path):
     assert found == [("1x1x1", 32, 2, 0, "fp32"), ("1x1x2", 32, 2, 0, "fp32"), ("1x1x2", 32, 1, 2, "fp32")]
     assert "micro-batch 4 x 16" in capsys.readouterr().out
     assert [run[1] for run in smoke(monkeypatch, tmp_path / "none", "--micro-batch-size", "8")] == [16] * 4
-    alone, started = (Settings().shortened((), alone) for alone in (True, False))
-    assert (alone.grid, started.grid) == ("1x1x1,1x2x1", Settings().grid)
+    alone, started = (ScalingSettings().shortened((), alone) for alone in (True, False))
+    assert (alone.grid, started.grid) == ("1x1x1,1x2x1", ScalingSettings().grid)
 
 
 def test_a_grid_is_read():

@@ -6,17 +6,17 @@ import pytest
 
 from benchmarks.scaling_anomalies import affinity_note, anomalies, rounding
 from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_run import Run, top_level_ms
+from benchmarks.scaling_run import ScalingRun, top_level_ms
 from benchmarks.scaling_table import PUBLISHED, findings
 from tests.support.scaling_rows import clean, with_timers
 
 
 @pytest.fixture(scope="module")
-def published() -> list[Run]:
+def published() -> list[ScalingRun]:
     return read_runs([PUBLISHED])
 
 
-def kinds(runs: list[Run]) -> list[tuple[str, tuple[int, ...]]]:
+def kinds(runs: list[ScalingRun]) -> list[tuple[str, tuple[int, ...]]]:
     return [(each.kind, each.runs) for each in anomalies(runs)]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling_logs import parse_log, parse_published, read_runs
-from benchmarks.scaling_run import Run, as_json
+from benchmarks.scaling_run import ScalingRun, as_json
 from cs336_systems.errors import UserError
 
 ARGUMENTS = {
@@ -69,7 +69,7 @@ def test_notes_with_several_runs():
     )  # fmt: skip
     text = text.replace("~83%", "83~%", 1)
     first, second = parse_log(text, "notes.txt")
-    assert first == Run(
+    assert first == ScalingRun(
         "Single node", 2, 2, 2, 4, 32, 7.25, TIMERS, 4, 64, 128, 29_184, "full", 100, 3200, 83.0, (5624, 6176), 40_537,
         None, False, "notes.txt",
     )  # fmt: skip

@@ -9,8 +9,8 @@ import torch
 from benchmarks import scaling
 from benchmarks.records import Record
 from benchmarks.scaling import check_gpus, plan
-from benchmarks.scaling_measure import Task, measure_peak
-from benchmarks.scaling_options import Settings
+from benchmarks.scaling_measure import ScalingTask, measure_peak
+from benchmarks.scaling_options import ScalingSettings
 from benchmarks.scaling_record import (
     Layout,
     affinity,
@@ -51,7 +51,7 @@ def turn(milliseconds: list[float], world: int = 1, **timers) -> dict:
 
 
 def layouts(**options) -> list[Layout]:
-    found = plan(Settings(device="cpu", **options), Place())
+    found = plan(ScalingSettings(device="cpu", **options), Place())
     for layout in found:
         layout.gate = {"losses": [7.0, 6.0], "norms": [2.0, 1.0], "link": {"latency": 1e-5, "bandwidth": 1e9}}
     return found
@@ -134,7 +134,7 @@ class FakeLauncher:
     def __init__(self, fails: str = "") -> None:
         self.fails, self.runs = fails, []
 
-    def run(self, work, task: Task, count: int) -> dict:
+    def run(self, work, task: ScalingTask, count: int) -> dict:
         recipe = task.recipe
         name = f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
         if name == self.fails:
@@ -146,7 +146,7 @@ class FakeLauncher:
 
 
 def test_layouts_take_turns_once_the_gate_is_passed():
-    settings = Settings(grid="1x1x1,1x1x2", device="cpu", rounds=2, precision=("fp32", "bf16"))
+    settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu", rounds=2, precision=("fp32", "bf16"))
     launcher = FakeLauncher()
     study = scaling.Study(settings, plan(settings, Place()), launcher)
     study.check()
@@ -165,7 +165,7 @@ def test_layouts_take_turns_once_the_gate_is_passed():
 
 
 def test_half_precision_is_held_to_the_gate_in_fp32_as_well():
-    settings, launcher = Settings(grid="1x1x2", device="cpu", precision=("bf16",)), FakeLauncher()
+    settings, launcher = ScalingSettings(grid="1x1x2", device="cpu", precision=("bf16",)), FakeLauncher()
     scaling.Study(settings, plan(settings, Place()), launcher).check()
     assert [(name, precision) for name, *_, precision in launcher.runs] == [
         ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
@@ -173,7 +173,7 @@ def test_half_precision_is_held_to_the_gate_in_fp32_as_well():
 
 
 def test_a_turn_that_fails_names_its_layout():
-    settings = Settings(grid="1x1x1,1x1x2", device="cpu")
+    settings = ScalingSettings(grid="1x1x1,1x1x2", device="cpu")
     study = scaling.Study(settings, plan(settings, Place()), FakeLauncher(fails="1x1x2"))
     with pytest.raises(UserError, match=r"^layout 1x1x2: no luck$"):
         study.check()
@@ -269,7 +269,7 @@ def test_skipped_steps_are_flagged():
 def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    settings = Settings(grid="1x1x1,2x1x1", device="cuda")
+    settings = ScalingSettings(grid="1x1x1,2x1x1", device="cuda")
     layouts = plan(settings, Place())
     check_gpus(layouts, settings, torch.device("cuda"), Place())
     one, two = layouts
@@ -282,7 +282,7 @@ def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
 
 
 def test_a_layout_leaves_out_options_that_it_has_no_use_for():
-    settings = Settings(zero=1, chunks=2, schedule="interleaved", sequence_parallel=True, global_batch_per_dp=8)
+    settings = ScalingSettings(zero=1, chunks=2, schedule="interleaved", sequence_parallel=True, global_batch_per_dp=8)
 
     def options(*degrees):
         recipe = settings.recipe(degrees, "fp32")

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import scaling_plot, scaling_table
 from benchmarks.scaling_logs import read_runs
 from benchmarks.scaling_run import (
-    Run,
+    ScalingRun,
     bubble,
     default_base,
     efficiency,
@@ -38,7 +38,7 @@ ROWS = [line.split() for line in STUDY.strip().splitlines()]
 
 
 @pytest.fixture(scope="module")
-def published() -> list[Run]:
+def published() -> list[ScalingRun]:
     return read_runs([PUBLISHED])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.scaling_logs import parse_log, parse_train_log, read_runs
-from benchmarks.scaling_run import Run
+from benchmarks.scaling_run import ScalingRun
 from benchmarks.scaling_table import import_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -37,14 +37,14 @@ def text(*lines: dict) -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
-def parsed(*lines: dict, model: dict | None = None, **header) -> Run:
+def parsed(*lines: dict, model: dict | None = None, **header) -> ScalingRun:
     (run,) = parse_train_log(text(HEADER | {"model": MODEL | (model or {})} | header, *lines), "a.jsonl")
     return run
 
 
 def test_a_log_is_the_median_of_its_reports_without_skipped_steps():
     validation = {"step": 20, "validation_loss": 2.0}
-    assert parsed(*REPORTS[:2], validation, *REPORTS[2:], LAST) == Run(
+    assert parsed(*REPORTS[:2], validation, *REPORTS[2:], LAST) == ScalingRun(
         "a.jsonl", 1, 2, 2, 2, 8, 6.0, {"forward-recv": 6.0, "forward-compute": 8.0}, 4, 64, 32, 512,
         gpu_memory=(1.0, 3.0), source="a.jsonl, fp16 on CPU",
     )  # fmt: skip

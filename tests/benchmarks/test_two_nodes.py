@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import two_nodes
-from benchmarks.two_nodes import Settings, namespaces, start, tool
+from benchmarks.two_nodes import TwoNodesSettings, namespaces, start, tool
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 
@@ -25,7 +25,7 @@ def able() -> bool:
         return False
     try:
         with namespaces(1) as names:
-            two_nodes.limit(names[0], "lo", Settings())
+            two_nodes.limit(names[0], "lo", TwoNodesSettings())
     except UserError:
         return False
     return True
@@ -68,14 +68,14 @@ def test_a_missing_tool_is_one_line(monkeypatch, capsys):
 
 
 def test_records_will_say_what_joined_the_ranks():
-    assert Settings().describe() == "2 nodes simulated on one machine, 1gbit tbf"
-    assert Settings(rate="100mbit", one_node=True).describe() == "loopback of one node, 100mbit tbf"
+    assert TwoNodesSettings().describe() == "2 nodes simulated on one machine, 1gbit tbf"
+    assert TwoNodesSettings(rate="100mbit", one_node=True).describe() == "loopback of one node, 100mbit tbf"
 
 
 @needs_root
 def test_both_ends_of_the_wire_are_limited():
     with namespaces(2) as names:
-        two_nodes.join(names, Settings(rate="123mbit", latency="7ms"))
+        two_nodes.join(names, TwoNodesSettings(rate="123mbit", latency="7ms"))
         for name in names:
             assert "qdisc tbf" in (shape := tool("tc", "-n", name, "qdisc", "show", "dev", two_nodes.DEVICE))
             assert "rate 123Mbit" in shape
@@ -93,7 +93,7 @@ def alive(pid: int) -> bool:
 def test_nothing_stays_when_the_inside_breaks():
     def breaks() -> None:
         with namespaces(2) as names:
-            two_nodes.join(names, Settings())
+            two_nodes.join(names, TwoNodesSettings())
             # Like torchrun's ranks, the sleeper has a session of its own and does not hear what its parent does.
             script = "setsid sleep 1000 & echo $MARK $!; wait"
             process = start(names[1], ["sh", "-c", script], {"MARK": "here"}, subprocess.PIPE)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import two_nodes
-from benchmarks.two_nodes import Settings, namespaces
+from benchmarks.two_nodes import TwoNodesSettings, namespaces
 from cs336_systems import comm
 from cs336_systems.comm import Place, all_gather, all_reduce, distributed
 from tests.benchmarks.test_two_nodes import able, ours
@@ -116,7 +116,7 @@ def cut_case(rank: int, world: int, folder: str, names: list[str], down: float, 
 @needs_root
 def test_a_wire_that_is_cut_for_three_seconds_changes_no_bit():
     with namespaces(2) as names:
-        two_nodes.join(names, Settings())
+        two_nodes.join(names, TwoNodesSettings())
         (quiet, cut), other = ranks.run_alone(cut_case, 2, names=names, down=3, timeout=30.0)
     assert quiet == cut
     assert other == [quiet, cut]
@@ -126,7 +126,7 @@ def test_a_wire_that_is_cut_for_three_seconds_changes_no_bit():
 @needs_root
 def test_a_wire_that_is_cut_for_good_ends_both_nodes():
     with namespaces(2) as names:
-        two_nodes.join(names, Settings())
+        two_nodes.join(names, TwoNodesSettings())
         with pytest.raises(ranks.RanksFailedError) as error:
             ranks.run_alone(cut_case, 2, names=names, down=60, timeout=2.0)
     for rank, (kind, text) in enumerate(error.value.errors):

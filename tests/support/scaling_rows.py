@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from benchmarks.scaling_run import Run
+from benchmarks.scaling_run import ScalingRun
 
 
-def clean(world: int, forward: float = 60.0, **changes) -> Run:
+def clean(world: int, forward: float = 60.0, **changes) -> ScalingRun:
     """A row of a grid with nothing wrong: 4 samples a rank, times that grow a little with the ranks."""
     timers = {
         "forward-compute": forward, "forward-recv": 12.0, "backward-compute": 100.0, "backward-send": 0.2,
@@ -15,9 +15,11 @@ def clean(world: int, forward: float = 60.0, **changes) -> Run:
         "optimizer": 10.0 + world / 64, "batch-generator": 3.0,
     }  # fmt: skip
     batch, per_iteration = 4 * world, 225.0 + world / 2
-    run = Run("clean", 2, 2, world // 4, 4, batch, per_iteration / batch, timers, iterations=100, samples=100 * batch)
+    run = ScalingRun(
+        "clean", 2, 2, world // 4, 4, batch, per_iteration / batch, timers, iterations=100, samples=100 * batch
+    )
     return replace(run, **changes)
 
 
-def with_timers(run: Run, **times) -> Run:
+def with_timers(run: ScalingRun, **times) -> ScalingRun:
     return replace(run, timers=run.timers | {name.replace("_", "-"): value for name, value in times.items()})

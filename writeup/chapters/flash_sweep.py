@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.attention import COURSE_SEQUENCES, DIMS
-from benchmarks.attention_candidates import Task, flops, peak_bytes
+from benchmarks.attention_candidates import AttentionTask, flops, peak_bytes
 from benchmarks.records import Record
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.host.console import format_bytes, format_seconds
@@ -67,7 +67,7 @@ def sweep(book: Book, cited: Citation) -> Table:
 def expected(cited: Citation, dim: int, seq: int, what: str) -> str:
     """The predicted time of a cell that was not measured, at the rate that the other cells were predicted with."""
     rates = [rate for record in cited if (rate := record.predicted.get("peak_flops_per_s"))]
-    work = flops(Task("course", 8, seq, dim, "fp32", causal=False), what)
+    work = flops(AttentionTask("course", 8, seq, dim, "fp32", causal=False), what)
     return format_seconds(work / max(rates)) if rates else NONE
 
 
@@ -88,13 +88,13 @@ def limits() -> str:
     """Memory of the course's longest sequence, and the length from which a GPU cannot hold it."""
     system, dim = system_preset(GPU), 64
     longest = COURSE_SEQUENCES[-1]
-    task = Task("course", 8, longest, dim, "fp32", causal=False)
+    task = AttentionTask("course", 8, longest, dim, "fp32", causal=False)
     need = kept_bytes({"candidate": "eager", "batch": 8, "seq": longest, "dim": dim, "dtype": "fp32"})
     first = longest
-    while peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False)) <= system.memory:
+    while peak_bytes("eager", AttentionTask("course", 8, first, dim, "fp32", causal=False)) <= system.memory:
         first *= 2
     linear = kept_bytes({"candidate": "tiled", "batch": 8, "seq": first, "dim": dim, "dtype": "fp32"})
-    most = peak_bytes("eager", Task("course", 8, first, dim, "fp32", causal=False))
+    most = peak_bytes("eager", AttentionTask("course", 8, first, dim, "fp32", causal=False))
     return (
         f"At the course's longest sequence, {longest:,} tokens of width {dim} and batch 8, eager attention keeps "
         f"{format_bytes(need or 0)} and needs {format_bytes(peak_bytes('eager', task))} at its peak. Doubling "
