@@ -78,7 +78,7 @@ class AllToAllDispatched(Dispatched):
         """Send the experts' results back to the ranks of their tokens, in the order in which the rows were sent."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(inverse), device=inverse.device)
-        sent = self.exchange.route
+        sent = self.exchange
         return Exchange(rows.index_select(0, inverse), sent.taken, sent.given, sent.group, "combine").wait()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems import pipeline
-from cs336_systems.comm import Mesh, all_reduce, diagnostics, record
+from cs336_systems.comm import Mesh, agreement, all_reduce, record
 from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
@@ -297,7 +297,7 @@ def test_schedules_that_cannot_be_are_refused():
 
 def lost_case(group, how: str) -> None:
     """The last stage stops in its second forward."""
-    diagnostics.EXPLAIN_SECONDS = 0.1
+    agreement.EXPLAIN_SECONDS = 0.1
     mesh = Mesh(pp=2)
     config = CONFIGS["gpt"]
     stage = Stage(TransformerLM(config), mesh.pp.rank(), 2)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.placements import REPLICATED, Placement
 from cs336_systems.comm import Group, Work, fault
-from cs336_systems.comm.memory_labels import mark
+from cs336_systems.comm.events import mark
 from cs336_systems.optim.grad_norm import LocalGradient
 
 

@@ -19,7 +19,7 @@ from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
 from cs336_systems.buffers.placements import SHARDED
 from cs336_systems.comm import Group, Work, all_gather
-from cs336_systems.comm.memory_labels import mark
+from cs336_systems.comm.events import mark
 
 
 class WeightProxy(dict[str, nn.Parameter | None]):

@@ -1,33 +1,93 @@
-"""Agreement through the store, without a collective: ranks that differ in everything else still answer each other."""
+"""Agreement through the store, without a collective, and the error of a rank whose collective or agreement failed.
 
-from collections.abc import Callable, Sequence
+Ranks that differ in everything else still answer each other here. A rank that fails posts its reason in the store. A
+rank whose collective fails reads the reasons of the others, adds what the flight recorder shows of ranks that left
+none, and raises one CommError that names the cause.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Literal
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
-from cs336_systems.comm.diagnostics import CommError, comm_error, has_ended, inquire, needs_store, timed_store
-from cs336_systems.comm.fake import is_fake
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, recorder
-from cs336_systems.comm.group import Group, count, default_group, global_rank, group_timeout, occurrence
-from cs336_systems.comm.store import TimedStore, first_line, wait_until
+from cs336_systems.comm.group import Group, count, default_group, global_rank, group_timeout, is_fake
+from cs336_systems.comm.store import StoreLostError, TimedStore, first_line, wait_for, wait_until
+from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
+
+EXPLAIN_SECONDS = 2.0  # time that a failed rank waits for the reasons of the others
 
 
-def subgroup(ranks: Sequence[int]) -> Group | None:
-    """Group of some ranks, with the timeout of the group of all; None on a rank outside. Every rank must call this.
+class CommError(RuntimeError):
+    """A collective or an agreement failed; the message says what every rank was doing."""
 
-    torch's default timeout would be ten or thirty minutes, whatever start-up was told.
+
+def timed_store(group: Group, limit: timedelta | None = None) -> TimedStore:
+    """Store of a group; each answer must come within `limit`, by default the group's timeout. Reasons are posted in
+    that of all ranks: the cause may lie in another of a rank's groups."""
+    return TimedStore(group.get_group_store(), group_timeout(group) if limit is None else limit)
+
+
+def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | None = None) -> None:
+    """Post the `reason` why this rank stops, which ranks whose collectives fail will quote, or that it is `done`: no
+    rank need wait for it."""
+    timed_store(default_group(), limit).set(f"{kind}/{dist.get_rank()}", message)
+
+
+def fault(message: str) -> UserError:
+    """Post a reason, and return the UserError to raise: ranks that miss this one will name it."""
+    with suppress(StoreLostError):
+        post("reason", f"failed: {message}")
+    return UserError(message)
+
+
+def comm_error(
+    doing: str, group: Group, cause: str = "", silent: Collection[int] | None = None, headline: str = ""
+) -> CommError:
+    """Error of a rank that was `doing` something in a group: what became of every other rank of it, or only of the
+    `silent` ones (numbers among all ranks), then the flight recorder's entries of this rank and of those without a
+    reason. Posts this rank's reason, and waits for the others' unless they are known to be silent.
+
+    Ranks of this machine that died or are stopped are always included: a rank that is waited for may wait for them.
     """
-    if len(ranks) == 1 and dist.get_rank() not in ranks:
-        return None  # a group of one needs no other rank
+    me, reasons = dist.get_rank(), dict[int, str]()
+    asked = {global_rank(r, group) for r in range(group.size())} if silent is None else {*silent}
+    asked, readable, limit = asked - {me}, sorted(recorder.others), timedelta(seconds=EXPLAIN_SECONDS)
+    with suppress(StoreLostError):  # it may be gone with rank 0
+        post("reason", doing, limit)
+        store = timed_store(default_group(), limit)
+
+        def posted(rank: int, kind: str = "reason") -> str:
+            key = f"{kind}/{rank}"
+            return printable(" ".join(store.get(key).split())) if store.check([key]) else ""
+
+        for rank in readable:
+            if default_group().size() > len(readable) + 1 and not posted(rank):  # for ranks of other machines
+                store.set(f"summary/{rank}", recorder.summary(rank).removeprefix(f"rank {rank} "))
+        patience = EXPLAIN_SECONDS if silent is None else 0.0
+        wait_until(lambda: all(posted(rank) for rank in asked - recorder.lost()), patience)
+        for rank in asked | recorder.lost():
+            if reason := posted(rank) or (rank not in readable and posted(rank, "summary")):
+                reasons[rank] = reason
+    unexplained = sorted((asked | recorder.lost()) - reasons.keys())
+    told = {rank: f"rank {rank} {reason}" for rank, reason in reasons.items()}
+    told |= {rank: recorder.summary(rank) for rank in unexplained}
+    unrelated = {rank for rank in reasons.keys() - asked if reasons[rank].startswith("ended")}  # ended in order
+    said = [told[rank] for rank in sorted(told.keys() - unrelated)]
+    first = "; ".join([headline or f"rank {me} {doing}", *said]) + cause
+    return CommError("\n".join([first, *recorder.history([me, *unexplained])]))
+
+
+@contextmanager
+def needs_store(doing: str, group: Group) -> Iterator[None]:
+    """Raises CommError if the store is lost inside the block."""
     try:
-        group = dist.new_group(
-            list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=len(ranks) == 1
-        )
-    except RuntimeError as error:  # a rank ended while they were connecting
-        doing = f"was joining a group of ranks {', '.join(map(str, ranks))}"
-        raise comm_error(doing, default_group(), f" ({first_line(error)})") from error
-    return group if dist.get_rank() in ranks else None
+        yield
+    except StoreLostError as error:
+        raise comm_error(doing, group, f" ({error})") from error
 
 
 def agree(topic: str, value: str, group: Group, counted: bool = True, patience: timedelta | None = None) -> list[str]:
@@ -40,25 +100,45 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
     """
     if is_fake(group):
         return [value] * group.size()
-    store, number = timed_store(group), occurrence(f"agree {topic}", group)
+    store, number = timed_store(group), count(group, f"agree {topic}")
     timeout = max(group_timeout(group), patience or timedelta())
     if counted:
         count(group)
     keys = [f"{topic}/{number}/{rank}" for rank in range(group.size())]
-    known = [global_rank(rank, group) for rank in range(group.size())]
+    everyone, known = timed_store(default_group()), [global_rank(rank, group) for rank in range(group.size())]
+
+    def ended(index: int) -> bool:
+        return recorder.died(known[index]) or everyone.check([f"done/{known[index]}"])
+
     entry = recorder.mine.launch("agreement", group.group_name, topic, len(value), "", number)
-    with needs_store(f"waited for an answer: {topic}", group):
+    doing = f"waited for an answer: {topic}"
+    with needs_store(doing, group):
         store.set(keys[group.rank()], value)
         recorder.mine.advance(entry, WAITING)
-        if silent := wait_for(store, keys, timeout, in_vain=lambda i: has_ended(known[i])):
-            ended = [known[i] for i in silent if has_ended(known[i])]  # the others may only be slower
-            late = "" if ended else f" within {timeout.total_seconds():g} s"
-            named = ended or [known[i] for i in silent]
-            said, history = inquire(f"waited for an answer: {topic}", named, 0.0)
-            first = f"{topic}: {ranks_text(named)} of {dist.get_world_size()} did not answer{late}"
-            raise CommError("\n".join(["; ".join([first, *said]), *history]))
+        if silent := wait_for(store, keys, timeout, in_vain=ended):
+            gone = [i for i in silent if ended(i)]  # the others may only be slower
+            named = [known[i] for i in gone or silent]
+            late = "" if gone else f" within {timeout.total_seconds():g} s"
+            headline = f"{topic}: {ranks_text(named)} of {dist.get_world_size()} did not answer{late}"
+            raise comm_error(doing, group, silent=named, headline=headline)
         recorder.mine.advance(entry, FINISHED)
         return [store.get(key) for key in keys]
+
+
+def subgroup(ranks: Sequence[int]) -> Group | None:
+    """Group of some ranks, with the timeout of the group of all; None on a rank outside. Every rank must call this.
+
+    torch's default timeout would be ten or thirty minutes, whatever start-up was told.
+    """
+    mine, alone = dist.get_rank() in ranks, len(ranks) == 1  # a group of one needs no other rank
+    if alone and not mine:
+        return None
+    try:
+        group = dist.new_group(list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=alone)
+    except RuntimeError as error:  # a rank ended while they were connecting
+        doing = f"was joining a group of ranks {', '.join(map(str, ranks))}"
+        raise comm_error(doing, default_group(), f" ({first_line(error)})") from error
+    return group if mine else None
 
 
 def request_stop(step: int, group: Group) -> int:
@@ -78,32 +158,6 @@ def stop_step(group: Group) -> int | None:
     store = timed_store(group)
     with needs_store("looked whether to stop", group):
         return int(store.get("stop after step")) if store.check(["stop after step"]) else None
-
-
-def wait_for(
-    store: Store | TimedStore,
-    keys: Sequence[str],
-    timeout: timedelta,
-    unless: str = "",
-    in_vain: Callable[[int], bool] = lambda index: False,
-) -> list[int]:
-    """Wait until all keys are set, until the key `unless` is, or until waiting for a missing key is `in_vain`.
-
-    Returns the indices of the keys that are missing at the timeout, or of those for which waiting is in vain.
-    """
-    missing: list[int] = []
-
-    def answered() -> bool:
-        missing[:] = [i for i, key in enumerate(keys) if not store.check([key])]
-        if not missing or (unless and store.check([unless])):
-            return True
-        # A rank that has ended may have answered before; the others may only be slower.
-        gone = [i for i in missing if in_vain(i) and not store.check([keys[i]])]
-        missing[:] = gone or missing
-        return bool(gone)
-
-    wait_until(answered, timeout.total_seconds())
-    return missing
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

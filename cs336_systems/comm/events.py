@@ -1,4 +1,5 @@
-"""Record of every collective: tests count it, and predictions are made from it."""
+"""Record of every collective: tests count it, and predictions are made from it. Labels for a profiler: the name of a
+collective's span in a trace, and the purpose of a storage."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import record_function
 
-from cs336_systems.comm.memory_labels import is_profiling
 from cs336_systems.traffic import sent
+
+MARK = "memory mark: "
 
 
 @dataclass(frozen=True)
@@ -33,29 +37,47 @@ class Event:
         """Bytes that one rank sends."""
         return self.nbytes * sent(self.algorithm, self.ranks)
 
-    def annotate(self, what: str, number: int, group: str) -> AbstractContextManager[Any]:
+    def annotate(self, what: str, number: int) -> AbstractContextManager[Any]:
         """Span in a profiler's trace, such as `wait all-reduce 0#3 bucket 1` for the third collective of group 0.
         Traces of several ranks are matched by this name. No effect without a profiler."""
         if not is_profiling():
             return nullcontext()
-        return torch.profiler.record_function(f"{what} {self.verb} {group}#{number} {self.label}".rstrip())
+        return record_function(f"{what} {self.verb} {self.group}#{number} {self.label}".rstrip())
 
 
-_recorders: list[list[Event]] = []
+_records: list[list[Event]] = []
 
 
 @contextmanager
 def record() -> Iterator[list[Event]]:
     """Lists every collective that this rank launches inside the block, in order."""
     events: list[Event] = []
-    _recorders.append(events)
+    _records.append(events)
     try:
         yield events
     finally:
-        _recorders[:] = [each for each in _recorders if each is not events]
+        _records[:] = [each for each in _records if each is not events]
 
 
 def log(event: Event) -> None:
     """Append a collective to every open record."""
-    for events in _recorders:
+    for events in _records:
         events.append(event)
+
+
+def is_profiling() -> bool:
+    """True if a profiler runs in this thread. torch has no public name for this."""
+    return bool(torch._C._autograd._profiler_enabled())
+
+
+def mark(category: str, tensor: Tensor) -> None:
+    """Tell a profiler, if one runs, that the tensor's storage holds `parameters`, `gradients` or `optimizer state` from
+    now on: an event of the trace, among the allocations in the order in which they happened."""
+    if is_profiling():
+        mark_address(category, tensor.untyped_storage().data_ptr())
+
+
+def mark_address(category: str, address: int) -> None:
+    """As `mark`, where a profiler is known to run."""
+    with record_function(f"{MARK}{category} {address}"):
+        pass

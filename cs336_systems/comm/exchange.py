@@ -11,7 +11,6 @@ rows that leave.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,33 +30,21 @@ class Exchange:
     """
 
     def __init__(self, x: Tensor, given: Sequence[int], taken: Sequence[int], group: Group, label: str) -> None:
-        self.route = Route(list(given), list(taken), group, label)
+        self.given, self.taken, self.group, self.label = list(given), list(taken), group, label
+        self.under_way: list[tuple[Work, Tensor]] = []  # the graph keeps this object, so it holds no rows that arrived
         if sum(given) != len(x) or not len(given) == len(taken) == group.size():
             raise ValueError(f"counts {list(given)} of {len(x)} rows, and {list(taken)}, for {group.size()} ranks")
-        self._ticket: Tensor | None = x if group.size() == 1 else _Begin.apply(x, self.route)
+        self._ticket: Tensor | None = x if group.size() == 1 else _Begin.apply(x, self)
 
     def wait(self) -> Tensor:
         """Rows that arrived (rows ...), in the order of ranks. To be called once."""
         assert self._ticket is not None, "the rows have been fetched already"
         ticket, self._ticket = self._ticket, None
-        return ticket if self.route.group.size() == 1 else _End.apply(ticket, self.route)
+        return ticket if self.group.size() == 1 else _End.apply(ticket, self)
 
-
-@dataclass
-class Route:
-    """Row counts per rank, and the transfers in flight. Kept by the graph; holds no rows that have arrived."""
-
-    given: list[int]
-    taken: list[int]
-    group: Group
-    label: str
-    under_way: list[tuple[Work, Tensor]] = field(default_factory=list)
-
-    def begin(self, x: Tensor, back: bool = False) -> Tensor:
-        """Start sending rows, forward or back; returns a ticket."""
-        given, taken = (self.taken, self.given) if back else (self.given, self.taken)
+    def begin(self, x: Tensor, given: list[int], taken: list[int], label: str) -> Tensor:
+        """Start sending rows; returns a ticket."""
         inbox = x.new_empty((sum(taken), *x.shape[1:]))
-        label = f"{self.label}, gradient" if back else self.label
         self.under_way.append((all_to_all(inbox, x.contiguous(), taken, given, self.group, label), inbox))
         return x.new_empty(0)
 
@@ -72,25 +59,26 @@ class _Begin(torch.autograd.Function):
     """Rows to a ticket: starts the transfer in forward, waits for the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.begin(x)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.begin(x, exchange.given, exchange.taken, exchange.label)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.end(), None
+        return ctx.exchange.end(), None
 
 
 class _End(torch.autograd.Function):
     """Ticket to rows: waits in forward, starts the transfer of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, route: Route) -> Tensor:
-        ctx.route = route
-        return route.end()
+    def forward(ctx: Any, ticket: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.end()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.route.begin(gradient, back=True), None
+        back: Exchange = ctx.exchange
+        return back.begin(gradient, back.taken, back.given, f"{back.label}, gradient"), None

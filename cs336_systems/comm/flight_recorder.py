@@ -13,11 +13,12 @@ import itertools
 import mmap
 import os
 import secrets
-import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic  # of the machine since it started: ranks of one machine may compare it
+from typing import NamedTuple
+
+import numpy as np
 
 from cs336_systems.comm.store import TimedStore
 from cs336_systems.host.console import format_bytes
@@ -25,27 +26,15 @@ from cs336_systems.host.text import printable
 
 SLOTS = 64
 SHOWN = 6  # entries of each rank in an error message
-HEADER = struct.Struct("=16sqq")  # token, how many records were written, step
-COUNTERS = struct.Struct("=qq")
-STATE = struct.Struct("=Bd")  # launched, waiting or finished; time of the last change
-RECORD = struct.Struct("=qqqd16s16s12s80s")  # number, step, bytes, launched, verb, group, dtype, label
-SIZE = STATE.size + RECORD.size
-RING_BYTES = HEADER.size + SLOTS * SIZE
 LAUNCHED, WAITING, FINISHED = range(3)
-POSITION = {LAUNCHED: "after the launch of", WAITING: "in", FINISHED: "after"}
 NO_STEP = -1
 
 
-def _text(raw: bytes) -> str:
-    return printable(raw.rstrip(b"\0").decode(errors="replace"))
-
-
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One collective, message or agreement of a rank; times in seconds of `time.monotonic`."""
 
     state: int
-    finished: float
+    changed: float
     number: int
     step: int
     nbytes: int
@@ -62,10 +51,14 @@ class Entry:
         """A line of the history that an error message shows; `now` is the current time."""
         step = f"step {self.step}  " if self.step != NO_STEP else ""
         what = f"{step}{self.verb} {self.group}#{self.number} {self.label or '(no label)'}"
-        when = f"finished  {now - self.finished:.1f} s ago"
-        if self.state != FINISHED:
-            when = f"{('launched', 'waiting')[self.state]}  since {now - self.launched:.1f} s"
+        since = f"since {now - self.launched:.1f} s"
+        when = (f"launched  {since}", f"waiting  {since}", f"finished  {now - self.changed:.1f} s ago")[self.state]
         return f"{what}  {format_bytes(self.nbytes)} {self.dtype}".rstrip() + f"  {when}"
+
+
+KINDS = ("u1", "f8", "i8", "i8", "i8", "f8", "S16", "S16", "S12", "S80")
+SLOT = np.dtype(list(zip(Entry._fields, KINDS, strict=True)))
+RING = np.dtype([("token", "S16"), ("written", "i8"), ("step", "i8"), ("slots", SLOT, SLOTS)])
 
 
 def of_step(step: int) -> str:
@@ -75,43 +68,43 @@ def of_step(step: int) -> str:
 
 class Ring:
     """A rank's latest entries. One rank writes, all of its machine read; what is read of a rank that runs may be torn
-    in the oldest entry, which is never shown."""
+    in the oldest entry, which is never shown. `pid` and `started` identify the process of another rank."""
 
     def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, started: str = "") -> None:
-        self.memory, self.pid, self.started = memory, pid, started
+        self.shared, self.pid, self.started = np.frombuffer(memory, RING, 1)[0], pid, started
         self.turns = itertools.count()  # whose next() no other thread interrupts
-        self.written, self.step = 0, NO_STEP
+        if not started:
+            self.at_step(NO_STEP)
+
+    @property
+    def step(self) -> int:
+        return int(self.shared["step"])
+
+    def at_step(self, step: int) -> None:
+        """Set the current training step."""
+        self.shared["step"] = step
 
     def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int) -> int:
         """Write an entry for an operation that starts; returns its number in the ring."""
         turn = next(self.turns)
-        place = HEADER.size + turn % SLOTS * SIZE
-        STATE.pack_into(self.memory, place, LAUNCHED, 0.0)
-        what = verb.encode(), group.encode(), dtype.encode(), label.encode(errors="replace")
-        RECORD.pack_into(self.memory, place + STATE.size, number, self.step, nbytes, monotonic(), *what)
-        self.written = turn + 1
-        COUNTERS.pack_into(self.memory, 16, self.written, self.step)
+        texts = (text.encode(errors="replace") for text in (verb, group, dtype, label))
+        self.shared["slots"][turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), *texts)
+        self.shared["written"] = turn + 1
         return turn
 
     def advance(self, turn: int, state: int) -> None:
         """Set the state of an entry, unless it has been overwritten."""
-        if self.written - turn <= SLOTS:
-            STATE.pack_into(self.memory, HEADER.size + turn % SLOTS * SIZE, state, monotonic())
-
-    def at_step(self, step: int) -> None:
-        """Set the current training step."""
-        self.step = step
-        COUNTERS.pack_into(self.memory, 16, self.written, step)
+        if self.shared["written"] - turn <= SLOTS:
+            slot = self.shared["slots"][turn % SLOTS]
+            slot["state"], slot["changed"] = state, monotonic()
 
     def entries(self, count: int = SHOWN) -> list[Entry]:
         """The latest entries, oldest first."""
-        written = COUNTERS.unpack_from(self.memory, 16)[0]
+        written = int(self.shared["written"])
         found = []
         for turn in range(max(0, written - min(count, SLOTS - 1)), written):
-            place = HEADER.size + turn % SLOTS * SIZE
-            *numbers, verb, group, dtype, label = RECORD.unpack_from(self.memory, place + STATE.size)
-            texts = map(_text, (verb, group, dtype, label))
-            found.append(Entry(*STATE.unpack_from(self.memory, place), *numbers, *texts))
+            *numbers, verb, group, dtype, label = self.shared["slots"][turn % SLOTS].item()
+            found.append(Entry(*numbers, *map(_text, (verb, group, dtype, label))))
         return found
 
     def status(self) -> str:
@@ -123,12 +116,16 @@ class Ring:
 
     def summary(self) -> str:
         """Status and last entry of the rank: `died after all-reduce no. 3 (bucket 1) of step 2`."""
-        last = self.entries(1)
-        when = f"{POSITION[last[0].state]} {last[0]}" if last else "before its first collective"
-        step = COUNTERS.unpack_from(self.memory, 16)[1]
-        if last and last[0].step != step != NO_STEP:
-            when += f", in step {step}"
+        when = "before its first collective"
+        for last in self.entries(1):
+            when = f"{('after the launch of', 'in', 'after')[last.state]} {last}"
+            if last.step != self.step != NO_STEP:
+                when += f", in step {self.step}"
         return f"{self.status() or 'runs but said nothing'} {when}"
+
+
+def _text(raw: bytes) -> str:
+    return printable(raw.decode(errors="replace"))
 
 
 def _process(pid: int) -> tuple[str, str]:
@@ -150,14 +147,12 @@ def _mapped(pid: str, file: str, token: str) -> mmap.mmap | None:
     that has the same number on another machine or in another container."""
     try:
         opened = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        memory = mmap.mmap(opened, RING_BYTES, prot=mmap.PROT_READ)
+        try:
+            memory = mmap.mmap(opened, RING.itemsize, prot=mmap.PROT_READ)
+        finally:
+            os.close(opened)
     except (OSError, ValueError):
         return None
-    finally:
-        os.close(opened)
     return memory if memory[:16] == token.encode() else None
 
 
@@ -165,23 +160,26 @@ class Recorder:
     """Ring of this rank, and the rings of the other ranks of its machine that can be read. Until it is opened, the ring
     is memory of this process alone."""
 
-    def __init__(self) -> None:
-        self._reset()
+    file = -1
 
-    def _reset(self) -> None:
+    def __init__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording and unmap all rings."""
+        if self.file >= 0:
+            os.close(self.file)
         self.rank, self.machine, self.file = -1, range(0), -1
-        self.mine = Ring(bytearray(RING_BYTES))
-        self.others: dict[int, Ring] = {}
+        self.mine, self.others = Ring(bytearray(RING.itemsize)), dict[int, Ring]()
 
     def open(self, rank: int, machine: range, store: TimedStore) -> None:
         """Start recording, and announce the ring in the store to the ranks of this machine."""
-        token = secrets.token_hex(8)
-        self.rank, self.machine, self.file = rank, machine, -1
+        self.rank, self.machine, token = rank, machine, secrets.token_hex(8)
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create(f"flight of rank {rank}")
-            os.ftruncate(self.file, RING_BYTES)
-        self.mine = Ring(mmap.mmap(self.file, RING_BYTES), os.getpid())
-        HEADER.pack_into(self.mine.memory, 0, token.encode(), 0, NO_STEP)
+            os.ftruncate(self.file, RING.itemsize)
+        self.mine = Ring(mmap.mmap(self.file, RING.itemsize))
+        self.mine.shared["token"] = token.encode()
         store.set(f"flight/{rank}", f"{os.getpid()} {born(os.getpid())} {self.file} {token}")
 
     def attach(self, store: TimedStore) -> None:
@@ -191,17 +189,6 @@ class Recorder:
                 pid, started, file, token = store.get(f"flight/{rank}").split(" ")
                 if started and born(int(pid)) == started and (memory := _mapped(pid, file, token)):
                     self.others[rank] = Ring(memory, int(pid), started)
-
-    def close(self) -> None:
-        """Stop recording and unmap all rings."""
-        file = self.file
-        self._reset()
-        if file >= 0:
-            os.close(file)
-
-    def at_step(self, step: int) -> None:
-        """Record the start of a training step, which error messages then name."""
-        self.mine.at_step(step)
 
     def lost(self) -> set[int]:
         """Other ranks of this machine that died or are stopped."""
@@ -222,8 +209,12 @@ class Recorder:
     def history(self, ranks: Iterable[int]) -> list[str]:
         """Lines with the latest entries of the given ranks, as far as their rings can be read."""
         rings, now = {**self.others, self.rank: self.mine}, monotonic()
-        known = [rank for rank in ranks if rank in rings]
-        return [f"  rank {rank}: {entry.line(now)}" for rank in known for entry in rings[rank].entries()]
+        return [f"  rank {r}: {entry.line(now)}" for r in ranks if r in rings for entry in rings[r].entries()]
 
 
 recorder = Recorder()  # of this process
+
+
+def at_step(step: int) -> None:
+    """Record the start of a training step, which error messages then name."""
+    recorder.mine.at_step(step)

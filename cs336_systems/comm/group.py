@@ -1,19 +1,30 @@
-"""Process groups: ranks, sizes, timeouts, and counters of the collectives that a rank took part in."""
+"""Process groups: ranks, sizes, timeouts, counters of the collectives that a rank took part in, and fake groups.
 
+Under torch's fake process group, whose collectives return at once and move nothing, one rank is alone as if all others
+were there. The library runs so as the rank of a layout of any size, also on the meta device, and `record()` lists what
+that rank would send: the prediction of traffic is the code itself. Results are void; what would depend on other ranks'
+values, such as an agreement, is answered as if all had given this rank's.
+"""
+
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # registers the backend
+from torch._C._distributed_c10d import HashStore
 
-from cs336_systems.comm.fake import FAKE, is_fake
 from cs336_systems.errors import UserError
 
 Group = dist.ProcessGroup
+FAKE = "fake"
+ALL = "collectives and agreements"  # the kind that counts each of them
 
-_counters: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
-_occurrences: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
+_counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
 
 
 def default_group(group: Group | None = None) -> Group:
@@ -24,6 +35,11 @@ def default_group(group: Group | None = None) -> Group:
         raise UserError("no process group: do this inside `with cs336_systems.comm.distributed():`")
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+def is_fake(group: Group) -> bool:
+    """True if the group's other ranks do not exist."""
+    return dist.get_backend(group) == FAKE
 
 
 def has_tags(group: Group) -> bool:
@@ -46,17 +62,30 @@ def global_rank(rank: int, group: Group) -> int:
 
 def sequence(group: Group) -> int:
     """Number of collectives and agreements that this rank has taken part in."""
-    return _counters.get(group, 0)
+    return _counters[group][ALL] if group in _counters else 0
 
 
-def count(group: Group) -> int:
-    """Count one more collective or agreement; returns its number."""
-    _counters[group] = sequence(group) + 1
-    return _counters[group]
-
-
-def occurrence(kind: str, group: Group) -> int:
+def count(group: Group, kind: str = ALL) -> int:
     """Count one more collective or agreement of a kind; returns its number within the kind."""
-    counts = _occurrences.setdefault(group, Counter())
+    counts = _counters.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[Group]:
+    """Be rank `rank` of `world_size` inside the block, without any other process; yields the group of all ranks.
+
+    Raises UserError for a rank that does not exist, or inside a process group of real ranks.
+    """
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} does not exist among {world_size} ranks")
+    if dist.is_initialized():
+        raise UserError("a process group of real ranks is running: imitate ranks before it starts, or after its end")
+    hook = sys.excepthook  # torch's adds the rank to every error
+    dist.init_process_group(FAKE, store=HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield default_group()
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook

@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -22,9 +22,9 @@ from typing import Any
 import click
 import torch
 
-from cs336_systems.comm.diagnostics import CommError
-from cs336_systems.comm.rendezvous import Place
+from cs336_systems.comm.agreement import CommError
 from cs336_systems.comm.startup import die_with_parent, find_place, is_first_of_machine
+from cs336_systems.comm.store import Place
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
@@ -76,14 +76,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 given = (worker, place, arguments, max(1, cores // nproc), report, os.getpid())
                 processes.append(context.Process(target=_run, args=given))
                 processes[-1].start()
-            try:
-                failed = _first_failure(processes)
-            except _Terminated:
-                for process in processes:
-                    process.terminate()
-                failed = _first_failure(processes, time.monotonic() + patience)
-                if failed is not None and processes[failed].exitcode == -signal.SIGTERM:
-                    raise KeyboardInterrupt from None
+            failed = _first_failure(processes, patience)
         finally:
             for stop in (BaseProcess.terminate, BaseProcess.kill):
                 for process in processes:
@@ -92,18 +85,15 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 _join(processes, time.monotonic() + 2)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
-            _raise_for(failed, processes[failed].exitcode, message)
-
-
-def _raise_for(rank: int, code: int, message: str) -> None:
-    if code == 2:
-        raise UserError(message)
-    if code == 130:
-        raise KeyboardInterrupt
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    if code < 0 and not message:
-        raise UserError(f"rank {rank} {how}: out of memory? the other ranks were stopped")
-    raise RuntimeError(f"rank {rank} {how}\n{message}")
+            code: int = processes[failed].exitcode
+            if code == 2:
+                raise UserError(message)
+            if code == 130:
+                raise KeyboardInterrupt
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            if code < 0 and not message:
+                raise UserError(f"rank {failed} {how}: out of memory? the other ranks were stopped")
+            raise RuntimeError(f"rank {failed} {how}\n{message}")
 
 
 @contextmanager
@@ -125,21 +115,31 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _first_failure(processes: list[BaseProcess], deadline: float = math.inf) -> int | None:
+def _first_failure(processes: list[BaseProcess], patience: float) -> int | None:
     """Wait until all ranks have ended, or one has failed; returns its number after GRACE seconds for the others.
 
-    Raises KeyboardInterrupt at the deadline.
+    On SIGTERM the ranks get it, too, and `patience` seconds. Raises KeyboardInterrupt if it ends them.
     """
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    running, deadline = {process.sentinel: rank for rank, process in enumerate(processes)}, math.inf
     while running:
-        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-        if not (ended := wait(list(running), left)):
+        try:
+            ended = wait(list(running), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        except _Terminated:
+            if deadline < math.inf:
+                raise
+            deadline = time.monotonic() + patience
+            for process in processes:
+                process.terminate()
+            continue
+        if not ended:
             raise KeyboardInterrupt
         for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             if processes[rank].exitcode:
                 _join(processes, min(deadline, time.monotonic() + GRACE))
+                if deadline < math.inf and processes[rank].exitcode == -signal.SIGTERM:
+                    raise KeyboardInterrupt
                 return rank
     return None
 
@@ -175,10 +175,8 @@ def run_command_on_ranks(command: click.Command) -> int:
 
     Not only rank 0: a machine that cannot reach it must say so. The traceback of a defect is printed by every rank.
     """
-    with ExitStack() as stack:
-        with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
-            if not is_first_of_machine():
-                silence = stack.enter_context(open(os.devnull, "w"))
-                stack.enter_context(redirect_stdout(silence))
-                stack.enter_context(redirect_stderr(silence))
-        return console.run_command(command)
+    with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
+        if not is_first_of_machine():
+            with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
+                return console.run_command(command)
+    return console.run_command(command)

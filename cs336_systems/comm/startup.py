@@ -17,19 +17,27 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
-from cs336_systems.comm.agreement import wait_for
-from cs336_systems.comm.diagnostics import EXPLAIN_SECONDS, CommError, comm_error, needs_store, post, timed_store
+from cs336_systems.comm.agreement import (
+    EXPLAIN_SECONDS,
+    CommError,
+    comm_error,
+    needs_store,
+    post,
+    ranks_text,
+    timed_store,
+)
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import Group, default_group, sequence
-from cs336_systems.comm.rendezvous import Place, join, open_store
-from cs336_systems.comm.store import StoreLostError, TimedStore
+from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
 
 Backend = Literal["gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
+EXPLAIN = timedelta(seconds=EXPLAIN_SECONDS)
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 STARTED = os.getpid(), os.getppid()  # read early: an orphan gets another parent
 
@@ -49,8 +57,7 @@ def _number(name: str, default: int | None = None) -> int:
 
 def first_host(nodes: str) -> str:
     """The first of Slurm's list of nodes: `gpu[07-09,12],big1` begins with gpu07."""
-    found = re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)
-    if not found:
+    if not (found := re.match(r"([^,\[]+)(?:\[([^,\]-]+))?", nodes)):
         raise UserError(f"SLURM_JOB_NODELIST {nodes!r} names no node")
     return found[1] + (found[2] or "")
 
@@ -80,15 +87,10 @@ def find_place() -> Place:
     return Place(rank, world_size, *local, f"{host}:{port}", served, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent dies, so that no rank runs on as an orphan.
-
-    If the process with the number `parent` is no longer the parent, this process ends at once. No effect elsewhere.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
+def is_first_of_machine() -> bool:
+    """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`
+    does."""
+    return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
 
 
 def is_joined() -> bool:
@@ -104,10 +106,15 @@ def current_place(group: Group | None = None) -> Place:
     return Place(group.rank(), group.size())
 
 
-def is_first_of_machine() -> bool:
-    """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`
-    does."""
-    return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
+def die_with_parent(parent: int) -> None:
+    """Have Linux kill this process when its parent dies, so that no rank runs on as an orphan.
+
+    If the process with the number `parent` is no longer the parent, this process ends at once. No effect elsewhere.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
@@ -124,6 +131,38 @@ def choose_backend(backend: str | None, device: torch.device, place: Place) -> s
                 "fewer, or share the GPU with --backend gloo"
             )
     return backend
+
+
+def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
+    """Wait until every rank has joined, and map the flight recorders of this machine's ranks.
+
+    Raises UserError on all ranks that joined if a rank is missing, joined twice, or was told another world size.
+    """
+    message, joined = "", [f"joined/{rank}" for rank in range(place.world_size)]
+    if place.world_size > 1:
+        recorder.open(place.rank, place.machine, store)
+    if store.add(f"claims/{place.rank}", 1) > 1:
+        message = f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
+    else:
+        store.set(joined[place.rank], str(place.world_size))
+        absent = wait_for(store, joined, timeout, unless="refused")
+        sizes = {rank: store.get(key) for rank, key in enumerate(joined) if rank not in absent}
+        if store.check(["refused"]):
+            message = store.get("refused")
+        elif len(set(sizes.values())) > 1:
+            said = ", ".join(f"rank {rank} says {size}" for rank, size in sizes.items())
+            message = f"the ranks disagree on how many they are: {said}"
+        elif absent:
+            names = f"{ranks_text(absent)} of {place.world_size}"
+            message = f"{names} did not join within {timeout.total_seconds():g} s at {place.meeting}"
+    if message:
+        store.set("refused", message)
+        store.set(f"told/{place.rank}", "")
+        if place.rank == 0:  # which may hold the store: until all waiting ranks have read the message
+            waiting = [rank for rank, key in enumerate(joined) if store.check([key])]
+            wait_for(store, [f"told/{rank}" for rank in waiting], EXPLAIN)
+        raise UserError(message)
+    recorder.attach(store)
 
 
 @contextmanager
@@ -148,23 +187,17 @@ def distributed(
     if place.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
         names = {name for _, name in socket.if_nameindex()}
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
-    meeting = HashStore() if place.world_size == 1 else open_store(place, limit)
-    store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", meeting)
+    store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", open_store(place, limit))
     try:
-        join(TimedStore(store, limit), place, limit)
-        try:
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=limit)
-        except RuntimeError as error:
-            raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None
+        _connect(store, backend, place, limit)
         try:
             yield default_group()
             _leave(default_group(), limit)
         except BaseException as error:
             with suppress(StoreLostError):  # it may be gone with rank 0
                 if not isinstance(error, CommError):
-                    why = f"failed: {type(error).__name__}: {str(error)[:300]}"
-                    post("reason", why, timedelta(seconds=EXPLAIN_SECONDS))
-                post("done", "", timedelta(seconds=EXPLAIN_SECONDS))
+                    post("reason", f"failed: {type(error).__name__}: {str(error)[:300]}", EXPLAIN)
+                post("done", "", EXPLAIN)
             raise
         finally:
             dist.destroy_process_group()
@@ -172,20 +205,31 @@ def distributed(
         recorder.close()
 
 
+def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> None:
+    try:
+        _join(TimedStore(store, timeout), place, timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    except StoreLostError as error:
+        where = printable(place.meeting)
+        raise UserError(f"rank 0 has left {where}, or hangs, before all ranks had joined ({error})") from None
+    except RuntimeError as error:
+        raise UserError(f"rank {place.rank} could not connect to the others: {str(error)[:200]}") from None
+
+
 def _leave(group: Group, timeout: timedelta) -> None:
     """Wait for the others and compare how many collectives each took part in. Raises CommError if they differ."""
-    store, mine = timed_store(group), sequence(group)
+    store, ended = timed_store(group), f"ended after {sequence(group)} collectives"
     left, done, gone = ([f"{word}/{rank}" for rank in range(group.size())] for word in ("left", "done", "gone"))
-    with needs_store(f"ended after {mine} collectives", group):
-        store.set(left[group.rank()], str(mine))
-        post("reason", f"ended after {mine} collectives; did it have fewer batches?")
+    with needs_store(ended, group):
+        store.set(left[group.rank()], str(sequence(group)))
+        post("reason", f"{ended}; did it have fewer batches?")
         post("done")
         wait_for(store, done, timeout)
         if not store.check(left):
-            raise comm_error(f"ended after {mine} collectives", group)
+            raise comm_error(ended, group)
         counts = [store.get(key) for key in left]
         store.set(gone[group.rank()], "")
         if group.rank() == 0:  # which may hold the store
-            wait_for(store, gone, timedelta(seconds=EXPLAIN_SECONDS))
+            wait_for(store, gone, EXPLAIN)
     if len(set(counts)) > 1:
         raise CommError(f"the ranks ended after {', '.join(counts)} collectives: some had fewer batches")

@@ -1,24 +1,61 @@
-"""Store of the ranks for text, with a time limit for every answer.
+"""Store of the ranks for text, in which they find each other, with a time limit for every answer.
+
+It is a file of one machine, or at an address and port; ranks of one machine use the loopback address, so that nothing
+listens to the network.
 
 Rank 0 may hold the store. If it is stopped, its machine keeps the connection open and no answer comes, for which
 torch's TCPStore has no time limit. So a thread asks one question after the other, and the caller waits for it until
 the limit.
 """
 
+import os
 import re
-import time
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from threading import Thread
+from time import monotonic, sleep
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
+from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
 LONE = "surrogatepass"  # a file name that is not Unicode holds lone surrogates, which must survive the way
+
+RETRY_SECONDS = 0.1  # between two attempts to reach rank 0
+LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
+
+_servers: dict[str, Store] = {}  # by address: a store that is closed and opened again would lose keys
+_asker: "_Asker | None" = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a process: rank, world size, the same on its machine, and where the ranks find each other."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    meeting: str = ""  # a path, or host:port; empty for one process alone
+    served: bool = False  # torchrun's agent already holds the store there
+    attempt: str = "0"
+
+    @property
+    def one_machine(self) -> bool:
+        return self.world_size == self.local_world_size
+
+    @property
+    def machine(self) -> range:
+        """Ranks of this rank's machine, which are consecutive."""
+        first = self.rank - self.local_rank
+        return range(max(0, first), min(self.world_size, first + self.local_world_size))
 
 
 class StoreLostError(RuntimeError):
@@ -52,34 +89,10 @@ class TimedStore:
         return bytes(ask(self.limit, self.store.compare_set, key, "", text)).decode()
 
 
-class _Asker:
-    """Thread that asks the store. A question that exceeded its limit keeps it busy until the store answers."""
-
-    def __init__(self) -> None:
-        self.questions: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
-        self.late: Future[Any] | None = None
-        self.thread = Thread(target=self._run, name="asks the store", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while True:
-            _answer(*self.questions.get())  # a function, so that no reference keeps the store alive
-
-
-def _answer(answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        answer.set_result(call(*arguments))
-    except BaseException as error:
-        answer.set_exception(error)
-
-
-_asker: _Asker | None = None
-
-
 def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
     """Result of `call(*arguments)`, which asks or opens a store. Raises StoreLostError."""
     global _asker
-    if _asker is None or not _asker.thread.is_alive():  # no thread survives a fork
+    if _asker is None or not _asker.is_alive():  # no thread survives a fork
         _asker = _Asker()
     asker, answer = _asker, Future[Any]()
     if asker.late and not asker.late.done():
@@ -94,14 +107,117 @@ def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
         raise StoreLostError(f"the store of the ranks is gone: {printable(first_line(error))}") from error
 
 
+class _Asker(Thread):
+    """Thread that asks the store. A question that exceeded its limit (`late`) keeps it busy until the store answers."""
+
+    def __init__(self) -> None:
+        super().__init__(name="asks the store", daemon=True)
+        self.questions: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self.late: Future[Any] | None = None
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            _answer(*self.questions.get())  # a function, so that no reference keeps the store alive
+
+
+def _answer(answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer.set_result(call(*arguments))
+    except BaseException as error:
+        answer.set_exception(error)
+
+
 def wait_until(done: Callable[[], bool], seconds: float) -> None:
     """Poll `done` until it is true, at most for some seconds."""
-    deadline, pause = time.monotonic() + seconds, 0.001
-    while not done() and time.monotonic() < deadline:
-        time.sleep(pause)
+    deadline, pause = monotonic() + seconds, 0.001
+    while not done() and monotonic() < deadline:
+        sleep(pause)
         pause = min(2 * pause, 0.1)
+
+
+def wait_for(
+    store: Store | TimedStore,
+    keys: Sequence[str],
+    timeout: timedelta,
+    unless: str = "",
+    in_vain: Callable[[int], bool] = lambda index: False,
+) -> list[int]:
+    """Wait until all keys are set, until the key `unless` is, or until waiting for a missing key is `in_vain`.
+
+    Returns the indices of the keys that are missing at the timeout, or of those for which waiting is in vain.
+    """
+    missing: list[int] = []
+
+    def answered() -> bool:
+        missing[:] = [i for i, key in enumerate(keys) if not store.check([key])]
+        if not missing or (unless and store.check([unless])):
+            return True
+        # A rank that has ended may have answered before; the others may only be slower.
+        gone = [i for i in missing if in_vain(i) and not store.check([keys[i]])]
+        missing[:] = gone or missing
+        return bool(gone)
+
+    wait_until(answered, timeout.total_seconds())
+    return missing
 
 
 def first_line(error: Exception) -> str:
     """First line of an error of torch, without the file and line of its code."""
     return re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0])[:120]
+
+
+def open_store(place: Place, timeout: timedelta) -> Store:
+    """The store of the ranks. Raises UserError for a port in use or a rank 0 that cannot be reached."""
+    if place.world_size == 1:
+        return HashStore()
+    if place.meeting.startswith("/"):
+        return FileStore(place.meeting, place.world_size)
+    if place.meeting in _servers:
+        return _servers[place.meeting]
+    host, _, text = place.meeting.rpartition(":")
+    port, serves = int(text), place.rank == 0 and not place.served
+    listener = _listen(host, port) if serves else None
+    trouble = "" if serves else _try_to_connect(host, port, timeout)
+    try:
+        if not trouble:
+            opened = partial(TCPStore, host, port, None, serves, timeout, wait_for_workers=False)
+            return _servers.setdefault(place.meeting, ask(timeout, partial(opened, master_listen_fd=listener)))
+    except StoreLostError:
+        trouble = "what answers there is not a store of ranks: choose another port with MASTER_PORT"
+    raise UserError(
+        f"rank {place.rank} of {place.world_size} finds no rank 0 at {printable(place.meeting)} within "
+        f"{timeout.total_seconds():g} s: {trouble}"
+    )
+
+
+def _listen(host: str, port: int) -> int:
+    """Listening socket of rank 0, on the loopback address only if that is the host."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((LOOPBACK.get(host, ""), port), family=family).detach()
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise UserError(f"cannot listen on port {port}: {why}; choose another with MASTER_PORT") from None
+
+
+def _try_to_connect(host: str, port: int, timeout: timedelta) -> str:
+    """Try to connect until the timeout; returns what is wrong and what to check, or "" once connected.
+
+    TCPStore would retry as well, but it reports every failure as a time-out, with lines of its code.
+    """
+    deadline = monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), port), max(0.1, deadline - monotonic())).close()
+            return ""
+        except ConnectionRefusedError:
+            trouble = "nobody listens there: is rank 0 running, and are MASTER_ADDR and MASTER_PORT those it was given?"
+        except (socket.gaierror, UnicodeError):
+            trouble = "there is no host of that name: check MASTER_ADDR"
+        except OSError as error:
+            why = error.strerror or "no answer"
+            trouble = f"{why}: check MASTER_ADDR, the network, and whether a firewall lets port {port} through"
+        if monotonic() + RETRY_SECONDS > deadline:
+            return trouble
+        sleep(RETRY_SECONDS)

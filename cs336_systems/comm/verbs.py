@@ -7,17 +7,16 @@ they move half as much, so there both are exchanges of slices by send and receiv
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.comm.diagnostics import comm_error
+from cs336_systems.comm.agreement import comm_error
 from cs336_systems.comm.events import Event, log
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
-from cs336_systems.comm.group import Group, count, occurrence
+from cs336_systems.comm.group import Group, count
 from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
@@ -26,26 +25,25 @@ REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.R
 
 
 class Work:
-    """A collective in flight; `wait` returns when its result is in place, and may be called again.
+    """A collective or message in flight; `wait` returns when its result is in place, and may be called again.
 
     `launching` encloses the call that starts it: without one (a group of one rank) the work is done from the start.
     """
 
     def __init__(self, event: Event, group: Group, number: int) -> None:
-        self.event, self.group, self.number = event, group, number
-        self.entry = -1
+        self.event, self.group, self.number, self.entry = event, group, number, -1
         self.pending: Sequence[dist.Work | None] = ()
         self.finish: Callable[[], object] | None = None
+        log(event)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Enter the launch in the flight recorder and in a profile. Raises CommError for a connection that is known to
         be broken."""
-        event, name = self.event, self.group.group_name
-        self.entry = recorder.mine.launch(
-            event.verb, name, event.label, event.nbytes, str(event.dtype)[6:], self.number
-        )
-        with self._explained(), event.annotate("launch", self.number, name):
+        event = self.event
+        words = event.verb, event.group, event.label, event.nbytes, str(event.dtype).removeprefix("torch.")
+        self.entry = recorder.mine.launch(*words, self.number)
+        with self._explained("launch"):
             yield
         if not self.pending:  # an empty tensor is not sent
             recorder.mine.advance(self.entry, FINISHED)
@@ -57,7 +55,7 @@ class Work:
         if not pending and finish is None:
             return
         recorder.mine.advance(self.entry, WAITING)
-        with self._explained(), self.event.annotate("wait", self.number, self.group.group_name):
+        with self._explained("wait"):
             for work in pending:
                 work.wait()
         if finish:
@@ -65,48 +63,48 @@ class Work:
         recorder.mine.advance(self.entry, FINISHED)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn torch's error into a CommError that says what every other rank was doing."""
+    def _explained(self, what: str) -> Iterator[None]:
+        """Show the block in a profile, and turn torch's error into a CommError that says what every other rank was
+        doing."""
+        event = self.event
         try:
-            yield
+            with event.annotate(what, self.number):
+                yield
         except RuntimeError as error:
-            event = self.event
-            what = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
-            doing = printable(f"waited in {what}{of_step(recorder.mine.step)}")
+            which = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
+            doing = printable(f"waited in {which}{of_step(recorder.mine.step)}")
             raise comm_error(doing, self.group, f" ({first_line(error)})") from error
 
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
     """Send a contiguous tensor to the group's rank `to`, which must `receive` it with the same label."""
-    return _message("send", tensor, group.rank(), to, group, label)
+    work, tag = _message("send", tensor, group.rank(), to, group, label)
+    with work.launching():
+        work.pending = [dist.isend(tensor, group=group, tag=tag, group_dst=to)]
+    return work
 
 
 def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
     """Fill a contiguous tensor with the message that the group's rank `source` sends with the same label."""
-    return _message("receive", tensor, source, group.rank(), group, label)
-
-
-def _message(verb: str, tensor: Tensor, source: int, target: int, group: Group, label: str) -> Work:
-    event = Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name)
-    log(event)
-    # Its number counts messages of the label between the two, since a group's collectives are counted on all its ranks.
-    number, tag = _tag(f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}", group)
-    work = Work(event, group, number)
+    work, tag = _message("receive", tensor, source, group.rank(), group, label)
     with work.launching():
-        if verb == "send":
-            work.pending = [dist.isend(tensor, group=group, tag=tag, group_dst=target)]
-        else:
-            work.pending = [dist.irecv(tensor, group=group, tag=tag, group_src=source)]
+        work.pending = [dist.irecv(tensor, group=group, tag=tag, group_src=source)]
     return work
 
 
+def _message(verb: str, tensor: Tensor, source: int, target: int, group: Group, label: str) -> tuple[Work, int]:
+    # Its number counts messages of the label between the two, since a group's collectives are counted on all its ranks.
+    number, tag = _tag(f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}", group)
+    return Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number), tag
+
+
 def _tag(kind: str, group: Group) -> tuple[int, int]:
-    """Occurrence of a kind of collective or message in a group, and a tag that only it has.
+    """Number of a collective or message within its kind in a group, and a tag that only it has.
 
     gloo would match any two of one tag, even of different sizes, without an error. Counting by verb, label and size
     lets ranks that do the same work in different orders still meet.
     """
-    number = occurrence(kind, group)
+    number = count(group, kind)
     return number, zlib.crc32(f"{kind} {number}".encode()) >> 1
 
 
@@ -115,7 +113,6 @@ def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: 
     """A collective that starts inside the block, unless the group has one rank: counted, and listed in open records."""
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
     work = Work(event, group, count(group))
-    log(event)
     with work.launching() if group.size() > 1 else nullcontext():
         yield work
 
@@ -178,8 +175,8 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
         if _by_slices(flat, group):
             work.pending = _exchange([slices[me]] * ranks, slices, work)
         elif dist.get_backend(group) == "gloo":
-            send = partial(dist.broadcast, group=group, async_op=True)
-            work.pending = [send(slice_, group_src=rank) for rank, slice_ in enumerate(slices)]
+            each = range(ranks)
+            work.pending = [dist.broadcast(slices[i], group=group, async_op=True, group_src=i) for i in each]
         else:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work.pending = [gather(flat, slices[me], group=group, async_op=True)]

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_place, is_joined
 from cs336_systems.comm.clock import Offset, clock_offset
-from cs336_systems.comm.memory_labels import is_profiling, mark_address
+from cs336_systems.comm.events import is_profiling, mark_address
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.memory_owners import Held, describe, held_by, live_storages
 from cs336_systems.profiling.module_spans import tag_modules

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cs336_systems.comm.memory_labels import MARK
+from cs336_systems.comm.events import MARK
 from cs336_systems.profiling.memory_owners import Held
 from cs336_systems.profiling.names import STEP
 from cs336_systems.profiling.nesting import nest_host

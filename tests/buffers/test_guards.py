@@ -139,7 +139,7 @@ def test_a_group_of_some_ranks_trains_by_itself():
 
 def group_failure_case(group, fails: bool) -> None:
     """Rank 1 waits for rank 2, which fails, or looks on while rank 1 gives up after the timeout of all ranks, 1 s."""
-    comm.diagnostics.EXPLAIN_SECONDS = 0.3
+    comm.agreement.EXPLAIN_SECONDS = 0.3
     members = subgroup([1, 2])
     agree("connected", "", group, counted=False)
     if group.rank() == 1:
@@ -147,7 +147,7 @@ def group_failure_case(group, fails: bool) -> None:
     elif fails and group.rank() == 2:
         raise KeyError("no such column")
     elif group.rank() == 2:
-        assert not comm.agreement.wait_for(group.get_group_store(), ["reason/1"], timedelta(seconds=5))
+        assert not comm.store.wait_for(group.get_group_store(), ["reason/1"], timedelta(seconds=5))
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -160,7 +160,7 @@ def test_a_group_of_some_ranks_has_the_timeout_of_all_and_names_the_cause(fails)
 
 def absent_case(group) -> None:
     """Rank 1 fails where the others make a group with it."""
-    comm.diagnostics.EXPLAIN_SECONDS = 0.3
+    comm.agreement.EXPLAIN_SECONDS = 0.3
     if group.rank() == 1:
         raise KeyError("no such column")
     subgroup([0, 1])

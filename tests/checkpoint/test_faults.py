@@ -28,7 +28,7 @@ from cs336_systems.checkpoint import (
 )
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.tensors import write_tensors
-from cs336_systems.comm import agree, agreement, default_group, diagnostics, distributed
+from cs336_systems.comm import agree, agreement, default_group, distributed
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, is_step, save_step, save_steps
@@ -161,8 +161,7 @@ def slow_disks(group, parent: str) -> list[str]:
         return lambda *each: (time.sleep(0.3), real(*each))[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (agreement, diagnostics):
-            patch.setattr(module, "group_timeout", lambda _: timedelta(seconds=0.1))
+        patch.setattr(agreement, "group_timeout", lambda _: timedelta(seconds=0.1))
         where, name = ((os, "rename"), (os, "fsync"))[group.rank()]
         patch.setattr(where, name, slow(getattr(where, name)))
         if group.rank() == 1:

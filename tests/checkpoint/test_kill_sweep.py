@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.checkpoint import clean, list_checkpoints, open_checkpoint, open_newest
-from cs336_systems.comm import Place, agree, agreement, diagnostics, distributed
+from cs336_systems.comm import Place, agree, agreement, distributed
 from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step, save_steps
 from tests.support.ranks import run_alone
 
@@ -182,9 +182,7 @@ def rank_of_two(
     try:
         with distributed("cpu", timeout=PATIENCE, place=place) as group:
             agree("ready", "", group)
-            agreement.group_timeout = diagnostics.group_timeout = lambda _: timedelta(
-                seconds=SHORT if steps == (3,) else PATIENCE
-            )
+            agreement.group_timeout = lambda _: timedelta(seconds=SHORT if steps == (3,) else PATIENCE)
             begin = time.monotonic()
             with calls:
                 for step in steps:

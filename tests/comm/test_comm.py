@@ -13,7 +13,7 @@ from torch.distributed import HashStore
 
 from cs336_systems.comm import agree, all_gather, all_reduce, all_to_all, broadcast, record, reduce_scatter
 from cs336_systems.comm import store as stores
-from cs336_systems.comm.agreement import wait_for
+from cs336_systems.comm.store import wait_for
 from cs336_systems.errors import UserError
 from tests.support import ranks
 

@@ -114,7 +114,7 @@ def check_kept(group, counts: list[list[int]]) -> None:
     try:
         exchange = Exchange(drawn(me, sum(given), 4).requires_grad_() * 2, given, taken, group, "kept")
         y = exchange.wait()
-        memory, route = StorageWeakRef(y.untyped_storage()), weakref.ref(exchange.route)
+        memory, route = StorageWeakRef(y.untyped_storage()), weakref.ref(exchange)
         del y
         for _ in range(1000):  # gloo's own thread lets go a moment later
             if memory.expired():

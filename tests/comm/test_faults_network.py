@@ -93,7 +93,7 @@ def cut_case(rank: int, world: int, folder: str, names: list[str], down: float, 
     before and after."""
     enter(names[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = two_nodes.DEVICE
-    comm.diagnostics.EXPLAIN_SECONDS = 0.5
+    comm.agreement.EXPLAIN_SECONDS = 0.5
     place = Place(rank, world, 0, 1, f"{two_nodes.ADDRESS.format(1)}:{two_nodes.PORT}")
     with distributed("cpu", timeout=timeout, place=place) as group:
         digests = []

@@ -45,7 +45,7 @@ def test_out_of_memory_on_one_rank_is_named_on_all():
 
 def asking_case(rank: int, world: int, folder: str, port: int, how: str, asks: str) -> None:
     """Rank 0, which holds the store of the ranks, is lost while rank 1 is in a collective, or in none."""
-    comm.diagnostics.EXPLAIN_SECONDS = 0.3
+    comm.agreement.EXPLAIN_SECONDS = 0.3
     pids: list[int] = []
     try:
         with distributed("cpu", timeout=1.0, place=Place(rank, world, rank, world, f"localhost:{port}")) as group:

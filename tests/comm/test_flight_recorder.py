@@ -24,14 +24,14 @@ from cs336_systems.comm import (
     request_stop,
     stop_step,
 )
-from cs336_systems.comm.flight_recorder import FINISHED, HEADER, SIZE, SLOTS, WAITING, Ring, recorder
+from cs336_systems.comm.flight_recorder import FINISHED, RING, SLOTS, WAITING, Ring, recorder
 from cs336_systems.ddp import BucketedDDP
 from tests.comm.test_startup import free_port
 from tests.support import ranks
 
 
 def ring() -> Ring:
-    return Ring(mmap.mmap(-1, HEADER.size + SLOTS * SIZE))
+    return Ring(mmap.mmap(-1, RING.itemsize))
 
 
 def test_a_ring_keeps_the_latest():
@@ -59,7 +59,7 @@ def test_lines_of_entries():
     written.advance(turn, FINISHED)
     entry = written.entries()[0]
     assert (
-        entry.line(entry.finished + 3.1) == "step 12  all-gather 0#46 head.weight  1.2 MiB float32  finished  3.1 s ago"
+        entry.line(entry.changed + 3.1) == "step 12  all-gather 0#46 head.weight  1.2 MiB float32  finished  3.1 s ago"
     )
 
 
@@ -82,9 +82,11 @@ def test_status_of_a_process():
     child = subprocess.Popen(["sleep", "60"])
     try:
         started = flight_recorder._process(child.pid)[1]
-        child_of = Ring(ring().memory, child.pid, started)
+        child_of = Ring(mmap.mmap(-1, RING.itemsize), child.pid, started)
         assert child_of.summary() == "runs but said nothing before its first collective"
-        assert Ring(ring().memory, child.pid, "another").status() == "died"  # the number has gone to another process
+        assert (
+            Ring(mmap.mmap(-1, RING.itemsize), child.pid, "another").status() == "died"
+        )  # the number has gone to another process
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED)
         child_of.at_step(3)
@@ -107,7 +109,7 @@ def test_status_of_a_process():
 
 def train(group, how: str) -> None:
     """Training of three ranks, of which rank 1 is lost in step 2, after one of its all-gathers."""
-    comm.diagnostics.EXPLAIN_SECONDS = 0.5
+    comm.agreement.EXPLAIN_SECONDS = 0.5
     pids = [int(pid) for pid in agree("pid", str(os.getpid()), group)]
     model = BucketedDDP(nn.Linear(4, 3), group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,9 +124,7 @@ def train(group, how: str) -> None:
                 os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     finally:
         if group.rank() == 0 and how == "stopped":
-            comm.agreement.wait_for(
-                group.get_group_store(), ["done/2"], timedelta(seconds=10)
-            )  # until rank 2 has seen it
+            comm.store.wait_for(group.get_group_store(), ["done/2"], timedelta(seconds=10))  # until rank 2 has seen it
             os.kill(pids[1], signal.SIGKILL)
 
 
@@ -152,7 +152,7 @@ def test_the_lost_rank_its_operation_and_its_step_are_named(how):
 def machines_case(rank: int, world: int, folder: str, stops: bool) -> None:
     """Rank 0 on one machine, 1 and 2 on another; rank 2 is stopped, or both are."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    comm.diagnostics.EXPLAIN_SECONDS = 1.0
+    comm.agreement.EXPLAIN_SECONDS = 1.0
     place, lost = Place(rank, world, max(0, rank - 1), 2 if rank else 1, f"{folder}/store"), (1, 2) if stops else (2,)
     with distributed("cpu", timeout=1.0, place=place) as group:
         pids = [int(pid) for pid in agree("pid", str(os.getpid()), group)]

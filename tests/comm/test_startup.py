@@ -178,7 +178,7 @@ def test_ranks_join_leave_and_join_again(world):
 
 
 def killed_case(group, how: str) -> None:
-    comm.diagnostics.EXPLAIN_SECONDS = 0.3
+    comm.agreement.EXPLAIN_SECONDS = 0.3
     for step in range(3):
         if step == 1 and group.rank() == 1:
             if how == "killed":
@@ -203,7 +203,7 @@ def test_a_rank_that_has_finished_is_told_at_once_of_one_that_failed():
 
 def gone_case(group, verb: str) -> None:
     """The connection is known to be broken when the second collective is launched."""
-    comm.diagnostics.EXPLAIN_SECONDS = 0.2
+    comm.agreement.EXPLAIN_SECONDS = 0.2
     # A rank that dies earlier may be missed by a busy computer's other rank while that still starts.
     getattr(comm, verb)(torch.zeros(4), group, "first").wait()
     if group.rank() == 1:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.comm import all_gather, all_reduce, reduce_scatter
-from cs336_systems.comm.memory_labels import mark
+from cs336_systems.comm.events import mark
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
@@ -186,7 +186,7 @@ def test_nvtx_ranges_bear_the_same_names(tmp_path, monkeypatch):
 
 
 def test_marks_cost_nothing_without_a_profiler(monkeypatch):
-    monkeypatch.setattr("cs336_systems.comm.memory_labels.record_function", None)
+    monkeypatch.setattr("cs336_systems.comm.events.record_function", None)
     mark("gradients", torch.ones(1))
 
 
