@@ -35,10 +35,6 @@ PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM by default
 Worker = Callable[..., None]  # worker(place, *arguments)
 
 
-class _Terminated(KeyboardInterrupt):
-    """The process that started the ranks received SIGTERM."""
-
-
 def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int, report: Path, parent: int) -> None:
     """Main function of a rank. Reports an error of the user or the network as one line, any other as a traceback."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -68,7 +64,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sys.stdout.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _terminated_as_interrupted():
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _sigterm_pipe() as told:
         processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         try:
             for rank, report in enumerate(reports):
@@ -76,7 +72,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 given = (worker, place, arguments, max(1, cores // nproc), report, os.getpid())
                 processes.append(context.Process(target=_run, args=given))
                 processes[-1].start()
-            failed = _first_failure(processes, patience)
+            failed = _first_failure(processes, told, patience)
         finally:
             for stop in (BaseProcess.terminate, BaseProcess.kill):
                 for process in processes:
@@ -97,42 +93,36 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
 
 
 @contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Raise _Terminated on SIGTERM inside the block; a second signal, SAME_SIGNAL later or more, raises it again and so
-    ends the wait for ranks that handle the first."""
-    told = -math.inf
-
-    def interrupt(number: int, frame: object) -> None:
-        nonlocal told
-        if time.monotonic() - told >= SAME_SIGNAL:
-            told = time.monotonic()
-            raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _sigterm_pipe() -> Iterator[int]:
+    """A pipe that receives a byte for each SIGTERM, which does nothing else: it may come while a rank is started."""
+    reading, writing = os.pipe()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: os.write(writing, b"."))
     try:
-        yield
+        yield reading
     finally:
         signal.signal(signal.SIGTERM, before)
+        os.close(reading)
+        os.close(writing)
 
 
-def _first_failure(processes: list[BaseProcess], patience: float) -> int | None:
+def _first_failure(processes: list[BaseProcess], told: int, patience: float) -> int | None:
     """Wait until all ranks have ended, or one has failed; returns its number after GRACE seconds for the others.
 
-    On SIGTERM the ranks get it, too, and `patience` seconds. Raises KeyboardInterrupt if it ends them.
+    A byte in the pipe `told` passes SIGTERM on to the ranks, which then have `patience` seconds. Raises
+    KeyboardInterrupt if that time ends, if a rank dies of SIGTERM, or at another signal after SAME_SIGNAL seconds.
     """
-    running, deadline = {process.sentinel: rank for rank, process in enumerate(processes)}, math.inf
+    running, since, deadline = {process.sentinel: rank for rank, process in enumerate(processes)}, math.inf, math.inf
     while running:
-        try:
-            ended = wait(list(running), None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        except _Terminated:
-            if deadline < math.inf:
-                raise
-            deadline = time.monotonic() + patience
-            for process in processes:
-                process.terminate()
-            continue
-        if not ended:
+        ended = wait([told, *running], None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
+        if not ended or (told in ended and time.monotonic() - since >= SAME_SIGNAL):
             raise KeyboardInterrupt
+        if told in ended:
+            ended.remove(told)
+            os.read(told, 4096)
+            if since == math.inf:
+                since, deadline = time.monotonic(), time.monotonic() + patience
+                for process in processes:
+                    process.terminate()
         for sentinel in ended:
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()

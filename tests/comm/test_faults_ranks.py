@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from multiprocessing.context import ForkProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -115,6 +117,13 @@ def stoppable(place: Place, folder: str, how: str) -> None:
 
 def terminated_case(rank: int, world: int, folder: str, where: str, how: str) -> list:
     launch.GRACE = 0.2
+    if how == "at once":  # the signal comes before the last start() has returned
+
+        def start(process: ForkProcess) -> None:
+            BaseProcess.start(process)
+            time.sleep(0.5)
+
+        ForkProcess.start = start  # type: ignore[method-assign]
     before, outcome = signal.getsignal(signal.SIGTERM), "returned"
     try:
         launch.run_ranks(stoppable, 2, "cpu", where, how, patience=0.2 if how == "ignored" else 20.0)
@@ -132,6 +141,7 @@ def terminated_case(rank: int, world: int, folder: str, where: str, how: str) ->
         ("echoed", ["returned", 2]),  # as of `timeout`, which tells every process of a group
         ("ignored", ["KeyboardInterrupt: ", 0]),
         ("default", ["KeyboardInterrupt: ", 0]),
+        ("at once", ["returned", 2]),
         ("one fails", ["UserError: the disk is full", 0]),
     ],
 )
