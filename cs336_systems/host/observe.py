@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from cs336_systems.host import meta
+
 Module = TypeVar("Module", bound=nn.Module)
 aten = torch.ops.aten
 # Operators that touch no number, besides views.
@@ -239,7 +241,7 @@ class Observer(TorchDispatchMode):
         packet, kwargs = function.overloadpacket, kwargs or {}
         result = _without_numbers(packet, args, self.rows) if args and isinstance(args[0], FakeTensor) else None
         if result is None:
-            result = function(*args, **kwargs)
+            result = meta.run(function, args, kwargs)
         if function.namespace in ("prim", "c10d", "_c10d_functional"):
             return result
         given, results = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))

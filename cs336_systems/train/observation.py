@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cs336_systems.comm import Event, Mesh, fake_ranks, record
 from cs336_systems.data.corpus import Batch
+from cs336_systems.host.meta import QuickMeta
 from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.layout import Layout, Observation, Transfer, Work
 from cs336_systems.model.dropout import dropout_key
@@ -71,7 +72,7 @@ def _observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int, map
 def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0) -> Counter[Transfer]:
     """The transfers alone of one step, which takes less time than `observe`."""
     layout.check(config, recipe.seq(config))
-    with fake_ranks(rank, layout.ranks):
+    with fake_ranks(rank, layout.ranks), QuickMeta():
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
         step = RankStep(assemble(recipe, config, layout, mesh, torch.device("meta")), mesh, layout, TotalsObserver())
         with record() as step.events:
