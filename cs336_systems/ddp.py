@@ -22,11 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import GradBucket
+from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import weak_hook
-from cs336_systems.buffers.placements import REPLICATED, Placement
-from cs336_systems.buffers.used_parameters import UsedParameters
 from cs336_systems.buffers.wrapper import Parameters, Wrapper
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
@@ -92,7 +90,7 @@ class DataParallel(Wrapper):
     def _launch(self, only_complete: bool = False, again: bool = False) -> None:
         """Launch buckets in one fixed order, in which a complete bucket waits for its turn: ranks whose gradients come
         in different orders would deadlock otherwise."""
-        while self.next < len(self.buckets) and (self.buckets[self.next].complete or not only_complete):
+        while self.next < len(self.buckets) and not (only_complete and self.buckets[self.next].waiting):
             if (oldest := self.next - self.gradients.in_flight) >= 0:
                 self.buckets[oldest].finish()
             self.buckets[self.next].launch(again)
@@ -106,10 +104,7 @@ class DataParallel(Wrapper):
             self.next = 0
             self._launch(again=True)
         self.next = 0
-        used = UsedParameters(self.buckets, self.group)
-        for bucket in self.buckets:
-            bucket.finish()
-        used.finish()
+        finish_all(self.buckets, self.group)
         for bucket in self.buckets:
             bucket.close()
         self.end_synchronisation()
@@ -148,9 +143,6 @@ class DataParallel(Wrapper):
         """The module, free of this wrapper, to be changed and wrapped anew."""
         self.guard.release()
         return self.module
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise UserError(f"copy {type(self).__name__}.module instead: a wrapper belongs to its group and parameters")
 
 
 class NaiveDDP(DataParallel):

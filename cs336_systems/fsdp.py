@@ -21,15 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import GradBucket
-from cs336_systems.buffers.compute_dtype import cast, compute_in
+from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.gather_order import GatherOrder
 from cs336_systems.buffers.guards import weak_hook
-from cs336_systems.buffers.placements import Sharded
-from cs336_systems.buffers.sharded_parameter import ShardedParameter, WeightProxy, shard_weights, tensors_with_gradient
-from cs336_systems.buffers.state import Shard, gather_full, load_full, sharded_state
-from cs336_systems.buffers.used_parameters import UsedParameters
+from cs336_systems.buffers.sharded_parameter import (
+    GatherOrder,
+    ShardedParameter,
+    WeightProxy,
+    cast,
+    compute_in,
+    shard_weights,
+    tensors_with_gradient,
+)
 from cs336_systems.buffers.wrapper import Parameters, Wrapper
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
@@ -42,13 +45,6 @@ class Phase(Enum):
     RESTING = "no gradient has come since the last synchronisation"
     FORWARD = "inside `forward`"
     BACKWARD = "gradients have come and are not synchronised"
-
-
-LEGAL = {
-    Phase.RESTING: {Phase.FORWARD, Phase.BACKWARD, Phase.RESTING},
-    Phase.FORWARD: {Phase.RESTING, Phase.BACKWARD},
-    Phase.BACKWARD: {Phase.FORWARD, Phase.RESTING, Phase.BACKWARD},
-}
 
 
 class FSDP(Wrapper):
@@ -101,25 +97,22 @@ class FSDP(Wrapper):
         if compute_dtype is not None:
             compute_in(compute_dtype, module, {layer for layer, _ in self.layers})
 
-    def _enter(self, phase: Phase) -> None:
-        if phase not in LEGAL[self.phase]:
-            raise UserError(f"FSDP is {self.phase.value}: it cannot begin another pass or finish one there")
-        self.phase = phase
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
         self.guard.before_forward()
+        if self.phase is Phase.FORWARD:
+            raise UserError("FSDP is inside `forward`: it cannot begin another pass there")
         if torch.is_grad_enabled() and self.phase is Phase.BACKWARD:
             self._end_backward()
         for weight in self.sharded:
             weight.reshard()
-        self._enter(Phase.FORWARD)
+        self.phase = Phase.FORWARD
         self.order.gathered = 0
         self.borrowed = set()
         try:
             output = self.module(*inputs, **kwargs)
         finally:
-            self._enter(Phase.RESTING if self.synchronised else Phase.BACKWARD)
+            self.phase = Phase.RESTING if self.guard.synchronised else Phase.BACKWARD
         self.order.end_forward(backward_follows=torch.is_grad_enabled())
         for weight in self.sharded:
             weight.reshard()
@@ -187,7 +180,7 @@ class FSDP(Wrapper):
     def _gradients_come(self) -> None:
         self.guard.synchronised = False
         if self.phase is Phase.RESTING:
-            self._enter(Phase.BACKWARD)
+            self.phase = Phase.BACKWARD
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
         """The whole weight for code outside its layer, until the end of the pass; None if nothing is computing."""
@@ -219,27 +212,26 @@ class FSDP(Wrapper):
         self._end_backward()
         for bucket in self.buckets:
             bucket.launch()
-        every = [*(weight.gradients for weight in self.sharded), *self.buckets]
-        for bucket in every:
+        for bucket in self.buckets:
             bucket.finish()
         replicated = [p.grad for p in self.bucket_of if p.grad is not None]
-        UsedParameters(every, self.group, also=replicated[:1]).finish()
+        finish_all([*(weight.gradients for weight in self.sharded), *self.buckets], self.group, also=replicated[:1])
         for weight in self.sharded:
             weight.deliver_gradient()
         for bucket in self.buckets:
             bucket.close()
-        self._enter(Phase.RESTING)
+        self.phase = Phase.RESTING
         self.end_synchronisation()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. After an interrupted backward every rank must call it."""
         self.guard.watched = None
-        if not self.synchronised:
+        if not self.guard.synchronised:
             self._end_backward()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()
         self.expected = set()
-        self._enter(Phase.RESTING)
+        self.phase = Phase.RESTING
         self.guard.finished()
         super().zero_grad(set_to_none)
 
@@ -254,17 +246,22 @@ class FSDP(Wrapper):
         sharded = [LocalGradient(w.shard, w.shard.grad, True) for w in self.sharded if w.shard.grad is not None]
         return sharded + [LocalGradient(p, p.grad, False) for p in self.bucket_of if p.grad is not None]
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise UserError("copy the state instead (gather_full_params): FSDP belongs to its group and parameters")
-
     def gather_full_params(self) -> dict[str, Tensor]:
         """A copy of the whole state, as the unwrapped `module.state_dict()` had it. Every rank must call this."""
-        return gather_full(self.module, self.sharded)
+        sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
+        values = dict.fromkeys(state.values())  # tied ones are one tensor under each name
+        copies = {value: sharded[value].gather() if value in sharded else value.detach().clone() for value in values}
+        return {name: copies[value] for name, value in state.items()}
 
-    def sharded_state(self) -> dict[str, Shard]:
-        """This rank's rows of every sharded weight by name, and what is replicated as a shard that is the whole."""
-        return sharded_state(self.module, self.sharded)
-
+    @torch.no_grad()
     def load_full_params(self, full: dict[str, Tensor]) -> None:
         """Take this rank's rows from a whole state. Raises UserError for missing or unknown names and wrong shapes."""
-        load_full(self.module, self.sharded, full)
+        sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
+        if full.keys() != state.keys():
+            raise UserError(f"the state has other names than the module, first {sorted(full.keys() ^ state.keys())[0]}")
+        for name, value in state.items():
+            weight = sharded.get(value)
+            shape = weight.shape if weight else value.shape
+            if full[name].shape != shape:
+                raise UserError(f"{name} has shape {tuple(full[name].shape)}, the module's is {tuple(shape)}")
+            value.copy_(full[name][slice(*weight.rows)] if weight else full[name])

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout
-from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
+from cs336_systems.buffers.flat import FlatLayout, ParameterBuffer, Part
 from cs336_systems.buffers.state import gather_state, slice_state
 from cs336_systems.buffers.wrapper import Wrapper
 from cs336_systems.comm import Group, default_group
@@ -120,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             part.tensor.grad = None if shard is None else shard.view_as(part.tensor)
 
     def _check(self) -> None:
-        if self.wrapper is not None and not self.wrapper.synchronised:
+        if self.wrapper is not None and not self.wrapper.guard.synchronised:
             raise UserError("step() before finish_gradient_synchronization(): the shards are not complete")
         for buffer in self.buffers:
             buffer.check_in_place()

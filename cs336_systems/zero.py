@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cs336_systems.buffers.placements import REPLICATED, SHARDED, Placement
+from cs336_systems.buffers.bucket import REPLICATED, SHARDED, Placement
 from cs336_systems.buffers.wrapper import Parameters
 from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.buffers.placements import SHARDED
+from cs336_systems.buffers.bucket import SHARDED
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.sharded_optimizer import ShardedOptimizer

@@ -192,7 +192,7 @@ def test_the_table_of_strategies_has_the_factors_that_are_counted():
 def test_the_trouble_that_is_quoted_is_what_the_code_says():
     page = re.sub(r"\s+", " ", (ROOT / "docs/troubleshooting.md").read_text())
     for file, words in {
-        "cs336_systems/comm/rendezvous.py": "choose another with MASTER_PORT",
+        "cs336_systems/comm/store.py": "choose another with MASTER_PORT",
         "cs336_systems/comm/launch.py": "the other ranks were stopped",
         "cs336_systems/host/machine.py": "but torch finds no CUDA device here; use --device cpu",
         "cs336_systems/comm/startup.py": "moves tensors between GPUs, and there is none here; use --backend gloo",

@@ -1,28 +1,84 @@
 """A bucket: the gradients of a few parameters in one flat buffer, reduced over the ranks by one collective.
 
-mark_ready      a gradient is complete: pack it into the buffer
-launch          start the collective, which is the placement's: all-reduce or reduce-scatter
-finish          wait for it, keep what the placement keeps, free the rest
+    mark_ready      a gradient is complete: pack it into the buffer
+    launch          start the collective, which is the placement's
+    finish          wait for it, keep what the placement keeps, free the rest
+
+    placement     collective          kept after it                          freed
+    Replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
+    Sharded       reduce-scatter      this rank's slice, added up            the buffer, once its slice is kept
+
+A ZeRO stage is three placements: of parameters, gradients and optimizer state (see zero.py).
 """
 
+import math
+import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout
-from cs336_systems.buffers.placements import REPLICATED, Placement
-from cs336_systems.comm import Group, Work, fault
+from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
 from cs336_systems.comm.events import mark
 from cs336_systems.optim.grad_norm import LocalGradient
 
 
-class GradBucket:
-    """One flat buffer of gradients and its reduction. If `placement` is Replicated, every `.grad` becomes a view of
-    the buffer, so that nothing is copied back; if Sharded, this rank's slices are added up in `shard`.
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank keeps the whole mean, in the buffer of which each parameter's `.grad` is a view."""
 
-    `dtype` is the buffer's (default: the parameters'); slices are multiples of `granule` elements.
-    """
+    reduce = staticmethod(all_reduce)
+    in_flight: int = sys.maxsize  # reductions at once: any number, since no buffer is freed
+
+    def num_shards(self, group: Group) -> int:
+        """Number of slices that a buffer is divided into."""
+        return 1
+
+    def keep(self, bucket: "GradBucket") -> None:
+        """Keep what rests on this rank of the reduced buffer."""
+
+    def free(self, bucket: "GradBucket") -> None:
+        """Free what does not rest on this rank."""
+
+    def dropped(self, parameter: nn.Parameter) -> bool:
+        """True if somebody has dropped this gradient, which lay in the buffer."""
+        return parameter.grad is None
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Each rank keeps its slice of the mean: gradients take 1/N of the memory (arXiv:1910.02054, section 5.2)."""
+
+    reduce = staticmethod(reduce_scatter)
+    in_flight: int = 1  # before one more reduction is launched, the oldest is awaited and its buffer freed
+
+    def num_shards(self, group: Group) -> int:
+        return group.size()
+
+    def keep(self, bucket: "GradBucket") -> None:
+        assert bucket.flat is not None
+        mine = bucket.layout.shard(bucket.flat, bucket.group.rank())  # copied: a view would keep the whole buffer alive
+        bucket.shard = mine.clone() if bucket.shard is None else bucket.shard.add_(mine)
+        mark("gradients", bucket.shard)
+
+    def free(self, bucket: "GradBucket") -> None:
+        bucket.flat = None
+        for parameter in bucket.parameters:
+            parameter.grad = None
+
+    def dropped(self, parameter: nn.Parameter) -> bool:
+        return False  # unknown: every `.grad` is freed after its reduction
+
+
+Placement = Replicated | Sharded
+REPLICATED, SHARDED = Replicated(), Sharded()
+
+
+class GradBucket:
+    """One flat buffer of gradients and its reduction. `dtype` is the buffer's (default: the parameters'); slices are
+    multiples of `granule` elements."""
 
     def __init__(
         self,
@@ -43,10 +99,6 @@ class GradBucket:
         self.launched: list[tuple[Tensor, int]] = []  # being reduced, with `_version` at launch: writes raise it
         self.waiting = set(parameters)  # parameters whose gradient has not come in this backward
         self.used: set[nn.Parameter] = set()  # parameters that have contributed to what `flat` or `shard` holds
-
-    @property
-    def complete(self) -> bool:
-        return not self.waiting
 
     @torch.no_grad()
     def mark_ready(self, parameter: nn.Parameter) -> None:
@@ -107,11 +159,8 @@ class GradBucket:
         self.work.wait()
         self.work, self.launched = None, []
         self.expect_all()
-        assert self.flat is not None
-        self.shard = self.placement.keep(self.layout, self.flat, self.group.rank(), self.shard)
-        if self.shard is not None:
-            mark("gradients", self.shard)
-        self.flat = self.placement.free(self.parameters, self.flat)
+        self.placement.keep(self)
+        self.placement.free(self)
 
     def expect_all(self) -> None:
         """Expect every gradient of another backward."""
@@ -139,8 +188,42 @@ class GradBucket:
             self.work.wait()
         self.work, self.launched = None, []
         self.expect_all()
-        self.flat = self.placement.free(self.parameters, self.flat)
+        self.placement.free(self)
         if set_to_none or self.shard is None:
             self.used, self.shard = set(), None
         else:
             self.shard.zero_()
+
+
+@torch.no_grad()
+def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tensor] = ()) -> None:
+    """Finish all reductions, and tell every rank which parameters any rank used, and if all gradients are finite.
+
+    One small all-reduce answers both. Without it a rank could not tell a parameter that nobody used, which must keep no
+    gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its mean
+    gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of every
+    rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
+    """
+    for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
+        bucket.finish()
+    shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
+    bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+    flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
+    sums = torch.tensor([*flags, 0.0], device=buckets[0].parameters[0].device if buckets else None)
+    for shard in shards:
+        # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
+        sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
+    work = all_reduce(sums, group, "used parameters")
+    for bucket in buckets:
+        bucket.finish()
+    work.wait()
+    for shard in shards:
+        shard.view(-1)[:1] += sums[-1]
+    # Only a rank where some parameter is unused reads the answer, which on a GPU waits for the device.
+    unused = [(i, p) for i, (p, bucket) in enumerate(bucket_of.items()) if p not in bucket.used]
+    answers = sums.tolist() if unused else []
+    for parameter in (parameter for i, parameter in unused if answers[i]):
+        bucket = bucket_of[parameter]
+        bucket.used.add(parameter)
+        if bucket.flat is not None:  # a shard has its mean gradient already
+            parameter.grad = bucket.view(parameter)

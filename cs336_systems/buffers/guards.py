@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cs336_systems.buffers.placements import Placement
+from cs336_systems.buffers.bucket import Placement
 from cs336_systems.comm import Group, agree, fault, global_rank, is_fake
 from cs336_systems.errors import UserError
 
@@ -47,8 +47,31 @@ class Guard:
         for name, parameter in self._named():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
-        compare_structures([*describe(module, ignored), f"wrapper {wrapper}, {kind}"], group)
+        self._compare_modules(f"wrapper {wrapper}, {kind}")
         self.remember_structure()
+
+    def _compare_modules(self, kind: str) -> None:
+        """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds.
+        They compare through the store: a collective over tensors that differ in size aborts the process on gloo."""
+        first: dict[Tensor, str] = {}
+        lines = []  # one per parameter (tied ones again under each name) and per buffer
+        for name, p in self._named(remove_duplicate=False):
+            trains, tied = "trainable" if p.requires_grad else "frozen", first.setdefault(p, name)
+            tie = f" tied to {tied}" if tied != name else ""
+            lines.append(f"parameter {name} {tuple(p.shape)} {p.dtype} {trains}{tie}")
+        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in self.module.named_buffers()]
+        lines.append(kind)
+        digests = agree("structure", hashlib.sha256("\n".join(lines).encode()).hexdigest(), self.group)
+        if len(set(digests)) == 1:
+            return
+        everyone = [json.loads(each) for each in agree("all of it", json.dumps(lines, allow_nan=False), self.group)]
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
+        number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
+        raise UserError(
+            f"the ranks' modules differ, first in entry {number}: rank {global_rank(0, self.group)} has {a}, "
+            f"rank {global_rank(other, self.group)} has {b}"
+        )
 
     def remember_structure(self) -> None:
         """Expect the module's parameters to stay as they are now."""
@@ -56,8 +79,9 @@ class Guard:
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
 
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return (named for named in self.module.named_parameters() if named[1] not in self.ignored)
+    def _named(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        named = self.module.named_parameters(remove_duplicate=remove_duplicate)
+        return (each for each in named if each[1] not in self.ignored)
 
     def accept(self, full: nn.Parameter, shard: nn.Parameter) -> None:
         """Allow the whole weight in place of its shard, and no gradient hook on the shard."""
@@ -107,11 +131,17 @@ class Guard:
         """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
         return any(self.gradients.dropped(parameter) for parameter in self.arrived)
 
+    def _refuse_dropped(self, parameters: Iterable[nn.Parameter]) -> None:
+        if any(self.gradients.dropped(parameter) for parameter in parameters):
+            raise fault(
+                "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or "
+                "by zero_grad() of the wrapper"
+            )
+
     def before_gradient(self, parameter: nn.Parameter) -> None:
         """Raises UserError if the parameter's gradient was dropped while it was being reduced."""
         self.synchronised = False
-        if parameter in self.arrived and self.gradients.dropped(parameter):
-            self._refuse_dropped()
+        self._refuse_dropped(self.arrived & {parameter})
 
     def on_gradient(self, parameter: nn.Parameter, reduces: bool) -> None:
         """Note a gradient that has come, in a backward that reduces or in one that only accumulates."""
@@ -122,14 +152,7 @@ class Guard:
     def before_finish(self) -> None:
         """Raises UserError if the module has changed, or gradients were dropped since backward."""
         self._check_unchanged()
-        if self.dropped():
-            self._refuse_dropped()
-
-    def _refuse_dropped(self) -> None:
-        raise fault(
-            "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or by "
-            "zero_grad() of the wrapper"
-        )
+        self._refuse_dropped(self.arrived)
 
     def watch(self, shard: nn.Parameter) -> None:
         """Give one shard a gradient of zeros, which an optimizer's zero_grad drops or writes to, and so is noticed."""
@@ -139,10 +162,8 @@ class Guard:
 
     def check_watched(self) -> None:
         """Raises UserError if the gradient of the watched shard was dropped or written to."""
-        if self.watched is None:
-            return
-        shard, gradient, version = self.watched
-        if shard.grad is not gradient or gradient._version != version:
+        shard, gradient, version = self.watched or (None, None, 0)
+        if shard is not None and (shard.grad is not gradient or gradient._version != version):
             raise fault(
                 "gradients were changed or dropped before finish_gradient_synchronization() had delivered them all: "
                 "call that first, or zero_grad() of the wrapper to drop them"
@@ -174,34 +195,6 @@ class Guard:
                 f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "
                 "own; call it after the last backward of a step"
             )
-
-
-def describe(module: nn.Module, ignored: Set[nn.Parameter]) -> list[str]:
-    """One line per parameter (tied ones again under each name) and per buffer, in order."""
-    first: dict[Tensor, str] = {}
-    lines = []
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if p not in ignored:
-            kind, tied = "trainable" if p.requires_grad else "frozen", first.setdefault(p, name)
-            tie = f" tied to {tied}" if tied != name else ""
-            lines.append(f"parameter {name} {tuple(p.shape)} {p.dtype} {kind}{tie}")
-    return lines + [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
-
-
-def compare_structures(lines: list[str], group: Group) -> None:
-    """Raises UserError on every rank, with the first difference, unless all ranks have the same lines. They are
-    compared through the store: a collective over tensors that differ in size aborts the process on gloo."""
-    digests = agree("structure", hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
-    if len(set(digests)) == 1:
-        return
-    everyone = [json.loads(text) for text in agree("structure in full", json.dumps(lines, allow_nan=False), group)]
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
-    number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
-    raise UserError(
-        f"the ranks' modules differ, first in entry {number}: rank {global_rank(0, group)} has {a}, "
-        f"rank {global_rank(other, group)} has {b}"
-    )
 
 
 _hooks: list[RemovableHandle] = []

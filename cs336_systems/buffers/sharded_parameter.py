@@ -4,22 +4,29 @@
     unsharded     `full` (rows columns) in the compute dtype, gathered from all ranks; the module sees it as its weight
 
 The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
+
+Weights are gathered up the list of layers in forward, down it in backward:
+
+    forward     gather 0 1 2 | compute 0, gather 3 | compute 1, gather 4 | ...
+    backward    gather N N-1 N-2 | compute N, gather N-3 | ...
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from cs336_systems.buffers.bucket import GradBucket
+from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
-from cs336_systems.buffers.placements import SHARDED
 from cs336_systems.comm import Group, Work, all_gather
 from cs336_systems.comm.events import mark
+
+AHEAD = 2  # layers gathered before they are needed
 
 
 class WeightProxy(dict[str, nn.Parameter | None]):
@@ -118,6 +125,51 @@ class ShardedParameter:
         return self.layout.view(flat, 0)
 
 
+class GatherOrder:
+    """Positions in the list of the layers' `weights`, in which a tied weight stands once for each of its layers.
+
+    Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
+    not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.
+    """
+
+    def __init__(self, weights: Sequence[ShardedParameter]) -> None:
+        self.weights = weights
+        self.first = {weight: number for number, weight in reversed([*enumerate(weights)])}
+        self.gathered = 0  # layers before this one have been gathered in this forward
+        self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
+
+    def forward_to(self, number: int) -> None:
+        """Come to a layer in forward: free the weights of layers that were left out before it, and gather ahead."""
+        coming = set(self.weights[number : max(self.gathered, number + 1)])
+        for weight in self.weights[:number]:
+            if weight.work and weight not in coming:  # it may be the tied weight of a layer to come
+                weight.reshard()
+        self._gather_before(number + 1 + AHEAD)
+
+    def end_forward(self, backward_follows: bool) -> None:
+        """Gather what is left of the list, and stand at its end for a backward."""
+        self._gather_before(len(self.weights))
+        if backward_follows:
+            self.gathered_back = self.passed_back = len(self.weights)
+
+    def _gather_before(self, number: int) -> None:
+        for weight in self.weights[self.gathered : number]:
+            weight.launch_unshard()
+        self.gathered = max(self.gathered, min(number, len(self.weights)))
+
+    def back_to(self, number: int) -> Iterator[ShardedParameter]:
+        """Come to a layer in backward (-1: to the end), gathering ahead. Yields each weight that is passed on the way
+        and belongs to no layer further down, for its reduction to take place in this order, too."""
+        while self.passed_back > max(number, 0):
+            self.passed_back -= 1
+            while self.gathered_back > max(self.passed_back - AHEAD, 0):
+                self.gathered_back -= 1
+                self.weights[self.gathered_back].launch_unshard()
+            weight = self.weights[self.passed_back]
+            if self.passed_back > number and self.first[weight] == self.passed_back:
+                yield weight
+
+
 def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses.
 
@@ -140,20 +192,52 @@ def shard_weights(
     """Replace the 2-D `weight` of every layer by this rank's rows: the layers in the order in which they are
     registered, each with its sharded parameter, which tied layers share."""
     layers_of: dict[nn.Parameter, list[nn.Module]] = {}
-    names: dict[nn.Parameter, str] = {}
-    for name, layer in module.named_modules():
+    for layer in module.modules():
         weight = layer._parameters.get("weight")
-        if weight is None or weight in guard.ignored or weight.dim() != 2:
+        if not isinstance(weight, nn.Parameter) or weight in guard.ignored or weight.dim() != 2:
             continue
-        if isinstance(weight, nn.Parameter) and weight.numel() and weight.is_floating_point():
+        if weight.numel() and weight.is_floating_point():
             layers_of.setdefault(weight, []).append(layer)
-            refuse_hooks(weight, names.setdefault(weight, f"{name}.weight".lstrip(".")))
+            refuse_hooks(weight, guard.names[weight])
     sharded_of: dict[nn.Module, ShardedParameter] = {}
     for weight, layers in layers_of.items():
-        sharded = ShardedParameter(weight, layers, names[weight], compute_dtype or weight.dtype, guard.group)
+        replaced[weight] = name = guard.names[weight]
+        sharded = ShardedParameter(weight, layers, name, compute_dtype or weight.dtype, guard.group)
         sharded_of |= dict.fromkeys(layers, sharded)
-        replaced[weight] = sharded.name
     guard.remember_structure()
     for sharded in set(sharded_of.values()):
         guard.accept(sharded.full, sharded.shard)
     return [(layer, sharded_of[layer]) for layer in module.modules() if layer in sharded_of]
+
+
+def compute_in(dtype: torch.dtype, module: nn.Module, layers: Set[nn.Module]) -> None:
+    """Make `layers` compute in `dtype`; their `weight`, which is gathered in it, is left alone. Other layers that have
+    parameters (norms) compute in those' dtype, and get inputs in it."""
+    for layer in module.modules():
+        own = [p for p in layer.parameters(recurse=False) if p.is_floating_point()]
+        if layer in layers:
+            layer.register_forward_pre_hook(partial(_cast_biases, dtype), with_kwargs=True)
+            layer.register_forward_hook(_restore_biases, always_call=True)
+        elif own:
+            layer.register_forward_pre_hook(partial(_cast_inputs, own[0].dtype), with_kwargs=True)
+
+
+def _cast_biases(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    masters = layer.__dict__.setdefault("_masters", {})
+    for name, parameter in layer._parameters.items():
+        if name != "weight" and parameter is not None and parameter.is_floating_point():
+            masters[name], layer._parameters[name] = parameter, parameter.to(dtype)  # type: ignore[assignment]
+    return _cast_inputs(dtype, layer, args, kwargs)
+
+
+def _restore_biases(layer: nn.Module, args: Any, output: Any) -> None:
+    layer._parameters.update(layer.__dict__.pop("_masters", {}))
+
+
+def _cast_inputs(dtype: torch.dtype, layer: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return cast(args, dtype), cast(kwargs, dtype)
+
+
+def cast(tree: Any, dtype: torch.dtype) -> Any:
+    """The floating-point tensors of nested tuples, lists and dicts in a dtype."""
+    return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree)

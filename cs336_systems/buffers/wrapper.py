@@ -1,13 +1,14 @@
 """The base of the data-parallel wrappers: equal values on all ranks to begin with, and one gradient norm for them."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import GradBucket
+from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
 from cs336_systems.buffers.guards import Guard
-from cs336_systems.buffers.placements import REPLICATED, Placement
 from cs336_systems.comm import Group, broadcast, default_group
+from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
 
 Parameters = Collection[nn.Parameter]
@@ -29,11 +30,6 @@ class Wrapper(nn.Module):
         for tensor in (*self.guard.names, *module.buffers()):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
 
-    @property
-    def synchronised(self) -> bool:
-        """True unless gradients have come since the last synchronisation."""
-        return self.guard.synchronised
-
     def end_synchronisation(self) -> None:
         """Give every rank the buffers of rank 0, so that one rank may evaluate alone, and let optimizers step."""
         for name, buffer in self.module.named_buffers():
@@ -41,6 +37,10 @@ class Wrapper(nn.Module):
         self.guard.finished()
         for act in self.after_synchronisation:
             act()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        name = type(self).__name__
+        raise UserError(f"copy the module before it is wrapped: {name} belongs to its group and parameters")
 
     def kept_gradients(self) -> list[LocalGradient]:
         """This rank's part of every parameter's synchronised gradient, as views."""

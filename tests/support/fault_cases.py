@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.buffers.placements import SHARDED
+from cs336_systems.buffers.bucket import SHARDED
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
