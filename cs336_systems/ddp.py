@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, finish_all
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import weak_hook
-from cs336_systems.buffers.wrapper import Parameters, Wrapper
+from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -34,14 +33,12 @@ from cs336_systems.optim.grad_norm import LocalGradient
 class DataParallel(Wrapper):
     """A module whose gradients are averaged over the ranks of a group; the mechanism that the four wrappers share.
 
-    On construction every rank gets rank 0's parameters and buffers. After each backward, or the last of several, call
-    `finish_gradient_synchronization()`: then every `.grad` is the mean over the ranks, as one process would have
-    computed it from all rows (if each rank has equally many). A rank that did not use a parameter contributes zeros; if
-    no rank used it, it has no gradient. Before the synchronisation an optimizer's step raises.
+    After each backward, or the last of several, call `finish_gradient_synchronization()`: then every `.grad` is the
+    mean over the ranks, as one process would have computed it from all rows (if each rank has equally many). A rank
+    that did not use a parameter contributes zeros; if no rank used it, it has no gradient.
 
     `apart` are parameters that get a bucket of their own, so that ranks of another group, whose module has other
-    parameters, cut their gradients alike; `ignored` are left to another wrapper. Raises UserError, on every rank, if
-    the modules differ or have changed since.
+    parameters, cut their gradients alike; `ignored` are left to another wrapper.
     """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket

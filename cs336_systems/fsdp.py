@@ -14,7 +14,6 @@ Its gradient is reduce-scattered as soon as it is complete. The traffic is 3/2 o
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import weak_hook
+from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
 from cs336_systems.buffers.sharded_parameter import (
     GatherOrder,
     ShardedParameter,
@@ -33,18 +32,9 @@ from cs336_systems.buffers.sharded_parameter import (
     shard_weights,
     tensors_with_gradient,
 )
-from cs336_systems.buffers.wrapper import Parameters, Wrapper
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
-
-
-class Phase(Enum):
-    """The pass that a wrapper is in."""
-
-    RESTING = "no gradient has come since the last synchronisation"
-    FORWARD = "inside `forward`"
-    BACKWARD = "gradients have come and are not synchronised"
 
 
 class FSDP(Wrapper):
@@ -78,8 +68,8 @@ class FSDP(Wrapper):
         replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
         self.buckets = [GradBucket(ps, self.group, f"replicated gradients {i}") for i, ps in enumerate(replicated)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.phase = Phase.RESTING
         self.order = GatherOrder([weight for _, weight in self.layers])
+        self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
         self.reduced: set[ShardedParameter] = set()  # in this backward
@@ -100,19 +90,17 @@ class FSDP(Wrapper):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
         self.guard.before_forward()
-        if self.phase is Phase.FORWARD:
+        if self.in_forward:
             raise UserError("FSDP is inside `forward`: it cannot begin another pass there")
-        if torch.is_grad_enabled() and self.phase is Phase.BACKWARD:
+        if torch.is_grad_enabled() and not self.guard.synchronised:  # a second backward follows
             self._end_backward()
         for weight in self.sharded:
             weight.reshard()
-        self.phase = Phase.FORWARD
-        self.order.gathered = 0
-        self.borrowed = set()
+        self.in_forward, self.order.gathered, self.borrowed = True, 0, set()
         try:
             output = self.module(*inputs, **kwargs)
         finally:
-            self.phase = Phase.RESTING if self.guard.synchronised else Phase.BACKWARD
+            self.in_forward = False
         self.order.end_forward(backward_follows=torch.is_grad_enabled())
         for weight in self.sharded:
             weight.reshard()
@@ -121,7 +109,7 @@ class FSDP(Wrapper):
         return cast(output, self.sharded[0].shard.dtype) if self.compute_dtype and self.sharded else output
 
     def _pre_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any) -> None:
-        if self.phase is Phase.FORWARD:  # else it is recomputed in backward
+        if self.in_forward:  # else it is recomputed in backward
             self.order.forward_to(number)
         weight.unshard()
 
@@ -131,14 +119,14 @@ class FSDP(Wrapper):
             tensor.register_hook(partial(self._pre_backward, number, weight))
         if tensors and weight.shard.requires_grad:
             self.expected.add(weight)
-        if self.phase is Phase.FORWARD:  # else it is recomputed in backward, which needs the weight at once
+        if self.in_forward:  # else it is recomputed in backward, which needs the weight at once
             weight.reshard()
         if tensors and not weight.shard.requires_grad:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: weight.reshard())
 
     def _pre_backward(self, number: int, weight: ShardedParameter, gradient: Tensor) -> None:
-        self._gradients_come()
+        self.guard.synchronised = False
         self._walk_back(number)
         weight.unshard()
         if not weight.shard.requires_grad:  # frozen after wrapping; other ranks may still reduce it
@@ -148,7 +136,7 @@ class FSDP(Wrapper):
         weight.gradients.finish()  # a second gradient must not be added to a buffer that is being reduced
 
     def _post_backward(self, weight: ShardedParameter, full: nn.Parameter) -> None:
-        self._gradients_come()
+        self.guard.synchronised = False
         self.guard.watch(weight.shard)
         weight.gradients.mark_ready(full)
         self.expected.discard(weight)
@@ -174,18 +162,13 @@ class FSDP(Wrapper):
                 self._reduce(weight)
 
     def _on_replicated_gradient(self, parameter: nn.Parameter) -> None:
-        self._gradients_come()
-        self.bucket_of[parameter].mark_ready(parameter)
-
-    def _gradients_come(self) -> None:
         self.guard.synchronised = False
-        if self.phase is Phase.RESTING:
-            self.phase = Phase.BACKWARD
+        self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
         """The whole weight for code outside its layer, until the end of the pass; None if nothing is computing."""
         recomputing = torch._C._current_graph_task_id() != -1
-        if weight.unsharded or not (self.phase is Phase.FORWARD or recomputing):
+        if weight.unsharded or not (self.in_forward or recomputing):
             return None
         weight.unshard()
         if torch.is_grad_enabled() and weight.shard.requires_grad:
@@ -220,7 +203,6 @@ class FSDP(Wrapper):
             weight.deliver_gradient()
         for bucket in self.buckets:
             bucket.close()
-        self.phase = Phase.RESTING
         self.end_synchronisation()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -231,7 +213,6 @@ class FSDP(Wrapper):
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()
         self.expected = set()
-        self.phase = Phase.RESTING
         self.guard.finished()
         super().zero_grad(set_to_none)
 

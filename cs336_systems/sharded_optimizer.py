@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout, ParameterBuffer, Part
+from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.state import gather_state, slice_state
-from cs336_systems.buffers.wrapper import Wrapper
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.elementwise import require_elementwise

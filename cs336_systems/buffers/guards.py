@@ -1,4 +1,4 @@
-"""Guards of the data-parallel wrappers: checks that protect their users, called at named points of ddp.py and fsdp.py.
+"""Base of the data-parallel wrappers, and its guard: checks that protect users, at named points of ddp.py and fsdp.py.
 
 on construction      every parameter has values, and the ranks' modules are equal
 before_forward       no parameter was replaced, cast or unfrozen since
@@ -10,7 +10,7 @@ finished             optimizers may step
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakMethod, ref
@@ -21,18 +21,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cs336_systems.buffers.bucket import Placement
-from cs336_systems.comm import Group, agree, fault, global_rank, is_fake
+from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
+from cs336_systems.comm import Group, agree, broadcast, default_group, fault, global_rank, is_fake
 from cs336_systems.errors import UserError
+from cs336_systems.optim.grad_norm import LocalGradient, clip_local
+
+Parameters = Collection[nn.Parameter]
 
 
 class Guard:
     """The guard of one wrapper, whose gradients rest as `gradients` says. `names` and `trainable` are the module's
-    parameters when it was wrapped, without those that are `ignored`, which another wrapper has.
-
-    Raises UserError, on every rank, for a parameter without values, and for modules or wrappers (by name and `kind`)
-    that differ between ranks.
-    """
+    parameters when it was wrapped, without those that are `ignored`, which another wrapper has."""
 
     def __init__(
         self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter], gradients: Placement
@@ -197,7 +196,7 @@ class Guard:
             )
 
 
-_hooks: list[RemovableHandle] = []
+_hooks: list[RemovableHandle] = []  # of all optimizers, once there is a guard
 _guards_of = WeakTensorKeyDictionary()  # parameters, and references to the guards of their wrappers
 replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, which optimizers refuse, and their names
 
@@ -252,3 +251,41 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
             )
         for guard in guards:
             guard.require_finished(f"{type(optimizer).__name__}.step()")
+
+
+class Wrapper(nn.Module):
+    """A module that a group of ranks trains together, beginning with rank 0's parameters and buffers. Raises UserError,
+    on every rank, if the ranks' modules or the `kind` of wrapper differ."""
+
+    gradients: Placement = REPLICATED  # how the mean comes to rest
+    buckets: list[GradBucket]
+    bucket_of: dict[nn.Parameter, GradBucket]
+
+    def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
+        super().__init__()
+        self.module, self.group = module, default_group(group)
+        self.after_synchronisation: list[Callable[[], None]] = []  # called when the gradients are complete
+        self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored), self.gradients)
+        for tensor in (*self.guard.names, *module.buffers()):
+            broadcast(tensor.data, 0, self.group, "initial value").wait()
+
+    def end_synchronisation(self) -> None:
+        """Give every rank the buffers of rank 0, so that one rank may evaluate alone, and let optimizers step."""
+        for name, buffer in self.module.named_buffers():
+            broadcast(buffer, 0, self.group, f"buffer {name}").wait()
+        self.guard.finished()
+        for act in self.after_synchronisation:
+            act()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        name = type(self).__name__
+        raise UserError(f"copy the module before it is wrapped: {name} belongs to its group and parameters")
+
+    def kept_gradients(self) -> list[LocalGradient]:
+        """This rank's part of every parameter's synchronised gradient, as views."""
+        raise NotImplementedError
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""
+        self.guard.require_finished("clip_grad_norm()")
+        return clip_local(self.kept_gradients(), max_norm, norm_type, self.group)
