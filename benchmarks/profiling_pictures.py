@@ -31,7 +31,7 @@ def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, result
     """Copy the pictures of a `report` to below the folder of records `results`, with rank 0's tables; the folder's name
     there. Raises UserError where it cannot be written."""
     name = folder_name(record.config)
-    (tables,) = as_json(traces[:1], LONGEST)
+    tables = as_json(traces[0], LONGEST)
     tables |= {"config": record.config, "samples_ms": record.samples_ms}
     try:
         (results / name).mkdir(parents=True, exist_ok=True)

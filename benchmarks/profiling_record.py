@@ -46,7 +46,7 @@ def measured(traces: Sequence[Trace]) -> dict[str, Any]:
     metrics["peak_memory_bytes"] = max(memory_timeline(trace).peak for trace in traces)
     for row in share_rows(first):
         name = row.name.replace(" ", "_")
-        metrics |= {f"share_{name}": row.of_step, f"share_{name}_of_forward": row.of_forward}
+        metrics |= {f"share_{name}": row.share, f"share_{name}_of_forward": row.of_forward}
     steps = len(step_times(first))
     if len(traces) > 1:
         found = overlaps(traces)

@@ -1,10 +1,10 @@
 """The same collective on all ranks, and by it one clock for all: each rank's offset, and traces shifted by it.
 
-A collective is matched in two ways. Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, bear the group's
-name and the collective's number in it, so with the group's ranks, where they are known, they match exactly. A backend's
-spans (gloo's on its threads, NCCL's on a GPU) bear none: there the k-th of a name and shape on one rank is the k-th on
-the others, since collectives of a group run in order. Sends and receives join two ranks only and are left alone; so is
-what could belong to one of several groups.
+Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, bear the group's name and the collective's number in
+it, so with the group's ranks, where they are known, they match exactly. A backend's spans (gloo's on its threads,
+NCCL's on a GPU) bear none: there the k-th of a name and shape on one rank is the k-th on the others, since collectives
+of a group run in order. Sends and receives join two ranks only and are left alone; so is what could belong to one of
+several groups.
 
 A clock's offset has three witnesses, the surest first:
 
@@ -24,26 +24,24 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
+from cs336_systems.profiling.collectives import CONVERSION
 from cs336_systems.profiling.intervals import Interval
-from cs336_systems.profiling.names import parse_collective
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, Lane, Span, Trace, once
+from cs336_systems.profiling.names import COMMUNICATION, parse_collective
+from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
 
 # Verbs that no rank leaves before all have entered. A broadcast's source needs nobody, and in an all-to-all two ranks
 # may have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
-# torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
-CONVERSION = 15_000  # nanoseconds
 
 
 @dataclass(frozen=True)
 class Matched:
     """One collective as several ranks saw it: the span in which each joined it and, of our own, that of its wait (where
-    waiting holds a thread up: with NCCL only the stream waits).
-
-    `joins` says that no rank can leave before all have entered.
+    waiting holds a thread up: with NCCL only the stream waits). `joins` if no rank can leave before all have entered.
     """
 
     key: str
@@ -73,21 +71,19 @@ def _annotated(traces: list[Trace]) -> Iterator[Matched]:
     for trace in traces:
         ranks = {name: members for name, members in _groups(trace) if name}
         blocking = not any(span.category == "kernel" and KERNEL.search(span.name) for span in trace.spans)
-        sent: dict[Lane, list[int]] = {}  # the times at which torch was asked to send; an empty tensor is not sent
-        for span in trace.spans:
-            if span.name.startswith("c10d::") and _filled(span):
-                sent.setdefault(span.lane, []).append(span.start)
-        for span in trace.spans:
-            about = parse_collective(span.name) if span.category == "user_annotation" else None
-            if about is None:
+        # Where torch was asked to send; an empty tensor is not sent.
+        sent = sorted((str(s.lane), s.start) for s in trace.spans if s.name.startswith("c10d::") and _filled(s))
+        for span in trace.annotated:
+            if (about := parse_collective(span.name)) is None:
                 continue
             key = about.key, ranks.get(about.group, "")  # halves of a split may share a name
             matched = found.setdefault(key, Matched(about.key, {}, joins=True))
             if about.action == "launch":
                 matched.spans.setdefault(trace.rank, span)
-                times = sent.get(span.lane, [])
-                first = bisect_left(times, span.start)
-                if not JOINING.search(about.verb) or first == len(times) or times[first] >= span.end:
+                lane = str(span.lane)
+                if not JOINING.search(about.verb) or bisect_left(sent, (lane, span.start)) == bisect_left(
+                    sent, (lane, span.end)
+                ):
                     unsure.add(key)
             elif blocking:
                 matched.waits.setdefault(trace.rank, span)
@@ -125,13 +121,11 @@ def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
             kind = _short(span.args.get("Input type", span.args.get("dtype", "")))
             found.setdefault((span.name, shape, kind, group), {}).setdefault(trace.rank, []).append(span)
     for (name, shape, kind, _), by_rank in found.items():
-        common = min(map(len, by_rank.values()))
-        alone = sum(map(len, by_rank.values())) - common * len(by_rank)  # spans of the kind without a partner
-        for k in range(common if len(by_rank) > 1 else 0):
+        counts = set(map(len, by_rank.values()))
+        for k in range(min(counts) if len(by_rank) > 1 else 0):
             spans = {rank: each[k] for rank, each in by_rank.items()}
-            sure = not alone and JOINING.search(name) and all(map(_filled, spans.values()))
-            key = " ".join(f"{name.split('(')[0]} {shape} {kind} #{k}".split())
-            yield Matched(key, spans, joins=bool(sure))
+            sure = len(counts) == 1 and JOINING.search(name) and all(map(_filled, spans.values()))
+            yield Matched(" ".join(f"{name.split('(')[0]} {shape} {kind} #{k}".split()), spans, joins=bool(sure))
 
 
 def _backend_spans(trace: Trace) -> list[Span]:
@@ -139,8 +133,7 @@ def _backend_spans(trace: Trace) -> list[Span]:
     kernels = [span for span in trace.spans if span.category == "kernel" and KERNEL.search(span.name)]
     over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
     # On the CPU a span of NCCL's says only when the kernel was enqueued.
-    annotated = [span for span in trace.spans if span.category == "user_annotation"]
-    host = [s for s in annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
+    host = [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
     found = sorted([*(kernels or over), *host], key=lambda span: span.start)
     return [span for span in found if not POINT_TO_POINT.search(span.name)]
 
@@ -149,8 +142,7 @@ def _short(value: Any) -> str:
     return str(value).replace("'", "") if value not in ("", [], None) else ""
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """This rank's clock is `nanoseconds` ahead of the first rank's, give or take `bound`; None if nobody can tell."""
 
     nanoseconds: int
@@ -167,11 +159,10 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
     collectives = _from_collectives(match(traces), first.rank)
     result = {first.rank: Alignment(0, 0, "reference")}
     for trace in others:
-        same_host = (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None
         witnesses = {
             "collectives": collectives.get(trace.rank),
             "ping-pong": _from_ping_pong(first, trace),
-            "same host": same_host,
+            "same host": (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None,
         }
         agreed: Interval | None = None
         heard, dropped = [], []
@@ -179,15 +170,11 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
             if interval is None:
                 continue
             low, high = (max(agreed[0], interval[0]), min(agreed[1], interval[1])) if agreed else interval
-            if low <= high:
-                agreed = (low, high)
-                heard.append(name)
-            else:
-                dropped.append(name)
+            agreed = (low, high) if low <= high else agreed
+            (heard if low <= high else dropped).append(name)
         source = ", ".join(heard) + (f"; contradicted: {', '.join(dropped)}" if dropped else "")
-        if agreed is None:
-            result[trace.rank] = Alignment(0, None, "nothing: taken to agree")
-        else:
+        result[trace.rank] = Alignment(0, None, "nothing: taken to agree")
+        if agreed is not None:
             result[trace.rank] = Alignment(sum(agreed) // 2, (agreed[1] - agreed[0] + 1) // 2, source)
     return result
 
@@ -223,18 +210,15 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
     """
     ahead: dict[tuple[int, int], int] = {}
     for matched in matches:
-        leaving = {rank: span.end for rank in matched.spans if (span := matched.leaving(rank))}
-        for a, span in matched.spans.items():
-            for b, end in leaving.items():
-                if a != b:
-                    ahead[a, b] = min(ahead.get((a, b), end - span.start), end - span.start)
+        for a, b in product(matched.spans, matched.spans):
+            if a != b and (leaving := matched.leaving(b)):
+                weight = leaving.end - matched.spans[a].start
+                ahead[a, b] = min(ahead.get((a, b), weight), weight)
     ranks = sorted({rank for pair in ahead for rank in pair})
-    for via in ranks:
-        for a in ranks:
-            for b in ranks:
-                if (a, via) in ahead and (via, b) in ahead:
-                    around = ahead[a, via] + ahead[via, b]
-                    ahead[a, b] = min(ahead.get((a, b), around), around)
+    for via, a, b in product(ranks, ranks, ranks):
+        if (a, via) in ahead and (via, b) in ahead:
+            around = ahead[a, via] + ahead[via, b]
+            ahead[a, b] = min(ahead.get((a, b), around), around)
     return ahead
 
 

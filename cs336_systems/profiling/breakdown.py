@@ -1,38 +1,29 @@
-"""Breakdown of the step into matrix products, norms, softmax and loss; attention's softmax beside its products.
+"""Breakdown of the step by part of the model, by module, and into matrix products, norms, softmax and loss.
 
-The time is the device's on a GPU, the CPU's self time elsewhere. An operator counts with all that it calls, so a
-product's time includes the copies that it needs.
+The time is the device's on a GPU, that of the threads that compute elsewhere. In shares an operator counts with all
+that it calls, so a product's time includes the copies that it needs.
 """
 
 import re
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from cs336_systems.host.console import format_count, format_seconds
-from cs336_systems.profiling.module_spans import parse_tag
-from cs336_systems.profiling.modules import COLLECTIVES
-from cs336_systems.profiling.nesting import Node, kinds_of
-from cs336_systems.profiling.operators import (
-    FACTORS,
-    FUSED,
-    SOFTMAX,
-    SOFTMAX_BACKWARD,
-    operator_flops,
-    share,
-    softmax_flops,
-)
+from cs336_systems.profiling.names import Modules, kind_of, kinds_of, parse_tag, without_layer_numbers
+from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.operators import FACTORS, FUSED, SOFTMAX_FLOPS, operator_flops, share, softmax_flops
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace, once
 
-MATMUL, FUSED_ATTENTION = "matrix products", "fused attention"
-SOFTMAX_LINE, LOSS = "softmax of attention", "loss"
-SCORES, VALUES, PRODUCTS, PROJECTIONS = "scores q k^T", "weights times v", "both products", "projections"
-SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", SOFTMAX, SOFTMAX_BACKWARD)
-MORE_PRODUCTS = ("aten::mv", "aten::addmv", "aten::dot")  # a product with one row or column
+PARTS = ("attention", "norm", "feed-forward", "embedding")
+REMAINDER = {"linear": "linear layers elsewhere", "block": "blocks, between their parts", "other": "rest of the model"}
+COLLECTIVES, MATMUL, FUSED_ATTENTION, LOSS = "collectives", "matrix products", "fused attention", "loss"
+SOFTMAX, SCORES, VALUES = "softmax of attention", "scores q k^T", "weights times v"
+PRODUCTS, PROJECTIONS, REST = "both products", "projections", "the rest"
+SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", *SOFTMAX_FLOPS)
+MATMULS = (*FACTORS, "aten::mv", "aten::addmv", "aten::dot")  # the last have one row or column
 FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
 LOSSES = re.compile(rf"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$")
 FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
-BATCHED = ("aten::bmm", "aten::baddbmm")
 NO_SOFTMAX = (
     "Attention is fused here: its softmax and its products are one operator, so the softmax has no time of its own; "
     "profile with --attention naive to see it."
@@ -43,176 +34,211 @@ FUSED_LOSS_NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class ShareRow:
-    """The time of some operators in the step and its phases; nanoseconds. Forward and backward need not add up to the
-    total: the optimizer and what lies outside the phases are in the step too."""
+@dataclass
+class Row:
+    """The time of what bears one name, in nanoseconds, and its share of the step; FLOPs where they are known.
+
+    `recomputed` is forward work that backward repeats (activation checkpointing) where it is told apart; `other` is
+    neither: the optimizer, synchronisation, and what lies between the phases.
+    """
 
     name: str
-    forward: int
-    backward: int
-    total: int
-    forward_whole: int
-    step_whole: int
+    forward: int = 0
+    recomputed: int = 0
+    backward: int = 0
+    other: int = 0
+    share: float = 0.0
+    of_forward: float = 0.0  # share of the forward pass
+    forward_flops: int = 0
+    backward_flops: int = 0
 
     @property
-    def of_forward(self) -> float:
-        """Share of the forward pass."""
-        return share(self.forward, self.forward_whole)
+    def total(self) -> int:
+        """Nanoseconds in all."""
+        return self.forward + self.recomputed + self.backward + self.other
 
-    @property
-    def of_step(self) -> float:
-        """Share of the whole step."""
-        return share(self.total, self.step_whole)
+    def add(self, column: str, amount: int) -> None:
+        """Add to one of the columns."""
+        setattr(self, column, getattr(self, column) + amount)
 
-
-@dataclass(frozen=True)
-class AttentionRow:
-    """A part of attention; nanoseconds and FLOPs. What backward recomputes counts for backward."""
-
-    name: str
-    forward: int
-    forward_flops: int
-    backward: int
-    backward_flops: int
+    def of(self, whole: "Row") -> "Row":
+        """This row with its shares of a whole."""
+        self.share, self.of_forward = share(self.total, whole.total), share(self.forward, whole.forward)
+        return self
 
 
-@dataclass(frozen=True)
-class _Labelled:
-    node: Node
-    label: str  # of the outermost operator around it that has one
-    operator: str  # that operator's name
+@dataclass
+class ModuleRow(Row):
+    """A module, or `modules` of them whose names differ in numbers only. The times are its own operators', without
+    those of the modules inside; `inclusive` has these too."""
+
+    kind: str = ""
+    modules: int = 0
+    calls: int = 0
+    inclusive: Row = field(default_factory=lambda: Row(""))
 
 
-@lru_cache(maxsize=10_000)
-def _label_of(name: str) -> str:
-    if name in FACTORS or name in MORE_PRODUCTS:
-        return MATMUL
-    if FUSED.match(name) or FUSED_STAND_IN.match(name):
-        return FUSED_ATTENTION
-    return LOSS if LOSSES.match(name) else ""
+def _column(node: Node) -> str:
+    """forward, recomputed, backward or other: the time of its module that an operator counts for."""
+    if node.direction == "backward":
+        return "backward"
+    if node.phase == "backward":
+        return "recomputed" if node.recomputed else "backward"
+    return "forward" if node.phase == "forward" else "other"
+
+
+def _part(node: Node) -> str:
+    """The part of a model or of a step that an operator belongs to: the innermost of attention, norm, feed-forward and
+    embedding, though all of a mixture of experts is one part; outside modules, the phase. Collectives are a part of
+    their own, wherever they are launched and waited for."""
+    kinds = kinds_of(node.modules)
+    if node.collective or "moe" in kinds:
+        return COLLECTIVES if node.collective else "moe"
+    if not kinds:
+        return f"outside modules: {node.phase}" if node.phase != "other" else "outside modules and phases"
+    remainder = REMAINDER[next((kind for kind in reversed(kinds) if kind in REMAINDER), "other")]
+    return next((kind for kind in reversed(kinds) if kind in PARTS), remainder)
+
+
+def part_rows(trace: Trace) -> list[Row]:
+    """The whole step by part, the longest first; each nanosecond is in one row only."""
+    rows, whole = dict[str, Row](), Row("")
+    for node in timeline(trace).busy:
+        name = _part(node)
+        for row in (rows.setdefault(name, Row(name)), whole):
+            row.add(_column(node), node.time)
+    return sorted((row.of(whole) for row in rows.values() if row.total), key=lambda row: (-row.total, row.name))
+
+
+def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
+    """One row for each module by its qualified name, the longest with all inside it first. The modules of all blocks
+    share a row, `blocks.*.attention`. Shares are of the whole step, so inclusive ones do not add up."""
+    rows, whole = dict[str, ModuleRow](), Row("")
+    known: dict[Modules, list[ModuleRow]] = {}  # the rows of a node's modules, each once, the innermost's first
+    names: dict[str, set[str]] = {}
+    for node in timeline(trace).busy:
+        column = _column(node)
+        whole.add(column, node.time)
+        if not node.modules:
+            continue
+        if node.modules not in known:
+            inside: dict[str, ModuleRow] = {}
+            for name, class_name in reversed(node.modules):
+                short = without_layer_numbers(name)
+                inside[short] = rows.setdefault(short, ModuleRow(short, kind=kind_of(class_name)))
+                names.setdefault(short, set()).add(name)
+            known[node.modules] = list(inside.values())
+        own = known[node.modules][0]
+        tagged = node.span.category == "user_annotation" and parse_tag(node.span.name)
+        own.calls += bool(tagged and node.phase != "backward")
+        own.add(column, node.time)
+        for row in known[node.modules]:
+            row.inclusive.add(column, node.time)
+    for name, row in rows.items():
+        row.modules = len(names[name])
+        row.of(whole)
+        row.inclusive.of(whole)
+    return sorted(rows.values(), key=lambda row: (-row.inclusive.total, row.name))[:limit]
 
 
 @once
-def _labelled(trace: Trace) -> list[_Labelled]:
-    found: dict[int, tuple[str, str]] = {}
+def _labelled(trace: Trace) -> list[tuple[Node, str, str]]:
+    """Every operator with the label of the outermost one around it that has one, and that one's name."""
+    found: dict[int | None, tuple[str, str]] = {None: ("", "")}
     result = []
     for node in timeline(trace).busy:
         name = node.span.name
-        label, operator = found[id(node.outer)] if node.outer is not None else ("", "")
-        if not label or (label == LOSS and _label_of(name) == MATMUL):  # a fused loss makes the head's products, too
-            label, operator = COLLECTIVES if node.collective else _label_of(name), name
+        label, operator = found[id(node.outer) if node.outer is not None else None]
+        if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
+            fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
+            label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
+            label, operator = COLLECTIVES if node.collective else label, name
             if name in SOFTMAXES and node.inside("attention"):
-                label = SOFTMAX_LINE
+                label = SOFTMAX
         found[id(node)] = label, operator
-        result.append(_Labelled(node, label, operator))
+        result.append((node, label, operator))
     return result
 
 
-def norm_name(trace: Trace) -> str:
-    """The class of the model's norms, RMSNorm for example; "norms" if there are several or none."""
-    names = {node.modules[-1][1] for node in timeline(trace).nodes if node.kind == "norm"}
-    return names.pop() if len(names) == 1 else "norms"
-
-
-def share_rows(trace: Trace) -> list[ShareRow]:
+def share_rows(trace: Trace) -> list[Row]:
     """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any.
 
-    Of collectives it is the time to launch them and to wait for them, not what they do meanwhile.
+    Of collectives it is the time to launch them and to wait for them, not what they do meanwhile. `forward` and
+    `backward` are the phases.
     """
-    norms = norm_name(trace)
-    sums = {name: [0, 0, 0] for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX_LINE, LOSS, COLLECTIVES)}
-    whole = [0, 0, 0]
-    for each in _labelled(trace):
-        rows = [whole]
-        if each.label:
-            rows.append(sums[each.label])
-        if each.label != COLLECTIVES and each.node.inside("norm"):
-            rows.append(sums[norms])
-        for row in rows:
-            row[2] += each.node.time
-            if each.node.phase in ("forward", "backward"):
-                row[each.node.phase == "backward"] += each.node.time
-    found = [
-        ShareRow(name, forward, backward, total, forward_whole=whole[0], step_whole=whole[2])
-        for name, (forward, backward, total) in sums.items()
-    ]
-    return [each for each in found if each.total or each.name not in (FUSED_ATTENTION, COLLECTIVES)]
+    classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
+    norms = classes.pop() if len(classes) == 1 else "norms"
+    rows = {name: Row(name) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)}
+    whole = Row("")
+    for node, label, _ in _labelled(trace):
+        counted = [whole, *([rows[label]] if label else [])]
+        if label != COLLECTIVES and node.inside("norm"):
+            counted.append(rows[norms])
+        for row in counted:
+            row.add(node.phase if node.phase in ("forward", "backward") else "other", node.time)
+    return [row.of(whole) for row in rows.values() if row.total or row.name not in (FUSED_ATTENTION, COLLECTIVES)]
 
 
-def attention_rows(trace: Trace) -> list[AttentionRow]:
+def attention_rows(trace: Trace) -> list[Row]:
     """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
 
     In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
-    weights and values; backward's four are told together. Empty if the trace has no attention module.
+    weights and values; backward's four are told together, and what backward recomputes counts for backward. Empty if
+    the trace has no attention module.
     """
-    sums: dict[str, list[int]] = {}
+    rows: dict[str, Row] = {}
     seen_softmax: dict[str, bool] = {}
-    for each in (each for each in _labelled(trace) if each.node.inside("attention")):
-        pairs = zip(each.node.modules, kinds_of(each.node.modules), strict=True)
-        module = [name for (name, _), kind in pairs if kind == "attention"][-1]
-        if (tag := parse_tag(each.node.span.name)) and tag[0] == module:
+    for node, label, operator in _labelled(trace):
+        modules = [name for name, kind in node.modules if kind_of(kind) == "attention"]
+        if not modules:
+            continue
+        module, span, direction = modules[-1], node.span, "forward" if node.phase == "forward" else "backward"
+        if (tag := parse_tag(span.name)) and tag[0] == module:
             seen_softmax[module] = False
-        forward = each.node.phase == "forward"
-        name = _attention_part(each, seen_softmax.get(module, False), forward)
-        seen_softmax[module] = seen_softmax.get(module, False) or each.label == SOFTMAX_LINE
-        flops = _flops(each)
-        row = sums.setdefault(name, [0, 0, 0, 0])
-        row[0 if forward else 2] += each.node.time
-        row[1 if forward else 3] += flops
-        if name in (SCORES, VALUES):
-            row = sums.setdefault(PRODUCTS, [0, 0, 0, 0])
-            row[0] += each.node.time
-            row[1] += flops
-    order = (SOFTMAX_LINE, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, "the rest")
-    return [AttentionRow(name, *sums[name]) for name in order if name in sums]
-
-
-def _attention_part(each: _Labelled, after_softmax: bool, forward: bool) -> str:
-    if each.label == MATMUL:
-        if each.operator not in BATCHED:
-            return PROJECTIONS
-        return PRODUCTS if not forward else VALUES if after_softmax else SCORES
-    return each.label if each.label in (SOFTMAX_LINE, FUSED_ATTENTION, COLLECTIVES) else "the rest"
-
-
-def _flops(each: _Labelled) -> int:
-    """FLOPs of one operator, counted where it is the product or the softmax itself."""
-    span = each.node.span
-    if each.label == SOFTMAX_LINE:
-        return softmax_flops(span.name, span.args) or 0
-    inner = each.label == FUSED_ATTENTION and each.operator != span.name and FUSED.match(each.operator)
-    return 0 if inner else operator_flops(span.name, span.args) or 0
+        name = label if label in (SOFTMAX, FUSED_ATTENTION, COLLECTIVES) else REST
+        if label == MATMUL:
+            both = VALUES if seen_softmax.get(module) else SCORES
+            batched = operator in ("aten::bmm", "aten::baddbmm")
+            name = PROJECTIONS if not batched else both if direction == "forward" else PRODUCTS
+        seen_softmax[module] = seen_softmax.get(module, False) or label == SOFTMAX
+        # Counted where an operator is the softmax, the product or the fused attention itself.
+        inner = label == FUSED_ATTENTION and operator != span.name and FUSED.match(operator)
+        count = softmax_flops if label == SOFTMAX else operator_flops
+        flops = 0 if inner else count(span.name, span.args) or 0
+        for each in (name, PRODUCTS) if name in (SCORES, VALUES) else (name,):
+            row = rows.setdefault(each, Row(each))
+            row.add(direction, node.time)
+            row.add(f"{direction}_flops", flops)
+    order = (SOFTMAX, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, REST)
+    return [rows[name] for name in order if name in rows]
 
 
 def share_lines(trace: Trace) -> list[str]:
     """The answers in one sentence each, for people."""
-    rows = {row.name: row for row in share_rows(trace)}
     lines = []
-    for name, row in rows.items():
-        if not row.total and name != MATMUL:  # there is none, or the trace has no modules that would tell
+    for row in share_rows(trace):
+        if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules that would tell
             continue
-        times = {"forward": row.forward, "backward": row.backward, "elsewhere": row.total - row.forward - row.backward}
+        times = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
         parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in times.items() if time)
-        start = f"{name[0].upper()}{name[1:]}: {row.of_step:.2%} of the step"
-        if name == MATMUL and row.forward_whole:
+        start = f"{row.name[0].upper()}{row.name[1:]}: {row.share:.2%} of the step"
+        if row.name == MATMUL and any(node.phase == "forward" for node in timeline(trace).busy):
             start = f"{start}, {row.of_forward:.2%} of the forward pass"
         lines.append(f"{start} ({parts})." if parts else f"{start}.")
-    if any(each.node.span.name == FUSED_LOSS for each in _labelled(trace)):
+    if any(node.span.name == FUSED_LOSS for node in timeline(trace).busy):
         lines.append(FUSED_LOSS_NOTE)
     attention = {row.name: row for row in attention_rows(trace)}
-    if SOFTMAX_LINE not in attention:
+    if SOFTMAX not in attention:
         return [*lines, NO_SOFTMAX] if FUSED_ATTENTION in attention else lines
-    softmax, products = attention[SOFTMAX_LINE], attention.get(PRODUCTS)
-    if products is None or not products.forward:
+    softmax, products = attention[SOFTMAX], attention.get(PRODUCTS, Row(""))
+    if not products.forward:
         return lines
     line = (
         f"In the forward pass attention's softmax takes {softmax.forward / products.forward:.2f} of the time of its "
         f"two products ({format_seconds(softmax.forward / 1e9)} and {format_seconds(products.forward / 1e9)})"
     )
     if softmax.forward_flops and products.forward_flops:
-        line += (
-            f" with {softmax.forward_flops / products.forward_flops:.3f} of their FLOPs "
-            f"({format_count(softmax.forward_flops)} and {format_count(products.forward_flops)})"
-        )
+        ratio = softmax.forward_flops / products.forward_flops
+        counts = f"{format_count(softmax.forward_flops)} and {format_count(products.forward_flops)}"
+        line += f" with {ratio:.3f} of their FLOPs ({counts})"
     return [*lines, f"{line}."]

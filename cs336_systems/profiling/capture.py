@@ -19,9 +19,8 @@ from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_plac
 from cs336_systems.comm.clock import Offset, clock_offset
 from cs336_systems.comm.events import is_profiling, mark_address
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.memory_owners import Held, describe, held_by, live_storages
-from cs336_systems.profiling.module_spans import tag_modules
-from cs336_systems.profiling.sanitize import begin_at_first_step, quiet_profiler, take_labels, without_crossings
+from cs336_systems.profiling.labels import Held, describe, held_by, live_storages, tag_modules
+from cs336_systems.profiling.sanitize import clean, quiet_profiler
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
 
 
@@ -123,11 +122,10 @@ class Capture:
         self.running = True
 
     def _stop(self) -> None:
-        if self.running:
-            self._synchronise()
-            self.running = False
-            with quiet_profiler():
-                self.profiler.stop()
+        self._synchronise()
+        self.running = False
+        with quiet_profiler():
+            self.profiler.stop()
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
@@ -136,7 +134,8 @@ class Capture:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.cleanup.close()
         unwritten = self.running
-        self._stop()
+        if self.running:
+            self._stop()
         if error is not None:
             return
         if (self.stepwise or self.warmup) and self.taken < self.total:
@@ -168,7 +167,10 @@ class Capture:
             self._start()
         if self.taken == self.warmup:
             self.known.update(describe(self.held()))
-            self._line_up()
+            # The ranks begin as one: else the slowest one's start of the profiler would look like a wait.
+            if self.group is not None:
+                all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
+                self._synchronise()
         counts = self.warmup <= self.taken < self.total
         try:
             with self.annotate(f"step {self.taken - self.warmup}") if counts else ExitStack():
@@ -178,12 +180,6 @@ class Capture:
         if self.taken == self.total:
             self._stop()
             self._write()
-
-    def _line_up(self) -> None:
-        """Let the ranks begin as one: else the slowest one's start of the profiler would look like a wait."""
-        if self.group is not None:
-            all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
-            self._synchronise()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -202,35 +198,28 @@ class Capture:
                 raw = Path(scratch, "raw.json")
                 self.profiler.export_chrome_trace(str(raw))
                 chrome = read_json(raw)
-            held, labels = self.before, take_labels(chrome)
-            if self.stepwise:
-                held, labels = begin_at_first_step(chrome, held, labels)
+            held, labels = clean(chrome, self.before, self.stepwise)
             chrome[OURS] = {
                 "rank": self.place.rank,
                 "world_size": self.place.world_size,
                 "clock_offset_ns": self.clock.nanoseconds,
                 "clock_bound_ns": self.clock.bound,
                 "steps": self.steps,
-                "held": [[each.category, each.address, each.nbytes, each.device] for each in held],
+                "held": held,
                 "marks": labels,
                 **self.meta,
             }
-            chrome["traceEvents"] = without_crossings(chrome)
             write_json(chrome, path)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-ENTRIES = 100_000  # events that are kept, the newest; the viewer gets slow beyond
-
-
 @contextmanager
-def memory_snapshot(path: Path, entries: int = ENTRIES) -> Iterator[None]:
+def memory_snapshot(path: Path, entries: int = 100_000) -> Iterator[None]:
     """Record the block's allocations on the GPU, and write them to `path` even if the block runs out of memory.
 
-    The file is Python's own serialisation of lists and dicts, whatever its name; pytorch.org/memory_viz takes any name
-    and uploads nothing. The newest `entries` events are kept. Raises UserError without a GPU, since the CPU's allocator
-    keeps no such history.
+    The file is for pytorch.org/memory_viz, which uploads nothing; it keeps the newest `entries` events, as the viewer
+    gets slow beyond. Raises UserError without a GPU, since the CPU's allocator keeps no such history.
     """
     if not torch.cuda.is_available():
         raise UserError(
@@ -252,12 +241,8 @@ def memory_snapshot(path: Path, entries: int = ENTRIES) -> Iterator[None]:
 
 
 def collect_files(folder: Path, group: Group, device: torch.device) -> None:
-    """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this.
-
-    Files travel as tensors of `device`, on which the group communicates.
-
-    Raises UserError, on rank 0, if it cannot.
-    """
+    """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this. Files travel as tensors
+    of `device`, on which the group communicates. Raises UserError, on rank 0, if it cannot."""
     me = group.rank()
     mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
     sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]

@@ -9,11 +9,9 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Merge intervals, in any order, into sorted ones that neither overlap nor touch; empty ones vanish."""
     result: list[Interval] = []
     for start, end in sorted(intervals):
-        if end <= start:
-            continue
         if result and start <= result[-1][1]:
             result[-1] = (result[-1][0], max(end, result[-1][1]))
-        else:
+        elif start < end:
             result.append((start, end))
     return result
 
@@ -25,10 +23,7 @@ def intersection(first: list[Interval], second: list[Interval]) -> list[Interval
         start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if start < end:
             result.append((start, end))
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
+        i, j = (i + 1, j) if first[i][1] < second[j][1] else (i, j + 1)
     return result
 
 
@@ -37,8 +32,7 @@ def subtraction(first: list[Interval], second: list[Interval]) -> list[Interval]
     if not first:
         return []
     edges = [first[0][0], *(time for interval in second for time in interval), first[-1][1]]
-    gaps = [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]
-    return intersection(first, gaps)
+    return intersection(first, [gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1]])
 
 
 def length(intervals: Iterable[Interval]) -> int:

@@ -9,17 +9,16 @@ made in a forward pass (also one that backward runs again), and other, such as a
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
 
-from cs336_systems.profiling.memory_owners import CATEGORIES
-from cs336_systems.profiling.names import PHASES, step_number
+from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, once
 
-OTHER = CATEGORIES.index("other")
+PLACE = {category: i for i, category in enumerate(CATEGORIES)}
 
 
 @dataclass
@@ -60,18 +59,13 @@ class MemoryTimeline:
 
     @cached_property
     def totals(self) -> list[int]:
-        """Bytes alive, all categories together."""
+        """Bytes alive, all categories together; the first are those when profiling began."""
         return [sum(amounts) for amounts in self.amounts]
 
     @property
     def levels(self) -> list[tuple[int, dict[str, int]]]:
         """(nanoseconds, bytes by category) at the start and after every event."""
         return [(time, self.composition(i)) for i, time in enumerate(self.times)]
-
-    @property
-    def before(self) -> int:
-        """Bytes alive when profiling began."""
-        return self.totals[0]
 
     @cached_property
     def peak_index(self) -> int:
@@ -106,9 +100,19 @@ class MemoryTimeline:
         window = range(self.index_at(start), self.index_at(end) + 1)
         return max(window, key=lambda i: (self.totals[i], -i))
 
-    def peak_in(self, start: int, end: int) -> int:
-        """The most bytes alive at any moment in [start, end]."""
-        return self.totals[self.highest_in(start, end)]
+    def peak_in(self, span: Span) -> int:
+        """The most bytes alive during a step or a phase."""
+        return self.totals[self.highest_in(span.start, span.end)]
+
+    def phase_peaks(self, step: Span | None = None) -> dict[str, int]:
+        """The index of the highest level in each phase, by its name, in order: over all steps, or in one."""
+        found: dict[str, int] = {}
+        for phase in self.phases:
+            if step is None or (step.start <= phase.start and phase.end <= step.end):
+                index = self.highest_in(phase.start, phase.end)
+                if self.totals[index] > self.totals[found.setdefault(phase.name, index)]:
+                    found[phase.name] = index
+        return found
 
     def alive(self, time: int) -> list[Allocated]:
         """The blocks that were alive at a moment, the earlier first."""
@@ -128,29 +132,32 @@ def _by_device(trace: Trace) -> dict[str, MemoryTimeline]:
 
 
 def _memory_timeline(trace: Trace, device: str) -> MemoryTimeline:
-    events = [each for each in trace.allocations if each.device == device and each.nbytes]
-    nodes = timeline(trace).nodes
+    events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
     beginnings = [span.start for span in trace.spans[:1]] + [event.time for event in events[:1]]
     beginnings += [time for time, _, _ in trace.ours.get("marks", ())]
     ledger = _Ledger(trace, device, min(beginnings, default=0))
     changes = [ledger.enter(event) for event in events]
-    _find_origins(nodes, ledger.blocks)
-    _categorise(trace, ledger)
-    times, amounts = _add_up(ledger, events, changes)
-    annotated = [span for span in trace.spans if span.category == "user_annotation"]
-    steps = [span for span in annotated if step_number(span.name) is not None]
-    phases = [span for span in annotated if span.name in PHASES] or _implied_phases(nodes)
-    return MemoryTimeline(device, times, amounts, ledger.blocks, ledger.earlier, phases, steps)
+    _find_origins(found.nodes, ledger.blocks)
+    _categorise(trace, [*ledger.earlier, *ledger.blocks])
+    now = [0] * len(CATEGORIES)
 
+    def trust(total: int) -> None:
+        """The allocator's sum on a GPU; a CPU's adds up all profiles of a process."""
+        if device == "cuda":
+            now[PLACE["other"]] = max(0, total - sum(now) + now[PLACE["other"]])
 
-def phase_peaks(memory: MemoryTimeline, step: str | None = None) -> dict[str, int]:
-    """The most bytes alive during each phase, by its name, in order: over all steps, or in one, `step 0`."""
-    inside = [each for each in memory.steps if each.name == step]
-    found: dict[str, int] = {}
-    for phase in memory.phases:
-        if step is None or any(each.start <= phase.start and phase.end <= each.end for each in inside):
-            found[phase.name] = max(found.get(phase.name, 0), memory.peak_in(phase.start, phase.end))
-    return found
+    for block in ledger.earlier:
+        now[PLACE.get(block.category, PLACE["other"])] += block.nbytes
+    if events:
+        trust(events[0].total - events[0].nbytes)
+    times, amounts = [ledger.start], [tuple(now)]
+    for event, changed in zip(events, changes, strict=True):
+        for block, sign in changed:
+            now[PLACE.get(block.category, PLACE["other"])] += sign * block.nbytes
+        trust(event.total)
+        times.append(event.time)
+        amounts.append(tuple(now))
+    return MemoryTimeline(device, times, amounts, ledger.blocks, ledger.earlier, found.phases, found.steps)
 
 
 class _Ledger:
@@ -164,43 +171,37 @@ class _Ledger:
         self.addresses: list[int] = []  # of the living, in order
         for category, address, nbytes, where in trace.ours.get("held", ()):
             if where == device and address not in self.living:
-                self.earlier.append(Allocated(address, nbytes, start, category=category))
-                self._add(self.earlier[-1])
+                self._add(Allocated(address, nbytes, start, category=category), self.earlier)
 
     def enter(self, event: Allocation) -> list[tuple[Allocated, int]]:
         """The blocks that an event adds (1) or takes away (-1)."""
         if event.nbytes < 0:
-            block = self._take(event.address, event.time)
-            if block is None:  # nobody told of it, but it must have been there from the beginning
-                block = Allocated(event.address, -event.nbytes, self.start, event.time)
-                self.earlier.append(block)
-            return [(block, -1)]
-        new = Allocated(event.address, event.nbytes, event.time, lane=event.lane)
-        gone = [self._take(address, event.time) for address in self._overlapping(event.address, event.nbytes)]
-        self.blocks.append(new)
-        self._add(new)
-        return [*((block, -1) for block in gone if block is not None), (new, 1)]
-
-    def _overlapping(self, address: int, nbytes: int) -> list[int]:
-        """The living blocks in memory that is given out again: they were freed unseen."""
-        first = bisect_left(self.addresses, address)
-        if first and self.addresses[first - 1] + self.living[self.addresses[first - 1]].nbytes > address:
+            if event.address not in self.living:  # nobody told of it, but it must have been there from the beginning
+                self._add(Allocated(event.address, -event.nbytes, self.start), self.earlier)
+            return [(self._take(event.address, event.time), -1)]
+        # Living blocks in memory that is given out again were freed unseen.
+        first = bisect_left(self.addresses, event.address)
+        if first and self.addresses[first - 1] + self.living[self.addresses[first - 1]].nbytes > event.address:
             first -= 1
-        return self.addresses[first : bisect_left(self.addresses, address + nbytes)]
+        overlapping = self.addresses[first : bisect_left(self.addresses, event.address + event.nbytes)]
+        gone = [(self._take(address, event.time), -1) for address in overlapping]
+        new = Allocated(event.address, event.nbytes, event.time, lane=event.lane)
+        self._add(new, self.blocks)
+        return [*gone, (new, 1)]
 
-    def _add(self, block: Allocated) -> None:
+    def _add(self, block: Allocated, blocks: list[Allocated]) -> None:
+        blocks.append(block)
         self.living[block.address] = block
         insort(self.addresses, block.address)
 
-    def _take(self, address: int, time: int) -> Allocated | None:
-        block = self.living.pop(address, None)
-        if block is not None:
-            block.end = time
-            del self.addresses[bisect_left(self.addresses, address)]
+    def _take(self, address: int, time: int) -> Allocated:
+        block = self.living.pop(address)
+        block.end = time
+        del self.addresses[bisect_left(self.addresses, address)]
         return block
 
 
-def _find_origins(nodes: Sequence[Node], blocks: Iterable[Allocated]) -> None:
+def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:
     """Find for every block the innermost span of its thread at the time; nodes come parents before children."""
     lanes: dict[Lane | None, list[Node]] = {}
     for node in nodes:
@@ -208,21 +209,17 @@ def _find_origins(nodes: Sequence[Node], blocks: Iterable[Allocated]) -> None:
     for block in blocks:
         lane = lanes.get(block.lane, [])
         place = bisect_right(lane, block.start, key=lambda node: node.span.start)
-        origin = lane[place - 1] if place else None
-        while origin is not None and origin.end <= block.start:
-            origin = origin.parent
-        block.origin = origin
+        around = lane[place - 1].outwards() if place else iter(())
+        block.origin = next((node for node in around if node.end > block.start), None)
 
 
-def _categorise(trace: Trace, ledger: _Ledger) -> None:
+def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
     """Give every block its category: the first label given while it lived decides, but a parameter stays one."""
     lives: dict[int, list[Allocated]] = {}
-    for each in (*ledger.earlier, *ledger.blocks):
+    for each in blocks:
         lives.setdefault(each.address, []).append(each)
-        origin = each.origin
-        if origin is not None:
-            recomputed = origin.phase == "backward" and origin.direction == "forward" and bool(origin.modules)
-            each.category = "activations" if origin.phase == "forward" or recomputed else each.category
+        if each.origin is not None and (each.origin.phase == "forward" or each.origin.recomputed):
+            each.category = "activations"
     labelled: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
         same = lives.get(address, [])  # in order of start, and no two at once
@@ -233,43 +230,3 @@ def _categorise(trace: Trace, ledger: _Ledger) -> None:
         labelled.add(id(block))
         if block.lane is not None or block.category != "parameters":
             block.category = category
-
-
-def _add_up(
-    ledger: _Ledger, events: Sequence[Allocation], changes: Sequence[list[tuple[Allocated, int]]]
-) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The times and the bytes by category from then on."""
-    place = {category: i for i, category in enumerate(CATEGORIES)}
-    now = [0] * len(CATEGORIES)
-    # A CPU's total adds up all profiles of a process.
-    trusted = [event.total for event in events if event.device == "cuda"]
-
-    def agree(total: int) -> None:
-        now[OTHER] = max(0, total - sum(now) + now[OTHER])
-
-    for block in ledger.earlier:
-        now[place.get(block.category, OTHER)] += block.nbytes
-    if trusted:
-        agree(trusted[0] - events[0].nbytes)
-    times, amounts = [ledger.start], [tuple(now)]
-    for i, (event, changed) in enumerate(zip(events, changes, strict=True)):
-        for block, sign in changed:
-            now[place.get(block.category, OTHER)] += sign * block.nbytes
-        if trusted:
-            agree(trusted[i])
-        times.append(event.time)
-        amounts.append(tuple(now))
-    return times, amounts
-
-
-def _implied_phases(nodes: Sequence[Node]) -> list[Span]:
-    """The phases of a trace without annotations of them: those of its operators, neighbours taken together."""
-    outermost = [node for node in nodes if node.phase != "other" and (not node.parent or node.parent.phase == "other")]
-    found: list[Span] = []
-    for node in sorted(outermost, key=lambda node: node.span.start):
-        span = replace(node.span, name=node.phase)
-        if found and found[-1].name == node.phase:
-            last = found.pop()
-            span = replace(last, end=max(last.end, span.end))
-        found.append(span)
-    return found

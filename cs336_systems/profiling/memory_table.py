@@ -2,25 +2,28 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.table import Table
-from cs336_systems.profiling.memory import Allocated, MemoryTimeline, phase_peaks
-from cs336_systems.profiling.memory_owners import CATEGORIES
-from cs336_systems.profiling.module_spans import parse_tag
-from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, without_layer_numbers
+from cs336_systems.profiling.labels import CATEGORIES
+from cs336_systems.profiling.memory import Allocated, MemoryTimeline
+from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
-from cs336_systems.profiling.trace import FRAME, Span, Trace
+from cs336_systems.profiling.sheet import sheet
+from cs336_systems.profiling.trace import FRAME, Trace
 
-BEFORE = "before profiling"
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
 FRAME_LINE = re.compile(r"\.py\(\d+\): ")
+FOREIGN = re.compile(r"torch/|<|.*site-packages|.*/lib/python")
+SOURCES = (
+    "count x bytes: sizes text; in all: total bytes;{} category: category text; phase: phase text; module: module text;"
+    "innermost operator: operator text; Python frame: frame text?"
+)
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """Allocations that are alike: `count` times `nbytes`, made by the same operator in the same place.
 
     `module` is a qualified name, with * for the number of a layer; it says so if its backward or a second forward
@@ -33,12 +36,18 @@ class Source:
     operator: str
     frame: str
     nbytes: int
+    peak: int
     count: int
 
     @property
     def total(self) -> int:
         """Bytes of all of them."""
         return self.nbytes * self.count
+
+    @property
+    def sizes(self) -> str:
+        """`2 x 1,024`."""
+        return f"{self.count} x {self.nbytes:,}"
 
 
 def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]:
@@ -47,14 +56,16 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
     for block in blocks:
         origin = block.origin
         if block.lane is None:
-            phase = BEFORE
+            phase = "before profiling"
         elif origin is not None and origin.phase != "other":
             phase = origin.phase
         else:
             named = (each.name for each in memory.phases if each.start <= block.start < each.end)
             phase = next(named, "between phases")
-        counts[block.category, phase, _module(origin), _operator(origin), _frame(origin), block.nbytes] += 1
-    return sorted((Source(*key, count) for key, count in counts.items()), key=lambda each: -each.total)
+        about = (_module(origin), _operator(origin), _frame(origin)) if origin is not None else ("", "", "")
+        counts[block.category, phase, *about, block.nbytes] += 1
+    found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())
+    return sorted(found, key=lambda each: -each.total)
 
 
 def largest(memory: MemoryTimeline, count: int = 10) -> list[Source]:
@@ -67,107 +78,67 @@ def filling_peak(memory: MemoryTimeline, count: int = 10) -> list[Source]:
     return sources(memory, memory.alive(memory.peak_time))[:count]
 
 
-def _module(origin: Node | None) -> str:
-    if origin is None or not origin.module:
-        return ""
-    name = without_layer_numbers(origin.module)
+def _module(origin: Node) -> str:
+    name = without_layer_numbers(origin.modules[-1][0]) if origin.modules else ""
     if origin.direction == "backward":
-        return f"backward of {name}"
-    return f"{name}, recomputed" if origin.phase == "backward" else name
+        return f"backward of {name}" if name else ""
+    return f"{name}, recomputed" if origin.recomputed else name
 
 
-def _outwards(node: Node | None) -> Iterator[Span]:
-    while node is not None:
-        yield node.span
-        node = node.parent
-
-
-def _operator(node: Node | None) -> str:
+def _operator(origin: Node) -> str:
     """The innermost operator around an allocation that does more than allocate, or else what was annotated."""
     fallback = ""
-    for span in _outwards(node):
-        if span.category == "cpu_op":
-            if not BARE.match(span.name):
-                return span.name.removeprefix(ENGINE)
-            fallback = fallback or span.name
-        elif span.category == "user_annotation" and span.name not in PHASES and not parse_tag(span.name):
-            found = parse_collective(span.name)
-            return fallback or (f"{found.action} {found.verb} {found.label}".rstrip() if found else span.name)
+    for node in origin.outwards():
+        name, category = node.span.name, node.span.category
+        if category == "cpu_op":
+            if not BARE.match(name):
+                return name.removeprefix(ENGINE)
+            fallback = fallback or name
+        elif category == "user_annotation" and name not in PHASES and not parse_tag(name):
+            found = parse_collective(name)
+            return fallback or (f"{found.action} {found.verb} {found.label}".rstrip() if found else name)
     return fallback
 
 
-def _frame(node: Node | None) -> str:
+def _frame(origin: Node) -> str:
     """`model.py(12): forward`, the innermost frame that is neither torch's nor Python's own."""
-    for span in _outwards(node):
-        foreign = span.name.startswith(("torch/", "<")) or "site-packages" in span.name or "/lib/python" in span.name
-        if span.category == FRAME and FRAME_LINE.search(span.name) and not foreign:
-            return "/".join(span.name.split("/")[-2:])
-    return ""
+    names = (node.span.name for node in origin.outwards() if node.span.category == FRAME)
+    mine = next((name for name in names if FRAME_LINE.search(name) and not FOREIGN.match(name)), "")
+    return "/".join(mine.split("/")[-2:])
 
 
-def memory_markdown(trace: Trace, memory: MemoryTimeline, count: int = 10) -> str:
-    """The tables of one rank as Markdown; the largest `count` in each."""
+def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
+    """The tables of one rank as Markdown."""
     if not memory.blocks:
         return f"# Memory of rank {trace.rank}\n\nThe trace has no allocations: profile with profile_memory=True.\n"
 
     def exact(nbytes: int) -> str:
         return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
 
-    time = memory.peak_time
-    phase = next((each.name for each in memory.phases if each.start <= time < each.end), None)
-    step = next((each.name for each in memory.steps if each.start <= time < each.end), None)
-    during = (f", in {phase}" if phase else "") + (f" of {step}" if phase and step else f", in {step}" if step else "")
+    time, totals = memory.peak_time, memory.totals
+    within = [[s.name for s in spans if s.start <= time < s.end][:1] for spans in (memory.phases, memory.steps)]
+    during = " of ".join(name for names in within for name in names)
     parts = [
         f"# Memory of rank {trace.rank} on {memory.device}",
-        f"Peak {exact(memory.peak)} at {(time - memory.times[0]) / 1e6:.2f} ms{during}. "
-        f"{exact(memory.before)} were alive when profiling began, {exact(memory.totals[-1])} when it ended.",
+        f"Peak {exact(memory.peak)} at {(time - memory.times[0]) / 1e6:.2f} ms{during and f', in {during}'}. "
+        f"{exact(totals[0])} were alive when profiling began, {exact(totals[-1])} when it ended.",
     ]
-    tables = [_phases_table(memory)]
-    if len(memory.steps) > 1:
-        tables.append(_steps_table(trace, memory))
-    tables.append(_sources_table("What fills the peak", filling_peak(memory, count), memory.peak))
-    tables.append(_sources_table("The largest allocations", largest(memory, count), None))
-    return "\n\n".join([*parts, *(table.markdown().rstrip("\n") for table in tables)]) + "\n"
-
-
-def _phases_table(memory: MemoryTimeline) -> Table:
-    best: dict[str, int] = {}
-    for phase in memory.phases:
-        index = memory.highest_in(phase.start, phase.end)
-        if phase.name not in best or memory.totals[index] > memory.totals[best[phase.name]]:
-            best[phase.name] = index
-    rows = best | {"**whole profile**": memory.peak_index}
+    peaks = memory.phase_peaks()
     cells = [
-        [name, f"{memory.totals[i]:,}", format_bytes(memory.totals[i]), *map(format_bytes, memory.amounts[i])]
-        for name, i in rows.items()
+        [name, f"{totals[i]:,}", format_bytes(totals[i]), *map(format_bytes, memory.amounts[i])]
+        for name, i in (peaks | {"**whole profile**": memory.peak_index}).items()
     ]
     heads = ["phase", "peak, bytes", "peak", *CATEGORIES]
-    return Table("The peak of each phase, and what it consists of", heads, cells)
-
-
-def _steps_table(trace: Trace, memory: MemoryTimeline) -> Table:
-    names = list(phase_peaks(memory))
-    rows = []
-    for step in memory.steps:
-        peaks, whole = phase_peaks(memory, step.name), memory.peak_in(step.start, step.end)
-        rows.append([step.name, *(f"{peaks[name]:,}" if name in peaks else "" for name in names), f"{whole:,}"])
-    heads = ["step", *(f"{name}, bytes" for name in names), "whole step, bytes"]
-    return Table("Peaks by step", heads, rows)
-
-
-def _sources_table(title: str, found: list[Source], whole: int | None) -> Table:
-    columns: dict[str, Callable[[Source], str]] = {
-        "count x bytes": lambda each: f"{each.count} x {each.nbytes:,}",
-        "in all": lambda each: format_bytes(each.total),
-        "of peak": lambda each: f"{each.total / (whole or 1):.1%}",
-        "category": lambda each: each.category,
-        "phase": lambda each: each.phase,
-        "module": lambda each: each.module,
-        "innermost operator": lambda each: each.operator,
-        "Python frame": lambda each: each.frame,
-    }
-    if whole is None:
-        del columns["of peak"]
-    if not any(source.frame for source in found):
-        del columns["Python frame"]
-    return Table(title, list(columns), [[cell(each) for cell in columns.values()] for each in found])
+    tables = [Table("The peak of each phase, and what it consists of", heads, cells)]
+    if len(memory.steps) > 1:
+        heads = ["step", *(f"{name}, bytes" for name in peaks), "whole step, bytes"]
+        rows = []
+        for step in memory.steps:
+            own = memory.phase_peaks(step)
+            known = [f"{totals[own[name]]:,}" if name in own else "" for name in peaks]
+            rows.append([step.name, *known, f"{memory.peak_in(step):,}"])
+        tables.append(Table("Peaks by step", heads, rows))
+    of_peak = SOURCES.format(" of peak: total/peak share;")
+    tables.append(sheet("What fills the peak", filling_peak(memory), of_peak, names=False))
+    tables.append(sheet("The largest allocations", largest(memory), SOURCES.format(""), names=False))
+    return "\n\n".join([*parts, *(table.markdown().rstrip("\n") for table in tables)]) + "\n"

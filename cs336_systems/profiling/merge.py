@@ -10,9 +10,8 @@ broadcast only the source is waited for; an arrow there says no more than what b
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
@@ -22,42 +21,65 @@ from cs336_systems.profiling.nesting import Node, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role_of, roles
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, uncollected
 
-BETWEEN_RANKS = "collective"  # the category of the arrows between ranks
 SECOND = 10**9
 MEBIBYTE = 2**20
 PER_RANK = 1000  # process numbers of one rank
 ON_GPU = (*DEVICE, "gpu_user_annotation", "cuda_sync")
-Lanes = dict[Lane, list[Span]]
+Event = dict[str, Any]
 
 
-@dataclass
-class Track:
+class Track(NamedTuple):
     """One line of the merged trace: slices that nest. A lane's further tracks hold what crosses something on it."""
 
     pid: int
     tid: int
     name: str
     order: int
-    roots: list[Node] = field(default_factory=list)
+    roots: list[Node]
+
+    def nodes(self) -> Iterator[Node]:
+        """Its slices, outer before inner."""
+        return (node for root in self.roots for node in root.walk())
 
 
-def lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
-    """The names of a rank's processes by number, in order, and for each of its lanes the tracks that hold its spans.
+class End(NamedTuple):
+    """An arrow's end: when, in nanoseconds, and where."""
 
-    Python frames that cross an annotation are left out, as in `nest`: they are artefacts of the profiler.
-    """
-    groups: dict[Any, Lanes] = {}
+    time: int
+    track: Track
+
+
+class Arrow(NamedTuple):
+    """An arrow from one end to others."""
+
+    category: str
+    name: str
+    source: End
+    targets: list[End]
+
+
+def _lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
+    """The names of a rank's processes by number, in order, and for each of its lanes the tracks that hold its spans."""
+    groups: dict[Any, dict[Lane, list[Span]]] = {}
     for span in trace.spans:
         groups.setdefault(span.lane[0], {}).setdefault(span.lane, []).append(span)
+
+    def kind(old: Any) -> int:
+        """0 for a process of Python, 1 for a GPU, 2 for the profiler's own."""
+        found = {span.category for spans in groups[old].values() for span in spans}
+        return 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
+
     processes: dict[int, str] = {}
     tracks: dict[Lane, list[Track]] = {}
-    for old, inside in sorted(groups.items(), key=lambda item: (_kind(item[1]), str(item[0]).zfill(9))):
+    for old in sorted(groups, key=lambda old: (kind(old), str(old).zfill(9))):
         pid = trace.rank * PER_RANK + len(processes) + 1
-        processes[pid] = _process_name(trace, old, inside)
+        about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
+        processes[pid] = f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kind(old)]
+        names = _stream_names(groups[old]) if kind(old) == 1 else _thread_names(trace, groups[old])
         tid = pid * PER_RANK
-        for order, (lane, name) in enumerate(_lane_names(trace, inside).items()):
+        for order, (lane, name) in enumerate(names.items()):
             tracks[lane] = []
-            for number, roots in enumerate(untangle(inside[lane])):
+            for number, roots in enumerate(untangle(groups[old][lane])):
                 full = f"{name}, crossing {number}" if number else name
                 tracks[lane].append(Track(pid, tid, full, order, roots))
                 tid += 1
@@ -65,7 +87,7 @@ def lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
 
 
 def untangle(spans: Iterable[Span]) -> list[list[Node]]:
-    """One lane's spans as few tracks in which they nest; Python frames that do not are left out."""
+    """One lane's spans as few tracks in which they nest; Python frames that do not are left out, as in `nest`."""
     tracks, left = [], list(spans)
     while left:
         roots = nest(left)
@@ -75,28 +97,18 @@ def untangle(spans: Iterable[Span]) -> list[list[Node]]:
     return tracks
 
 
-def _kind(lanes: Lanes) -> int:
-    """0 for a process of Python, 1 for a GPU, 2 for the profiler's own."""
-    found = {span.category for spans in lanes.values() for span in spans}
-    return 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
-
-
-def _process_name(trace: Trace, old: Any, lanes: Lanes) -> str:
-    kind = _kind(lanes)
-    if kind == 0:
-        return f"rank {trace.rank} ({trace.host}, pid {old})" if trace.host else f"rank {trace.rank} (pid {old})"
-    return f"rank {trace.rank} GPU {old}" if kind == 1 else f"rank {trace.rank}, the profiler"
-
-
-def _lane_names(trace: Trace, lanes: Lanes) -> dict[Lane, str]:
-    """The names of one process's lanes, from the top."""
+def _stream_names(lanes: dict[Lane, list[Span]]) -> dict[Lane, str]:
+    """The names of a GPU's lanes, from the top."""
     names: dict[Lane, str] = {}
-    if _kind(lanes) == 1:
-        for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
-            carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
-            names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
-        return names
-    known = roles(trace)
+    for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
+        carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
+        names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
+    return names
+
+
+def _thread_names(trace: Trace, lanes: dict[Lane, list[Span]]) -> dict[Lane, str]:
+    """The names of one process's lanes, from the top."""
+    names, known = dict[Lane, str](), roles(trace)
     for lane in [*(lane for lane in known if lane in lanes), *sorted(lanes.keys() - known.keys(), key=str)]:
         name = known.get(lane, OTHER)
         if role_of(name) == OTHER:
@@ -104,10 +116,6 @@ def _lane_names(trace: Trace, lanes: Lanes) -> dict[Lane, str]:
         else:
             names[lane] = name if role_of(name) == IN_FLIGHT else f"{name} ({lane[1]})"
     return names
-
-
-Event = dict[str, Any]
-End = tuple[int, Track]  # of an arrow: when, in nanoseconds, and where
 
 
 @uncollected()
@@ -126,12 +134,12 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     starts += [each.time for trace in traces for each in trace.allocations]
     base = min(starts, default=0) // SECOND * SECOND
     events: list[Event] = []
-    arrows: list[tuple[str, str, End, list[End]]] = []
+    arrows: list[Arrow] = []
     places: dict[int, tuple[Track, Node]] = {}
     for trace in traces:
-        processes, lanes = lay_out(trace)
+        processes, lanes = _lay_out(trace)
         tracks = [track for each in lanes.values() for track in each]
-        places |= {id(n.span): (track, n) for track in tracks for root in track.roots for n in root.walk()}
+        places |= {id(node.span): (track, node) for track in tracks for node in track.nodes()}
         events += _names(processes, tracks)
         events += _slices(tracks, base)
         events += _instants(trace, lanes, base)
@@ -165,38 +173,31 @@ def _check(traces: list[Trace]) -> None:
 
 
 def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
-    return {
-        "host": trace.host,
-        "distributedInfo": trace.chrome.get("distributedInfo", {}),
-        "clock_offset_ns": alignment.nanoseconds,
-        "clock_bound_ns": alignment.bound,
-        "clock_source": alignment.source,
-        **{key: value for key, value in trace.ours.items() if key not in ("held", "marks") and "clock" not in key},
-    }
+    clock = {f"clock_{name}": value for name, value in zip(("offset_ns", "bound_ns", "source"), alignment, strict=True)}
+    ours = {key: value for key, value in trace.ours.items() if key not in ("held", "marks") and "clock" not in key}
+    return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
 
 
-def microseconds(time: int, base: int = 0) -> float:
+def _microseconds(time: int, base: int = 0) -> float:
     """Nanoseconds as the microseconds of a Chrome trace, with three decimals."""
     return round((time - base) / 1000, 3)
 
 
 def _names(processes: dict[int, str], tracks: list[Track]) -> Iterator[Event]:
-    for pid, name in processes.items():
-        about = {"ph": "M", "pid": pid, "tid": 0}
-        yield about | {"name": "process_name", "args": {"name": name}}
-        yield about | {"name": "process_sort_index", "args": {"sort_index": pid}}
-    for track in tracks:
-        about = {"ph": "M", "pid": track.pid, "tid": track.tid}
-        yield about | {"name": "thread_name", "args": {"name": track.name}}
-        yield about | {"name": "thread_sort_index", "args": {"sort_index": track.order}}
+    named = [("process", pid, 0, name, pid) for pid, name in processes.items()]
+    named += [("thread", track.pid, track.tid, track.name, track.order) for track in tracks]
+    for kind, pid, tid, name, order in named:
+        about = {"ph": "M", "pid": pid, "tid": tid}
+        yield about | {"name": f"{kind}_name", "args": {"name": name}}
+        yield about | {"name": f"{kind}_sort_index", "args": {"sort_index": order}}
 
 
 def _slices(tracks: list[Track], base: int) -> Iterator[Event]:
     for track in tracks:
-        for node in (node for root in track.roots for node in root.walk()):
+        for node in track.nodes():
             span = node.span
             about = {"ph": "X", "name": span.name, "cat": span.category, "pid": track.pid, "tid": track.tid}
-            times = {"ts": microseconds(span.start, base), "dur": microseconds(node.duration)}
+            times = {"ts": _microseconds(span.start, base), "dur": _microseconds(node.duration)}
             yield about | times | {"args": dict(span.args)}
 
 
@@ -207,7 +208,7 @@ def _instants(trace: Trace, lanes: dict[Lane, list[Track]], base: int) -> Iterat
         if event["ph"] == "i" and event.get("name") != "[memory]" and tracks:
             time = trace.base + round(1000 * float(event["ts"]))
             if time >= base:
-                yield event | {"pid": tracks[0].pid, "tid": tracks[0].tid, "ts": microseconds(time, base)}
+                yield event | {"pid": tracks[0].pid, "tid": tracks[0].tid, "ts": _microseconds(time, base)}
 
 
 def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
@@ -216,56 +217,49 @@ def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
         memory = memory_timeline(trace, device)
         about = {"ph": "C", "name": f"active memory, {device}", "pid": pid, "tid": 0}
         for time, nbytes in zip(memory.times, memory.totals, strict=True):
-            mebibytes = round(nbytes / MEBIBYTE, 3)
-            yield about | {"ts": microseconds(max(time, base), base), "args": {"MiB": mebibytes}}
+            yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
 
 
-def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[tuple[str, str, End, list[End]]]:
+def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
     """torch's own arrows, if both ends lie in slices that are still there."""
     found: dict[tuple[str, str, Any], tuple[list[End], list[End]]] = {}
     for event in trace.chrome["traceEvents"]:
         if event["ph"] in ("s", "t", "f"):
             time = trace.base + round(1000 * float(event["ts"]))
             tracks = lanes.get((event.get("pid"), event.get("tid")), [])
-            if tracks and covers(tracks[0].roots, time):
+            roots = tracks[0].roots if tracks else []
+            place = bisect_right(roots, time, key=lambda root: root.span.start) - 1
+            if place >= 0 and time < roots[place].end:
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, tracks[0]))
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append(End(time, tracks[0]))
     for (category, name, _), (sources, targets) in found.items():
         if len(sources) == 1:
-            yield category, name, sources[0], targets
+            yield Arrow(category, name, sources[0], targets)
 
 
-def _arrows_between(
-    traces: list[Trace], places: dict[int, tuple[Track, Node]]
-) -> Iterator[tuple[str, str, End, list[End]]]:
+def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) -> Iterator[Arrow]:
     """From the last rank that joined a collective to where each of the others left it."""
     for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
         ends: list[list[End]] = [[], []]
-        for spans, found in zip(([matched.spans[last]], leaving), ends, strict=True):
+        for at_end, spans in enumerate(([matched.spans[last]], leaving)):
             for track, node in (places[id(span)] for span in spans if id(span) in places):
-                if (time := own_moment(node, last=found is ends[1])) is not None:
-                    found.append((time, track))
+                if (time := own_moment(node, last=bool(at_end))) is not None:
+                    ends[at_end].append(End(time, track))
         if ends[0]:
-            yield BETWEEN_RANKS, matched.key, ends[0][0], ends[1]
+            yield Arrow("collective", matched.key, ends[0][0], ends[1])
 
 
-def _flow_events(arrows: list[tuple[str, str, End, list[End]]], base: int) -> Iterator[Event]:
+def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
     """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
     number = 0
     for category, name, source, targets in arrows:
-        after = [target for target in targets if target[0] >= source[0]]
+        after = [target for target in targets if target.time >= source.time]
         number += bool(after)
         for phase, (time, track) in (("s", source), *(("f", target) for target in after)) if after else ():
             event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
-            yield event | {"ts": microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
-
-
-def covers(roots: list[Node], time: int) -> bool:
-    """True if one of the ordered roots runs at a time."""
-    place = bisect_right(roots, time, key=lambda root: root.span.start) - 1
-    return place >= 0 and time < roots[place].end
+            yield event | {"ts": _microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def own_moment(node: Node, last: bool = False) -> int | None:

@@ -1,20 +1,34 @@
-"""Names of spans in a trace: steps, phases, collectives, layers. `comm.Event.annotate` and `Capture` write them."""
+"""Names of spans in a trace: steps, phases, modules, collectives. `Capture` and `comm.Event.annotate` write them."""
 
 import re
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that divide a step
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
+ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
 STEP = re.compile(r"(?:step |ProfilerStep#)(\d+)$")
+TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
 COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d+)(?: (.*))?$")
+COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+# The part of a model that a class belongs to, by a word in its name; the first that fits counts.
+KINDS = {
+    "moe": re.compile("MoE|Expert"),
+    "attention": re.compile("Attention"),
+    "norm": re.compile("Norm"),
+    "feed-forward": re.compile("FeedForward|MLP|SwiGLU"),
+    "embedding": re.compile("Embedding"),
+    "block": re.compile("Block|Layer$"),
+    "linear": re.compile("Linear"),
+}
+Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
 
-@dataclass(frozen=True)
-class Collective:
-    """The parts of `wait all-reduce 0#47 bucket 0`: action, verb, group, number in the group, and label."""
+class Collective(NamedTuple):
+    """The parts of `wait all-reduce 0#47 bucket 0`: launch or wait, verb, group, number in the group, and label."""
 
-    action: str  # launch or wait
+    action: str
     verb: str
     group: str
     number: int
@@ -32,12 +46,36 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+@lru_cache(maxsize=100_000)
+def parse_tag(name: str) -> tuple[str, str] | None:
+    """(qualified name, class) of the module whose forward a span is; None for any other name."""
+    match = TAG.match(name)
+    return (match[1], match[2]) if match else None
+
+
+@lru_cache(maxsize=100_000)
 def parse_collective(name: str) -> Collective | None:
     """The collective that an annotation of ours launches or waits for; None for any other name."""
     match = COLLECTIVE.match(name)
     return Collective(match[1], match[2], match[3], int(match[4]), match[5] or "") if match else None
 
 
+def is_collective(name: str) -> bool:
+    """True for a span that launches, awaits or is a collective: ours, torch's or the backend's."""
+    return name.startswith("c10d::") or bool(COMMUNICATION.match(name)) or parse_collective(name) is not None
+
+
 def without_layer_numbers(path: str) -> str:
     """`blocks.3.attention` -> `blocks.*.attention`; only the first number goes, as `blocks.3.mlp.0` names a part."""
     return LAYER.sub("*", path, count=1)
+
+
+def kind_of(class_name: str) -> str:
+    """attention, norm, feed-forward, moe, embedding, block, linear or other."""
+    return next((kind for kind, pattern in KINDS.items() if pattern.search(class_name)), "other")
+
+
+@lru_cache(maxsize=10_000)
+def kinds_of(modules: Modules) -> tuple[str, ...]:
+    """The part of a model that each module is, from the outermost inwards."""
+    return tuple(kind_of(class_name) for _, class_name in modules)

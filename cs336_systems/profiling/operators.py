@@ -1,4 +1,4 @@
-"""Rows of operators, kernels and collectives: the table that shows where the time goes.
+"""Operators, kernels and collectives by name: the rows that show where the time goes.
 
 Self times partition a thread: every nanosecond belongs to the innermost operator at that moment, so they add up to 100%
 of the threads that compute. Collectives run beside them on threads of their own and are listed apart.
@@ -10,23 +10,22 @@ scores once more among them (FlashAttention, arXiv:2205.14135, algorithm 4).
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
-from cs336_systems.profiling.module_spans import parse_tag
-from cs336_systems.profiling.names import PHASES, parse_collective, step_number
+from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
 from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Trace
 
+Sort = Literal["cpu", "device"]
+OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules, which hold the time of other rows
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
 FUSED = re.compile(r"^(aten::_scaled_dot_product_(flash|efficient|cudnn|fused)\w*|cs336_kernels::flash_attention\w*)$")
-SOFTMAX, SOFTMAX_BACKWARD = "aten::_softmax", "aten::_softmax_backward_data"
 # For each element: compare with the largest, subtract it, exponentiate, add up, divide. Backward, y (g - sum g y):
 # multiply, add up, subtract, multiply.
-SOFTMAX_FLOPS = {SOFTMAX: 5, SOFTMAX_BACKWARD: 4}
+SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
 
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
@@ -56,12 +55,6 @@ def softmax_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a softmax or its backward; None for any other operator and without shapes."""
     shapes = args.get("Input Dims")
     return SOFTMAX_FLOPS[name] * math.prod(shapes[0]) if name in SOFTMAX_FLOPS and shapes else None
-
-
-Sort = Literal["cpu", "device"]
-By = Literal["total", "self"]
-
-OUTSIDE = "(Python between operators)"
 
 
 @dataclass
@@ -103,30 +96,16 @@ class TimeRow:
     share: float | None = None  # of all kernels; None for collectives, which add up to nothing
 
 
-@lru_cache(maxsize=10_000)
-def _annotation_row(name: str) -> str:
-    if collective := parse_collective(name):
-        return f"{collective.action} {collective.verb}"
-    return OUTSIDE if name in PHASES or step_number(name) is not None or parse_tag(name) else name
-
-
 def op_rows(
-    trace: Trace,
-    sort: Sort = "cpu",
-    by: By = "total",
-    limit: int | None = None,
-    phase: str | None = None,
-    annotations: bool = False,
+    trace: Trace, sort: Sort = "cpu", by: str = "total", limit: int | None = None, phase: str | None = None
 ) -> list[OpRow]:
-    """Operators of the threads that compute, the largest by `sort` and `by` first: the first `limit`, or those of one
-    `phase` ("forward"), of which the shares then are. Collectives go without their numbers; steps, phases and modules
-    share one row of Python, unless `annotations` asks for a row for each."""
+    """Operators of the threads that compute, the largest by `sort` and `by` ("total", "self") first: the first `limit`,
+    or those of one `phase` ("forward"), of which the shares then are. Collectives go without their numbers."""
     nodes = [node for node in timeline(trace).busy if phase is None or node.phase == phase]
     names: dict[int, str] = {}
     below: dict[int, int] = {}  # nanoseconds on the device of what each node or one inside it launched
     for node in nodes:
-        plain = annotations or node.span.category != "user_annotation"
-        names[id(node)] = node.span.name if plain else _annotation_row(node.span.name)
+        names[id(node)] = node.span.name if node.span.category != "user_annotation" else _row_of(node.span.name)
         for up in (node, *node.above()) if node.kernels else ():
             below[id(up)] = below.get(id(up), 0) + node.device_self
     rows = {name: OpRow(name) for name in names.values()}
@@ -138,7 +117,7 @@ def op_rows(
         row.calls += not (outer is not None and outer.span.name == node.span.name and outer.inner == 1)
         row.cpu_self += node.busy
         row.device_self += device
-        if name == OUTSIDE:  # modules and phases hold the time of other rows
+        if name == OUTSIDE:
             row.cpu_total += node.busy
             row.device_total += device
         elif not any(names.get(id(up)) == name for up in node.above()):
@@ -148,12 +127,19 @@ def op_rows(
         if flops is not None and not any(id(up) in products for up in node.above()):
             row.flops = (row.flops or 0) + flops
             products.add(id(node))
-    cpu, on_device = sum(row.cpu_self for row in rows.values()), sum(row.device_self for row in rows.values())
-    for row in rows.values():
-        row.cpu_self_share, row.cpu_total_share = share(row.cpu_self, cpu), share(row.cpu_total, cpu)
-        row.device_self_share = share(row.device_self, on_device)
-        row.device_total_share = share(row.device_total, on_device)
+    for clock in ("cpu", "device"):
+        whole = sum(getattr(row, f"{clock}_self") for row in rows.values())
+        for row in rows.values():
+            for what in ("self", "total"):
+                setattr(row, f"{clock}_{what}_share", share(getattr(row, f"{clock}_{what}"), whole))
     return sorted(rows.values(), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))[:limit]
+
+
+def _row_of(annotation: str) -> str:
+    if collective := parse_collective(annotation):
+        return f"{collective.action} {collective.verb}"
+    ours = annotation in PHASES or step_number(annotation) is not None or parse_tag(annotation)
+    return OUTSIDE if ours else annotation
 
 
 def share(part: int, whole: int) -> float:
@@ -163,30 +149,29 @@ def share(part: int, whole: int) -> float:
 
 def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:
     """Everything that ran on a GPU by its own name, also what no operator launched; the longest first."""
-    rows: dict[str, TimeRow] = {}
-    for span in trace.spans:
-        if span.category in DEVICE:
-            row = rows.setdefault(span.name, TimeRow(span.name, "device"))
-            row.calls, row.total = row.calls + 1, row.total + span.duration
-    whole = sum(row.total for row in rows.values())
-    for row in rows.values():
-        row.share = share(row.total, whole)
-    return sorted(rows.values(), key=lambda row: (-row.total, row.name))[:limit]
+    spans = [span for span in trace.spans if span.category in DEVICE]
+    rows = _time_rows((span.name, "device", span.duration) for span in spans)
+    for row in rows:
+        row.share = share(row.total, sum(span.duration for span in spans))
+    return rows[:limit]
 
 
 def collective_rows(trace: Trace) -> list[TimeRow]:
-    """Collectives on the threads of the communication library, by thread; the longest first.
-
-    They work while others compute, so their time is no part of 100%; what is in flight was posted and not yet waited
-    for.
-    """
-    found = timeline(trace)
-    rows: dict[tuple[str, str], TimeRow] = {}
+    """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
+    waited for; the longest first. They work while others compute, so their time is no part of 100%."""
+    found, calls = timeline(trace), []
     for node in found.nodes:
         if node.span.lane in found.apart and node.span.category != FRAME:
             role = found.apart[node.span.lane]
+            nested = any(up.span.name == node.span.name for up in [*node.outwards()][1:])
             where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
-            row = rows.setdefault((node.span.name, where), TimeRow(node.span.name, where))
-            nested = any(up.span.name == node.span.name for up in node.path()[:-1])
-            row.calls, row.total = row.calls + 1, row.total + (0 if nested else node.duration)
+            calls.append((node.span.name, where, 0 if nested else node.duration))
+    return _time_rows(calls)
+
+
+def _time_rows(calls: Iterable[tuple[str, str, int]]) -> list[TimeRow]:
+    rows: dict[tuple[str, str], TimeRow] = {}
+    for name, where, duration in calls:
+        row = rows.setdefault((name, where), TimeRow(name, where))
+        row.calls, row.total = row.calls + 1, row.total + duration
     return sorted(rows.values(), key=lambda row: (-row.total, row.name, row.where))

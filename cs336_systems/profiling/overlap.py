@@ -14,16 +14,17 @@ Two processes on one core take turns: then overlapped does not mean free.
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
-from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
-from cs336_systems.profiling.names import parse_collective, step_number
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
+from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
+from cs336_systems.profiling.sheet import sheet
+from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
 NO_KERNEL = re.compile(
@@ -35,6 +36,10 @@ NO_KERNEL = re.compile(
 )
 # Nothing inside them counts either: with deterministic algorithms torch fills what it allocates, to show its misuse.
 ALLOCATION = re.compile(r"aten::((new_)?empty(_like|_strided)?|resize_)$")
+COLUMNS = (
+    "rank: rank text; communication: communication ms or -; overlapped: overlapped ms or -; exposed: exposed ms or -;"
+    "overlap: share % or -; waited: waited ms or -; transferred: transferred ms or -; blocked: blocked ms or -"
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def _times(spans: Iterable[Span]) -> list[Interval]:
 def activity(trace: Trace) -> Activity:
     """The spans in which a rank communicated and computed, by the definition for its device."""
     kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
-    host = [span for span in trace.spans if COMMUNICATION.match(span.name) and span.category == "user_annotation"]
+    host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
     if not kernels:
         return Activity(host, _operators(trace, {span.lane for span in host}))
     nccl = [span for span in kernels if KERNEL.search(span.name)]
@@ -106,7 +111,7 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     for span in _annotations(trace, "launch", "wait"):
         pauses.setdefault(span.lane, []).append(span)
     result: list[Span] = []
-    for lane, spans in trace.lanes(["cpu_op"]).items():
+    for lane, spans in trace.lanes("cpu_op").items():
         done, cuts = 0, union(_times(pauses.get(lane, ())))
         for span in spans if lane not in apart else ():
             if not span.name.startswith("aten::") or NO_KERNEL.match(span.name) or span.end <= done:
@@ -120,8 +125,7 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
 
 
 def _annotations(trace: Trace, *actions: str) -> list[Span]:
-    annotated = [span for span in trace.spans if span.category == "user_annotation"]
-    return [span for span in annotated if (found := parse_collective(span.name)) and found.action in actions]
+    return [span for span in trace.annotated if (found := parse_collective(span.name)) and found.action in actions]
 
 
 def waits_of(trace: Trace) -> list[Span]:
@@ -193,19 +197,6 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
     """The overlap of every rank in milliseconds, with what the columns mean below."""
     found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
 
-    def ms(time: int | None) -> str:
-        return "-" if time is None else f"{time / 1e6:.3f}"
-
-    columns: dict[str, Callable[[Overlap], str]] = {
-        "rank": lambda each: str(each.rank),
-        "communication": lambda each: ms(each.communication),
-        "overlapped": lambda each: ms(each.overlapped),
-        "exposed": lambda each: ms(each.exposed),
-        "overlap": lambda each: "-" if each.share is None else f"{100 * each.share:.1f} %",
-        "waited": lambda each: ms(each.waited),
-        "transferred": lambda each: ms(each.transferred),
-        "blocked": lambda each: ms(each.blocked),
-    }
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
         f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "
@@ -216,5 +207,4 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
             "Sends and receives count from posting until they had been waited for, so communication, overlapped and "
             "exposed are at most this; blocked is what they cost at least."
         )
-    rows = [[cell(each) for cell in columns.values()] for each in found]
-    return Table("Communication behind computation, in ms", list(columns), rows, "\n".join(notes))
+    return sheet("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)

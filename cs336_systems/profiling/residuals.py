@@ -8,8 +8,8 @@ fake tensors, which have shapes and storages but no memory.
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,13 @@ from cs336_systems.host.observe import fake_model
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, Precision
-from cs336_systems.profiling.module_spans import ROOT, parse_tag, tag_modules
+from cs336_systems.profiling.labels import tag_modules
+from cs336_systems.profiling.names import ROOT, parse_tag
 
 BLOCK = re.compile(r"(?:\w+\.)*?\d+(?=\.|$)")
-CASTS = ("_to_copy", "to")
 
 
-@dataclass(frozen=True)
-class Residual:
+class Residual(NamedTuple):
     """A storage that is kept: `nbytes` of it, as a tensor of `shape` and `dtype`, by `module`.
 
     `made_by` is the operator that made the storage, empty if it was there before.
@@ -70,9 +69,9 @@ class Residuals:
 
     def by_module(self, block: str) -> dict[str, int]:
         """Bytes of a block by the direct child that keeps them; the block's own come under its name."""
-        pairs = ((each.module, each.nbytes) for each in self.kept if each.block == block)
         depth = block.count(".") + 2
-        return _sums((".".join(module.split(".")[:depth]), nbytes) for module, nbytes in pairs)
+        inside = (each for each in self.kept if each.block == block)
+        return _sums((".".join(each.module.split(".")[:depth]), each.nbytes) for each in inside)
 
     def largest(self, count: int = 5, block: str | None = None) -> list[Residual]:
         """The largest storages, of one block or of all; of equal ones the first."""
@@ -95,8 +94,7 @@ class _Keeper(TorchDispatchMode):
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()
-        self.parameters = parameters
-        self.path = [ROOT]
+        self.parameters, self.path = parameters, [ROOT]
         self.made: dict[int, str] = {}
         self.kept: dict[int, Residual] = {}
         self.weight_casts: dict[int, int] = {}
@@ -111,7 +109,7 @@ class _Keeper(TorchDispatchMode):
             # A view and what is changed in place lie in a storage that was given, and made by another.
             if isinstance(each, Tensor) and (storage := _storage(each)) not in given:
                 self.made[storage] = name.strip("_")
-                if name in CASTS and given & self.parameters:
+                if name in ("_to_copy", "to") and given & self.parameters:
                     self.casts[storage] = each
         return out
 
@@ -142,7 +140,7 @@ class _Keeper(TorchDispatchMode):
         """Attribute what the model kept itself, to run a segment again, to the segment's first block, its input."""
         for each in args:
             if isinstance(each, Tensor) and (found := self.kept.get(_storage(each))) and found.module == ROOT:
-                self.kept[_storage(each)] = replace(found, module=self.path[-1])
+                self.kept[_storage(each)] = found._replace(module=self.path[-1])
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,7 +1,4 @@
-"""Cleans what torch.profiler writes: its notes on the terminal, and its JSON, which keeps the events of the steps only.
-
-Frames of Python at which viewers stumble go, too.
-"""
+"""Cleans what torch.profiler writes: its notes on the terminal, and its JSON, of which the events of steps are kept."""
 
 import os
 import sys
@@ -11,81 +8,69 @@ from contextlib import contextmanager
 from typing import Any
 
 from cs336_systems.comm.events import MARK
-from cs336_systems.profiling.memory_owners import Held
+from cs336_systems.profiling.labels import Held
 from cs336_systems.profiling.names import STEP
 from cs336_systems.profiling.nesting import nest_host
 from cs336_systems.profiling.trace import FRAME, HOST, parse
 
-Event = dict[str, Any]
 Label = tuple[int, str, int]  # nanoseconds since the epoch, category, address
 
 
-def nanoseconds(event: Event, base: int) -> int:
-    """The start of an event, since the epoch."""
-    return base + round(1000 * float(event.get("ts", 0)))
-
-
-def take_labels(chrome: dict[str, Any]) -> list[Label]:
-    """Take the memory labels out of the trace's events."""
-    labels, kept = [], []
-    base = int(chrome.get("baseTimeNanoseconds", 0))
-    for event in chrome["traceEvents"]:
-        if str(event.get("name", "")).startswith(MARK):
-            category, _, address = event["name"][len(MARK) :].rpartition(" ")
-            labels.append((nanoseconds(event, base), category, int(address)))
-        else:
-            kept.append(event)
-    chrome["traceEvents"] = kept
-    return labels
-
-
-def begin_at_first_step(
-    chrome: dict[str, Any], held: list[Held], labels: list[Label]
-) -> tuple[list[Held], list[Label]]:
-    """Drop the events before the first step; returns what was held in memory then, and the labels since.
+def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
+    """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
+    in memory then, and the labels since.
 
     The profiler runs from the last step of the warm-up on, so that its own start disturbs no step, and so that it knows
     the blocks that a step leaves to the next.
     """
     base, events = int(chrome.get("baseTimeNanoseconds", 0)), chrome["traceEvents"]
-    steps = [nanoseconds(e, base) for e in events if e.get("ph") == "X" and STEP.match(str(e.get("name", "")))]
-    start = min(steps, default=0)
-    early = [event.get("ph") != "M" and nanoseconds(event, base) < start for event in events]
-    chrome["traceEvents"] = [event for event, is_early in zip(events, early, strict=True) if not is_early]
+    times = [base + round(1000 * float(event.get("ts", 0))) for event in events]
+    named = list(zip(events, times, [str(event.get("name", "")) for event in events], strict=True))
+    steps = [time for event, time, name in named if event.get("ph") == "X" and STEP.match(name)]
+    start = min(steps, default=0) if stepwise else 0
+    kept, early, labels, categories = [], [], list[Label](), dict[int, str]()
+    for event, time, name in named:
+        before = event.get("ph") != "M" and time < start
+        if name.startswith(MARK):
+            category, _, address = name.removeprefix(MARK).rpartition(" ")
+            if before:
+                categories[int(address)] = category
+            else:
+                labels.append((time, category, int(address)))
+        elif not before:
+            kept.append(event)
+        elif name == "[memory]":
+            early.append(event)
     alive = {each.address: each for each in held}
-    named = {address: category for time, category, address in labels if time < start}
-    allocations = [e for e, is_early in zip(events, early, strict=True) if is_early and e.get("name") == "[memory]"]
-    for event in sorted(allocations, key=lambda event: event["ts"]):
+    for event in sorted(early, key=lambda event: event["ts"]):
         address, nbytes = event["args"]["Addr"], event["args"]["Bytes"]
         alive.pop(address, None)
         if nbytes > 0:
             device = "cpu" if event["args"]["Device Type"] == 0 else "cuda"
-            alive[address] = Held(named.get(address, "other"), address, nbytes, device)
-    return list(alive.values()), [label for label in labels if label[0] >= start]
+            alive[address] = Held(categories.get(address, "other"), address, nbytes, device)
+    chrome["traceEvents"] = kept
+    _cut_crossings(chrome, base)
+    return list(alive.values()), labels
 
 
-def without_crossings(chrome: dict[str, Any]) -> list[Event]:
-    """The events less those Python frames that cross an annotation, which viewers would drop with all inside, and cut
-    where a child outlasts its parent by the rounding of a clock."""
+def _cut_crossings(chrome: dict[str, Any], base: int) -> None:
+    """Drop Python frames that cross an annotation, which viewers would drop with all inside, and cut a child that
+    outlasts its parent by the rounding of a clock."""
     if not any(event.get("cat") == FRAME for event in chrome["traceEvents"]):
-        return list(chrome["traceEvents"])
-    base = int(chrome.get("baseTimeNanoseconds", 0))
-    ends = {
-        (node.span.lane, node.span.start, node.span.name, node.span.end): node.end
-        for roots in nest_host(parse(chrome)).values()
-        for root in roots
-        for node in root.walk()
-    }
+        return
+    roots = [root for lane in nest_host(parse(chrome)).values() for root in lane]
+    nodes = [node for root in roots for node in root.walk()]
+    ends = {(node.span.lane, node.span.start, node.span.name, node.span.end): node.end for node in nodes}
     kept = []
     for event in chrome["traceEvents"]:
         if event.get("cat") in HOST and event["ph"] == "X":
-            start = nanoseconds(event, base)
+            start = base + round(1000 * float(event["ts"]))
             key = ((event["pid"], event["tid"]), start, event["name"], start + round(1000 * event["dur"]))
             if key not in ends and event["cat"] == FRAME:
                 continue
             event["dur"] = (ends.get(key, key[3]) - start) / 1000
         kept.append(event)
-    return kept
+    chrome["traceEvents"] = kept
 
 
 @contextmanager

@@ -1,6 +1,4 @@
-"""One rank's timeline: every span of its CPU threads with its phase, its modules and its busy time; made once.
-
-A trace names threads by numbers only, so their roles follow from what ran on them.
+"""One rank's timeline: the spans of every CPU thread nested, with phase, modules and own time of each; made once.
 
 torch.profiler shows the backward pass as a flat list of autograd nodes without modules. But it links each to the
 operator of the forward pass that made it (by a sequence number that both carry), and that lies inside a module's span.
@@ -12,38 +10,57 @@ while the main thread is blocked inside `backward`: then only autograd's counts.
 
 import re
 from bisect import bisect
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from cs336_systems.profiling.intervals import union
-from cs336_systems.profiling.module_spans import ROOT, parse_tag
-from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, step_number
-from cs336_systems.profiling.nesting import Modules, Node, nest_host
-from cs336_systems.profiling.trace import COMMUNICATION, DEVICE, FRAME, HOST, Lane, Span, Trace, once
+from cs336_systems.profiling.names import (
+    COMMUNICATION,
+    ENGINE,
+    PHASES,
+    ROOT,
+    WRAPPER,
+    Modules,
+    is_collective,
+    parse_tag,
+    step_number,
+)
+from cs336_systems.profiling.nesting import Node, nest_host
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, once
 
-MAIN = "main thread"
-AUTOGRAD = "autograd thread"
-COMMUNICATING = "communication thread"
-IN_FLIGHT = "in flight"
-OTHER = "other thread"
+MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
+IN_FLIGHT, OTHER = "in flight", "other thread"
 ROLES = (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)
 
 
 @once
 def roles(trace: Trace) -> dict[Lane, str]:
-    """The role of each lane of the CPU, in the order in which they are shown.
+    """The role of each lane of the CPU, in the order in which they are shown; a trace names threads by numbers only.
 
     "main thread" takes the steps. "autograd thread" runs backward where that is not the main thread, as on a GPU; a
     second one, of another GPU, is "autograd thread 1". "communication thread 0", 1 ... run gloo's collectives. "in
     flight 0", 1 ... are no threads: they hold sends and receives from posting to the end of the wait. All others are
     "other thread 0", 1 ...
     """
-    lanes = trace.lanes(HOST)
+    lanes = trace.lanes(*HOST)
+
+    def score(lane: Lane) -> tuple[int, bool, int, int]:
+        """The main thread has the most steps, phases and modules; else it is Linux's first thread, else the busiest."""
+        names = [span.name for span in lanes[lane] if span.category == "user_annotation"]
+        ours = sum(name in PHASES or step_number(name) is not None or parse_tag(name) is not None for name in names)
+        return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
+
     threads = [lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)]
-    main = max(threads, key=lambda lane: _main_score(lane, lanes[lane]), default=None)
+    main = max(threads, key=score, default=None)
     found: dict[str, list[Lane]] = {role: [] for role in ROLES}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
-        found[MAIN if lane == main else _role(lane, lanes[lane])].append(lane)
+        # NCCL has no thread of its own: it annotates the one that launches.
+        own = any(COMMUNICATION.match(s.name) and not s.name.startswith("nccl") for s in lanes[lane])
+        role = COMMUNICATING if own else OTHER
+        if any(span.name.startswith(ENGINE) for span in lanes[lane]):
+            role = AUTOGRAD
+        found[MAIN if lane == main else role if lane in threads else IN_FLIGHT].append(lane)
     return {
         lane: role if role in (MAIN, AUTOGRAD) and not number else f"{role} {number}"
         for role, members in found.items()
@@ -62,57 +79,44 @@ def lane_number(lane: Lane) -> int:
     return int(found[0]) if found else 0
 
 
-def _main_score(lane: Lane, spans: list[Span]) -> tuple[int, bool, int, int]:
-    """The main thread has the most steps, phases and modules; else it is Linux's first thread, else the busiest."""
-    annotated = [span.name for span in spans if span.category == "user_annotation"]
-    ours = sum(name in PHASES or step_number(name) is not None or parse_tag(name) is not None for name in annotated)
-    return ours, lane[0] == lane[1], len(spans), -lane_number(lane)
-
-
-def _role(lane: Lane, spans: list[Span]) -> str:
-    if str(lane[1]).startswith(IN_FLIGHT):
-        return IN_FLIGHT
-    if any(span.name.startswith(ENGINE) for span in spans):
-        return AUTOGRAD
-    # NCCL has no thread of its own: it annotates the one that launches.
-    own = any(COMMUNICATION.match(span.name) and not span.name.startswith("nccl") for span in spans)
-    return COMMUNICATING if own else OTHER
-
-
 @dataclass(frozen=True)
 class Timeline:
     """`nodes` are all spans of CPU threads, thread by thread, parents before children; `busy` those of the threads that
     compute, without Python frames; `apart` the lanes that move data between ranks, by role. `on_device` says that an
-    operator that computes launched something on a GPU, so that `Node.time` is the device's."""
+    operator that computes launched something on a GPU, so that `Node.time` is the device's. `steps` and `phases` are
+    in order; without annotations phases are those of the operators."""
 
     nodes: list[Node]
     busy: list[Node]
     apart: dict[Lane, str]
     on_device: bool
+    steps: list[Span]
+    phases: list[Span]
 
 
 @once
 def timeline(trace: Trace) -> Timeline:
     """Nest a trace's spans, attribute them to phases and modules, and share out the time."""
-    nodes = attribute(trace, nest_host(trace))
+    nodes = _attribute(trace, nest_host(trace))
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
-    on_device = any(node.kernels for node in computing)
-    busy = _share_out(computing)
-    _subtract_engine(computing, roles(trace))
+    on_device, busy = any(node.kernels for node in computing), _share_out(computing)
+    _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
     for node in busy:
         node.time = node.device_self if on_device else node.busy
-    return Timeline(nodes, busy, apart, on_device)
+    steps = [span for span in trace.annotated if step_number(span.name) is not None]
+    phases = [span for span in trace.annotated if span.name in PHASES] or _implied_phases(nodes)
+    return Timeline(nodes, busy, apart, on_device, steps, phases)
 
 
-def attribute(trace: Trace, lanes: dict[Lane, list[Node]]) -> list[Node]:
+def _attribute(trace: Trace, lanes: dict[Lane, list[Node]]) -> list[Node]:
     """Fill in phase, direction, modules and kernels of all nodes below some roots by lane; parents come first."""
     kernels: dict[int, list[Span]] = {}  # by the id of the operator that launched them
     for span in trace.spans:
         if span.category in DEVICE and (number := span.args.get("External id")) is not None:
             kernels.setdefault(number, []).append(span)
     makers, engines = _makers(trace, lanes)
-    phases = [span for span in trace.spans if span.category == "user_annotation" and span.name in PHASES]
+    phases = [span for span in trace.annotated if span.name in PHASES]
     starts, phase_lanes = [span.start for span in phases], {span.lane for span in phases}
     result: list[Node] = []
     for lane, roots in lanes.items():
@@ -123,11 +127,13 @@ def attribute(trace: Trace, lanes: dict[Lane, list[Node]]) -> list[Node]:
             if last >= 0 and root.span.start < phases[last].end:
                 root.phase = phases[last].name
             for node in root.walk():
-                up = node.parent
-                if up is not None:
+                if (up := node.parent) is not None:
                     node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
-                if node.span.category == "user_annotation" or id(node) in makers:
-                    _enter(node, makers)
+                if node.span.category == "user_annotation":
+                    _enter(node)
+                if id(node) in makers:
+                    node.phase = "backward" if node.phase == "other" else node.phase
+                    node.direction, node.modules = "backward", makers[id(node)]
                 # The runtime call that launched a kernel bears the same id as the operator around it.
                 if kernels and not node.span.category.startswith("cuda_"):
                     node.kernels = tuple(kernels.get(node.span.args.get("External id", -1), ()))
@@ -135,23 +141,18 @@ def attribute(trace: Trace, lanes: dict[Lane, list[Node]]) -> list[Node]:
     return result
 
 
-def _enter(node: Node, makers: dict[int, Modules]) -> None:
-    """Change phase, direction and modules where an annotation or a node of autograd's engine begins."""
+def _enter(node: Node) -> None:
+    """Change phase, direction and modules where an annotation begins."""
     name = node.span.name
-    if node.span.category == "user_annotation":
-        if name in PHASES:
-            node.phase, node.direction, node.modules = name, "forward", ()
-        elif name.startswith("Optimizer.step#") and node.phase == "other":
-            node.phase, node.direction, node.modules = "optimizer", "forward", ()
-        elif found := parse_tag(name):
-            around = node.modules
-            if node.direction == "backward":  # recomputation enters modules anew, inside another module's backward
-                around = tuple(m for m in around if m[0] in (ROOT, "wrapper") or found[0].startswith(f"{m[0]}."))
-            node.phase = "forward" if node.phase == "other" else node.phase
-            node.direction, node.modules = "forward", (*around, found)
-    if id(node) in makers:
-        node.phase = "backward" if node.phase == "other" else node.phase
-        node.direction, node.modules = "backward", makers[id(node)]
+    if name in PHASES or (name.startswith("Optimizer.step#") and node.phase == "other"):
+        node.phase = name if name in PHASES else "optimizer"
+        node.direction, node.modules = "forward", ()
+    elif found := parse_tag(name):
+        around = node.modules
+        if node.direction == "backward":  # recomputation enters modules anew, inside another module's backward
+            around = tuple(m for m in around if m[0] in (ROOT, WRAPPER) or found[0].startswith(f"{m[0]}."))
+        node.phase = "forward" if node.phase == "other" else node.phase
+        node.direction, node.modules = "forward", (*around, found)
 
 
 def _makers(trace: Trace, lanes: dict[Lane, list[Node]]) -> tuple[dict[int, Modules], set[Lane]]:
@@ -170,10 +171,23 @@ def _makers(trace: Trace, lanes: dict[Lane, list[Node]]) -> tuple[dict[int, Modu
     for node in engine:
         linked = [(child.span.lane, child.span.start) for child in node.children]
         source = next((trace.links[place] for place in linked if place in trace.links), None)
-        path = starts[source].path() if source in starts else []
-        tags = [parse_tag(each.span.name) for each in path if each.span.category == "user_annotation"]
+        around = reversed([*starts[source].outwards()]) if source in starts else ()
+        tags = [parse_tag(each.span.name) for each in around if each.span.category == "user_annotation"]
         found[id(node)] = tuple(each for each in tags if each)
     return found, {node.span.lane for node in engine}
+
+
+def _implied_phases(nodes: list[Node]) -> list[Span]:
+    """The phases of a trace without annotations of them: those of its operators, neighbours taken together."""
+    outermost = [node for node in nodes if node.phase != "other" and (not node.parent or node.parent.phase == "other")]
+    found: list[Span] = []
+    for node in sorted(outermost, key=lambda node: node.span.start):
+        span = replace(node.span, name=node.phase)
+        if found and found[-1].name == node.phase:
+            last = found.pop()
+            span = replace(last, end=max(last.end, span.end))
+        found.append(span)
+    return found
 
 
 def _share_out(nodes: list[Node]) -> list[Node]:
@@ -185,37 +199,26 @@ def _share_out(nodes: list[Node]) -> list[Node]:
         if node.span.category == FRAME:
             continue
         node.busy = node.duration
-        node.collective = (node.outer is not None and node.outer.collective) or _is_collective(node.span.name)
+        node.collective = is_collective(node.span.name)
         if node.outer is not None:
+            node.collective = node.collective or node.outer.collective
             node.outer.busy -= node.duration
             node.outer.inner += 1
         result.append(node)
     return result
 
 
-def _is_collective(name: str) -> bool:
-    known = name.startswith(("launch ", "wait ")) and parse_collective(name) is not None
-    return known or name.startswith("c10d::") or COMMUNICATION.match(name) is not None
-
-
-def _subtract_engine(nodes: list[Node], names: dict[Lane, str]) -> None:
+def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
     """Take out of annotations on the main thread what autograd's threads did meanwhile, between the spans inside."""
-    kinds = {lane: role_of(role) for lane, role in names.items()}
-    worked = [(n.span.start, n.end) for n in nodes if n.parent is None and kinds[n.span.lane] == AUTOGRAD]
-    engine = union(worked)
+    engine = union((n.span.start, n.end) for n in nodes if n.parent is None and role[n.span.lane] == AUTOGRAD)
     if not engine:
         return
-    starts = [start for start, _ in engine]
-    before = [0, *accumulate(end - start for start, end in engine)]
-
-    def until(time: int) -> int:
-        last = bisect(starts, time) - 1
-        return before[last] + min(time, engine[last][1]) - starts[last] if last >= 0 else 0
-
+    edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact
+    worked = np.cumsum(np.diff(edges, prepend=0) * (np.arange(len(edges)) % 2))
     for node in nodes:
-        if node.span.category == FRAME or kinds[node.span.lane] != MAIN:
+        if node.span.category == FRAME or role[node.span.lane] != MAIN:
             continue
-        meanwhile = until(node.end) - until(node.span.start)
+        begun, done = np.interp([node.span.start - engine[0][0], node.end - engine[0][0]], edges, worked)
         for each, sign in ((node, 1), (node.outer, -1)):
             if each is not None and each.span.category == "user_annotation":
-                each.busy -= sign * meanwhile
+                each.busy -= sign * int(done - begun)

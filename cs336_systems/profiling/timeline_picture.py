@@ -8,14 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
-
+from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
-from cs336_systems.profiling.align import Alignment, aligned, offsets
-from cs336_systems.profiling.intervals import Interval, length, union
+from cs336_systems.profiling.align import aligned, offsets
+from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.overlap import last_starts
 from cs336_systems.profiling.pictures import CHARACTER, INK, PAINTS, WIDTH, Picture, fitting, styled, swatch
-from cs336_systems.profiling.step_tracks import OPERATORS, Bar, Box, StepTracks, choose_step, step_tracks
+from cs336_systems.profiling.step_tracks import OPERATORS, Box, StepTracks, steps_of
 from cs336_systems.profiling.trace import Trace
 
 LEFT, RIGHT, TOP = 130, 200, 124  # margins, in pixels
@@ -30,27 +29,34 @@ BLOCKED: dict[str, Any] = {"hatch": "/////", "edgecolor": EXPOSED}
 JOINING: dict[str, Any] = {"hatch": "\\\\\\\\\\", "edgecolor": "#ffffffc0"}
 
 
-def write_timeline(traces: Sequence[Trace], path: Path, step: int | None = None) -> list[Path]:
-    """Write the picture of one step, by default the last; returns its path. Raises UserError if the ranks share no
-    such step."""
-    draw_timeline(traces, step).save(path)
+def write_timeline(traces: Sequence[Trace], path: Path) -> list[Path]:
+    """Write the picture of the last step that all ranks have; returns its path. Raises UserError if there is none."""
+    draw_timeline(traces).save(path)
     return [path]
 
 
 @styled()
-def draw_timeline(traces: Sequence[Trace], step: int | None = None) -> Picture:
-    """The picture of one step. Raises UserError if the ranks share no such step."""
-    step = choose_step(traces, step)
+def draw_timeline(traces: Sequence[Trace]) -> Picture:
+    """The picture of the last step that all ranks have. Raises UserError if there is none."""
+    common = set.intersection(*(set(steps_of(trace)) for trace in traces)) if traces else set()
+    if not common:
+        raise UserError("the traces share no step: profile all ranks over the same steps")
+    step = max(common)
     moved = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
-    ranks = [step_tracks(trace, step, last_starts(moved)) for trace in moved]
+    ranks = [StepTracks(trace, step, last_starts(moved)) for trace in moved]
     start, end = min(rank.start for rank in ranks), max(rank.end for rank in ranks)
     wrapper = str(traces[0].ours.get("wrapper", ""))
     what = f"{wrapper}, step {step}" if wrapper else f"Step {step}"
     count = "1 rank" if len(traces) == 1 else f"{len(traces)} ranks"
-    height = sum(_height(rank) for rank in ranks)
+    tracks = [len(rank.compute) + len(rank.bars) + bool(rank.blocks) + rank.waits_apart for rank in ranks]
+    height = sum(20 + PHASE + GAP + number * (TRACK + GAP) + STRIP + 18 for number in tracks)
     picture = Picture(TOP + height + 30, f"{what} on {count}: computation and communication")
-    picture.text(WIDTH - 12, 26, _clocks(offsets(list(traces)).values()), 11, ha="right")
-    _legend(picture, ranks)
+    if len(traces) > 1:
+        bounds = [each.bound for each in offsets(list(traces)).values()]
+        sure = [bound for bound in bounds if bound is not None]
+        words = f"clocks aligned to ±{_ms(max(sure))} ms" if len(sure) == len(bounds) else "clocks taken to agree"
+        picture.text(WIDTH - 12, 26, words, 11, ha="right")
+    _draw_legend(picture, ranks)
     plot = _Plot(picture, start, max(end, start + 1), height)
     for rank in ranks:
         plot.draw(rank)
@@ -58,25 +64,7 @@ def draw_timeline(traces: Sequence[Trace], step: int | None = None) -> Picture:
     return picture
 
 
-def _clocks(known: Iterable[Alignment]) -> str:
-    bounds = [each.bound for each in known]
-    sure = [bound for bound in bounds if bound is not None]
-    if len(bounds) < 2:
-        return ""
-    return f"clocks aligned to ±{_ms(max(sure))} ms" if len(sure) == len(bounds) else "clocks taken to agree"
-
-
-def _height(rank: StepTracks) -> float:
-    tracks = len(rank.compute) + len(rank.bars) + bool(rank.blocks) + _waits_apart(rank)
-    return 20 + PHASE + GAP + tracks * (TRACK + GAP) + STRIP + 18
-
-
-def _waits_apart(rank: StepTracks) -> bool:
-    """True if waits need a track: on a CPU the thread that waits is the one that computes."""
-    return bool(rank.waits) and OPERATORS not in rank.compute
-
-
-def _legend(picture: Picture, ranks: Sequence[StepTracks]) -> None:
+def _draw_legend(picture: Picture, ranks: Sequence[StepTracks]) -> None:
     """Two lines: computation, and pauses of it; the collectives that occur."""
     phases = [phase for phase in PAINTS if any(box.kind == phase for rank in ranks for box in rank.phases)]
     above = {phase: swatch(PAINTS[phase][0]) for phase in phases}
@@ -102,7 +90,7 @@ class _Plot:
         self.picture, self.start, self.end = picture, start, end
         self.y = 0.0  # the top of what is drawn next
         self.names: dict[float, str] = {}  # of tracks, by where they stand
-        self.axes: Axes = picture.axes(LEFT, TOP, PLOT, height)
+        self.axes = picture.axes(LEFT, TOP, PLOT, height)
         self.axes.set(xlim=(0, (end - start) / 1e6), ylim=(height, 0))
         self.axes.locator_params(axis="x", nbins=10, steps=[1, 2, 5, 10])
         self.axes.xaxis.set_major_formatter("{x:g}")
@@ -128,10 +116,16 @@ class _Plot:
         width = max(self.x(end) - left, least)
         self.picture.box(self.axes, left, self.y, width, height, fill, tip, **style)
 
-    def text(self, start: int, end: int, words: str, size: float = SMALL, **style: Any) -> None:
+    def boxes(self, boxes: Iterable[Box], fill: str = "", **style: Any) -> None:
+        """Some rectangles on the current track, in the colours of their phases if no `fill` is given."""
+        for each in boxes:
+            tip = f"{each.name}: {_ms(each.end - each.start)} ms"
+            self.box(each.start, each.end, fill or PAINTS.get(each.kind, PAINTS["other"])[0], tip, **style)
+
+    def text(self, start: int, end: int, words: str, **style: Any) -> None:
         """Words in the middle of an interval, on the current track."""
         middle = (self.x(start) + self.x(end)) / 2
-        self.axes.text(middle, self.y + 11, plot_text(words), size=size, ha="center", **style)
+        self.axes.text(middle, self.y + 11, plot_text(words), size=SMALL, ha="center", **style)
 
     def next_track(self, name: str, height: float = TRACK) -> None:
         """Go below the track that was drawn, and name it."""
@@ -147,26 +141,23 @@ class _Plot:
         self._figures(rank, TOP + self.y)
         self._phases(rank)
         if rank.blocks:
+            self.boxes(rank.blocks, "white", edgecolor=EDGE, linewidth=0.7)
             for block in rank.blocks:
-                self.box(block.start, block.end, "white", _tip(block), edgecolor=EDGE, linewidth=0.7)
                 if words := shortened(block.name, self.pixels(block.start, block.end) - 4):
                     self.text(block.start, block.end, words)
             self.next_track("block")
         for name, boxes in sorted(rank.compute.items()):
-            for box in boxes:
-                self.box(box.start, box.end, PAINTS.get(box.kind, PAINTS["other"])[0], _tip(box))
-            if name == OPERATORS:
-                self._waits(rank)
+            self.boxes(boxes)
+            self.boxes(rank.waits if name == OPERATORS else (), "white", **BLOCKED)
             self.next_track(name)
-        if _waits_apart(rank):
-            self._waits(rank)
+        if rank.waits_apart:
+            self.boxes(rank.waits, "white", **BLOCKED)
             self.next_track("waits (CPU)")
         for number, bars in enumerate(rank.bars):
             for bar in bars:
                 self._bar(bar)
             self.next_track("" if number else "collectives")
-        strips: list[tuple[list[Interval], str]] = [(rank.communicating, EXPOSED), (rank.hidden, HIDDEN)]
-        for intervals, colour in strips:
+        for intervals, colour in ((rank.communicating, EXPOSED), (rank.hidden, HIDDEN)):
             for start, end in intervals:
                 self.box(start, end, colour, height=STRIP)
         self.next_track("hidden, exposed" if rank.communicating else "", STRIP)
@@ -175,23 +166,17 @@ class _Plot:
     def _phases(self, rank: StepTracks) -> None:
         """Phases, and a tick wherever a collective was launched."""
         for phase in rank.phases:
-            fill = PAINTS.get(phase.kind, PAINTS["other"])[1]
-            self.box(phase.start, phase.end, fill, _tip(phase), PHASE)
+            self.boxes([phase], PAINTS.get(phase.kind, PAINTS["other"])[1], height=PHASE)
             room = self.pixels(phase.start, phase.end) - 4
             names = (phase.name, BRIEF.get(phase.name, ""))
             if words := next((words for words in names if 11 * CHARACTER * len(words) < room), ""):
-                self.axes.text(
-                    self.x(phase.start) + 4 * (self.end - self.start) / 1e6 / PLOT, self.y + 14, words, size=11
-                )
+                left = self.x(phase.start) + 4 * (self.end - self.start) / 1e6 / PLOT
+                self.axes.text(left, self.y + 14, words, size=11)
         times = [self.x(launch) for launch in rank.launches]
         self.axes.vlines(times, self.y + PHASE - 5, self.y + PHASE, color=INK, linewidth=1)
         self.next_track("phase", PHASE)
 
-    def _waits(self, rank: StepTracks) -> None:
-        for wait in rank.waits:
-            self.box(wait.start, wait.end, "white", _tip(wait), **BLOCKED)
-
-    def _bar(self, bar: Bar) -> None:
+    def _bar(self, bar: Box) -> None:
         tip = f"{bar.detail}: {_ms(bar.end - bar.start)} ms"
         if bar.joined > bar.start:
             tip += f", of which {_ms(bar.joined - bar.start)} ms until the last rank had joined"
@@ -208,36 +193,26 @@ class _Plot:
 
     def _figures(self, rank: StepTracks, y: float) -> None:
         """At the right: how much of this step's communication was hidden."""
-        at = WIDTH - RIGHT + 12
-        communication, hidden = length(rank.communicating), length(rank.hidden)
+        at, communication, hidden = WIDTH - RIGHT + 12, length(rank.communicating), length(rank.hidden)
         if not communication:
             self.picture.text(at, y + 14, "no communication")
             return
         relation = "≤" if any(bar.posted for track in rank.bars for bar in track) else "="
         self.picture.text(at, y + 14, f"{100 * hidden / communication:.1f} % overlapped", 13)
-        lines = [
-            f"communication {relation} {_ms(communication)} ms",
-            f"exposed {relation} {_ms(communication - hidden)} ms",
-        ]
+        times = {f"communication {relation}": communication, f"exposed {relation}": communication - hidden}
         if rank.waits:
-            blocked = union((wait.start, wait.end) for wait in rank.waits)
-            lines.append(f"CPU in waits = {_ms(length(blocked))} ms")
-        for number, words in enumerate(lines):
-            self.picture.text(at, y + 31 + 14 * number, words, 11)
-
-
-def _tip(box: Box) -> str:
-    return f"{box.name}: {_ms(box.end - box.start)} ms"
+            times["CPU in waits ="] = length(union((wait.start, wait.end) for wait in rank.waits))
+        for number, (words, time) in enumerate(times.items()):
+            self.picture.text(at, y + 31 + 14 * number, f"{words} {_ms(time)} ms", 11)
 
 
 def shortened(label: str, room: float) -> str:
     """A collective's label in as many pixels: `bucket 3, from x` -> `bucket 3` -> `b3`; of a weight's name the end."""
-    plain = label.removeprefix("gradient of ").removesuffix(".weight")
     if label.startswith("bucket "):
         short = label.split(",")[0]
         choices = [label, short, short.replace("bucket ", "b")]
     else:
-        parts = plain.split(".")
+        parts = label.removeprefix("gradient of ").removesuffix(".weight").split(".")
         choices = [label, *(".".join(parts[i:]) for i in range(len(parts)))]
     cut = fitting(label, room, SMALL) if " " in label else ""
     return next((words for words in choices if len(words) * CHARACTER * SMALL <= room), cut if len(cut) > 5 else "")

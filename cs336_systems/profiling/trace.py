@@ -11,10 +11,10 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,6 @@ U = TypeVar("U")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 OURS = "cs336"  # the key of what capture.py adds to a trace
-COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
 FRAME = "python_function"  # the category of a Python function's spans
@@ -65,9 +64,8 @@ class Allocation:
 class Trace:
     """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added.
 
-    `links` lead from an operator of backward to the one of forward that autograd made it of.
-
-    `cache` keeps what was made of a trace and took long, by the name of what made it; a changed copy begins empty.
+    `links` lead from an operator of backward to the one of forward that autograd made it of. `cache` keeps what was
+    made of the trace (`once`); a changed copy begins empty.
     """
 
     spans: list[Span]
@@ -82,17 +80,21 @@ class Trace:
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
     cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
+    @cached_property
+    def annotated(self) -> list[Span]:
+        """The spans that a program named, ours among them."""
+        return [span for span in self.spans if span.category == "user_annotation"]
+
     def named(self, pattern: str) -> list[Span]:
         """The spans whose name matches a regular expression from its start."""
         found = re.compile(pattern)
         return [span for span in self.spans if found.match(span.name)]
 
-    def lanes(self, categories: Iterable[str]) -> dict[Lane, list[Span]]:
+    def lanes(self, *categories: str) -> dict[Lane, list[Span]]:
         """The spans of some categories by lane, in order."""
-        wanted = set(categories)
         result: dict[Lane, list[Span]] = {}
         for span in self.spans:
-            if span.category in wanted:
+            if span.category in categories:
                 result.setdefault(span.lane, []).append(span)
         return result
 
@@ -180,16 +182,15 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     ends: dict[Any, dict[str, Place]] = {}
     try:
         for event in chrome["traceEvents"]:
-            lane, phase = (event.get("pid"), event.get("tid")), event["ph"]
+            lane, phase, category = (event.get("pid"), event.get("tid")), event["ph"], event.get("cat", "")
             time = base + round(1000 * float(event.get("ts", 0)))
-            category = event.get("cat", "")
             if phase == "X" and category != "Trace":
                 end = time + round(1000 * float(event.get("dur", 0)))
                 spans.append(Span(event["name"], category, time, end, lane, event.get("args", {})))
             elif phase == "i" and event["name"] == "[memory]":
                 args = event["args"]
-                device, sizes = "cpu" if args["Device Type"] == 0 else "cuda", ("Addr", "Bytes", "Total Allocated")
-                address, nbytes, total = (int(args[key]) for key in sizes)
+                address, nbytes, total = (int(args[key]) for key in ("Addr", "Bytes", "Total Allocated"))
+                device = "cpu" if args["Device Type"] == 0 else "cuda"
                 allocations.append(Allocation(time, address, nbytes, device, total, lane))
             elif phase == "M" and event["name"] == "thread_name":
                 threads[lane] = event["args"]["name"]
@@ -200,23 +201,20 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     links = {each["f"]: each["s"] for each in ends.values() if len(each) == 2}
     spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
-    rank, world = int(info.get("rank", 0)), int(info.get("world_size", 1))
-    host = str(chrome.get("host_name", ""))
+    rank, world, host = int(info.get("rank", 0)), int(info.get("world_size", 1)), str(chrome.get("host_name", ""))
     return Trace(spans, allocations, links, threads, rank, world, host, ours, chrome, base)
 
 
-def _posted_apart(spans: list[Span]) -> list[Span]:
+def _posted_apart(spans: list[Span]) -> Iterator[Span]:
     """Sends and receives moved to lanes of their own, as few as leave none crossing another."""
     free: list[tuple[int, Any]] = []  # when each lane is free again
-    result = []
     for span in sorted(spans, key=lambda span: span.start):
         if span.name not in POSTED:
-            result.append(span)
+            yield span
             continue
         number = next((i for i, (end, pid) in enumerate(free) if end <= span.start and pid == span.lane[0]), len(free))
         free[number : number + 1] = [(span.end, span.lane[0])]
-        result.append(replace(span, lane=(span.lane[0], f"in flight {number}")))
-    return result
+        yield replace(span, lane=(span.lane[0], f"in flight {number}"))
 
 
 def trace_name(rank: int) -> str:

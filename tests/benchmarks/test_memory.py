@@ -17,7 +17,7 @@ from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import ModelConfig, model_preset
-from cs336_systems.profiling.memory_owners import live_storages
+from cs336_systems.profiling.labels import live_storages
 from cs336_systems.profiling.segments import neighbours, strategy, sweep
 
 CPU = torch.device("cpu")

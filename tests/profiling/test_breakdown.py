@@ -2,8 +2,15 @@
 
 import pytest
 
-from cs336_systems.profiling.breakdown import FUSED_LOSS_NOTE, NO_SOFTMAX, attention_rows, share_lines, share_rows
-from cs336_systems.profiling.modules import module_rows, part_rows
+from cs336_systems.profiling.breakdown import (
+    FUSED_LOSS_NOTE,
+    NO_SOFTMAX,
+    attention_rows,
+    module_rows,
+    part_rows,
+    share_lines,
+    share_rows,
+)
 from tests.support.chrome_events import STREAM, backward, event, product, tag, trace
 
 BHST = [1, 2, 4, 4]
@@ -83,21 +90,19 @@ def test_parts_partition_the_step():
 def test_modules_with_and_without_those_inside():
     rows = by_name(module_rows(trace(*STEPS)))
     outer, query = rows["blocks.*.attention"], rows["blocks.*.attention.query"]
-    assert (outer.forward, outer.inclusive_forward) == (76_000, 100_000)
-    assert (outer.backward, outer.inclusive_backward) == (44_000, 44_000)
-    assert (query.forward, query.inclusive_forward, query.backward) == (24_000, 24_000, 0)
+    assert (outer.forward, outer.inclusive.forward) == (76_000, 100_000)
+    assert (outer.backward, outer.inclusive.backward) == (44_000, 44_000)
+    assert (query.forward, query.inclusive.forward, query.backward) == (24_000, 24_000, 0)
     assert (outer.kind, outer.modules, outer.calls) == ("attention", 1, 2)
-    assert rows["model"].inclusive == 196_000 + 96_000
-    assert rows["model"].inclusive_share == pytest.approx(292 / 400)
+    assert rows["model"].inclusive.total == 196_000 + 96_000
+    assert rows["model"].inclusive.share == pytest.approx(292 / 400)
     assert next(iter(rows)) == "model"
 
 
-def test_blocks_share_a_row_or_do_not():
+def test_blocks_share_a_row():
     events = trace(tag("forward", 0, 200), *attention(0), *attention(100, "blocks.11.attention"))
     (row,) = (row for row in module_rows(events) if row.name == "blocks.*.attention")
-    assert (row.modules, row.calls, row.inclusive_forward) == (2, 2, 100_000)
-    names = [row.name for row in module_rows(events, collapse=False, limit=2)]
-    assert names == ["blocks.0.attention", "blocks.11.attention"]
+    assert (row.modules, row.calls, row.inclusive.forward) == (2, 2, 100_000)
 
 
 def test_recomputed_work_is_its_own_modules():
@@ -116,9 +121,9 @@ def test_recomputed_work_is_its_own_modules():
     rows = by_name(module_rows(events))
     norm, up, block = rows["blocks.*.attention_norm"], rows["blocks.*.up"], rows["blocks.*"]
     assert (norm.recomputed, norm.backward, norm.calls) == (10_000, 0, 0)
-    assert (up.inclusive_recomputed, up.inclusive_backward) == (0, 20_000)
-    assert (block.inclusive_recomputed, block.inclusive_backward, block.calls) == (60_000, 20_000, 1)
-    assert rows["model"].inclusive_recomputed == 60_000
+    assert (up.inclusive.recomputed, up.inclusive.backward) == (0, 20_000)
+    assert (block.inclusive.recomputed, block.inclusive.backward, block.calls) == (60_000, 20_000, 1)
+    assert rows["model"].inclusive.recomputed == 60_000
 
 
 def test_experts_are_one_part_and_the_innermost_counts():
@@ -144,7 +149,7 @@ def test_shares():
         "loss": (20_000, 8_000, 28_000),
     }
     assert rows["matrix products"].of_forward == pytest.approx(40 / 200)
-    assert rows["matrix products"].of_step == pytest.approx(60 / 400)
+    assert rows["matrix products"].share == pytest.approx(60 / 400)
 
 
 def test_softmax_beside_the_products():
@@ -228,7 +233,7 @@ def test_on_a_gpu_the_devices_time_counts():
         event("softmax", 230, 10, STREAM, "kernel", **{"External id": 2}),
     )
     rows = by_name(share_rows(events))
-    assert (rows["matrix products"].of_step, rows["softmax of attention"].of_step) == (0.75, 0.25)
+    assert (rows["matrix products"].share, rows["softmax of attention"].share) == (0.75, 0.25)
     assert by_name(part_rows(events))["attention"].forward == 40_000
 
 
@@ -256,4 +261,4 @@ def test_a_fused_loss_makes_the_products_of_the_head():
 
 def test_modules_of_one_row_inside_each_other_count_once():
     (row,) = module_rows(trace(tag("x.0 (Net)", 0, 50), tag("x.1 (Net)", 10, 20)))
-    assert (row.name, row.inclusive_forward, row.modules) == ("x.*", 50_000, 2)
+    assert (row.name, row.inclusive.forward, row.modules) == ("x.*", 50_000, 2)

@@ -1,5 +1,7 @@
 """Flame graphs: sums to the nanosecond, and whose backward is whose."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -22,14 +24,7 @@ from tests.support.flame_cases import (
     two_steps,
 )
 
-VARIANTS = [
-    {},
-    {"python": "all"},
-    {"python": "none"},
-    {"merge_steps": False},
-    {"collapse_blocks": True},
-    {"merge_steps": False, "collapse_blocks": True, "python": "all"},
-]
+VARIANTS = [{}, {"collapse_blocks": True}]
 
 
 def check_sums(trace, **options):
@@ -53,14 +48,6 @@ def test_the_stacks_of_two_steps():
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_own_times_sum_to_the_roots(options):
     check_sums(two_steps(), **options)
-
-
-def test_steps_one_by_one():
-    threads = flames(two_steps(), merge_steps=False)
-    found = stacks(threads)
-    assert found["main thread;step 0;forward"] == found["main thread;step 1;forward"] == 2000
-    assert found["main thread;step 1;synchronise;wait all-reduce 0#5 bucket 0, from blocks.1.up"] == 8000
-    assert threads[0].steps == 1
 
 
 def test_blocks_added_up():
@@ -181,14 +168,6 @@ def test_python_frames():
         f"{loss};model (Net)": 18000,
         f"{loss};model (Net);aten::add": 6000,
     }
-    everything = stacks(flames(with_python(), python="all"))
-    start = "main thread;run.py(3): <module>;course/loop.py(9): train;step;course/loop.py(12): loss;"
-    add = (
-        "torch/nn/modules/module.py(1): _call_impl;nn.Module: Net_0;model (Net);<built-in method add of Tensor object>"
-    )
-    assert everything[f"{start}{add};aten::add"] == 6000
-    assert everything[f"{start}{add}"] == 2000
-    assert not any(".py" in stack for stack in stacks(flames(with_python(), python="none")))
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
@@ -260,9 +239,9 @@ def test_a_captured_run(tmp_path, stack):
                 with capture.phase("backward"):
                     loss.backward()
     trace = read_trace(tmp_path / "rank0.trace.json.gz")
-    for options in VARIANTS[::5]:  # the plainest and the most that is asked for
-        check_sums(trace, **options)
-    found = list(stacks(flames(trace, python="none")))
+    check_sums(trace)
+    check_sums(trace, collapse_blocks=True)
+    found = [re.sub(r"[^;]*\.py\([^;]*;", "", each) for each in stacks(flames(trace))]
     net = "main thread;step;backward;model (Net)"
     for block in range(2):
         assert any(each.startswith(f"{net};blocks.{block} (Block);up;AddmmBackward0;aten::mm") for each in found)

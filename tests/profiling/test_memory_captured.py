@@ -14,10 +14,11 @@ from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
 from cs336_systems.profiling import Capture, read_trace
 from cs336_systems.profiling.capture import memory_snapshot
-from cs336_systems.profiling.memory import memory_timeline, phase_peaks
-from cs336_systems.profiling.memory_owners import CATEGORIES, held_by
+from cs336_systems.profiling.labels import CATEGORIES, held_by
+from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.memory_picture import write_memory_picture
 from cs336_systems.profiling.memory_table import largest, memory_markdown
+from tests.profiling.test_memory_timeline import phase_peaks
 
 
 def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -72,7 +73,7 @@ def test_a_real_steps_bytes_are_those_of_its_tensors(run):
 
 def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
     found = run.timeline
-    level = highest = found.before
+    level = highest = found.totals[0]
     for each in run.trace.allocations:
         level += each.nbytes
         highest = max(highest, level)
@@ -82,7 +83,7 @@ def test_a_real_steps_peak_is_that_of_its_events_played_back(run):
     peaks = phase_peaks(found)
     assert list(peaks) == ["forward", "backward", "optimizer"]
     assert max(peaks.values()) == highest
-    assert phase_peaks(found, "step 0") == phase_peaks(found, "step 1") == peaks
+    assert phase_peaks(found, 0) == phase_peaks(found, 1) == peaks
     recomputed = [source for source in largest(found, 1000) if source.module.endswith(", recomputed")]
     assert recomputed
     assert {source.category for source in recomputed} == {"activations"}
@@ -117,13 +118,13 @@ def test_known_sizes_come_back_to_the_byte(tmp_path):
         del b, c
     trace = read_trace(tmp_path / "rank0.trace.json.gz")
     found = memory_timeline(trace)
-    assert [level - found.before for level in found.totals] == [
+    assert [level - found.totals[0] for level in found.totals] == [
         *(0, 4000, 6400, 2400),
         *(2400 + (1 << 20), 2400 + (2 << 20), 2400 + (1 << 20), 2400),
         *(12400, 10000, 0),
     ]
     peaks = phase_peaks(found)
-    assert {name: nbytes - found.before for name, nbytes in peaks.items()} == {
+    assert {name: nbytes - found.totals[0] for name, nbytes in peaks.items()} == {
         "forward": 6400,
         "backward": 2400 + (2 << 20),
         "optimizer": 12400,

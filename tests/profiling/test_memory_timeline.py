@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable
 
 from cs336_systems.profiling import Trace
-from cs336_systems.profiling.memory import memory_timeline, phase_peaks
+from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
 from cs336_systems.profiling.memory_picture import thin, write_memory_picture
 from cs336_systems.profiling.memory_table import filling_peak, largest, memory_markdown
 from cs336_systems.profiling.trace import parse
@@ -43,6 +43,16 @@ def made(events: Iterable[dict], held: Iterable = (), marks: Iterable = (), spac
     return parse({"traceEvents": events, "cs336": ours})
 
 
+def phase_peaks(memory: MemoryTimeline, step: int | None = None) -> dict[str, int]:
+    """Bytes by phase, over all steps or in one."""
+    indices = memory.phase_peaks(None if step is None else memory.steps[step])
+    return {name: memory.totals[index] for name, index in indices.items()}
+
+
+def peak_in(memory: MemoryTimeline, start: int, end: int) -> int:
+    return memory.totals[memory.highest_in(start, end)]
+
+
 STEP = [
     span("step 0", 0, 1000),
     span("forward", 0, 300),
@@ -68,7 +78,7 @@ def test_levels_phases_and_peak_of_a_step_made_by_hand():
     trace = made([*STEP, *events], held, marks)
     found = memory_timeline(trace)
     assert found.device == "cpu"
-    assert found.before == 107
+    assert found.totals[0] == 107
     assert found.peak == 107 + 40 + 60 + 30 + 25
     assert found.peak_time == 500
     assert found.at_peak == {
@@ -83,8 +93,7 @@ def test_levels_phases_and_peak_of_a_step_made_by_hand():
     assert found.levels[-1][1]["optimizer state"] == 80
     assert found.levels[-1][1]["gradients"] == 0
     expected = {"forward": 207, "backward": 262, "optimizer": 217}
-    assert phase_peaks(found) == phase_peaks(found, "step 0") == expected
-    assert phase_peaks(found, "step 1") == {}
+    assert phase_peaks(found) == phase_peaks(found, 0) == expected
 
 
 def test_a_phases_peak_is_the_highest_over_the_steps():
@@ -92,7 +101,7 @@ def test_a_phases_peak_is_the_highest_over_the_steps():
     trace = made([*spans, event(50, 1, 10), event(120, 1, -10), event(250, 2, 3)])
     found = memory_timeline(trace)
     assert phase_peaks(found) == {"forward": 10}
-    assert phase_peaks(found, "step 1") == {"forward": 3}
+    assert phase_peaks(found, 1) == {"forward": 3}
     text = memory_markdown(trace, found)
     assert "| forward | 10 | 10 B |" in text
     assert "| step 1 | 3 | 3 |" in text
@@ -100,12 +109,12 @@ def test_a_phases_peak_is_the_highest_over_the_steps():
 
 def test_a_window_counts_the_level_at_its_start_and_what_happens_at_its_end():
     found = memory_timeline(made([event(100, 1, 10), event(200, 2, 5), event(300, 1, -10), event(400, 3, 2)]))
-    assert found.peak_in(150, 160) == 10
-    assert found.peak_in(250, 350) == 15
-    assert found.peak_in(300, 399) == 5
-    assert found.peak_in(300, 400) == 7
-    assert found.peak_in(0, 50) == 0
-    assert found.peak_in(0, 10**6) == found.peak == 15
+    assert peak_in(found, 150, 160) == 10
+    assert peak_in(found, 250, 350) == 15
+    assert peak_in(found, 300, 399) == 5
+    assert peak_in(found, 300, 400) == 7
+    assert peak_in(found, 0, 50) == 0
+    assert peak_in(found, 0, 10**6) == found.peak == 15
 
 
 def test_a_mark_colours_only_the_block_that_is_alive_then():
@@ -142,7 +151,7 @@ def test_memory_freed_without_an_allocation_was_there_from_the_start():
     held = [["gradients", 1, 100, "cpu"]]
     found = memory_timeline(made([event(10, 50, 7), event(20, 2, -30), event(30, 1, -100)], held))
     assert found.totals == [130, 137, 107, 7]
-    assert found.before == 130
+    assert found.totals[0] == 130
     assert found.levels[0][1] == {
         "parameters": 0,
         "gradients": 100,
@@ -168,7 +177,7 @@ def test_on_a_gpu_the_allocators_sum_rules():
     assert found.device == "cuda"
     assert found.totals == [4096, 4608, 4096, 3072, 5120, 4608]  # to the byte what max_memory_allocated saw
     assert found.peak == 5120
-    assert found.before == 4096
+    assert found.totals[0] == 4096
     assert found.levels[0][1] == {
         "parameters": 1000,
         "gradients": 100,

@@ -12,7 +12,7 @@ from torch import nn
 from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
-from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import intersection, length, subtraction, union
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
 from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files

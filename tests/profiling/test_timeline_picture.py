@@ -5,11 +5,11 @@ import re
 import pytest
 
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.flights import flights
+from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.overlap import last_starts
 from cs336_systems.profiling.pictures import WIDTH, Picture
-from cs336_systems.profiling.step_tracks import Bar, StepTracks, choose_step, pack, step_tracks, steps_of
+from cs336_systems.profiling.step_tracks import Box, StepTracks, pack, steps_of
 from cs336_systems.profiling.timeline_picture import LEFT, RIGHT, VERBS, draw_timeline, shortened, write_timeline
 from cs336_systems.profiling.trace import read_trace, trace_files
 from tests.profiling.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
@@ -158,7 +158,7 @@ def test_flights_without_annotations():
 
 
 def test_the_tracks_of_a_step():
-    found = step_tracks(trace(*STEP), 1, {})
+    found = StepTracks(trace(*STEP), 1, {})
     assert [(p.name, p.start, p.end) for p in found.phases] == [
         ("forward", 100_000, 150_000),
         ("backward", 150_000, 220_000),
@@ -181,7 +181,7 @@ def test_the_tracks_of_a_step():
 
 def test_the_fixtures_tracks():
     traces = [read_trace(path) for path in trace_files(FIXTURE)]
-    first, second = (step_tracks(each, 0, last_starts(traces)) for each in traces)
+    first, second = (StepTracks(each, 0, last_starts(traces)) for each in traces)
     assert [(block.kind) for block in first.compute["stream 7"]] == ["forward"] * 4 + ["backward"] * 5 + ["optimizer"]
     assert [bar.name.split(",")[0] for bar in first.bars[0]] == ["bucket 0", "bucket 1"]
     # Clocks are not aligned here: rank 1's is 5 us ahead.
@@ -195,17 +195,14 @@ def test_steps():
     assert steps_of(trace(event("ProfilerStep#7", 1, 3))) == {7: (1000, 3000)}
     assert steps_of(trace(event("aten::mm", 5, 9), event("aten::add", 2, 6))) == {0: (2000, 9000)}
     both = [trace(event("step 0", 0, 1), event("step 1", 1, 2)), trace(event("step 0", 0, 1))]
-    assert choose_step(both, None) == 0
-    with pytest.raises(UserError, match="no step 1 in the traces; there are 0"):
-        choose_step(both, 1)
-    with pytest.raises(UserError, match="share no step"):
-        choose_step([trace()], None)
-    with pytest.raises(UserError, match="share no step"):
-        choose_step([], None)
+    assert draw_timeline(both).title.startswith("Step 0 on 2 ranks")
+    for none in ([trace()], []):
+        with pytest.raises(UserError, match="share no step"):
+            draw_timeline(none)
 
 
 def test_bars_are_packed_on_as_few_lanes_as_possible():
-    bars = [Bar(start, end, "", "", start, False, "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
+    bars = [Box(start, end, "", "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
     lanes = [[(bar.start, bar.end) for bar in lane] for lane in pack(bars)]
     assert lanes == [[(0, 10), (10, 20)], [(5, 8), (8, 12)], [(6, 7)]]
 
@@ -284,8 +281,8 @@ def test_a_plain_trace_is_drawn_as_far_as_it_says():
 
 def test_the_file(tmp_path):
     path = tmp_path / "new" / "timeline.svg"
-    assert write_timeline([trace(*STEP, wrapper="BucketedDDP")], path, 0) == [path]
-    assert "BucketedDDP, step 0 on 1 rank" in path.read_text()
+    assert write_timeline([trace(*STEP, wrapper="BucketedDDP")], path) == [path]
+    assert "BucketedDDP, step 1 on 1 rank" in path.read_text()
 
 
 def test_the_file_is_the_same_every_time():

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.names import step_number
+from cs336_systems.profiling.names import COMMUNICATION, step_number
 from cs336_systems.profiling.overlap import activity
-from cs336_systems.profiling.trace import COMMUNICATION, HOST, Span, Trace, write_json
+from cs336_systems.profiling.trace import HOST, Span, Trace, write_json
 
 COMPUTE_STREAM, FIRST_STREAM = 7, 20  # as PyTorch numbers them on a GPU: its own default, and NCCL's
 EXTRA_STEP = 1000  # nanoseconds of the step after the last

@@ -20,14 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cs336_systems.profiling.names import Collective, parse_collective
-from cs336_systems.profiling.trace import COMMUNICATION, KERNEL, POSTED, Lane, Span, Trace, once
+from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
+from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, once
 
-CLOCK = 15_000  # nanoseconds by which torch.profiler's times were seen to be wrong
-NO_TENSORS = ("", "Scalar", "ScalarList")  # types of arguments that bring no tensor
-RUN_AS = {"reducescatter": "allreduce"}  # gloo has no reduce-scatter of its own for what it reduces on the CPU
+# torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
+CONVERSION = 15_000  # nanoseconds
 FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
-Key = tuple[str, str]  # verb and shape
 
 
 @dataclass(frozen=True)
@@ -39,22 +37,58 @@ class Call:
     group: str | None = None
     deadline: int | None = None
 
+    def forms(self) -> Iterator[tuple[str, str]]:
+        """(verb, shape) of all spans that may run it. Without shapes recorded, neither side has any."""
+        plain = FORM.sub("", self.span.name.removeprefix("c10d::").replace("_", ""))
+        # gloo has no reduce-scatter of its own for what it reduces on the CPU.
+        for verb in {plain, "allreduce" if plain == "reducescatter" else plain}:
+            for shape in {*(str(shape) for shape, _ in self.tensors()), ""}:
+                yield verb, shape
+
+    def tensors(self) -> Iterator[tuple[Any, str]]:
+        """The shape and, as far as it is known, the type of every tensor that it was given."""
+        types = self.span.args.get("Input type", [])
+        for i, shape in enumerate(self.span.args.get("Input Dims", [])):
+            kind = types[i] if i < len(types) else ""
+            if kind == "TensorList" or (shape and isinstance(shape[0], list)):
+                yield from ((each, "") for each in shape)
+            elif shape or kind not in ("", "Scalar", "ScalarList"):
+                yield shape, kind
+
+    def fits(self, span: Span, group: str | None) -> bool:
+        """True if a span of the same key, on a thread of a group, may have run it."""
+        over = self.deadline is not None and self.deadline + CONVERSION < span.end
+        if self.span.start > span.start or over or (group is not None and self.group not in (None, group)):
+            return False
+        known, types = {kind for _, kind in self.tensors()}, span.args.get("Input type", [])
+        return not types or "" in known or not known or types[0] in known
+
 
 def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
     """For spans of gloo's threads, by identity, the index of the call that each ran. Both are in order of start."""
-    by_key: dict[Key, list[int]] = {}
+    by_key: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
-        for key in _call_keys(call.span):
+        for key in call.forms():
             by_key.setdefault(key, []).append(index)
-    groups = _groups_of_threads(calls, spans, by_key)
+
+    def same(span: Span) -> list[int]:
+        shapes = span.args.get("Input Dims", [])
+        verb = span.name.removeprefix("gloo:").replace("_", "")
+        return by_key.get((verb, str(shapes[0]) if shapes else ""), [])
+
+    asked: dict[Lane, set[str | None]] = {}  # the groups for which threads must have run what only one had asked for
+    for span in spans:
+        groups = {calls[i].group for i in same(span) if calls[i].span.start <= span.start}
+        if len(groups) == 1:
+            asked.setdefault(span.lane, set()).update(groups - {None})
+    group_of = {lane: next(iter(groups)) for lane, groups in asked.items() if len(groups) == 1}
     runs: dict[int, Span] = {}  # by call
     for span in spans:
         wanted: dict[int, tuple[Span, int | None]] = {}  # by call, the span that would take it, and the call it leaves
         movers: deque[tuple[Span, int | None]] = deque([(span, None)])
         while movers:
             mover, leaves = movers.popleft()
-            same = by_key.get(_span_key(mover), [])
-            fit = [i for i in same if i not in wanted and _fits(calls[i], mover, groups.get(mover.lane))]
+            fit = [i for i in same(mover) if i not in wanted and calls[i].fits(mover, group_of.get(mover.lane))]
             free = next((index for index in fit if index not in runs), None)
             wanted |= dict.fromkeys(fit if free is None else [free], (mover, leaves))
             if free is not None:
@@ -64,52 +98,6 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
                 break
             movers.extend((runs[index], index) for index in reversed(fit))
     return {id(span): index for index, span in runs.items()}
-
-
-def _fits(call: Call, span: Span, group: str | None) -> bool:
-    over = call.deadline is not None and call.deadline + CLOCK < span.end
-    if call.span.start > span.start or over or (group is not None and call.group not in (None, group)):
-        return False
-    known = {kind for _, kind in _tensors(call.span)}
-    types = span.args.get("Input type", [])
-    return not types or "" in known or not known or types[0] in known
-
-
-def _groups_of_threads(calls: Sequence[Call], spans: Sequence[Span], by_key: dict[Key, list[int]]) -> dict[Lane, str]:
-    """The group of every thread that ran something for which only one group had asked."""
-    found: dict[Lane, set[str | None]] = {}
-    for span in spans:
-        asked = {calls[i].group for i in by_key.get(_span_key(span), []) if calls[i].span.start <= span.start}
-        if len(asked) == 1:
-            found.setdefault(span.lane, set()).update(asked - {None})
-    return {lane: group for lane, groups in found.items() if len(groups) == 1 for group in groups if group is not None}
-
-
-def _span_key(span: Span) -> Key:
-    """The verb that a span of gloo's names, and the shape of its first tensor."""
-    shapes = span.args.get("Input Dims", [])
-    return span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
-
-
-def _call_keys(call: Span) -> Iterator[Key]:
-    """The keys of all spans that may run a call. Without shapes recorded, neither side has any."""
-    plain = FORM.sub("", call.name.removeprefix("c10d::").replace("_", ""))
-    shapes = {str(shape) for shape, _ in _tensors(call)}
-    for verb in {plain, RUN_AS.get(plain, plain)}:
-        for shape in {*shapes, ""}:
-            yield verb, shape
-
-
-def _tensors(call: Span) -> Iterator[tuple[Any, str]]:
-    """The shape and, as far as it is known, the type of every tensor that a call was given."""
-    shapes = call.args.get("Input Dims", [])
-    types = call.args.get("Input type", [])
-    for i, shape in enumerate(shapes):
-        kind = types[i] if i < len(types) else ""
-        if kind == "TensorList" or (shape and isinstance(shape[0], list)):
-            yield from ((each, "") for each in shape)
-        elif shape or kind not in NO_TENSORS:
-            yield shape, kind
 
 
 @dataclass(frozen=True)
@@ -148,8 +136,8 @@ def flights(trace: Trace) -> list[Flight]:
     """A rank's collectives in order of launch. Without our annotations nothing has a label."""
     waits: dict[str, Span] = {}
     launches: list[tuple[Collective, Span]] = []
-    for span in trace.spans:
-        if span.category == "user_annotation" and (found := parse_collective(span.name)):
+    for span in trace.annotated:
+        if found := parse_collective(span.name):
             if found.action == "wait":
                 waits[found.key] = span  # may be interrupted; the last counts
             else:
@@ -165,8 +153,7 @@ def flights(trace: Trace) -> list[Flight]:
             else:
                 owned.setdefault(owner, []).append(span)
     for i, (about, span) in enumerate(launches):
-        transfers = tuple(owned.get(i, []))
-        number = f"{about.group}#{about.number}"
+        number, transfers = f"{about.group}#{about.number}", tuple(owned.get(i, []))
         result.append(Flight(about.verb, number, about.label, span, waits.get(about.key), transfers))
     return sorted(result, key=lambda flight: flight.start)
 
@@ -201,7 +188,6 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
     kernels = {span.args.get("correlation"): span for span in trace.spans if span.category == "kernel"}
     calls: list[Call] = []
     makers: list[int | None] = []
-    queued: list[Span] = []
     for span in trace.spans:
         if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels:
             owners[id(kernels[span.args["correlation"]])] = launch_at(span.start, span.lane)
@@ -213,6 +199,5 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
             makers.append(maker)
         elif span.name in POSTED:
             owners[id(span)] = launch_at(span.start)  # its own thread is not known any more
-        elif _is_gloo(span):
-            queued.append(span)
+    queued = [span for span in trace.annotated if _is_gloo(span) and span.name not in POSTED]
     return owners | {identity: makers[index] for identity, index in run_by(calls, queued).items()}

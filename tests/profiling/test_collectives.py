@@ -1,6 +1,6 @@
 """The call that each span of gloo's threads ran, where what is known of them leaves a choice."""
 
-from cs336_systems.profiling.flights import Call, run_by
+from cs336_systems.profiling.collectives import Call, run_by
 from cs336_systems.profiling.trace import Span
 
 MICROSECOND = 1000

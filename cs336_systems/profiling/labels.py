@@ -1,0 +1,121 @@
+"""What `Capture` tells the profiler besides operators: whose forward runs, and whose memory lies where.
+
+Every module's forward becomes a span of its qualified name, `blocks.0.attention (SelfAttention)`, by global hooks, so
+that a worker is profiled unchanged. A backward pass needs no such spans (`timeline.py`).
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from cs336_systems.profiling.names import ROOT, WRAPPER
+
+Annotate = Callable[[str], AbstractContextManager[Any]]
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
+
+
+def module_names(root: nn.Module) -> dict[nn.Module, str]:
+    """Every module's qualified name. A wrapper that holds the model does not change the names."""
+    inner, names = root, {}
+    while isinstance(wrapped := getattr(inner, "module", getattr(inner, "_orig_mod", None)), nn.Module):
+        names[inner] = WRAPPER
+        inner = wrapped
+    return names | {module: name for name, module in inner.named_modules()}
+
+
+@contextmanager
+def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.Module | None = None) -> Iterator[None]:
+    """Inside the block every module's forward is annotated with its name and class; compiled code is left alone.
+
+    The model, given or called first, gives the names; another that is called by itself, such as a loss, goes by its
+    class.
+    """
+    known = module_names(model) if model is not None else {}
+    others: Counter[str] = Counter()
+    open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
+
+    def learn(module: nn.Module) -> None:
+        found = module_names(module)
+        if known and not any(each in known for each in found):  # neither the first nor around the known
+            name = type(module).__name__
+            others[name] += 1
+            name += f"_{others[name]}" if others[name] > 1 else ""
+            found = {each: f"{name}.{inner}".rstrip(".") for each, inner in found.items()}
+        known.update(found)
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if module not in known:
+            learn(module)
+        span = annotate(f"{known[module] or ROOT} ({type(module).__name__})")
+        span.__enter__()
+        open_tags.append((module, span))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if open_tags and open_tags[-1][0] is module:
+            open_tags.pop()[1].__exit__(None, None, None)
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Held(NamedTuple):
+    """A storage: its category, address, size in bytes and type of device."""
+
+    category: str
+    address: int
+    nbytes: int
+    device: str
+
+
+def held_by(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+    """(category, tensor) of a model's parameters, buffers and gradients and of an optimizer's state.
+
+    A sharded optimizer's parameters, gradients and state are those of the one that it runs, its `inner`.
+    """
+    parameters: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
+    states: list[Tensor] = []
+    while optimizer is not None:
+        parameters += [each for group in optimizer.param_groups for each in group["params"]]
+        for state in optimizer.state.values():
+            states += [each for each in state.values() if isinstance(each, Tensor)] if isinstance(state, dict) else []
+        optimizer = getattr(optimizer, "inner", None)
+    for parameter in parameters:
+        yield "parameters", parameter
+        if parameter.grad is not None:
+            yield "gradients", parameter.grad
+    yield from (("optimizer state", each) for each in states)
+
+
+def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
+    """The storages of some tensors, each once, under the first category given for it."""
+    found: dict[int, Held] = {}
+    for category, whole in held:
+        tensor = whole.to_local() if hasattr(whole, "to_local") else whole  # a DTensor holds its own part
+        if tensor.layout != torch.strided or tensor.device.type not in ("cpu", "cuda"):
+            continue
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            address = storage.data_ptr()
+            found.setdefault(address, Held(category, address, storage.nbytes(), storage.device.type))
+    return list(found.values())
+
+
+def live_storages(known: Iterable[tuple[str, Tensor]]) -> list[Held]:
+    """Every other storage that a tensor known to Python holds, such as a batch, as `other`."""
+    seen = {each.address for each in describe(known)}
+    gc.collect()
+    plain = (Tensor, nn.Parameter)  # not a DTensor, whose local tensor is found by itself, nor a fake
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and type(each) in plain]
+    return [each for each in describe(("other", tensor) for tensor in tensors) if each.address not in seen]
