@@ -165,7 +165,7 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
             "same host": (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None,
         }
         agreed: Interval | None = None
-        heard, dropped = [], []
+        heard, dropped = list[str](), list[str]()
         for name, interval in witnesses.items():
             if interval is None:
                 continue

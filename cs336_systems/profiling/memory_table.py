@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.table import Table
@@ -23,7 +23,8 @@ SOURCES = (
 )
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """Allocations that are alike: `count` times `nbytes`, made by the same operator in the same place.
 
     `module` is a qualified name, with * for the number of a layer; it says so if its backward or a second forward
