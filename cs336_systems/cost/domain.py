@@ -8,11 +8,10 @@ Outside it the same formulas are used, with an unknown error.
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
-from operator import add
+from functools import cache
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
-from cs336_systems.cost.operator_time import Timing, model_groups, timed_group
+from cs336_systems.cost.operator_time import model_groups, timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.runs import PUBLISHED, read_run
@@ -105,8 +104,8 @@ def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System, const
         )
     step = step_time(config, plan, seq, system, constants)
     blocks = [group for group, _ in model_groups(config) if group in ("dense", "sparse")]
-    forward = [[each.forward for each in timed_group(config, plan, seq, group, system, constants)] for group in blocks]
-    quick = min(total.busy / total.kernels for total in (reduce(add, each, Timing()) for each in forward))
+    ahead = [timed_part(config, plan, seq, group, system, constants).forward for group in blocks]
+    quick = min(each.busy / each.kernels for each in ahead)
     slow_host = 10 * constants.host >= quick  # unlike that of a CPU that computes itself
     if slow_host and (quick < QUICK_KERNEL or step.parts["host"] / step.total > WAITING):
         yield (

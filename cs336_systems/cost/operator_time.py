@@ -11,7 +11,9 @@ the device waits for launches is known of a block as a whole, not of an operator
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
 from math import log2
+from operator import add
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.closed_forms import TRAFFIC
@@ -203,11 +205,36 @@ def timing(
     return total
 
 
-def timed_group(
-    config: ModelConfig, plan: Plan, seq: int, group: Group, system: System, constants: Constants = CONSTANTS
-) -> list[TimedOperator]:
-    """The operators of a block or an end on one rank, for one microbatch, in order."""
-    return [
+@dataclass(frozen=True)
+class TimedPart:
+    """A kind of block, or an end of the model, on one rank for one microbatch: how often it occurs, its operators in
+    order, and their sums. Recomputation is of nothing, of attention's core, or of all, which then sends again as well.
+    """
+
+    group: Group
+    times: float
+    operators: list[TimedOperator]
+    forward: Timing
+    backward: Timing
+    recompute: Timing
+
+    @property
+    def name(self) -> str:
+        """Of the kind."""
+        return GROUPS[self.group]
+
+
+def timed_part(
+    config: ModelConfig,
+    plan: Plan,
+    seq: int,
+    group: Group,
+    system: System,
+    constants: Constants = CONSTANTS,
+    times: float = 1,
+) -> TimedPart:
+    """The operators of a block or an end on one rank, for one microbatch."""
+    found = [
         TimedOperator(
             each,
             timing(each.forward, each.sent, plan, system, constants),
@@ -215,17 +242,14 @@ def timed_group(
         )
         for each in operators_of(Rank(config, plan.alone(), seq), group)
     ]
-
-
-def recomputed(
-    config: ModelConfig, operators: Iterable[Operator], plan: Plan, system: System, constants: Constants = CONSTANTS
-) -> Timing:
-    """Time of a block's recomputation: of nothing, of attention's core, or of all, which then sends again as well."""
-    core = config.recompute == "attention"
-    again = [each for each in operators if config.recompute != "none" and (each.core or not core)]
+    forward, backward = (
+        reduce(add, (getattr(each, way) for each in found), Timing()) for way in ("forward", "backward")
+    )
+    core, block = config.recompute == "attention", group in ("dense", "sparse") and config.recompute != "none"
+    again = [each.operator for each in found if block and (each.operator.core or not core)]
     kernels = [kernel for each in again for kernel in each.forward]
     sent = [one for each in again for one in each.sent if not core]
-    return timing(kernels, sent, plan, system, constants)
+    return TimedPart(group, times, found, forward, backward, timing(kernels, sent, plan, system, constants))
 
 
 def model_groups(config: ModelConfig) -> list[tuple[Group, int]]:

@@ -21,6 +21,10 @@ ORDER = ("tp", "cp", "ep", "dp", "pp")
 # and scatters of sequence parallelism, in parts between their GEMMs, and messages between interleaved stages.
 Overlap = Literal["none", "data", "all"]
 
+# Megatron-LM's names of recomputation, and this project's; and the other way round.
+RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
+RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items()}
+
 # Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
 ENDS = 2
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, System, nearest_system, system_preset
-from cs336_systems.cost.options import RECOMPUTE
-from cs336_systems.cost.plan import ENDS, Plan
+from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
@@ -184,7 +183,7 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
     h, a, seq = row["h"], row["a"], row["s"]
     ffn, kv, older = row.get("ffn", 4 * h), row.get("kv", a), system.name.startswith(OLDER)
     gated = row.get("gated", ffn != 4 * h)
-    recompute: Any = RECOMPUTE[row.get("recompute", "full" if older else "none")]
+    recompute = RECOMPUTE[row.get("recompute", "full" if older else "none")]
     # Scores were in memory until FlashAttention came, about when gates, grouped queries and long sequences did.
     modern = not older or gated or kv != a or seq > 4096 or recompute == "none" or row.get("zero") == 3
     fused = row["attention"] == "flash" if "attention" in row else modern

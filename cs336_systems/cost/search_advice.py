@@ -10,12 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.options import RECOMPUTE
+from cs336_systems.cost.plan import RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, refused
 from cs336_systems.host.console import format_bytes
-
-_WORDS = {ours: said for said, ours in RECOMPUTE.items()}
 
 
 def nothing_divides(space: Space, reasons: Counter[str]) -> str:
@@ -114,5 +112,5 @@ def option(axis: str, value: Any) -> str:
     if axis == "sequence":
         return "--sequence-parallel" if value else "--no-sequence-parallel"
     if axis == "recompute":
-        return f"--recompute {_WORDS[value]}"
+        return f"--recompute {RECOMPUTE_NAMES[value]}"
     return f"--{'micro-batch-size' if axis == 'micro_batch' else axis} {value}"

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from itertools import pairwise
 
 import pytest
 
@@ -14,7 +13,7 @@ from cs336_systems.cost.commands import step
 from cs336_systems.cost.commands.explain_step import AXES, PASSES, Derivation, explain_step
 from cs336_systems.cost.commands.request import Request, take_request
 from cs336_systems.cost.commands.step import hfu
-from cs336_systems.cost.course.questions import question
+from cs336_systems.cost.course import question
 from cs336_systems.cost.flops import forward_flops, least_forward_flops
 from cs336_systems.cost.machines import CONSTANTS, system_preset
 from cs336_systems.cost.notebook.tables import as_records
@@ -79,34 +78,11 @@ def test_the_table_has_every_weight_of_a_model_without_biases(printed):
 
 
 def test_what_binds_an_operator():
-    table = {each.operator.name: each for each in Derivation(asked(*GPT)).timed["dense"]}
+    table = {each.operator.name: each for each in Derivation(asked(*GPT)).parts[0].operators}
     expected = {"up": "compute", "GELU": "memory", "attention dropout, sum": "network"}
     assert {name: table[name].forward.bound for name in expected} == expected
-    tiny = Derivation(asked("--size", "tiny")).timed["dense"]
+    tiny = Derivation(asked("--size", "tiny")).parts[0].operators
     assert next(each for each in tiny if each.operator.name == "attention norm").forward.bound == "launch"
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_the_printed_table_fits_in_120_columns(printed, name):
-    out = printed("table", *REQUESTS[name])
-    rows = [line for line in out.splitlines() if re.search("  (compute|memory|network|launch)  |──", line)]
-    assert max(len(line.rstrip()) for line in rows) <= 120
-    assert "…" not in out
-    for group in json.loads(printed("table", *REQUESTS[name], "--json"))["groups"]:
-        for one in group["operators"]:
-            times = [f" {1e3 * one[way]['seconds']:.3f} " for way in ("forward", "backward")]
-            named = [row for row in rows if row.startswith(f"{one['operator']}  ")]
-            assert any(all(each in row for each in times) for row in named)
-
-
-def test_the_table_says_what_is_sent(printed):
-    out = printed("table", *GPT)
-    row = next(line for line in out.splitlines() if line.startswith("up "))
-    assert row.rstrip().endswith("tp 48.0: AG / AG RS")
-    assert "AG all-gather" in out
-    alone = printed("table", "--size", "small")
-    assert "AR" not in alone
-    assert "sends:" not in alone
 
 
 def test_the_notebook(printed, run):
@@ -154,13 +130,33 @@ def test_step_prints_what_it_predicts(printed, name):
     assert [line for line in found["warnings"] if line[:40] not in out] == []
 
 
-def test_bars_follow_one_another(printed):
-    rows = [line for line in printed("step", *PIPELINE).splitlines() if "%" in line and re.search("[▁-▐▔-▟]", line)]
-    assert len(rows) == len([seconds for seconds in asked(*PIPELINE).step().parts.values() if seconds])
-    bars = [re.search("[▁-▐▔-▟]+", row).span() for row in rows]
-    assert all(after[0] >= before[1] - 1 for before, after in pairwise(bars))
-    shares = [float(re.search(r"([\d.]+)%", row)[1]) for row in rows]
-    assert sum(shares) == pytest.approx(100, abs=0.05 * len(shares))
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_step_is_peak_and_losses(printed, name):
+    predicted, found = asked(*REQUESTS[name]).step(), json.loads(printed("step", *REQUESTS[name], "--json"))
+    least = predicted.model_flops / (predicted.plan.ranks * predicted.system.matmul_flops)
+    assert found["losses"]["at_peak"] == pytest.approx(least, rel=1e-12)
+    assert sum(found["losses"].values()) == pytest.approx(predicted.total, rel=1e-12)
+    products = predicted.parts["forward"] + predicted.parts["backward"]
+    assert found["losses"]["else"] == pytest.approx(predicted.total - products, rel=1e-12)
+    assert f"= {format_seconds(least)} at the peak + " in printed("step", *REQUESTS[name])
+
+
+def test_a_training(printed, run):
+    found = json.loads(printed("step", *GPT, "--tokens", "3e11", "--json"))
+    whole = found["training"]
+    assert whole == {
+        "tokens": 3e11,
+        "seconds": 3e11 / found["tokens_per_second"],
+        "accelerator_hours": pytest.approx(8 * 3e11 / found["tokens_per_second"] / 3600, rel=1e-12),
+    }
+    assert f"{whole['seconds'] / 86400 / 365.25:.1f} years  for 300 G tokens" in printed(
+        "step", *GPT, "--tokens", "3e11"
+    )
+    assert "training" not in json.loads(printed("step", *GPT, "--json"))
+    for tokens in ("0", "nan", "inf"):
+        status, _, err = run("step", *GPT, "--tokens", tokens)
+        assert status == 2
+        assert err.startswith("error: --tokens must be a number from 1")
 
 
 def test_hfu_counts_blocks_twice_under_full_recomputation():
@@ -190,15 +186,16 @@ def test_every_part_of_a_step_is_derived(printed, name):
     # Its sums are those of the stage.
     for axis in AXES:
         total = 0.0
-        for group, times in found.groups:
-            for (each, _), count in found.collectives(group, axis).items():
-                total += times * count * collective_seconds(each, request.plan, request.system, CONSTANTS)
+        for part in found.parts:
+            for sent in found.collectives(part, axis).values():
+                for each, count in sent.items():
+                    total += part.times * count * collective_seconds(each, request.plan, request.system, CONSTANTS)
         assert total == pytest.approx(getattr(found.stage, axis), rel=1e-12)
     waits = 0.0
     for way in PASSES:
-        total = sum(times * found.total(group, way).busy for group, times in found.groups)
+        total = sum(part.times * getattr(part, way).busy for part in found.parts)
         assert total == pytest.approx(getattr(found.stage, way), rel=1e-12)
-        waits += sum(times * found.total(group, way).waits(CONSTANTS.host) for group, times in found.groups)
+        waits += sum(part.times * getattr(part, way).waits(CONSTANTS.host) for part in found.parts)
     assert waits * request.plan.microbatches == pytest.approx(found.step.parts["host"], rel=1e-12)
 
 
@@ -215,21 +212,10 @@ def test_the_largest_product_is_derived(printed):
     assert f"{rate / 312e12:.1%} of peak: {format_seconds(flops / rate)}" in text
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_memory_is_derived(printed, name):
-    request, text = asked(*REQUESTS[name]), " ".join(printed("explain", "memory", *REQUESTS[name]).split())
-    stage, parts = peak_bytes(request.config, request.plan, request.seq)
-    for part, nbytes in parts.items():
-        assert format_bytes(nbytes) in text, part
-    assert f"= {format_bytes(sum(parts.values()))} on stage {stage}" in text
-    passes = 2 * (8 - 1) + (3 - 1) * 8 + 1  # stage 0 of 8, 3 chunks each, as Megatron-LM orders them
-    assert (f"At most {passes} passes of a microbatch through one of 3 chunks" in text) == (name == "gpt")
-
-
 def test_questions_of_the_course(printed):
     assert printed("explain", "rings", "N=16") == question("rings", N=16).markdown() + "\n"
     listed = printed("explain")
-    for name in ("step", "memory", "rings", "xxl-memory"):
+    for name in ("step", "grids", "rings", "xxl-memory"):
         assert re.search(rf"^{name} ", listed, re.MULTILINE)
 
 
@@ -244,10 +230,10 @@ def test_questions_of_the_course(printed):
         (("table", "--size", "gpt9"), "no size 'gpt9'"),
         (("table", "--preset", "seed", "--tp", "7"), "use a tp that divides it"),
         (("table", "--constants", "nowhere.json"), "cannot read nowhere.json"),
-        (("explain", "everything"), "nothing is called 'everything'; choose from step, memory, grids, rings"),
+        (("explain", "everything"), "nothing is called 'everything'; choose from step, grids, rings"),
         (("explain", "rings", "sixteen"), "is not NAME=VALUE"),
         (("explain", "rings", "N=0"), "N must be a number above 0"),
-        (("explain", "memory", "--tp", "5"), "do not divide over tp 5"),
+        (("explain", "step", "--tp", "5"), "do not divide over tp 5"),
         (("predict",), "No such command 'predict'"),
     ],
 )

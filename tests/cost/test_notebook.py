@@ -51,7 +51,7 @@ def test_every_printed_cell_total_and_share():
 @pytest.mark.parametrize("width", [120, 140])
 def test_every_digit_is_on_the_screen(width):
     out = io.StringIO()
-    print_notebook(Console(width=width, file=out, highlight=False))
+    print_notebook(Console(width=width, file=out, highlight=False), nb.Notebook())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     shown = [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]

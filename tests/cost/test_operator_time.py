@@ -6,7 +6,7 @@ import pytest
 
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.machines import CONSTANTS, system_preset
-from cs336_systems.cost.operator_time import timed_group
+from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import stage_seconds
 from cs336_systems.host.console import run_command
@@ -18,8 +18,8 @@ def test_new_memory_counts_alone_as_in_a_stage():
     constants = replace(CONSTANTS, host=0.0)
     for touch in (0.0, 1e-9):
         system = replace(system_preset("A100-80GB"), touch=touch)
-        groups = [timed_group(config, plan, seq, group, system, constants) for group in ("dense", "embedding", "head")]
-        alone = [sum(getattr(each, way).busy for group in groups for each in group) for way in ("forward", "backward")]
+        parts = [timed_part(config, plan, seq, group, system, constants) for group in ("dense", "embedding", "head")]
+        alone = [sum(getattr(part, way).busy for part in parts) for way in ("forward", "backward")]
         found = stage_seconds(config, plan, seq, 0, system, constants)
         assert alone == pytest.approx([found.forward, found.backward], rel=1e-12)
 

@@ -6,7 +6,7 @@ from math import inf
 import pytest
 
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.machines import SYSTEMS, Constants, system_preset
+from cs336_systems.cost.machines import Constants, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling, style
@@ -91,9 +91,6 @@ def test_the_published_runs_have_their_published_utilisation():
     # Half a unit of the last printed digit: of the percentage, and of 1.10 seconds.
     assert mfu == pytest.approx([0.415, 0.514, 0.560, 0.563], abs=0.0005, rel=0.005 / 1.10)
     assert [bar.step.plan.ranks for bar in bars[:8:2]] == [8, 64, 280, 512]
-    assert [bar.name for bar in breakdown.published("kort22-1T-full")] == ["kort22-1T-full"]
-    with pytest.raises(UserError, match="no published run begins with '1T-full'"):
-        breakdown.published("1T-full")
 
 
 # Scaling.
@@ -122,8 +119,6 @@ def test_the_best_plan_is_the_fastest_and_lines_without_a_point_are_left_out():
     assert lines["tp 1, pp 1"][8].total < lines["tp 8, pp 1"][8].total
     all_plans = [step_time(config, plan, 1024, A100).total for config, plan in scaling.plans(SMALL, 8, 16, [(8, 1)])]
     assert lines["tp 8, pp 1"][8].total == min(all_plans) < max(all_plans)
-    assert {tp for tp, _ in scaling.every_pair(SMALL)} == {1, 2, 4, 8}
-    assert max(pp for _, pp in scaling.every_pair(SMALL)) == 32 == SMALL.config.num_layers
 
 
 def test_a_model_that_fits_nowhere_gets_one_line():
@@ -170,7 +165,7 @@ def test_degrees_that_do_not_divide_are_left_out():
 
 def test_the_first_degree_at_which_communication_takes_longer():
     found = [degrees.Share(2, 1, 3), degrees.Share(4, 2, 2), degrees.Share(8, 3, 2), degrees.Share(16, 4, 1)]
-    assert degrees.crossing(found) == 8
+    assert degrees.crossing(found) == found[2]
     assert degrees.crossing(found[:2]) is None
     assert found[0].share == 0.25
 
@@ -186,8 +181,3 @@ def test_labels_keep_their_distance_and_stay_near():
     assert style.spread([0.0, 0.5, 1.0], 1.0) == pytest.approx([-0.5, 0.5, 1.5])
     assert style.spread([0.0, 0.2, 1.5], 1.0) == pytest.approx([1.7 / 3 - 1, 1.7 / 3, 1.7 / 3 + 1])
     assert style.spread([], 1.0) == []
-
-
-def test_machines_that_no_run_was_fitted_on_are_named():
-    assert style.unfitted([A100]) == ""
-    assert style.unfitted([A100, replace(A100, name="X1"), SYSTEMS["b200"]]).startswith("X1, B200: figures of data")

@@ -11,7 +11,6 @@ from math import inf
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from cs336_systems.cost.commands import step as step_command
 from cs336_systems.cost.commands.search import command
@@ -23,7 +22,6 @@ from cs336_systems.cost.search_advice import gpus_needed
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, Degrees, Space, placement
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig
 
@@ -256,26 +254,6 @@ def test_the_printed_command_predicts_the_same(options):
         assert sum(again["memory_bytes"].values()) == each["memory_bytes"]
     shown = CliRunner().invoke(command, asked, catch_exceptions=False).output
     assert record["best"][0]["command"] in shown.splitlines()
-
-
-def test_on_a_narrow_terminal(monkeypatch):
-    monkeypatch.setattr(console, "console", lambda **_: Console(width=80))
-    arguments = ["--gpus", "16", "--batch-size", "64", "--size", "llama-8b", "--num-layers", "30", "--limit", "3000"]
-    shown = CliRunner().invoke(command, [*arguments, "--tokens", "1e12"], catch_exceptions=False).output
-    record = json.loads(CliRunner().invoke(command, [*arguments, "--tokens", "1e12", "--json"]).stdout)
-    assert "llama-8b, changed: 7.59 B parameters" in shown
-    assert "…" not in shown
-    rows = [line for line in shown.splitlines() if re.match(r" ?\d+  ", line)]
-    assert len(rows) == len(record["best"]) == BEST
-    for row, each in zip(rows, record["best"], strict=True):
-        plan = Plan(**{**each["plan"], "order": tuple(each["plan"]["order"])})
-        assert plan.short() in row
-        assert f"{each['mfu']:.1%}" in row
-        assert len(row.rstrip()) <= 80
-    whole = record["best"][0]["training"]
-    assert whole["seconds"] == 1e12 / record["best"][0]["tokens_per_second"]
-    assert whole["accelerator_hours"] == whole["seconds"] * 16 / 3600
-    assert f"takes {whole['seconds'] / 86400:.1f} days for 1 T tokens" in shown
 
 
 def test_command(capsys):

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from cs336_systems.cost import machines
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import plot
-from cs336_systems.cost.commands.request import constants_for
+from cs336_systems.cost.commands.request import MachineOptions, ModelOptions
 from cs336_systems.cost.commands.search import SearchOptions, command
 from cs336_systems.cost.machines import CONSTANTS, save_constants, system_preset, write_machine
-from cs336_systems.cost.options import ModelOptions
 from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
 from cs336_systems.cost.search_advice import gpus_needed, option
@@ -103,30 +103,26 @@ def test_options_are_those_of_the_command():
 
 
 def test_constants_are_measured_ones_unless_a_file_has_others(tmp_path):
-    assert constants_for(A100, None) == CONSTANTS
-    assert constants_for(OWN, None) == replace(CONSTANTS, **OWN.measured) != CONSTANTS
+    assert MachineOptions().constants_for(A100) == CONSTANTS
+    assert MachineOptions().constants_for(OWN) == replace(CONSTANTS, **OWN.measured) != CONSTANTS
     save_constants(tmp_path / "c.json", replace(CONSTANTS, host=1e-3), {})
-    assert constants_for(OWN, tmp_path / "c.json") == replace(CONSTANTS, host=1e-3)
+    assert MachineOptions(constants=tmp_path / "c.json").constants_for(OWN) == replace(CONSTANTS, host=1e-3)
 
 
-def test_pictures_use_measured_constants(tmp_path, monkeypatch, capsys):
+def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(plot, "check_path", lambda path: None)
     monkeypatch.setattr(plot, "_write", lambda figure, out: None)
     monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append((study.system, study.constants)))
     monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(zip(given[2], given[5], strict=True)))
     write_machine(tmp_path / "own.json", OWN)
-    monkeypatch.setattr("cs336_systems.cost.options.probe_here", lambda: replace(OWN, name="this"))
+    monkeypatch.setattr(machines, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
-    file, end = f"--machine-file {tmp_path / 'own.json'}", "--size small --out a.svg"
     for words, expected in {
-        f"scaling {file}": [("own", own)],
-        f"degrees {file}": [("own", own)],
+        f"scaling --machine-file {tmp_path / 'own.json'}": [("own", own)],
         "degrees": [("A100-80GB", CONSTANTS)],
-        f"degrees --system H100 --system Here {file}": [("H100", CONSTANTS), ("this", own), ("own", own)],
+        "degrees --system H100 --system Here": [("H100", CONSTANTS), ("this", own)],
     }.items():
         seen.clear()
-        assert run_command(main, ["plot", *words.split(), *end.split()]) == 0
+        assert run_command(main, ["plot", *words.split(), *["--size", "small", "--out", "a.svg"]]) == 0
         assert [(machine.name, constants) for machine, constants in seen] == expected
-    assert run_command(main, ["plot", "degrees", *file.split(), *file.split(), *end.split()]) == 2
-    assert "two machines are called 'own'" in capsys.readouterr().err

@@ -1,6 +1,5 @@
-"""`explain`: derivations of a step, of its memory, and of the answers to the course's accounting questions."""
+"""`explain`: derivations of a step, and of the answers to the course's accounting questions."""
 
-from collections.abc import Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,10 @@ from rich.padding import Padding
 from rich.table import Table
 
 from cs336_systems.cost.commands.explain_step import explain_step
-from cs336_systems.cost.commands.memory import explain_memory
 from cs336_systems.cost.commands.output import new_table, print_warnings
-from cs336_systems.cost.commands.request import Request, request_options, take_request
-from cs336_systems.cost.course.questions import QUESTIONS, defaults, parse_numbers, question
-from cs336_systems.cost.notebook.summa import Grid, block_cost, grids, rows_for_summa
-from cs336_systems.cost.options import COUNT, ModelOptions, take
+from cs336_systems.cost.commands.request import COUNT, ModelOptions, request_options, take, take_request
+from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
+from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
 from cs336_systems.cost.template import fill
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -27,12 +24,15 @@ class Topics(click.Group):
     """A group that has a command for each question of the course as well."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        found = super().get_command(ctx, cmd_name)
-        if found:
+        if found := super().get_command(ctx, cmd_name):
             return found
         if cmd_name not in QUESTIONS:
             raise UserError(f"nothing is called {cmd_name!r}; choose from {', '.join([*self.commands, *QUESTIONS])}")
-        return _asked(cmd_name)
+        title = f"A question of the course: {QUESTIONS[cmd_name].title}\n\nIts numbers: {defaults(cmd_name)}"
+        numbers = click.Argument(["numbers"], nargs=-1, metavar="[NAME=VALUE]...")
+        return click.Command(
+            cmd_name, params=[numbers], help=title, callback=lambda numbers: _answer(cmd_name, numbers)
+        )
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for title, rows in self.listed().items():
@@ -48,10 +48,10 @@ class Topics(click.Group):
 @click.group("explain", cls=Topics, invoke_without_command=True)
 @click.pass_context
 def command(context: click.Context) -> None:
-    """Derive a prediction in words, with the numbers put in: of a step, of memory, or of a question of the course.
+    """Derive a prediction in words, with the numbers put in: of a step, or of a question of the course.
 
-    `explain step` and `explain memory` take the options of `step`; a question takes numbers, as in
-    `explain rings N=16`. Alone it lists what can be explained.
+    `explain step` takes the options of `step`; a question takes numbers, as in `explain rings N=16`. Alone it lists
+    what can be explained.
     """
     if context.invoked_subcommand is None:
         table = Table.grid(padding=(0, 2))
@@ -64,17 +64,25 @@ def command(context: click.Context) -> None:
 @request_options
 def step_command(**given: Any) -> None:
     """The time of a step: from the model's FLOPs to each of its seconds."""
-    request = take_request(given)
-    _print("step", request, *explain_step(request))
-    print_warnings(console.console(), request.warnings())
+    request, screen, number = take_request(given), console.console(), count(1)
+    numbers, tables = explain_step(request)
+    # A table is never cut: on a narrow screen the terminal wraps its lines.
+    wide = console.LiteralConsole(width=max(screen.width, console.PLAIN_WIDTH), file=screen.file)
+    template = (Path(__file__).parent / "templates" / "step.txt").read_text(encoding="utf-8")
+    screen.print(request.lines())
+    for line in filter(None, fill(template, numbers, _text)):
+        if line.startswith("# "):
+            screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
+        else:
+            table = tables.get(line[1:-1])
+            (wide if table else screen).print(Padding(table or line, (0, 0, 0, 3), expand=False))
+    print_warnings(screen, request.warnings())
 
 
-@command.command("memory")
-@request_options
-def memory_command(**given: Any) -> None:
-    """The memory of the fullest rank: weights, gradients, optimizer state, activations."""
-    request = take_request(given)
-    _print("memory", request, *explain_memory(request))
+def _text(value: Any, unit: str) -> str:
+    """A number in seconds, bytes, counted, or counted as parameters are; else in a format of Python's."""
+    ways = {"s": format_seconds, "b": format_bytes, "n": format_count, "p": lambda each: format_count(each, "B")}
+    return format(value, unit) if isinstance(value, str) or unit not in ways else ways[unit](value)
 
 
 @command.command("grids")
@@ -83,18 +91,15 @@ def memory_command(**given: Any) -> None:
 @options(ModelOptions)
 def grids_command(ranks: int, tokens: int, **given: Any) -> None:
     """Tensor parallelism in one, two and three dimensions: a block's forward, rank by rank."""
-    config = take(ModelOptions, given).model_config()
+    config, screen = take(ModelOptions, given).model_config(), console.console()
     table = new_table(["grid", "FLOPs", "received", "held", "in buffers"])
     for grid in grids(ranks):
         try:
             cost = block_cost(grid, tokens, config.d_model, config.d_ff)
         except UserError as error:
-            table.add_row(_grid_name(grid), str(error))
+            table.add_row(grid.name, str(error))
             continue
-        table.add_row(
-            _grid_name(grid), *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers))
-        )
-    screen = console.console()
+        table.add_row(grid.name, *map(format_count, (cost.flops, cost.received_by_each, cost.held, cost.buffers)))
     screen.print(
         f"One block of {config.d_model} x {config.d_ff}, {tokens} tokens, {ranks} ranks. Of each rank, in numbers, not "
         "bytes: received; held, operands and results; most in buffers at once."
@@ -105,48 +110,10 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
         screen.print(f"2D on {side} x {side} ranks receives less than 1D from {least:,.0f} tokens on.")
 
 
-def _grid_name(grid: Grid) -> str:
-    sides = {"1d": f"{grid.side}", "2d": f"{grid.side} x {grid.side}", "3d": " x ".join([str(grid.side)] * 3)}
-    return f"{grid.kind}: {sides.get(grid.kind, f'{grid.side} x {grid.side} x {grid.depth}')}"
-
-
-def _asked(name: str) -> click.Command:
-    """The command that prints one worked question."""
-
-    title = QUESTIONS[name].title
-
-    @click.command(name, help=f"A question of the course: {title}\n\nIts numbers: {defaults(name)}")
-    @click.argument("numbers", nargs=-1, metavar="[NAME=VALUE]...")
-    def asked(numbers: tuple[str, ...]) -> None:
-        screen, text = console.console(), question(name, **parse_numbers(numbers)).markdown()
-        if screen.is_terminal:
-            screen.print(Markdown(text))
-        else:
-            click.echo(text)
-
-    return asked
-
-
-def _print(name: str, request: Request, numbers: Mapping[str, Any], tables: Mapping[str, Table]) -> None:
-    """Print the sections of `templates/NAME.txt` with their numbers, and `[table]` where one belongs."""
-    screen, number = console.console(), count(1)
-    # A table is never cut: on a narrow screen the terminal wraps its lines.
-    wide = console.LiteralConsole(width=max(screen.width, console.PLAIN_WIDTH), file=screen.file)
-    template = (Path(__file__).parent / "templates" / f"{name}.txt").read_text(encoding="utf-8")
-    for line in request.lines():
-        screen.print(line)
-    for line in filter(None, fill(template, numbers, _text)):
-        if line.startswith("# "):
-            screen.print(f"\n{next(number)}. {line[2:]}", style="bold")
-        else:
-            table = tables.get(line[1:-1])
-            (wide if table else screen).print(Padding(table or line, (0, 0, 0, 3), expand=False))
-
-
-def _text(value: Any, unit: str) -> str:
-    """A number in seconds, bytes, counted, or counted as parameters are; else in a format of Python's."""
-    if isinstance(value, str) or unit not in ("s", "b", "n", "p"):
-        return format(value, unit)
-    if unit in ("n", "p"):
-        return format_count(value, "B" if unit == "p" else "G")
-    return format_seconds(value) if unit == "s" else format_bytes(value)
+def _answer(name: str, numbers: tuple[str, ...]) -> None:
+    """Print one worked question."""
+    screen, text = console.console(), question(name, **parse_numbers(numbers)).markdown()
+    if screen.is_terminal:
+        screen.print(Markdown(text))
+    else:
+        click.echo(text)

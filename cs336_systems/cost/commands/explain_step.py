@@ -1,8 +1,6 @@
 """`explain step`: the derivation of a predicted step; `templates/step.txt` has the words, this file the numbers."""
 
 from collections import Counter
-from functools import reduce
-from operator import add
 from typing import Any
 
 from rich.table import Table
@@ -11,20 +9,16 @@ from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.commands.request import Request
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.operator_time import (
-    GROUPS,
     TILE,
-    TimedOperator,
+    TimedPart,
     Timing,
     collective_seconds,
     product_rate,
-    recomputed,
-    timed_group,
     timing,
 )
-from cs336_systems.cost.operators import Collective, Group, Kernel, Operator
+from cs336_systems.cost.operators import Collective, Kernel, Operator
 from cs336_systems.cost.step_time import (
     GRADIENT,
-    Seconds,
     bucket_size,
     data_parallel_seconds,
     optimizer_bytes,
@@ -35,45 +29,33 @@ from cs336_systems.cost.step_time import (
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
-PASSES = {"forward": "forward", "backward": "backward", "recompute": "recompute"}
+PASSES = ("forward", "backward", "recompute")
 
 
 class Derivation:
     """A predicted step with the numbers behind it: the slowest stage, and its groups of operators timed."""
 
     def __init__(self, request: Request) -> None:
-        self.request, self.step, self.plan = request, request.step(), request.plan
-        self.system, self.constants = request.system, request.constants
-        options = self.system, self.constants
-        self.groups = stage_groups(request.config, self.plan, self.step.stage)
-        self.stage: Seconds = stage_seconds(request.config, self.plan, request.seq, self.step.stage, *options)
-        self.timed: dict[Group, list[TimedOperator]] = {
-            group: timed_group(request.config, self.plan, request.seq, group, *options) for group, _ in self.groups
-        }
+        self.request, self.step = request, request.step()
+        self.plan, self.system, self.constants = request.plan, request.system, request.constants
+        stage = request.config, request.plan, request.seq, self.step.stage
+        self.stage = stage_seconds(*stage, request.system, request.constants)
+        self.parts = request.timed(stage_groups(request.config, request.plan, self.step.stage))
         self.peak = self.system.matmul_flops if self.plan.width == 2 else self.system.wide_flops
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
 
-    def total(self, group: Group, way: str) -> Timing:
-        """Sum over the operators of a group in one of `PASSES`."""
-        if way == "recompute":
-            blocks = [each.operator for each in self.timed[group]] if group in ("dense", "sparse") else []
-            return recomputed(self.request.config, blocks, self.plan, self.system, self.constants)
-        return reduce(add, (getattr(each, way) for each in self.timed[group]), Timing())
-
-    def collectives(self, group: Group, axis: str) -> Counter[tuple[Collective, str]]:
-        """How often a group launches each collective along an axis, by one of `PASSES`."""
-        found: Counter[tuple[Collective, str]] = Counter()
-        again = self.request.config.recompute not in ("none", "attention") and group in ("dense", "sparse")
-        for each in (one.operator for one in self.timed[group]):
-            found.update((one, "forward") for one in each.sent if one.axis == axis)
-            found.update((one, "backward") for one in each.returned if one.axis == axis)
-            found.update((one, "recompute") for one in each.sent if one.axis == axis and again)
-        return found
+    def collectives(self, part: TimedPart, axis: str) -> dict[str, Counter[Collective]]:
+        """How often a part of the model launches each collective along an axis, by pass."""
+        operators = [each.operator for each in part.operators]
+        again = self.request.config.recompute not in ("none", "attention") and part.group in ("dense", "sparse")
+        sent = {"forward": [each.sent for each in operators], "backward": [each.returned for each in operators]}
+        sent["recompute"] = sent["forward"] if again else []
+        return {way: Counter(one for many in each for one in many if one.axis == axis) for way, each in sent.items()}
 
     def largest_product(self) -> tuple[Operator, Kernel]:
         """The product of most FLOPs in a block, or in the end of the model that a stage without blocks is."""
-        blocks = [group for group in self.timed if group in ("dense", "sparse")]
-        operators = [each.operator for group in blocks or self.timed for each in self.timed[group]]
+        blocks = [part for part in self.parts if part.group in ("dense", "sparse")]
+        operators = [each.operator for part in blocks or self.parts for each in part.operators]
         kernels = [(one, each) for one in operators for each in one.forward if each.inner and not each.fused]
         return max(kernels, key=lambda found: found[1].flops)
 
@@ -85,8 +67,7 @@ def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
     plan, step, constants = found.plan, found.step, found.constants
     flops = forward_flops(request.config, 1, request.seq)
     memory_rate = found.system.bandwidth * constants.memory
-    terms = {way: [(times, found.total(group, way).busy) for group, times in found.groups] for way in PASSES}
-    stage: dict[str, float] = found.stage._asdict()
+    terms = {way: [(part.times, getattr(part, way).busy) for part in found.parts] for way in PASSES}
     numbers = {
         "request": request,
         "plan": plan,
@@ -104,7 +85,7 @@ def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
             way: " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in busy if one) or None
             for way, busy in terms.items()
         },
-        "all": {way: plan.microbatches * stage[way] for way in PASSES},
+        "all": {way: plan.microbatches * getattr(found.stage, way) for way in PASSES},
         "rerun": "attention's core" if request.config.recompute == "attention" else "whole blocks",
         "collectives": "" if found.axes else None,
         "cut": plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None,
@@ -144,18 +125,16 @@ def _product(found: Derivation) -> dict[str, Any]:
 
 def _between(found: Derivation) -> dict[str, Any]:
     """Messages and the bubble of a pipeline, and collectives of data parallelism."""
-    request, plan, step = found.request, found.plan, found.step
-    nbytes = plan.width * plan.micro_batch * request.seq * request.config.d_model / (plan.cp * plan.tp)
-    work = sum(found.stage) * plan.microbatches
+    request, plan, step, constants = found.request, found.plan, found.step, found.constants
     weights = sum(stage_weights(request.config, plan, request.seq, step.stage)[:2])
-    options = found.stage, found.system, found.constants
-    alone = data_parallel_seconds(request.config, plan.override(overlap="none"), request.seq, step.stage, *options)
+    work = sum(found.stage) * plan.microbatches
+    unhidden, stage = plan.override(overlap="none"), (request.seq, step.stage, found.stage)
     verbs = {0: "all-reduced", 3: "reduce-scattered, and weights gathered for each pass"}
     sends = step.parts["data-parallel"] > 0
     return {
         "pipeline": "" if plan.pp > 1 else None,
         "messages": 2 * plan.chunks,
-        "message": nbytes,
+        "message": plan.width * plan.micro_batch * request.seq * request.config.d_model / (plan.cp * plan.tp),
         "hides": plan.overlap == "all" and plan.chunks > 1,
         "others": plan.pp - 1,
         "chunked": plan.chunks > 1,
@@ -166,7 +145,7 @@ def _between(found: Derivation) -> dict[str, Any]:
         "weights": weights,
         "gradients": GRADIENT * weights,
         "verb": verbs.get(plan.zero, "reduce-scattered, and weights gathered"),
-        "alone": alone,
+        "alone": data_parallel_seconds(request.config, unhidden, *stage, found.system, constants),
         "overlaps": plan.overlap != "none",
         "bucket": bucket_size(plan.replicas),
         "tied": "" if sends and plan.pp > 1 and request.config.tied_head else None,
@@ -176,22 +155,23 @@ def _between(found: Derivation) -> dict[str, Any]:
 def _kernels(found: Derivation) -> Table:
     """Kernels of one block or end of the model in each pass, and how long the host takes to launch them."""
     columns = ["one of", "<pass", "FLOPs", "bytes", "by compute", "by memory", "kernels", "start", "together"]
-    table, host = new_table([*columns, "host", "wait"]), found.constants.host
-    for group, _ in found.groups:
-        for way, name in PASSES.items():
-            if (one := found.total(group, way)).busy:
-                numbers = [format_count(one.flops), format_bytes(one.nbytes)]
-                numbers += [*map(format_seconds, (one.compute, one.memory)), str(one.kernels)]
+    rows, host = [], found.constants.host
+    for part in found.parts:
+        for way in PASSES:
+            one: Timing = getattr(part, way)
+            if one.busy:
+                counts = [format_count(one.flops), format_bytes(one.nbytes)]
+                bounds = [*map(format_seconds, (one.compute, one.memory)), str(one.kernels)]
                 seconds = (one.launch, one.busy, host * one.kernels, one.waits(host))
-                table.add_row(GROUPS[group], name, *numbers, *map(format_seconds, seconds))
-    return table
+                rows.append([part.name, way, *counts, *bounds, *map(format_seconds, seconds)])
+    return new_table([*columns, "host", "wait"], rows)
 
 
 def _axes(found: Derivation) -> Table:
     """Ranks of each axis, the bandwidth at which they send, and the seconds that they take on the stage."""
     system, constants, m = found.system, found.constants, found.plan.microbatches
     inside, between = system.inside.bandwidth * constants.inside, system.between.bandwidth * constants.between
-    table = new_table(["axis", "ranks", "in a node", "<each sends at", f"stage {found.step.stage}", f"x {m}"])
+    rows = []
     for axis in found.axes:
         ranks, local = getattr(found.plan, axis), found.plan.local(axis, node=system.node)
         reached = f"{format_count(inside if local == ranks else min(inside, local * between))}B/s"
@@ -199,18 +179,17 @@ def _axes(found: Derivation) -> Table:
             reached = f"{format_count(inside)}B/s"
             reached += f", to other nodes {format_count(between)}B/s at the same time" if local < ranks else ""
         seconds: float = getattr(found.stage, axis)
-        table.add_row(axis, str(ranks), str(local), reached, format_seconds(seconds), format_seconds(m * seconds))
-    return table
+        rows.append([axis, str(ranks), str(local), reached, format_seconds(seconds), format_seconds(m * seconds)])
+    return new_table(["axis", "ranks", "in a node", "<each sends at", f"stage {found.step.stage}", f"x {m}"], rows)
 
 
 def _collectives(found: Derivation) -> Table:
     """Collectives of one block or end of the model in each pass, by axis."""
-    table = new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes", "each takes"])
+    rows = []
     for axis in found.axes:
-        for group, _ in found.groups:
-            sent = found.collectives(group, axis)
-            for (each, way), count in sorted(sent.items(), key=lambda item: list(PASSES).index(item[0][1])):
-                seconds = format_seconds(collective_seconds(each, found.plan, found.system, found.constants))
-                cells = (str(count), each.verb, format_bytes(each.nbytes), seconds)
-                table.add_row(axis, GROUPS[group], PASSES[way], *cells)
-    return table
+        for part in found.parts:
+            for way, sent in found.collectives(part, axis).items():
+                for each, count in sent.items():
+                    seconds = format_seconds(collective_seconds(each, found.plan, found.system, found.constants))
+                    rows.append([axis, part.name, way, str(count), each.verb, format_bytes(each.nbytes), seconds])
+    return new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes", "each takes"], rows)

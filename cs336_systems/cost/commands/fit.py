@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from click.core import ParameterSource
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.fitting.calibration import NOISE, TOLD, WIDTH, Calibration, fit, mean_error, worst_error
+from cs336_systems.cost.commands.request import FILE, MachineOptions, ModelOptions, PlanOptions, take
+from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit, mean_error, worst_error
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
-from cs336_systems.cost.machines import CONSTANTS, NAMES, check_out, load_constants, save_constants
-from cs336_systems.cost.options import MachineOptions, ModelOptions, PlanOptions, take
+from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, save_constants
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, options, setting
@@ -27,7 +27,7 @@ FAR = 2.0  # times too long or too short: beyond what constants explain
 
 @dataclass(frozen=True)
 class FitOptions:
-    """Options of `fit`: constants to fit, runs to fit to, and the prior."""
+    """Options of `fit`: constants to fit, and runs to fit to."""
 
     only: str | None = setting(None, f"Constants to fit, of {', '.join(NAMES)}.  [default: all]")
     use: tuple[What, ...] = setting(
@@ -36,18 +36,11 @@ class FitOptions:
     leave_out: tuple[str, ...] = setting(
         (), "Runs of this name, in which * is anything, are predicted, not fitted to; may be repeated."
     )
-    width: float = setting(
-        WIDTH, "Prior: standard deviation of the logarithm of a constant.", type=click.FloatRange(0, min_open=True)
-    )
-    noise: float = setting(
-        NOISE, "Relative error that is expected even of good constants.", type=click.FloatRange(0, min_open=True)
-    )
-    constants: Path | None = setting(None, "Start from the constants in this file.", type=click.Path(path_type=Path))
-    out: Path | None = setting(None, "File to write the constants to.", type=click.Path(path_type=Path))
+    out: Path | None = setting(None, "File to write the constants to.", type=FILE)
 
 
 @click.command("fit")
-@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", nargs=-1, required=True, type=FILE)
 @options(FitOptions)
 @options(MachineOptions)
 @options(ModelOptions)
@@ -56,22 +49,23 @@ class FitOptions:
 def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -> None:
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
 
-    No log names its machine: give --system. Options of model and plan say what a log does not, and count for more.
+    No log names its machine: give --system. Options of model and plan say what a log does not, and count for more. The
+    fit starts from --constants.
     """
-    asked: FitOptions = take(FitOptions, kwargs)
+    named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
+    asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
-    given = _given(context, kwargs)
-    measured = given.system.measured if given.system else {}
-    prior = load_constants(asked.constants) if asked.constants else replace(CONSTANTS, **measured)
+    system = machine.machine() if named & {"system", "machine_file"} else None
+    prior = machine.constants_for(system) if system or machine.constants else CONSTANTS
+    given = _given(kwargs, named, system)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
     names = dict.fromkeys(each.id for each in found)
     if missing := [pattern for pattern in asked.leave_out if not fnmatch.filter(names, pattern)]:
         raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
     apart = [each for each in found if any(fnmatch.fnmatch(each.id, pattern) for pattern in asked.leave_out)]
-    which = (asked.only or "").replace(",", " ").split() or NAMES
     fitted = [each for each in found if each not in apart]
-    result = fit(fitted, prior, which, asked.width, asked.noise)
+    result = fit(fitted, prior, (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console.console()
     for line in described(found):
         screen.print(line, soft_wrap=True)
@@ -84,29 +78,23 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
 
 
-def _given(context: click.Context, kwargs: dict[str, Any]) -> LogOptions:
+def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> LogOptions:
     """Options given on the command line, without defaults."""
-    named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
-    system, model, plan = (take(each, kwargs) for each in (MachineOptions, ModelOptions, PlanOptions))
+    model, plan = take(ModelOptions, kwargs), take(PlanOptions, kwargs)
     said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
     known = bool(named & {"size", "d_model"})
     return LogOptions(
-        system.machine() if named & {each.name for each in fields(MachineOptions)} else None,
-        model.vocab_size,
-        model.model_config() if known else None,
-        plan.plan() if known else None,
-        said,
+        system, model.vocab_size, model.model_config() if known else None, plan.plan() if known else None, said
     )
 
 
 def described(found: Sequence[Observation]) -> list[str]:
     """Machines of the runs, and assumptions made of them, equal ones together."""
-    machines = dict.fromkeys(each.machine for each in found)
     notes: dict[str, dict[str, None]] = {}
     for each in found:
         for note in each.notes:
             notes.setdefault(note, {})[each.id] = None
-    lines = [f"machine: {', '.join(machines)}"]
+    lines = [f"machine: {', '.join(dict.fromkeys(each.machine for each in found))}"]
     return [*lines, *(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())]
 
 
@@ -117,31 +105,34 @@ def _names(names: Sequence[str]) -> str:
 
 def constants_table(result: Calibration) -> Table:
     """Each constant before and after, how sure it is, and what made it so."""
-    table = new_table(["", "before", "after", "±", "from the data", "<source"], title="Constants")
+
+    def shown(value: float) -> str:
+        return f"{value * 1e6:.3g} us" if 0 < value < 1e-3 else f"{value:.3g}"
+
+    rows = []
     for name in NAMES:
         before, after = getattr(result.prior, name), getattr(result.constants, name)
         if name not in result.which:
             kept = "kept: zero, and a fit changes by factors" if name in result.zeros else "kept"
-            table.add_row(name, _value(before), "", "", "", kept)
+            rows.append([name, shown(before), "", "", "", kept])
             continue
         share = result.determined(name)
         source = "the data" if share > 1 - TOLD else "data and prior" if share > TOLD else "prior: the data do not say"
         sure = f"{exp(result.deviation[name]) - 1:.0%}"
-        table.add_row(name, _value(before), _value(after), sure, f"{share:.0%}", source)
-    return table
+        rows.append([name, shown(before), shown(after), sure, f"{share:.0%}", source])
+    return new_table(["", "before", "after", "±", "from the data", "<source"], rows, "Constants")
 
 
 def observations_table(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> Table:
     """Each measured time, and how far the predictions are off."""
-    columns = ["~run", "<what", "measured", "before", "after", "if left out"]
-    table = new_table(columns, title="Predicted against measured")
-    rows = zip(fitted, result.before, result.after, result.left_out, strict=True)
-    for each, *logs in rows:
-        table.add_row(each.id, each.what, format_seconds(each.seconds), *map(_error, logs))
+    rows: list[list[str]] = []
+    for each, *logs in zip(fitted, result.before, result.after, result.left_out, strict=True):
+        rows.append([each.id, each.what, format_seconds(each.seconds), *(f"{exp(log) - 1:+.1%}" for log in logs)])
     for each in apart:
-        before, after = (log_ratio(each, constants) for constants in (result.prior, result.constants))
-        table.add_row(each.id, each.what, format_seconds(each.seconds), _error(before), "", _error(after))
-    return table
+        before, after = (f"{exp(log_ratio(each, used)) - 1:+.1%}" for used in (result.prior, result.constants))
+        rows.append([each.id, each.what, format_seconds(each.seconds), before, "", after])
+    columns = ["~run", "<what", "measured", "before", "after", "if left out"]
+    return new_table(columns, rows, "Predicted against measured")
 
 
 def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[Observation]) -> list[str]:
@@ -155,10 +146,10 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
         lines.append(f"the data scatter about the fit by {result.noise:.0%}, from which the uncertainties follow")
     far = [each for each, log in zip(fitted, result.after, strict=True) if not 1 / FAR < exp(log) < FAR]
     if far:
-        names = _names([f"{each.id} ({each.what})" for each in far])
         lines.append(
-            f"off by more than a factor of {FAR:g}, which no constant explains: {names}; "
-            "leave out with --leave-out what the model does not describe"
+            f"off by more than a factor of {FAR:g}, which no constant explains: "
+            f"{_names([f'{each.id} ({each.what})' for each in far])}; leave out with --leave-out what the model does "
+            "not describe"
         )
     if result.zeros:
         lines.append(f"kept at zero, since a fit changes constants by factors: {', '.join(result.zeros)}")
@@ -171,16 +162,7 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
     return lines
 
 
-def _value(value: float) -> str:
-    return f"{value * 1e6:.3g} us" if 0 < value < 1e-3 else f"{value:.3g}"
-
-
-def _error(log: float) -> str:
-    return f"{exp(log) - 1:+.1%}"
-
-
 def _about(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]:
-    rows = zip(fitted, result.after, strict=True)
     return {
         "fitted": list(result.which),
         "prior": asdict(result.prior),
@@ -188,6 +170,6 @@ def _about(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]
         "from_the_data": {name: result.determined(name) for name in result.which},
         "to": [
             {"id": each.id, "what": each.what, "measured_s": each.seconds, "predicted_s": each.seconds * exp(log)}
-            for each, log in rows
+            for each, log in zip(fitted, result.after, strict=True)
         ],
     }

@@ -3,6 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+import click
+from click.core import ParameterSource
 from rich.console import Console
 from rich.table import Table
 
@@ -10,11 +12,19 @@ from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import SECTIONS, SUMMED, UNITS, as_records, notebook_tables, show, show_total
-from cs336_systems.cost.operator_time import timed_group
+from cs336_systems.cost.notebook.tables import SECTIONS, SUMMED, UNITS, as_records, notebook_tables, show
+from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import flag
 from cs336_systems.presets import model_preset
 
+SEED = "seed"  # the preset of the notebook
+# Its names of the options that it has.
+SIZES = {name: name for name in ("num_layers", "d_model", "d_ff", "num_heads", "tp")} | {
+    "context": "seq",
+    "micro_batch_size": "batch",
+}
 MACHINE = "A100-40GB"  # whose data sheet the notebook has
 LAYER_UNITS = {
     "forward computes": "TFLOP",
@@ -26,8 +36,6 @@ LAYER_UNITS = {
     "forward time": "ms",
     "backward time": "ms",
 }
-
-
 OPERATORS = 5  # side by side at most
 KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
     "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
@@ -36,29 +44,44 @@ KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's ta
 }
 
 
-def print_notebook(screen: Console, notebook: Notebook | None = None) -> None:
+def asked_notebook(context: click.Context) -> Notebook | None:
+    """The notebook with the sizes on the command line; None for another preset. Raises UserError for options that it
+    does not have."""
+    if context.params["size"].lower() != SEED:
+        return None
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    asked = [name for name, source in sources.items() if source == ParameterSource.COMMANDLINE]
+    given = {name: context.params[name] for name in asked if name not in ("size", "as_json")}
+    if strange := [name for name in given if name not in SIZES]:
+        raise UserError(f"the notebook knows nothing of {flag(strange[0])}; it has {', '.join(map(flag, SIZES))}")
+    if "d_model" in given:
+        given.setdefault("d_ff", 4 * given["d_model"])
+    return Notebook(**{SIZES[name]: value for name, value in given.items()})
+
+
+def print_notebook(screen: Console, notebook: Notebook) -> None:
     """Both tables with totals and shares, differences, stated at the notebook's own sizes, and one layer compared. An
     operator is a column, so that all 31 quantities fit in 120 columns."""
-    notebook = notebook or Notebook()
     names = ("batch", "seq", "d_model", "d_ff", "num_heads", "num_layers", "tp")
     screen.print(f"{', '.join(f'{name} {getattr(notebook, name)}' for name in names)}; everything is of one GPU")
-    tables = notebook_tables(notebook)
-    for each in tables.values():
+    tables = notebook_tables(notebook).values()
+    for each in tables:
         for rows in (each.rows[start : start + OPERATORS] for start in range(0, len(each.rows), OPERATORS)):
             layers = [str(row["layer"]) for row in rows]
-            title = f"{each.title}: {', '.join(layers) if len(each.rows) > OPERATORS else 'one layer, one GPU'}"
-            grid = _grid(layers, title)
+            grid = _grid(
+                layers, f"{each.title}: {', '.join(layers) if len(each.rows) > OPERATORS else 'one layer, one GPU'}"
+            )
             for section in SECTIONS[1:]:
                 for name, unit in section:
                     grid.add_row(name, unit, *(show(row[name]) for row in rows), end_section=name == section[-1][0])
             screen.print(grid)
-    grid = _grid([*(each.title for each in tables.values()), "both"], f"totals of {notebook.num_layers} layers")
-    sums = [each.totals() for each in tables.values()]
+    grid = _grid([*(each.title for each in tables), "both"], f"totals of {notebook.num_layers} layers")
+    sums = [each.totals() for each in tables]
     for name in SUMMED:
         values = [each[name] for each in sums]
-        grid.add_row(name, UNITS[name], *(show_total(value) for value in [*values, sum(values)]))
+        grid.add_row(name, UNITS[name], *(f"{value:.6f}" for value in [*values, sum(values)]))
     screen.print(grid)
-    for each in tables.values():
+    for each in tables:
         screen.print(f"{each.title}: share of communication in the forward time {each.communication!r}")
 
     for kind, (title, columns) in KINDS.items():
@@ -91,26 +114,21 @@ def notebook_records(notebook: Notebook) -> dict[str, Any]:
 
 def compared(notebook: Notebook) -> list[dict[str, Any]]:
     """A layer's sums by both: its scores in memory, dropout and sequence parallelism, as the notebook has them."""
+    sizes = {name: getattr(notebook, name) for name in ("d_model", "d_ff", "num_heads")}
     one = model_preset("gpt3-175b").override(
-        num_layers=1,
-        d_model=notebook.d_model,
-        d_ff=notebook.d_ff,
-        num_heads=notebook.num_heads,
-        context_length=notebook.seq,
-        attention="naive",
-        dropout=0.1,
+        num_layers=1, context_length=notebook.seq, attention="naive", dropout=0.1, **sizes
     )
     plan = Plan(tp=notebook.tp, sequence=notebook.tp > 1, micro_batch=notebook.batch, global_batch=notebook.batch)
-    timed = timed_group(one, plan, notebook.seq, "dense", system_preset(MACHINE))
-    tables = notebook_tables(notebook).values()
+    part = timed_part(one, plan, notebook.seq, "dense", system_preset(MACHINE))
     columns = ("flops_fwd", "flops_bwd", "total_mem_fwd", "total_mem_bwd", "activation_buffer", "weights_mem")
+    tables = notebook_tables(notebook).values()
     old = [sum(each.total(name) for each in tables) for name in (*columns, "t_total_fwd", "t_total_bwd")]
-    passes = [[getattr(each, way) for each in timed] for way in ("forward", "backward")]
+    passes = [[getattr(each, way) for each in part.operators] for way in ("forward", "backward")]
     new = [
         *(sum(each.flops for each in way) * 1e-12 for way in passes),
         *(sum(each.nbytes for each in way) * 1e-9 for way in passes),
-        sum(each.operator.kept for each in timed) * 1e-9,
-        sum(each.operator.weights for each in timed) * notebook.element_bytes * 1e-9,
+        sum(each.operator.kept for each in part.operators) * 1e-9,
+        sum(each.operator.weights for each in part.operators) * notebook.element_bytes * 1e-9,
         *(sum(each.seconds for each in way) * 1e3 for way in passes),
     ]
     return [

@@ -13,22 +13,33 @@ from rich.text import Text
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 
 
+class Total(list[Any]):
+    """A row of a table that sums up, in bold."""
+
+
 def print_json(found: Any) -> None:
     """Print a value as JSON; infinities and NaN are a mistake."""
     click.echo(json.dumps(found, indent=1, allow_nan=False))
 
 
-def new_table(columns: Sequence[str], rows: Iterable[Sequence[Any]] = (), title: str | None = None) -> Table:
-    """A table whose first column is to the left and the others to the right; `<name` and `~name` are to the left as
-    well, and the lines of `~name` may wrap."""
+def new_table(
+    columns: Sequence[str], rows: Iterable[Sequence[Any] | None] = (), title: str | None = None, narrow: bool = False
+) -> Table:
+    """A table whose first column is to the left and the others to the right. Signs before a column's name: `<` it is
+    to the left as well, `~` its lines may wrap besides, `?` a `narrow` table is without it. None ends a section."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, title=title, title_justify="left"
     )
-    for place, name in enumerate(columns):
+    shown = [not (narrow and name.startswith("?")) for name in columns]
+    for place, name in enumerate(each.lstrip("?") for each, kept in zip(columns, shown, strict=True) if kept):
         left = place == 0 or name[:1] in ("<", "~")
         table.add_column(name.lstrip("<~"), justify="left" if left else "right", no_wrap=name[:1] != "~")
     for row in rows:
-        table.add_row(*row)
+        if row is None:
+            table.add_section()
+        else:
+            cells = (cell for cell, kept in zip(row, shown, strict=True) if kept)
+            table.add_row(*cells, style="bold" if isinstance(row, Total) else None)
     return table
 
 

@@ -32,11 +32,17 @@ def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: flo
 
 def figures(system: System) -> Table:
     """Each figure of a measured machine, and where it is from."""
+    # The law of products gives half of the rate at the ramp, and where a result is as large as the empty tiles.
+    ramp, side = system.measured["ramp"], sqrt(system.measured["wave"] * TILE * system.processors)
+    starts = {name: f"{1e6 * system.measured[name]:.2f} us" for name in ("start", "host") if system.measured.get(name)}
     rows = {
         "matmul_flops": ("16-bit products", f"{format_count(system.matmul_flops)}FLOP/s"),
         "wide_flops": ("32-bit products", f"{format_count(system.wide_flops)}FLOP/s"),
-        "ramp": ("short sums lower their rate", _ramp(system)),
-        "wave": ("small results lower their rate", _wave(system)),
+        "ramp": ("short sums lower their rate", f"to half at {ramp:.0f} terms" if ramp else "not seen"),
+        "wave": (
+            "small results lower their rate",
+            f"to half at {side:.0f} x {side:.0f} numbers" if side else "not seen",
+        ),
         "fused": ("fused attention's rate, as a share of theirs", f"{system.measured['fused']:.0%}"),
         "bandwidth": ("memory, read and written", f"{format_bytes(system.bandwidth)}/s"),
         "touch": ("first write of new memory takes, in addition", f"{format_seconds(2**30 * system.touch)} a GiB"),
@@ -44,21 +50,7 @@ def figures(system: System) -> Table:
         "processors": ("processors that one product is split over", str(system.processors)),
         "inside": ("a message takes at least", f"{1e6 * system.inside.latency:.0f} us"),
         "between": ("large messages are sent at", f"{format_bytes(system.between.bandwidth)}/s"),
+        **{name: ("to start an operator", text) for name, text in starts.items()},
     }
-    for name in ("start", "host"):
-        if seconds := system.measured.get(name):
-            rows[name] = ("to start an operator", f"{1e6 * seconds:.2f} us")
     cells = [(what, figure, system.sources.get(name, "")) for name, (what, figure) in rows.items()]
     return new_table(["what", "figure", "~source"], cells, title=system.name)
-
-
-def _ramp(system: System) -> str:
-    """Inner dimension at which the law of products gives half of the rate: the ramp."""
-    ramp = system.measured["ramp"]
-    return f"to half at {ramp:.0f} terms" if ramp else "not seen"
-
-
-def _wave(system: System) -> str:
-    """Result's size, as the side of a square, at which it gives half: a wave's share of all processors' tiles."""
-    numbers = system.measured["wave"] * TILE * system.processors
-    return f"to half at {sqrt(numbers):.0f} x {sqrt(numbers):.0f} numbers" if numbers else "not seen"

@@ -1,16 +1,24 @@
 """`search`: every layout of a model on so many accelerators; the best ten, and why the rest lose."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import click
 
 from cs336_systems.cost.commands.output import json_option, print_json, print_warnings
-from cs336_systems.cost.commands.request import ConstantOptions, constants_for, tokens_option
-from cs336_systems.cost.commands.search_page import RECOMPUTE_NAMES, SearchRequest, choice_text, print_search
+from cs336_systems.cost.commands.request import (
+    COUNT,
+    MachineOptions,
+    ModelOptions,
+    as_options,
+    plan_options,
+    take,
+    tokens_option,
+    training,
+)
+from cs336_systems.cost.commands.search_page import choice_text, print_search
 from cs336_systems.cost.domain import warnings
-from cs336_systems.cost.options import COUNT, MachineOptions, ModelOptions, take
-from cs336_systems.cost.plan import Overlap
+from cs336_systems.cost.plan import RECOMPUTE_NAMES, Overlap
 from cs336_systems.cost.search import LIMIT, Candidate, Search, search
 from cs336_systems.cost.search_space import MOST_GPUS, Space
 from cs336_systems.host import console
@@ -62,16 +70,13 @@ class SearchOptions:
 @options(SearchedModelOptions)
 @options(SearchOptions)
 @options(MachineOptions)
-@options(ConstantOptions)
 @tokens_option
 @json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
-    model, asked, machines, file = (
-        take(each, given) for each in (SearchedModelOptions, SearchOptions, MachineOptions, ConstantOptions)
-    )
-    config, system = model.model_config(), machines.machine()
-    constants = constants_for(system, file.constants)
+    model, asked, machine = (take(each, given) for each in (SearchedModelOptions, SearchOptions, MachineOptions))
+    config, system = model.model_config(), machine.machine()
+    constants = machine.constants_for(system)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
     layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
@@ -80,13 +85,54 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
             limit=asked.limit, constants=constants, advance=advance,
         )  # fmt: skip
-    request = SearchRequest(model, asked.precision, machines, file, tokens)
+
+    request = SearchRequest(model, machine, asked.precision, tokens)
     if as_json:
         print_json(_record(found, request))
     else:
-        screen, first = console.console(), found.best[0].step
-        print_search(screen, found, request)
-        print_warnings(screen, warnings(first.config, first.plan, seq, system, constants))
+        screen, best = console.console(), found.best[0]
+        print_search(screen, found, model.title, request.command(best), request.training(best))
+        print_warnings(screen, warnings(best.step.config, best.plan, seq, system, constants))
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """Options of the command line that the answer needs besides the search itself."""
+
+    model: ModelOptions
+    machine: MachineOptions
+    precision: str
+    tokens: float | None
+
+    def command(self, each: Candidate) -> str:
+        """The command line that predicts a configuration again."""
+        recompute = RECOMPUTE_NAMES[each.step.config.recompute]
+        model = replace(self.model, recompute=None if recompute == "none" else recompute)
+        settings = (model, self.machine, plan_options(each.plan, each.step.system, self.precision))
+        given = [one for some in settings for one in as_options(some)]
+        size = [] if "--size" in given else ["--size", self.model.size]
+        return " ".join(["python -m cs336_systems.cost step", *size, *given])
+
+    def training(self, each: Candidate) -> dict[str, float] | None:
+        """Time of a training on --tokens, if that was given."""
+        return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
+
+    def record(self, each: Candidate) -> dict[str, Any]:
+        """A configuration for a program."""
+        whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
+        return {
+            "seconds": each.step.total,
+            "mfu": each.step.mfu,
+            "tokens_per_second": each.rate,
+            "memory_bytes": each.memory,
+            "parts": each.step.parts,
+            "recompute": RECOMPUTE_NAMES[each.step.config.recompute],
+            "placement": each.placement,
+            "plan": asdict(each.plan),
+            "command": self.command(each),
+            **({"training": whole} if whole else {}),
+            "alike": [{"recompute": RECOMPUTE_NAMES[name], "plan": asdict(plan)} for name, plan in alike],
+        }
 
 
 def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
@@ -103,7 +149,7 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
             "recompute": RECOMPUTE_NAMES[nearest.config.recompute],
             "lacks_bytes": nearest.lacks,
         },
-        "best": [_candidate(each, asked) for each in found.best],
+        "best": [asked.record(each) for each in found.best],
         "losses": [
             {
                 "choice": each.axis,
@@ -116,28 +162,8 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
                 "less": each.less,
                 "forced_by_memory": each.forced,
                 "why": each.why,
-                "best": each.best and _candidate(each.best, asked),
+                "best": each.best and asked.record(each.best),
             }
             for each in found.losses
-        ],
-    }
-
-
-def _candidate(each: Candidate, asked: SearchRequest) -> dict[str, Any]:
-    whole = asked.training(each)
-    return {
-        "seconds": each.step.total,
-        "mfu": each.step.mfu,
-        "tokens_per_second": each.rate,
-        "memory_bytes": each.memory,
-        "parts": each.step.parts,
-        "recompute": RECOMPUTE_NAMES[each.step.config.recompute],
-        "placement": each.placement,
-        "plan": asdict(each.plan),
-        "command": asked.command(each),
-        **({"training": whole} if whole else {}),
-        "alike": [
-            {"recompute": RECOMPUTE_NAMES[other.step.config.recompute], "plan": asdict(other.plan)}
-            for other in each.alike
         ],
     }

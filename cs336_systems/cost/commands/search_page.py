@@ -1,24 +1,14 @@
 """Page of `search`: the best layouts, the command that predicts the first again, and why the others lose."""
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.commands.request import (
-    ConstantOptions,
-    as_options,
-    describe_training,
-    is_changed,
-    plan_options,
-    sequences,
-    training,
-)
-from cs336_systems.cost.options import RECOMPUTE, MachineOptions, ModelOptions
+from cs336_systems.cost.commands.request import describe_training, plural
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import ORDER
+from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import Candidate, Loss, Search
 from cs336_systems.cost.search_space import AXES, placement
@@ -26,7 +16,6 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 
 SHOWN = 6  # values of one choice, and reasons, that are printed
 WIDE = 110  # columns, below which some are left out
-RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items()}
 _AXIS_NAMES = {"micro_batch": "microbatch", "sequence": "sequence par.", "placement": "in a node", "zero": "ZeRO"}
 LAYOUTS = (
     "layout: ranks of each axis (pp4x5: 4 stages of 5 chunks), m sequences of a microbatch, z ZeRO stage, sp sequence "
@@ -38,74 +27,47 @@ LOSSES = (
 )
 
 
-@dataclass(frozen=True)
-class SearchRequest:
-    """Options of the command line that the answer needs besides the search itself."""
-
-    model: ModelOptions
-    precision: str
-    machine: MachineOptions
-    file: ConstantOptions
-    tokens: float | None = None
-
-    def command(self, each: Candidate) -> str:
-        """The command line that predicts a configuration again."""
-        recompute = RECOMPUTE_NAMES[each.step.config.recompute]
-        model = replace(self.model, recompute=None if recompute == "none" else recompute)
-        settings = (model, self.machine, plan_options(each.plan, each.step.system, self.precision), self.file)
-        given = [one for some in settings for one in as_options(some)]
-        size = [] if "--size" in given else ["--size", self.model.size]
-        return " ".join(["python -m cs336_systems.cost step", *size, *given])
-
-    def training(self, each: Candidate) -> dict[str, float] | None:
-        """Time of a training on --tokens, if that was given."""
-        return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
-
-
 def choice_text(axis: str, value: Any) -> str:
     """The value of a choice, as it is printed."""
     if axis == "recompute":
-        return str(RECOMPUTE_NAMES[value])
+        return RECOMPUTE_NAMES[value]
     return ("yes" if value else "no") if axis == "sequence" else str(value)
 
 
-def print_search(screen: Console, found: Search, asked: SearchRequest) -> None:
-    """The whole answer, on a narrow screen without some columns."""
-    space, model = found.space, asked.model
-    title = f"{model.size}, changed" if is_changed(model) else model.size
+def print_search(screen: Console, found: Search, title: str, command: str, whole: dict[str, float] | None) -> None:
+    """The whole answer, on a narrow screen without some columns: `command` predicts the best again, `whole` is a
+    training by it."""
+    space, narrow = found.space, screen.width < WIDE
     screen.print(
         f"{title}: {format_count(sum(count_parameters(space.config).values()), 'B')} parameters, on "
-        f"{space.gpus} x {found.system.name}: {sequences(space.global_batch)} of {space.seq} tokens per step, overlap "
-        f"{space.overlap}, at most {format_bytes(usable_memory(found.system))} per rank\n"
+        f"{space.gpus} x {found.system.name}: {plural(space.global_batch, 'sequence')} of {space.seq} tokens per step, "
+        f"overlap {space.overlap}, at most {format_bytes(usable_memory(found.system))} per rank\n"
     )
-    wide = screen.width >= WIDE
-    screen.print(_best(found, wide))
+    screen.print(_best(found, narrow))
     screen.print(LAYOUTS)
-    if any(_other_order(each) for each in found.best) and not wide:
+    if narrow and any(_other_order(each) for each in found.best):
         screen.print("*: nodes are filled in another order of axes than Megatron's, tp cp ep dp pp")
-    if whole := asked.training(found.best[0]):
+    if whole:
         screen.print("The first takes {} {}.".format(*describe_training(whole)))
     screen.print("\nThe first in detail:")
-    screen.print(asked.command(found.best[0]), soft_wrap=True)
-    screen.print()
+    screen.print(f"{command}\n", soft_wrap=True)
     for line in _counts(found):
         screen.print(line, soft_wrap=True)
     screen.print()
-    screen.print(_losses(found, wide))
+    screen.print(_losses(found, narrow))
     screen.print(LOSSES)
 
 
-def _best(found: Search, wide: bool) -> Table:
-    """The best configurations, a column for the layout."""
-    merged = any(each.alike for each in found.best)
-    columns = ["", "step", "MFU", "tokens/s", "memory", "<layout", "<recompute", *["<in a node"] * wide]
-    table = new_table([*columns, *["~or"] * merged])
+def _best(found: Search, narrow: bool) -> Table:
+    """The best configurations, a column for the layout, and one for others of the same time and memory if any has."""
+    columns = ["", "step", "MFU", "tokens/s", "memory", "<layout", "<recompute", "?<in a node"]
+    merged, rows = any(each.alike for each in found.best), []
     for number, each in enumerate(found.best, 1):
-        layout = each.plan.short() + ("*" if _other_order(each) and not wide else "")
+        layout = each.plan.short() + ("*" if _other_order(each) and narrow else "")
         cells = [format_seconds(each.step.total), f"{each.step.mfu:.1%}", format_count(each.rate)]
-        cells += [format_bytes(each.memory), layout, RECOMPUTE_NAMES[each.step.config.recompute]]
-        table.add_row(f"{number:2}", *cells, *([each.placement] * wide), *([_alike(each)] * merged))
-    return table
+        cells += [format_bytes(each.memory), layout, RECOMPUTE_NAMES[each.step.config.recompute], each.placement]
+        rows.append([f"{number:2}", *cells, *[_alike(each)] * merged])
+    return new_table([*columns, *["~or"] * merged], rows, narrow=narrow)
 
 
 def _other_order(each: Candidate) -> bool:
@@ -128,43 +90,36 @@ def _counts(found: Search) -> list[str]:
         f"{found.indivisible.total()} do not divide."
     ]
     if nearest := found.nearest:
-        recompute = RECOMPUTE_NAMES[nearest.config.recompute]
         lines.append(
-            f"The nearest miss, {nearest.plan.short()} recompute {recompute}, needs {format_bytes(nearest.memory)} and "
-            f"lacks {format_bytes(nearest.lacks)}."
+            f"The nearest miss, {nearest.plan.short()} recompute {RECOMPUTE_NAMES[nearest.config.recompute]}, needs "
+            f"{format_bytes(nearest.memory)} and lacks {format_bytes(nearest.lacks)}."
         )
     reasons = found.indivisible.most_common()
-    lines += [f"  {_plans(count)}: {reason}" for reason, count in reasons[:SHOWN]]
+    lines += [f"  {plural(count, 'plan')}: {reason}" for reason, count in reasons[:SHOWN]]
     if more := reasons[SHOWN:]:
-        lines.append(f"  {_plans(sum(count for _, count in more))}: {len(more)} more reasons")
+        lines.append(f"  {plural(sum(count for _, count in more), 'plan')}: {len(more)} more reasons")
     if found.left_out:
-        lines.append(
-            f"The space is larger than --limit: left out, except around the best: {'; '.join(found.left_out)}."
-        )
+        cut = "; ".join(found.left_out)
+        lines.append(f"The space is larger than --limit: left out, except around the best: {cut}.")
     return lines
 
 
-def _plans(count: int) -> str:
-    return f"{count} plan{'' if count == 1 else 's'}"
-
-
-def _losses(found: Search, wide: bool) -> Table:
+def _losses(found: Search, narrow: bool) -> Table:
     """For each value of each choice how much slower its best is, and why."""
-    table = new_table(["choice", "<value", *["factor"] * wide, "slower by", "~why its best loses"])
+    rows: list[list[str] | None] = []
     for axis in AXES:
         losses = [each for each in found.losses if each.axis == axis]
         if len(losses) < 2:
             continue
         for place, each in enumerate(losses[:SHOWN]):
-            factor = ["-" if each.best is None else f"x {each.factor:.3f}"] * wide
+            factor = "-" if each.best is None else f"x {each.factor:.3f}"
             slower = format_seconds(each.net) if each.net else "-" if each.best is None else ""
             name = "" if place else _AXIS_NAMES.get(axis, axis)
-            table.add_row(name, choice_text(axis, each.value), *factor, slower, _why(each))
+            rows.append([name, choice_text(axis, each.value), factor, slower, _why(each)])
         if len(losses) > SHOWN:
-            more = f"{len(losses) - SHOWN} more"
-            table.add_row("", more, *[""] * (1 + wide), "slower than these, or too large")
-        table.add_section()
-    return table
+            rows.append(["", f"{len(losses) - SHOWN} more", "", "", "slower than these, or too large"])
+        rows.append(None)
+    return new_table(["choice", "<value", "?factor", "slower by", "~why its best loses"], rows, narrow=narrow)
 
 
 def _why(each: Loss) -> str:

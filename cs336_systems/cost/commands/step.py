@@ -7,7 +7,7 @@ from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 
-from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_warnings
+from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_warnings
 from cs336_systems.cost.commands.request import (
     Request,
     describe_training,
@@ -23,9 +23,7 @@ from cs336_systems.cost.step_time import StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
-BAR = 48  # characters of the whole step
-NARROW = 100  # columns, below which there is no room for it
-BESIDES = 63  # columns that the rest of its table may need
+BAR, NARROW, BESIDES = 48, 100, 63  # columns: of the whole step's bar; without room for one; of the table besides
 GLOSSARY = (
     "Words: MFU, the share of the accelerators' peak that the model's own FLOPs are; HFU, the same with recomputation; "
     "bubble, the time that stages wait for the pipeline to fill and to drain."
@@ -53,11 +51,13 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The time of one step, what it is spent on, tokens per second, MFU, and memory."""
     request = take_request(given)
     step = request.step()
-    whole = training(tokens, request.tokens / step.total, request.plan.ranks) if tokens else None
+    found = step_record(request, step)
+    if tokens:
+        found["training"] = training(tokens, found["tokens_per_second"], request.plan.ranks)
     if as_json:
-        print_json(_record(request, step) | ({"training": whole} if whole else {}))
+        print_json({**request.record(), **found})
     else:
-        _print(console.console(), request, step, whole)
+        _print(console.console(), request, step, found)
 
 
 def hfu(step: StepTime) -> float:
@@ -67,19 +67,13 @@ def hfu(step: StepTime) -> float:
     return step.mfu * (1 + again / step.model_flops)
 
 
-def losses(step: StepTime) -> dict[str, float]:
-    """The step as three summands: the model's FLOPs at the peak, time that kernels of the busiest stage, forward and
-    backward, take besides, and everything else."""
-    peak = step.mfu * step.total
-    kernels = step.parts["forward"] + step.parts["backward"]
-    return {"at_peak": peak, "kernels": kernels - peak, "else": step.total - kernels}
-
-
-def _record(request: Request, step: StepTime) -> dict[str, Any]:
+def step_record(request: Request, step: StepTime) -> dict[str, Any]:
+    """All results. `losses` are three summands of the step: the model's FLOPs at the peak, time that kernels of the
+    busiest stage, forward and backward, take besides, and everything else."""
     stage, memory = peak_bytes(request.config, request.plan, request.seq)
-    rate = request.tokens / step.total
+    rate, peak = request.tokens / step.total, step.mfu * step.total
+    kernels = step.parts["forward"] + step.parts["backward"]
     return {
-        **request.record(),
         "seconds": step.total,
         "parts": step.parts,
         "busiest_stage": step.stage,
@@ -88,7 +82,7 @@ def _record(request: Request, step: StepTime) -> dict[str, Any]:
         "model_flops": step.model_flops,
         "mfu": step.mfu,
         "hfu": hfu(step),
-        "losses": losses(step),
+        "losses": {"at_peak": peak, "kernels": kernels - peak, "else": step.total - kernels},
         "fullest_stage": stage,
         "memory_bytes": memory,
         "memory_room_bytes": usable_memory(request.system),
@@ -96,53 +90,49 @@ def _record(request: Request, step: StepTime) -> dict[str, Any]:
     }
 
 
-def _print(screen: Console, request: Request, step: StepTime, whole: dict[str, float] | None) -> None:
-    for line in request.lines():
-        screen.print(line)
-    screen.print()
+def _print(screen: Console, request: Request, step: StepTime, found: dict[str, Any]) -> None:
+    screen.print(f"{request.lines()}\n")
     screen.print(_breakdown(step, screen.width))
-    peak, kernels, rest = losses(step).values()
+    peak, kernels, rest = found["losses"].values()
     # Counted in full, attention has FLOPs that a fused kernel leaves out: it may be faster than the peak.
     verb = "lose below it" if kernels >= 0 else "gain, as they skip what a causal mask hides"
     lost = f"{'+' if kernels >= 0 else '-'} {format_seconds(abs(kernels))} that kernels {verb}"
     total, least, others = map(format_seconds, (step.total, peak, rest))
     screen.print(f"{total} = {least} at the peak {lost} + {others} of everything else.\n")
-    screen.print(_results(request, step, whole))
-    print_warnings(screen, request.warnings())
+    screen.print(_results(request, step, found))
+    print_warnings(screen, found["warnings"])
 
 
 def _breakdown(step: StepTime, width: int) -> Table:
     """A row for each part, its bar where the one before it ends; on a narrow screen none has a bar."""
-    room_for_bar = min(BAR, width - BESIDES) if width >= NARROW else 0
+    room_for_bar = min(BAR, width - BESIDES)
     title = f"of stage {step.stage}, the slowest" if step.plan.pp > 1 else "spent on"
-    table = new_table([title, "time", "share", *["<"] * bool(room_for_bar)])
-    begin = 0.0
+    rows, begin = list[Any](), 0.0
     for name, seconds in step.parts.items():
         if seconds:
-            bars = [Bar(step.total, begin, begin + seconds, width=room_for_bar)] * bool(room_for_bar)
-            table.add_row(LABELS[name], format_seconds(seconds), f"{seconds / step.total:.1%}", *bars)
+            bar = Bar(step.total, begin, begin + seconds, width=max(1, room_for_bar))
+            rows.append([LABELS[name], format_seconds(seconds), f"{seconds / step.total:.1%}", bar])
         begin += seconds
-    table.add_section()
-    table.add_row("step", format_seconds(step.total), "100.0%", style="bold")
-    return table
+    total = Total(["step", format_seconds(step.total), "100.0%", ""])
+    return new_table([title, "time", "share", "?<"], [*rows, None, total], narrow=width < NARROW)
 
 
-def _results(request: Request, step: StepTime, whole: dict[str, float] | None) -> Table:
+def _results(request: Request, step: StepTime, found: dict[str, Any]) -> Table:
     plan, system = request.plan, request.system
-    rate = request.tokens / step.total
     peak = system.matmul_flops if plan.width == 2 else system.wide_flops
-    stage, memory = peak_bytes(request.config, plan, request.seq)
-    need, available = sum(memory.values()), usable_memory(system)
+    memory, available = found["memory_bytes"], found["memory_room_bytes"]
+    need = sum(memory.values())
     table = Table.grid(padding=(0, 2))
     for no_wrap in (True, True, False):
         table.add_column(no_wrap=no_wrap)
-    table.add_row("tokens", f"{format_count(rate)}/s", f"{format_count(rate / plan.ranks)}/s per accelerator")
-    if whole:
-        table.add_row("training", *describe_training(whole))
+    each = format_count(found["tokens_per_second_per_accelerator"])
+    table.add_row("tokens", f"{format_count(found['tokens_per_second'])}/s", f"{each}/s per accelerator")
+    if "training" in found:
+        table.add_row("training", *describe_training(found["training"]))
     counted = "forward and twice that, all of attention's scores"
     table.add_row("MFU", f"{step.mfu:.1%}", f"of {format_count(peak)}FLOP/s: {counted}")
-    table.add_row("HFU", f"{hfu(step):.1%}", "with recomputation")
-    where = f"on stage {stage}, the fullest" if plan.pp > 1 else "on each rank"
+    table.add_row("HFU", f"{found['hfu']:.1%}", "with recomputation")
+    where = f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank"
     verdict = "fits in" if need <= available else "does NOT fit in"
     table.add_row("memory", format_bytes(need), f"{where}, {verdict} {format_bytes(available)} of {system.name}:")
     table.add_row("", "", ", ".join(f"{name} {format_bytes(count)}" for name, count in memory.items() if count))

@@ -4,25 +4,100 @@
 The words are in `templates/`, one file per question.
 """
 
-from cs336_systems.cost.course.answers import Answer, Question
-from cs336_systems.cost.course.questions import (
-    ANSWERS,
-    QUESTIONS,
-    contents,
-    defaults,
-    markdown,
-    parse_numbers,
-    question,
-)
+import re
+from collections.abc import Callable, Iterable
+from inspect import signature
+from math import isfinite
+from typing import Any, get_type_hints
 
-__all__ = [
-    "ANSWERS",
-    "QUESTIONS",
-    "Answer",
-    "Question",
-    "contents",
-    "defaults",
-    "markdown",
-    "parse_numbers",
-    "question",
-]
+from cs336_systems.cost.course.answers import Answer as Answer
+from cs336_systems.cost.course.answers import Question, given
+from cs336_systems.cost.course.arithmetic import ARITHMETIC
+from cs336_systems.cost.course.communication import COMMUNICATION
+from cs336_systems.cost.course.memory import MEMORY
+from cs336_systems.cost.course.xxl import XXL
+from cs336_systems.errors import UserError
+
+# Each computes the numbers of the template of its name, `_` written as `-`.
+_COMPUTED: tuple[Callable[..., dict[str, Any]], ...] = (*COMMUNICATION, *XXL, *MEMORY, *ARITHMETIC)
+ANSWERS = {each.__name__.replace("_", "-"): each for each in _COMPUTED}
+QUESTIONS = {name: Question(name) for name in ANSWERS}
+_SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) ?([kKMGTP]?)(i?)B(?:/s)?")  # 1GB, 1GiB, 450GB/s
+LARGEST = 1e30  # of a number given by a user: what is computed from it stays finite
+
+
+def question(name: str, **numbers: float | str) -> Answer:
+    """One answer, with other numbers than its own where they are given: `question("rings", N=16, S=2e9)`. Raises
+    UserError for a question or a number that does not exist, and for values that make no sense."""
+    if name not in ANSWERS:
+        raise UserError(f"no question {name!r}; choose from {', '.join(ANSWERS)}")
+    known, asked = get_type_hints(ANSWERS[name]), QUESTIONS[name]
+    if strange := [each for each in numbers if each not in known or each == "return"]:
+        raise UserError(f"{name} has no number {strange[0]!r}; it has {defaults(name)}")
+    values = {each: _checked(asked, each, value, known[each]) for each, value in numbers.items()}
+    try:
+        found = ANSWERS[name](**values)
+    except (ArithmeticError, StopIteration) as error:
+        wrong = ", ".join(f"{each}={given(value)}" for each, value in values.items())
+        raise UserError(f"{name} has no answer for {wrong}: {error or 'out of range'}") from None
+    return Answer(asked, {each: found[each] for each in asked.fields})
+
+
+def defaults(name: str) -> str:
+    """The numbers of a question and their values, as they may be given: `N=8, S=1e9, W=450e9, a=3e-6`."""
+    return ", ".join(f"{each}={given(known.default)}" for each, known in signature(ANSWERS[name]).parameters.items())
+
+
+def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
+    """`["N=16", "size=xl"]` as the numbers of `question`. Raises UserError for what is not NAME=VALUE, and for a name
+    that is given twice."""
+    found: dict[str, float | str] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if not name or not value:
+            raise UserError(f"{setting!r} is not NAME=VALUE, such as N=16")
+        if name in found:
+            raise UserError(f"{name} is given twice, as {given(found[name])} and as {value}")
+        try:
+            found[name] = float(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def contents() -> str:
+    """A list of all questions, each with its name and a link to its answer in `markdown()`."""
+    return "\n".join(f"- [{each.title}](#{each.anchor}) (`{each.id}`)" for each in QUESTIONS.values())
+
+
+def markdown() -> str:
+    """All answers with their own numbers: what docs/accounting.md holds."""
+    return "\n\n".join(question(name).markdown() for name in ANSWERS)
+
+
+def _checked(asked: Question, key: str, value: float | str, kind: type) -> float | str:
+    """The value as the answer's parameter wants it."""
+    if kind is str:
+        # A name that looks like a number was parsed as one.
+        return value if isinstance(value, str) else f"{value:g}"
+    if isinstance(value, str):
+        value = _nbytes(asked.unit(key), value)
+    if isinstance(value, str) or not isfinite(value) or not 0 < value <= LARGEST:
+        raise UserError(f"{asked.id}: {key} must be a number above 0 and up to 1e30, not {given(value)}")
+    if value < 1 / LARGEST:
+        raise UserError(f"{asked.id}: {key} must be at least 1e-30, not {given(value)}")
+    if kind is int and value != int(value):
+        raise UserError(f"{asked.id}: {key} is counted, so it must be whole, not {given(value)}")
+    return kind(value)
+
+
+def _nbytes(unit: str, text: str) -> float | str:
+    """`1GB` as 1e9 and `1GiB` as 2³⁰ where the unit is bytes or bytes per second; the text if it is none of these."""
+    match = _SIZE.fullmatch(text)
+    if not match or unit not in ("B", "B/s") or (text.endswith("/s") and unit == "B"):
+        return text
+    number, prefix, binary = match.groups()
+    try:
+        return float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " ")
+    except ValueError:
+        return text

@@ -55,6 +55,11 @@ class Question:
     def _origin(self) -> str:
         return self.template.splitlines()[2]
 
+    @property
+    def fields(self) -> list[str]:
+        """Names of the numbers."""
+        return list(dict.fromkeys(re.findall(r"{(\w+)", self.template)))
+
     def unit(self, symbol: str) -> str:
         """Unit of a symbol, as its table says."""
         found = re.search(rf"^\| `{symbol}` \|.*\{{{symbol}:([^}}]*)\}} \|$", self.template, re.MULTILINE)
@@ -88,8 +93,7 @@ class Answer:
 
     def markdown(self) -> str:
         """The answer as a section of a Markdown page."""
-        number = count(1)
-        lines = fill(self.question.template, self.values, _text)
+        number, lines = count(1), fill(self.question.template, self.values, _text)
         return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: str(next(number)), line) for line in lines)
 
 

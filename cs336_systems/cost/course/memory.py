@@ -7,18 +7,18 @@ and fully sharded parameters, and what these send.
 
 from dataclasses import replace
 from math import ceil, log2, sqrt
+from typing import Any
 
 from cs336_systems.cost.closed_forms import TRAFFIC, zero_memory
 from cs336_systems.cost.course.answers import given, require
 from cs336_systems.cost.machines import GIB, system_preset
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.template import Value
 from cs336_systems.presets import ModelConfig, model_preset
 
 _H100 = system_preset("H100").memory / GIB * 1e9  # a GB as the course has it
 
 
-def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128) -> dict[str, Value]:
+def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128) -> dict[str, Any]:
     """Peaks of forward and of a step, in fp32 and under autocast, and the residual stream."""
     from cs336_systems.model.observed import observe_passes  # torch, which no other question needs
 
@@ -26,51 +26,31 @@ def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128)
     config = model_preset(size, year).override(context_length=S)
     counts = count_parameters(config)
     P, d, h = sum(counts.values()), config.d_model, config.num_heads
-    peaks: dict[str, int] = {}
-    for precision in ("fp32", "bf16"):
-        passes = observe_passes(config, B, S, precision)
-        peaks |= {f"{mode}_{precision}": sum(passes.memory(mode).values()) for mode in ("forward", "step")}
-    change = {mode: peaks[f"{mode}_bf16"] - peaks[f"{mode}_fp32"] for mode in ("forward", "step")}
-    return {
-        "P": P,
-        "d": d,
-        "h": h,
-        "parameters": 4 * P,
-        **peaks,
-        "casts": 2 * (counts["attention"] + counts["feed-forward"] + config.vocab_size * d),
-        "state": 16 * P,
-        "stream": 4 * B * S * d,
-        "matrix": 4 * d * config.d_ff,
-        "scores": 4 * B * h * S * S,
-        "scores_from": sqrt(d * config.d_ff / (B * h)),
-        "forward_change": abs(change["forward"]),
-        "forward_more": change["forward"] >= 0,
-        "step_change": abs(change["step"]),
-        "step_more": change["step"] >= 0,
-        "parameters_share": 4 * P / peaks["forward_fp32"],
-    }
+    passes = {precision: observe_passes(config, B, S, precision) for precision in ("fp32", "bf16")}
+    peaks = {f"{mode}_{precision}": sum(each.memory(mode).values())
+             for mode in ("forward", "step") for precision, each in passes.items()}  # fmt: skip
+    forward_change, step_change = (peaks[f"{mode}_bf16"] - peaks[f"{mode}_fp32"] for mode in ("forward", "step"))
+    forward_more, step_more = forward_change >= 0, step_change >= 0
+    forward_change, step_change = abs(forward_change), abs(step_change)
+    casts = 2 * (counts["attention"] + counts["feed-forward"] + config.vocab_size * d)
+    parameters, state, stream = 4 * P, 16 * P, 4 * B * S * d
+    parameters_share = parameters / peaks["forward_fp32"]
+    matrix, scores = 4 * d * config.d_ff, 4 * B * h * S * S
+    scores_from = sqrt(d * config.d_ff / (B * h))
+    return locals() | peaks
 
 
-def attention_memory(B: int = 8, S: int = 16_384, d: int = 64, e: int = 4, H: float = _H100) -> dict[str, Value]:
+def attention_memory(B: int = 8, S: int = 16_384, d: int = 64, e: int = 4, H: float = _H100) -> dict[str, Any]:
     """Bytes that a single head of attention keeps, written out and as FlashAttention-2."""
     require(e in (1, 2, 4, 8), f"attention-memory: a number has e = 1, 2, 4 or 8 bytes, not {given(e)}")
     flat, scores, row = e * B * S * d, e * B * S * S, 4 * B * S
-    naive, flash = 3 * flat + scores, 4 * flat + row
-    return {
-        "inputs": 3 * flat,
-        "scores": scores,
-        "kept_naive": naive,
-        "forward_naive": naive + scores,
-        "backward_naive": 5 * flat + 3 * scores,
-        "longest": sqrt(H / (3 * e * B)),
-        "kept_flash": flash,
-        "ratio": naive / flash,
-        "shorter_from": d + 4 / e,
-        "work": 7 / 6,
-        "same": naive == flash,
-        "less": naive > flash,
-        "times": max(naive, flash) / min(naive, flash),
-    }
+    inputs, kept_naive, kept_flash = 3 * flat, 3 * flat + scores, 4 * flat + row
+    forward_naive, backward_naive = kept_naive + scores, 5 * flat + 3 * scores
+    longest = sqrt(H / (3 * e * B))
+    ratio, shorter_from, work = kept_naive / kept_flash, d + 4 / e, 7 / 6
+    same, less = kept_naive == kept_flash, kept_naive > kept_flash
+    times = max(kept_naive, kept_flash) / min(kept_naive, kept_flash)
+    return locals()
 
 
 def segments_peak(L: int, k: int, s: float, b: float) -> float:
@@ -78,7 +58,7 @@ def segments_peak(L: int, k: int, s: float, b: float) -> float:
     return (ceil(L / k) - 1) * s + k * b
 
 
-def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048, k: int = 4) -> dict[str, Value]:
+def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048, k: int = 4) -> dict[str, Any]:
     """Activations kept with segments of k blocks, the best k, and segments nested in halves."""
     from cs336_systems.model.observed import observe_kept  # torch, which no other question needs
 
@@ -89,23 +69,12 @@ def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048,
     one, two = (observe_kept(replace(config, num_layers=1, context_length=n), 1, n).blocks[0] for n in (16, 32))
     y = (two - 2 * one) // 512
     s, b = 4 * B * S * config.d_model, B * ((one // 16 - 16 * y) * S + y * S * S)
-    best = min(range(1, L + 1), key=lambda each: segments_peak(L, each, s, b))
+    whole, segments = L * b, segments_peak(L, k, s, b)
+    best_real, best = sqrt(L * s / b), min(range(1, L + 1), key=lambda each: segments_peak(L, each, s, b))
+    best_bytes, textbook, block_over_stream = segments_peak(L, best, s, b), sqrt(L), b / s
     halvings = ceil(log2(L))
-    return {
-        "L": L,
-        "s": s,
-        "b": b,
-        "whole": L * b,
-        "segments": segments_peak(L, k, s, b),
-        "best_real": sqrt(L * s / b),
-        "best": best,
-        "best_bytes": segments_peak(L, best, s, b),
-        "textbook": sqrt(L),
-        "block_over_stream": b / s,
-        "nested": halvings * s + b,
-        "nested_forwards": 1 + halvings,
-        "segments_extra": 1 / 3,
-    }
+    nested, nested_forwards, segments_extra = halvings * s + b, 1 + halvings, 1 / 3
+    return locals()
 
 
 def parameters_of(size: str, year: int) -> int:
@@ -128,47 +97,33 @@ def _check_ranks(name: str, N: int, P: int) -> None:
     require(N <= P, f"{name}: N = {given(N)} ranks share {given(P)} parameters; N must not be more")
 
 
-def optimizer_memory(size: str = "xl", year: int = 2025, N: int = 2) -> dict[str, Value]:
+def optimizer_memory(size: str = "xl", year: int = 2025, N: int = 2) -> dict[str, Any]:
     """Bytes at three points of a step, with whole and with sharded AdamW state."""
     P = parameters_of(size, year)
     _check_ranks("optimizer-memory", N, P)
     whole, sharded = zero_memory(P, 0, N, 0), zero_memory(P, 0, N, 1)
-    published = sum(zero_memory(parameters_of("xl", 2024), 0, 2, 1).values())
-    return {
-        "P": P,
-        "initialized": whole["parameters"],
-        "before_step": whole["parameters"] + whole["gradients"],
-        "moments": whole["optimizer"],
-        "after_whole": sum(whole.values()),
-        "moments_sharded": sharded["optimizer"],
-        "after_sharded": sum(sharded.values()),
-        "saved": sum(whole.values()) - sum(sharded.values()),
-        "published_gib": round(published / 2**30, 1),
-    }
+    initialized, before_step = whole["parameters"], whole["parameters"] + whole["gradients"]
+    moments, moments_sharded = whole["optimizer"], sharded["optimizer"]
+    after_whole, after_sharded = sum(whole.values()), sum(sharded.values())
+    saved = after_whole - after_sharded
+    published_gib = round(sum(zero_memory(parameters_of("xl", 2024), 0, 2, 1).values()) / 2**30, 1)
+    return locals()
 
 
-def zero1_traffic(size: str = "xl", year: int = 2025, N: int = 2, o: float = 20e-6) -> dict[str, Value]:
+def zero1_traffic(size: str = "xl", year: int = 2025, N: int = 2, o: float = 20e-6) -> dict[str, Any]:
     """Bytes a rank sends in a step: the assignment's sharded optimizer, and ZeRO stage 1; o seconds per call."""
-    P, tensors = parameters_of(size, year), tensors_of(model_preset(size, year))
+    P, calls = parameters_of(size, year), tensors_of(model_preset(size, year))
     _check_ranks("zero1-traffic", N, P)
     share = (N - 1) / N * 4 * P
-    reduce, broadcast = TRAFFIC["all-reduce"] * share, TRAFFIC["broadcast"] * share
-    zero1 = (TRAFFIC["reduce-scatter"] + TRAFFIC["all-gather"]) * share
-    return {
-        "P": P,
-        "all_reduce": reduce,
-        "broadcasts": broadcast,
-        "assignment": reduce + broadcast,
-        "zero1": zero1,
-        "ratio": (reduce + broadcast) / zero1,
-        "data_parallel": reduce,
-        "calls": tensors,
-        "call_seconds": tensors * o,
-        "kept": sum(zero_memory(P, 0, N, 1).values()),
-    }
+    all_reduce = data_parallel = TRAFFIC["all-reduce"] * share
+    broadcasts = TRAFFIC["broadcast"] * share
+    assignment, zero1 = all_reduce + broadcasts, (TRAFFIC["reduce-scatter"] + TRAFFIC["all-gather"]) * share
+    ratio, call_seconds = assignment / zero1, calls * o
+    kept = sum(zero_memory(P, 0, N, 1).values())
+    return locals()
 
 
-def fsdp_memory(size: str = "xl", year: int = 2026, N: int = 2, k: int = 2) -> dict[str, Value]:
+def fsdp_memory(size: str = "xl", year: int = 2026, N: int = 2, k: int = 2) -> dict[str, Any]:
     """Savings of full sharding beyond sharded optimizer state, with k layers gathered ahead."""
     P, config = parameters_of(size, year), model_preset(size, year)
     _check_ranks("fsdp-memory", N, P)
@@ -176,21 +131,12 @@ def fsdp_memory(size: str = "xl", year: int = 2026, N: int = 2, k: int = 2) -> d
     message = f"fsdp-memory: k = {given(k)} layers ahead are too many: {size} has {layers} matrices to multiply by"
     require(k < layers, message)
     sharded, full = zero_memory(P, 0, N, 1), zero_memory(P, 0, N, 3)
+    sharded_optimizer, fsdp = sum(sharded.values()), sum(full.values())
+    saved, saved_gradients = sharded_optimizer - fsdp, sharded["gradients"] - full["gradients"]
     gathered = (k + 1) * 4 * config.d_model * config.d_ff
-    saved = sum(sharded.values()) - sum(full.values())
-    sent = (N - 1) / N * 4 * P
-    return {
-        "P": P,
-        "sharded_optimizer": sum(sharded.values()),
-        "fsdp": sum(full.values()),
-        "saved": saved,
-        "saved_gradients": sharded["gradients"] - full["gradients"],
-        "gathered": gathered,
-        "net": saved - gathered,
-        "pays": saved > gathered,
-        "sent": 3 * sent,
-        "data_parallel": 2 * sent,
-    }
+    net, pays = saved - gathered, saved > gathered
+    sent, data_parallel = 3 * ((N - 1) / N * 4 * P), 2 * ((N - 1) / N * 4 * P)
+    return locals()
 
 
 MEMORY = (zero1_traffic, optimizer_memory, fsdp_memory, pass_memory, attention_memory, checkpointing)

@@ -46,6 +46,12 @@ class Grid:
             raise UserError(f"2.5d layers share {self.side} steps: depth {self.depth} must divide them")
 
     @property
+    def name(self) -> str:
+        """`2.5d: 4 x 4 x 2`."""
+        sizes = {"1d": 1, "2d": 2, "3d": 3}.get(self.kind, 2) * [str(self.side)]
+        return f"{self.kind}: {' x '.join(sizes + [str(self.depth)] * (self.kind in ('2.5d', 'tesseract')))}"
+
+    @property
     def ranks(self) -> int:
         """Number of ranks."""
         power = {"1d": 1, "3d": 3}.get(self.kind, 2)

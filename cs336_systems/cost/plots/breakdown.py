@@ -7,11 +7,9 @@ time that the model's FLOPs would take at the peak of all ranks. A bar as long a
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.machines import CONSTANTS, Constants
-from cs336_systems.cost.plots.style import BACKWARD, FORWARD, footnote, new_figure, tidy, title
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, new_figure, tidy
 from cs336_systems.cost.runs import PUBLISHED, read_runs
 from cs336_systems.cost.step_time import StepTime, step_time
-from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
@@ -31,7 +29,6 @@ COLOURS = {
 }
 DARK = ("backward", "recompute", "tensor-parallel", "expert-parallel", "pipeline")  # where text is white
 SHOWN, NAMED = 0.05, 0.005  # shares of a step: smaller parts have no number; are not in the legend
-
 KORTHIKANTI = "kort22-"  # how the names of the runs of arXiv:2205.05198, table 5, begin
 
 
@@ -43,15 +40,11 @@ class Bar(NamedTuple):
     measured: float | None = None
 
 
-def published(begin: str = KORTHIKANTI, constants: Constants = CONSTANTS) -> list[Bar]:
-    """The runs of `data/published_runs.json` whose names begin so. Raises UserError if none does."""
-    runs = read_runs(PUBLISHED)
-    if chosen := [run for run in runs if run.id.startswith(begin)]:
-        steps = [step_time(run.config, run.plan, run.seq, run.system, constants) for run in chosen]
-        names = [run.id.removeprefix(begin) or run.id for run in chosen]
-        return [Bar(name, step, run.seconds) for name, step, run in zip(names, steps, chosen, strict=True)]
-    kinds = ", ".join(dict.fromkeys(run.id.partition("-")[0] for run in runs))
-    raise UserError(f"no published run begins with {begin!r}: they begin with {kinds}")
+def published() -> list[Bar]:
+    """The runs of `data/published_runs.json` that arXiv:2205.05198 has in table 5."""
+    runs = [run for run in read_runs(PUBLISHED) if run.id.startswith(KORTHIKANTI)]
+    steps = [step_time(run.config, run.plan, run.seq, run.system) for run in runs]
+    return [Bar(run.id.removeprefix(KORTHIKANTI), step, run.seconds) for run, step in zip(runs, steps, strict=True)]
 
 
 def multiples(step: StepTime) -> dict[str, float]:
@@ -63,26 +56,23 @@ def multiples(step: StepTime) -> dict[str, float]:
 
 def draw(bars: Sequence[Bar]) -> Any:
     """A matplotlib Figure: a bar for each plan, from the top down."""
-    figure = new_figure(10.5, 1.7 + 0.42 * len(bars))
-    axes = figure.add_subplot()
+    systems = {bar.step.system.name: bar.step.system for bar in bars}
+    figure = new_figure(10.5, 1.7 + 0.42 * len(bars), list(systems.values()))
+    axes, measured = figure.add_subplot(), any(bar.measured for bar in bars)
     used = {name for bar in bars for name, time in bar.step.parts.items() if time >= NAMED * bar.step.total}
     for height, bar in enumerate(bars):
         _draw_bar(axes, height, bar)
     axes.set_yticks(range(len(bars)), [plot_text(bar.name) for bar in bars])
-    axes.set_ylim(len(bars) - 0.4, -0.6)
-    longest = max(1 / bar.step.mfu for bar in bars)
-    axes.set_xlim(0, longest * 1.25)
+    axes.set(ylim=(len(bars) - 0.4, -0.6), xlim=(0, max(1 / bar.step.mfu for bar in bars) * 1.25))
     axes.set_xlabel("time of a step, as a multiple of what its model FLOPs take at the peak (2: an MFU of 50%)")
     handles = [axes.barh(0, 0, label=name, **_look(name)) for name in COLOURS if name in used]
-    if any(bar.measured for bar in bars):
+    if measured:
         handles.append(axes.plot([], [], color="black", linewidth=2.5, label="measured")[0])
     figure.legend(handles=handles, loc="outside upper center", ncols=min(6, len(handles)), frameon=False)
     axes.axvline(1, color="black", linewidth=1, linestyle=":", zorder=0)
-    compared = "; by how much it misses what was measured" if any(bar.measured for bar in bars) else ""
-    title(axes, f"A step, its parts and its MFU as predicted{compared}")
-    tidy(axes, "x")
+    compared = "; by how much it misses what was measured" if measured else ""
+    tidy(axes, f"A step, its parts and its MFU as predicted{compared}", "x")
     axes.tick_params(axis="y", length=0)
-    footnote(figure, list({bar.step.system.name: bar.step.system for bar in bars}.values()))
     return figure
 
 

@@ -11,18 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots.scaling import divides
-from cs336_systems.cost.plots.style import (
-    GREY,
-    STYLES,
-    footnote,
-    in_percent,
-    name_ends,
-    new_figure,
-    ticks_at,
-    tidy,
-    title,
-)
+from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, ticks_at, tidy
+from cs336_systems.cost.search_space import refused
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
@@ -59,16 +49,12 @@ def with_experts(config: ModelConfig) -> ModelConfig:
 
 def plan_at(axis: Axis, degree: int, batch: int) -> Plan | None:
     """A plan of one axis alone, its rows in one microbatch; None for a batch that does not divide."""
-    splits_batch = axis in ("dp", "ep")
-    if splits_batch and batch % degree:
+    splits = axis in ("dp", "ep")
+    if splits and batch % degree:
         return None
-    zero, rows, together = (
-        3 if axis == "dp" else 0,
-        batch // degree if splits_batch else 1,
-        batch if splits_batch else 1,
-    )
-    plan = Plan(sequence=axis == "tp", zero=zero, micro_batch=rows, global_batch=rows, overlap="none")
-    return plan.override(**{axis: degree, "global_batch": together})
+    rows, together = (batch // degree, batch) if splits else (1, 1)
+    plan = Plan(sequence=axis == "tp", micro_batch=rows, global_batch=rows, overlap="none")
+    return plan.override(**{axis: degree, "zero": 3 if axis == "dp" else 0, "global_batch": together})
 
 
 def shares(
@@ -84,15 +70,15 @@ def shares(
     config, found = with_experts(config) if axis == "ep" else config, []
     for degree in degrees:
         plan = plan_at(axis, degree, batch)
-        if plan and divides(config, plan, seq):
+        if plan and not refused(lambda: plan.check(config, seq)):  # noqa: B023
             parts = step_time(config, plan, seq, system, constants).parts
             found.append(Share(degree, parts[AXES[axis][0]], sum(parts[name] for name in COMPUTING)))
     return found
 
 
-def crossing(found: Sequence[Share]) -> int | None:
+def crossing(found: Sequence[Share]) -> Share | None:
     """The first degree at which communication takes longer than computing."""
-    return next((each.degree for each in found if each.communication > each.computing), None)
+    return next((each for each in found if each.communication > each.computing), None)
 
 
 def draw(
@@ -100,54 +86,43 @@ def draw(
 ) -> Any:
     """A matplotlib Figure of four panels, one for each axis, with a line for each machine and its constants. Raises
     UserError if no degree divides."""
-    figure = new_figure(11.5, 7.6)
-    degrees = [1 << k for k in range(1, most.bit_length())]
-    panels = figure.subplots(2, 2, sharey=True, sharex=True).ravel()
-    for axes, (axis, (_, heading)) in zip(panels, AXES.items(), strict=True):
-        lines = {
-            each.name: shares(config, seq, each, axis, degrees, batch, own)
-            for each, own in zip(systems, constants, strict=True)
-        }
+    heading = (
+        f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens, nothing hidden; "
+        "ringed: the first degree at which communication takes longer than computing"
+    )
+    figure, degrees = new_figure(11.5, 7.6, systems, heading), [1 << k for k in range(1, most.bit_length())]
+    panels, sparse = figure.subplots(2, 2, sharey=True, sharex=True).ravel(), with_experts(config)
+    words = {"batch": f"{batch} sequences", "experts": f"{sparse.num_experts} experts in {sparse.expert_layers} layers"}
+    for axes, (axis, (_, title)) in zip(panels, AXES.items(), strict=True):
+        machines = zip(systems, constants, strict=True)
+        lines = {each.name: shares(config, seq, each, axis, degrees, batch, own) for each, own in machines}
         if not any(lines.values()):
             raise UserError(f"no power of two up to {most} divides what {axis} splits: choose another --batch-size")
-        _panel(axes, lines, most)
-        sparse = with_experts(config)
-        experts = f"{sparse.num_experts} experts in {sparse.expert_layers} layers"
-        title(axes, heading.format(batch=f"{batch} sequences", experts=experts))
-        _mark_nodes(axes, {each.node for each in systems})
+        _panel(axes, lines)
+        tidy(axes, title.format(**words))
+        for size in {each.node for each in systems}:
+            axes.axvline(size, color=GREY, linewidth=1, linestyle=":", zorder=1)
+            look = {"textcoords": "offset points", "va": "top", "color": GREY, "fontsize": "small"}
+            axes.annotate(f"a node: {size}", (size, 0.97), (4, 0), **look)
         ticks_at(axes, degrees)
         axes.set(xlim=(1.7, most * 3.6), ylim=(0, 1))
-        in_percent(axes.yaxis)
+        axes.yaxis.set_major_formatter("{x:.0%}")
     for axes in panels[2:]:
         axes.set_xlabel("degree")
     for axes in panels[::2]:
         axes.set_ylabel("communication / (it + computing)")
-    figure.suptitle(
-        f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens, nothing hidden; "
-        "ringed: the first degree at which communication takes longer than computing",
-        fontsize="medium",
-    )
     panels[0].text(most * 3.4, 0.52, "communication takes longer", ha="right", color=GREY, fontsize="small")
-    footnote(figure, systems)
     return figure
 
 
-def _panel(axes: Any, lines: dict[str, list[Share]], most: int) -> None:
+def _panel(axes: Any, lines: dict[str, list[Share]]) -> None:
     axes.axhspan(0.5, 1, color="#f3f3f3", zorder=0)
-    ends: dict[str, tuple[float, float]] = {}
-    for (name, found), (colour, marker) in zip(lines.items(), STYLES, strict=False):
-        axes.plot([s.degree for s in found], [s.share for s in found], color=colour, marker=marker, markersize=4.5)
-        if found:
-            ends[name] = (found[-1].degree, found[-1].share)
-        if (first := crossing(found)) is not None:
-            place = next(each.share for each in found if each.degree == first)
-            axes.scatter(first, place, s=130, facecolors="none", edgecolors=colour, linewidths=1.6, zorder=4)
-    name_ends(axes, ends, {name: colour for name, (colour, _) in zip(lines, STYLES, strict=False)}, 0.055)
-    tidy(axes)
-
-
-def _mark_nodes(axes: Any, sizes: set[int]) -> None:
-    for size in sizes:
-        axes.axvline(size, color=GREY, linewidth=1, linestyle=":", zorder=1)
-        axes.annotate(f"a node: {size}", (size, 0.97), (4, 0), textcoords="offset points", va="top", color=GREY,
-                      fontsize="small")  # fmt: skip
+    colours = {name: colour for name, (colour, _) in zip(lines, STYLES, strict=False)}
+    for (name, found), (_, marker) in zip(lines.items(), STYLES, strict=False):
+        style = {"color": colours[name], "marker": marker, "markersize": 4.5}
+        axes.plot([s.degree for s in found], [s.share for s in found], **style)
+        if first := crossing(found):
+            ring = {"facecolors": "none", "edgecolors": colours[name], "linewidths": 1.6, "zorder": 4}
+            axes.scatter(first.degree, first.share, s=130, **ring)
+    ends = {name: (found[-1].degree, found[-1].share) for name, found in lines.items() if found}
+    name_ends(axes, ends, colours, 0.055)

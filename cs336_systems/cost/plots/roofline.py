@@ -3,26 +3,26 @@
 Left of the ridge an operator waits for memory, right of it for the processors (Williams et al., CACM 52(4), 2009).
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
 from cs336_systems.cost.operator_time import kernel_seconds
 from cs336_systems.cost.operators import Rank, block_operators, head_operators
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, footnote, new_figure, spread, tidy, title
+from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, new_figure, spread, tidy
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig
 
 SHOWN = 0.01  # share of the time below which an operator has no label
-WAYS = {"forward": (FORWARD, ">"), "backward": (BACKWARD, "<")}
+WAYS = {"forward": (FORWARD, ">", "▶"), "backward": (BACKWARD, "<", "◀")}
 
 
 class Point(NamedTuple):
-    """One operator in one direction, on one rank for one microbatch."""
+    """One operator in one direction ("forward" or "backward"), on one rank for one microbatch."""
 
     operator: str
-    way: Literal["forward", "backward"]
+    way: str
     intensity: float  # FLOPs per byte read or written
     rate: float  # FLOP/s
     seconds: float
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 class Roof(NamedTuple):
-    """Two ceilings: bytes/s of memory, and FLOP/s."""
+    """Two ceilings: bytes/s of memory, and FLOP/s; they meet at the ridge, in FLOPs per byte."""
 
     bandwidth: float
     flops: float
@@ -58,9 +58,7 @@ def points(config: ModelConfig, plan: Plan, seq: int, system: System, constants:
     plan.check(config, seq)
     rank, found = Rank(config, plan.alone(), seq), []
     for each in (*block_operators(rank, config.num_experts > 0), *head_operators(rank)):
-        ways: tuple[tuple[Literal["forward", "backward"], Any], ...]
-        ways = (("forward", each.forward), ("backward", each.backward))
-        for way, works in ways:
+        for way, works in (("forward", each.forward), ("backward", each.backward)):
             seconds = sum(kernel_seconds(kernel, system, constants).total for kernel in works)
             flops = sum(work.flops or work.nbytes / work.width for work in works)
             nbytes = sum(work.nbytes for work in works)
@@ -78,36 +76,35 @@ def labels(found: list[Point]) -> dict[str, str]:
 def draw(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> Any:
     """A matplotlib Figure: all operators under the machine's two roofs, and the products in a linear scale."""
     found, both = points(config, plan, seq, system, constants), roofs(plan, system, constants)
-    figure = new_figure(11.5, 5.4)
-    whole, near = figure.subplots(1, 2, width_ratios=(1, 1.25))
     total, products = sum(point.seconds for point in found), [point for point in found if point.counted]
+    split = f", tp {plan.tp}{' with sequence parallelism' if plan.sequence else ''}" if plan.tp > 1 else ""
+    heading = (
+        f"One block and the head of {config.num_layers} layers x {config.d_model}{split}, on {plot_text(system.name)}: "
+        f"{plan.micro_batch} x {seq} tokens take {format_seconds(total)} (area: time)"
+    )
+    figure, (sheet, _) = new_figure(11.5, 5.4, [system], heading), both
+    whole, near = figure.subplots(1, 2, width_ratios=(1, 1.25))
     left, right = (pick(point.intensity for point in found) for pick in (min, max))
-    whole.set(xscale="log", yscale="log", xlim=(left / 4, max(right, both[0].ridge) * 3))
-    whole.set_ylim(min(point.rate for point in found) / 3, both[0].flops * 2)
+    whole.set(xscale="log", yscale="log", xlim=(left / 4, max(right, sheet.ridge) * 3), ylabel="FLOP/s on one rank")
+    whole.set_ylim(min(point.rate for point in found) / 3, sheet.flops * 2)
     left, right = (pick(point.intensity for point in products) for pick in (min, max))
-    near.set(xscale="log", xlim=(min(left, both[0].ridge) / 2, max(right, both[0].ridge) * 14))
-    near.set_ylim(0, both[0].flops * 1.12)
+    near.set(
+        xscale="log", xlim=(min(left, sheet.ridge) / 2, max(right, sheet.ridge) * 14), ylim=(0, sheet.flops * 1.12)
+    )
     _draw_points(whole, both, found, total)
     _draw_points(near, both, products, total)
     _name(whole, [point for point in found if not point.counted], labels(found), 0.36, 0.0)
     _name(near, products, labels(found), 0.62, -0.04)
-    _name_roofs(near, both)
+    for roof, name, colour in zip(both, ("data sheet", "attainable"), (GREY, "black"), strict=True):
+        text, where = f"{name}: {roof.flops / 1e12:.0f} TFLOP/s", (near.get_xlim()[1], roof.flops)
+        near.annotate(text, where, (0, 3), textcoords="offset points", ha="right", color=colour, fontsize="small")
     near.yaxis.set_major_formatter(lambda value, _: f"{value / 1e12:.0f} T")
-    whole.set_ylabel("FLOP/s on one rank")
-    for axes, heading in ((whole, "All operators (hollow: element-wise, one FLOP a number)"), (near, "Products")):
+    for axes, title in ((whole, "All operators (hollow: element-wise, one FLOP a number)"), (near, "Products")):
         axes.set_xlabel("arithmetic intensity: FLOPs for each byte of memory")
-        title(axes, heading)
-        tidy(axes)
-    for number, (way, (colour, _)) in enumerate(WAYS.items()):
+        tidy(axes, title)
+    for number, (way, (colour, _, sign)) in enumerate(WAYS.items()):
         where = (0.03 + 0.24 * number, 0.93)
-        whole.text(*where, f"{'▶◀'[number]} {way}", color=colour, transform=whole.transAxes, weight="bold")
-    split = f", tp {plan.tp}{' with sequence parallelism' if plan.sequence else ''}" if plan.tp > 1 else ""
-    figure.suptitle(
-        f"One block and the head of {config.num_layers} layers x {config.d_model}{split}, on {plot_text(system.name)}: "
-        f"{plan.micro_batch} x {seq} tokens take {format_seconds(total)} (area: time)",
-        fontsize="medium",
-    )
-    footnote(figure, [system])
+        whole.text(*where, f"{sign} {way}", color=colour, transform=whole.transAxes, weight="bold")
     return figure
 
 
@@ -115,21 +112,17 @@ def _draw_points(axes: Any, both: tuple[Roof, Roof], found: list[Point], total: 
     start, end = axes.get_xlim()
     for roof, colour, dashes in zip(both, (GREY, "black"), ("--", "-"), strict=True):
         # A straight line in a logarithmic scale is a curve in a linear one.
-        places = [start * (end / start) ** (step / 200) for step in range(201)] + [roof.ridge]
-        places.sort()
+        places = sorted([*(start * (end / start) ** (step / 200) for step in range(201)), roof.ridge])
         axes.plot(places, [roof.at(x) for x in places], dashes, color=colour, linewidth=1.2, zorder=0)
     for point in found:
-        colour, marker = WAYS[point.way]
-        face = colour if point.counted else "none"
-        size = 14 + 1500 * point.seconds / total
-        look = {"facecolors": face, "edgecolors": colour, "alpha": 0.7, "linewidths": 1.2}
-        axes.scatter(point.intensity, point.rate, size, marker=marker, **look)
-
-
-def _name_roofs(axes: Any, both: tuple[Roof, Roof]) -> None:
-    for roof, name, colour in zip(both, ("data sheet", "attainable"), (GREY, "black"), strict=True):
-        text, where = f"{name}: {roof.flops / 1e12:.0f} TFLOP/s", (axes.get_xlim()[1], roof.flops)
-        axes.annotate(text, where, (0, 3), textcoords="offset points", ha="right", color=colour, fontsize="small")
+        colour, marker, _ = WAYS[point.way]
+        look = {
+            "facecolors": colour if point.counted else "none",
+            "edgecolors": colour,
+            "alpha": 0.7,
+            "linewidths": 1.2,
+        }
+        axes.scatter(point.intensity, point.rate, 14 + 1500 * point.seconds / total, marker=marker, **look)
 
 
 def _name(axes: Any, found: list[Point], named: dict[str, str], column: float, down: float) -> None:
@@ -140,14 +133,8 @@ def _name(axes: Any, found: list[Point], named: dict[str, str], column: float, d
         if point.operator in named:
             slower[point.operator] = min(point, slower.get(point.operator, point), key=lambda each: each.rate)
     place = axes.transData + axes.transAxes.inverted()
+    joined = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2}
     heights = spread([place.transform((p.intensity, p.rate))[1] + down for p in slower.values()], 0.045)
     for point, height in zip(slower.values(), heights, strict=True):
-        axes.annotate(
-            named[point.operator],
-            (point.intensity, point.rate),
-            (column, height),
-            textcoords="axes fraction",
-            va="center",
-            fontsize="small",
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "relpos": (0, 0.5), "shrinkB": 2},
-        )
+        look = {"textcoords": "axes fraction", "va": "center", "fontsize": "small", "arrowprops": joined}
+        axes.annotate(named[point.operator], (point.intensity, point.rate), (column, height), **look)

@@ -34,13 +34,20 @@ def check_path(path: Path) -> None:
         raise UserError(f"--out {path}: there is no folder {path.parent}")
 
 
-def new_figure(width: float, height: float) -> Any:
-    """An empty matplotlib Figure, in inches."""
-    return import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+def new_figure(width: float, height: float, systems: Sequence[System], heading: str = "") -> Any:
+    """An empty matplotlib Figure, in inches; a footnote names machines that no fitted run was on."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
+    if heading:
+        figure.suptitle(heading, fontsize="medium")
+    if names := [system.name for system in systems if system.name not in fitted().machines]:
+        note = f"predicted; {plot_text(', '.join(names))}: figures of data sheets, no run was fitted"
+        figure.supxlabel(note, x=0.01, ha="left", color=GREY, fontsize="small")
+    return figure
 
 
-def tidy(axes: Any, grid: str = "both") -> None:
-    """Thin grid lines behind what is drawn, and no box around it."""
+def tidy(axes: Any, title: str, grid: str = "both") -> None:
+    """The title to the left, thin grid lines behind what is drawn, and no box around it."""
+    axes.set_title(title, loc="left", fontsize="medium")
     axes.grid(which="major", axis=grid, color=PALE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -54,11 +61,6 @@ def ticks_at(axes: Any, values: Sequence[int], names: Sequence[str] | None = Non
     axes.xaxis.set_minor_locator(import_module("matplotlib.ticker").NullLocator())
 
 
-def in_percent(axis: Any) -> None:
-    """Names the ticks of an axis of shares."""
-    axis.set_major_formatter(import_module("matplotlib.ticker").PercentFormatter(1.0, decimals=0))
-
-
 def name_ends(
     axes: Any, ends: Mapping[str, tuple[float, float]], colours: Mapping[str, str], gap: float, column: float = 0.0
 ) -> None:
@@ -69,23 +71,6 @@ def name_ends(
         weight = "bold" if name == "best" else "normal"
         look = {"va": "center", "color": colours[name], "fontsize": "small", "weight": weight}
         axes.annotate(name, (x, y), (column or 1.35 * x, height), arrowprops=joined, **look)
-
-
-def title(axes: Any, text: str) -> None:
-    """The title of a panel, to the left."""
-    axes.set_title(text, loc="left", fontsize="medium")
-
-
-def unfitted(systems: Sequence[System]) -> str:
-    """A note on machines that no fitted run was on; empty if there is none."""
-    names = [system.name for system in systems if system.name not in fitted().machines]
-    return f"{', '.join(names)}: figures of data sheets, no run was fitted" if names else ""
-
-
-def footnote(figure: Any, systems: Sequence[System]) -> None:
-    """Says so below the picture."""
-    if note := unfitted(systems):
-        figure.supxlabel(f"predicted; {plot_text(note)}", x=0.01, ha="left", color=GREY, fontsize="small")
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -109,7 +94,6 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 def save(figure: Any, path: Path) -> Path:
     """Write a picture, of the kind that its suffix says; returns its path. Raises UserError if that cannot be."""
-    check_path(path)
     date = None if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
     # The same numbers give the same file: no date, and identifiers from a fixed salt. Text that stays text is smaller.
     with import_module("matplotlib").rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none"}):
