@@ -38,7 +38,7 @@ from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.capture import collect_files, memory_snapshot
 from cs336_systems.profiling.report import write_report
-from cs336_systems.train.timers import Timers
+from cs336_systems.train.timers import Timers, timer_line
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
 Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3", "torch-ddp"]
@@ -141,7 +141,7 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
                     trained.optimizer.step()
                     trained.optimizer.zero_grad()
             advance("" if capture.taken > settings.warmup else "warming up")
-    line = timers.line(normaliser=settings.steps, kind="minmax")
+    line = timer_line(timers.by_rank(), settings.steps, minmax=True)
     if group.rank() == 0:
         print(f"timers of a step, the profiler's cost included, (least, most) over the ranks:\n{line}")
     return events

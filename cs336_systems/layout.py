@@ -189,11 +189,11 @@ class Observation:
     state: dict[str, int]  # at rest: parameters, gradients after their synchronisation, optimizer state
     kept: int  # for the backward of the first microbatch
     activations: int  # kept at once, of all microbatches under way
-    peak: int  # of everything
+    peak: dict[str, int]  # of everything at the fullest moment, by part
     work: dict[str, Work]  # by phase
     traffic: Counter[Transfer]
 
     def memory(self) -> dict[str, int]:
         """Bytes by part; their sum is the peak, unless not all of them are at their most at the same moment."""
         parts = self.state | {"activations": self.activations}
-        return parts | {"workspace": max(0, self.peak - sum(parts.values()))}
+        return parts | {"workspace": max(0, sum(self.peak.values()) - sum(parts.values()))}

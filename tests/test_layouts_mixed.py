@@ -34,8 +34,8 @@ def mixed_case(group, folder: str, layout: dict, changes: dict, steps: int, pois
     poison = group.rank() == group.size() - 1
     name = next(n for n, _ in trainer.stage.model.named_parameters() if n.endswith("query.weight"))
     target = trainer.stage.model.get_parameter(name)
-    if isinstance(trainer.model, FSDP):
-        target = next(unit.full for unit in trainer.model.sharded if unit.name.endswith(name))
+    if isinstance(wrapper := trainer.part.wrappers[0], FSDP):
+        target = next(unit.full for unit in wrapper.sharded if unit.name.endswith(name))
     now = [0]
     target.register_hook(lambda gradient: gradient / 0.0 if poison and now[0] in poisoned else gradient)
     found = []

@@ -22,14 +22,16 @@ are not counted: see `comm.record`.
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate, count
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from cs336_systems.host import meta
@@ -53,36 +55,29 @@ def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_:
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _loss_flops(hidden: Tensor, weight: Tensor, _: Tensor, __: int, *needed: bool, **___: Any) -> int:
-    """The logits and, in forward already, the gradients of hidden and weight where they are needed."""
-    return 2 * (1 + sum(needed)) * hidden.numel() * len(weight)
-
-
-def _grouped_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """The product of each expert and its rows, a (rows in) b (experts in out), or the weights' gradient, (in rows)
-    (rows out)."""
-    return 2 * math.prod(a.shape[-2:]) * b.shape[-1]
-
-
 # Formulas of FLOPs that torch's counter does not have, by name; the causal mask saves nothing there, nor here.
 FORMULAS: dict[str, Callable[..., int]] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
-    "aten._grouped_mm": _grouped_flops,
     "cs336_kernels.flash_attention": _attention_flops,
     "cs336_kernels.flash_attention_backward": _attention_backward_flops,
-    "cs336_kernels.linear_cross_entropy": _loss_flops,
+    # Each expert with its rows, a (rows in) b (experts in out), or the weights' gradient, a (in rows) b (rows out).
+    "aten._grouped_mm": lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
+    # The logits and, in forward already, the gradients of hidden and weight where they are needed.
+    "cs336_kernels.linear_cross_entropy": lambda hidden, weight, targets, ignored, *needed, **_: (
+        2 * (1 + sum(needed)) * hidden.numel() * len(weight)
+    ),
 }
 
 
 def _without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Tensor | None:
     """The result of an operator that torch cannot run on a fake tensor, or None."""
-    x, *others = args
+    x = args[0]
     if packet is aten.nonzero:  # how many depends on numbers
-        count = x.numel() if rows is None else min(rows, x.numel())
-        return torch.empty((count, x.dim()), dtype=torch.int64, device=x.fake_device)
+        found = x.numel() if rows is None else min(rows, x.numel())
+        return torch.empty((found, x.dim()), dtype=torch.int64, device=x.fake_device)
     if packet is aten._grouped_mm and x.dtype != torch.bfloat16:
-        b, offsets = others[0], others[1]
+        _, b, offsets, *_ = args
         lead = (len(offsets),) if x.dim() == b.dim() == 2 else ()
         return torch.empty((*lead, x.shape[-2], b.shape[-1]), dtype=x.dtype, device=x.fake_device)
     return None
@@ -95,7 +90,6 @@ class Counts:
     # How many operators were started with so many (FLOPs, bytes read and written).
     work: Counter[tuple[int, int]] = field(default_factory=Counter)
     made: Counter[int] = field(default_factory=Counter)  # how many new storages of so many bytes
-    start: int = 0  # bytes of live storages when the phase begins
     peak: dict[str, int] = field(default_factory=dict)  # bytes of live storages by kind at the fullest moment
 
     @property
@@ -111,14 +105,6 @@ class Counts:
     def new_bytes(self, least: int = 1) -> int:
         """Bytes of new storages of `least` bytes or more each."""
         return sum(size * count for size, count in self.made.items() if size >= least)
-
-
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _tensors(value)
 
 
 @dataclass(eq=False)
@@ -139,14 +125,14 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self.phases: dict[str, Counts] = {}
         self.counts = Counts()
-        self.live = 0  # bytes
         self.rows: int | None = None  # of fake numbers, how many at most are not zero
         self._numbers: dict[int, int] = {}  # of live storages, by address: addresses are used again, numbers are not
+        self._next = count(1)
         self._sizes: dict[int, int] = {}  # bytes of live storages, by number
+        self._before: dict[int, int] = {}  # the same when the phase began
+        self._changes: list[tuple[int, int]] = []  # (number, bytes more) since then
         self._kinds: dict[int, str] = {}
         self._saved: Counter[int] = Counter()  # nodes of autograd's graph that keep a storage, by its number
-        self.most, self._fullest, self._is_peak = 0, dict[int, int](), False  # bytes at once in this phase
-        self._count = 0
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         for kind, tensors in held.items():
             self.label(kind, tensors)
@@ -155,9 +141,10 @@ class Observer(TorchDispatchMode):
         self._hooks.__enter__()
         resize = self._resize = torch.UntypedStorage.resize_
 
-        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP frees a weight and keeps its tensor
             result = resize(storage, size)
-            self._resized(storage)
+            if (number := self._numbers.get(storage._cdata)) is not None:
+                self._set_size(number, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -167,21 +154,30 @@ class Observer(TorchDispatchMode):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self._hooks.__exit__(*error)
-        self._end_phase()
+        self.counts.peak = self.peak()
+
+    @property
+    def live(self) -> int:
+        """Bytes of live storages."""
+        return sum(self._sizes.values())
 
     def begin(self, name: str) -> Counts:
         """End the phase before and begin a new one, `phases[name]`."""
-        self._end_phase()
-        self.counts = self.phases[name] = Counts(start=self.live)
-        self.most, self._is_peak = self.live, True
+        self.counts.peak = self.peak()
+        self._before, self._changes = dict(self._sizes), []
+        self.counts = self.phases[name] = Counts()
         return self.counts
 
-    def _end_phase(self) -> None:
-        self._remember_peak()
-        for number, size in self._fullest.items():
-            kind = self._kinds.get(number, "activations")
-            self.counts.peak[kind] = self.counts.peak.get(kind, 0) + size
-        self._fullest = {}
+    def peak(self) -> dict[str, int]:
+        """Bytes of live storages by kind at this phase's fullest moment so far."""
+        totals = list(accumulate((more for _, more in self._changes), initial=0))
+        alive, found = Counter(self._before), Counter[str]()
+        for number, more in self._changes[: totals.index(max(totals))]:
+            alive[number] += more
+        for number, size in alive.items():
+            if size:
+                found[self._kinds.get(number, "activations")] += size
+        return dict(found)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Give the storages of tensors a kind, in this phase's peak and all that follow."""
@@ -197,36 +193,21 @@ class Observer(TorchDispatchMode):
         """The number of a tensor's storage, which is watched from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if (known := self._numbers.get(address)) is not None:
-            return known
-        self._count += 1
-        number, size = self._count, storage.nbytes()
-        self._numbers[address], self._sizes[number] = number, size
-        self.live += size
-        if self.live > self.most:
-            self.most, self._is_peak = self.live, True
-        weakref.finalize(storage, self._freed, address, number)
-        return number
+        if address not in self._numbers:
+            number = self._numbers[address] = next(self._next)
+            self._set_size(number, storage.nbytes())
+            weakref.finalize(storage, self._freed, address, number)
+        return self._numbers[address]
+
+    def _set_size(self, number: int, size: int) -> None:
+        self._changes.append((number, size - self._sizes.get(number, 0)))
+        self._sizes[number] = size
 
     def _freed(self, address: int, number: int) -> None:
-        self._remember_peak()
-        del self._numbers[address]
-        self.live -= self._sizes.pop(number)
+        self._set_size(number, 0)
+        del self._numbers[address], self._sizes[number]
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
-        """A storage has another size: FSDP frees a weight and keeps its tensor."""
-        if (number := self._numbers.get(storage._cdata)) is not None:
-            self._remember_peak()
-            self.live += storage.nbytes() - self._sizes[number]
-            self._sizes[number] = storage.nbytes()
-            if self.live > self.most:
-                self.most, self._is_peak = self.live, True
-
-    def _remember_peak(self) -> None:
-        if self._is_peak:
-            self._fullest, self._is_peak = dict(self._sizes), False
-
-    def _pack(self, tensor: Tensor) -> "_Saved":
+    def _pack(self, tensor: Tensor) -> _Saved:
         # A holder tells when autograd lets go; the storage may live on, in a transfer of another thread.
         number, saved = self._number(tensor), _Saved(tensor)
         self._saved[number] += 1
@@ -236,17 +217,22 @@ class Observer(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if function is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        packet, kwargs, is_fake = function.overloadpacket, kwargs or {}, bool(args) and isinstance(args[0], FakeTensor)
+        if is_fake and function is torch.ops.prim.device.default:
             return args[0].fake_device
-        packet, kwargs = function.overloadpacket, kwargs or {}
-        result = _without_numbers(packet, args, self.rows) if args and isinstance(args[0], FakeTensor) else None
+        result = _without_numbers(packet, args, self.rows) if is_fake else None
         if result is None:
             result = meta.run(function, args, kwargs)
         if function.namespace in ("prim", "c10d", "_c10d_functional"):
             return result
-        given, results = list(_tensors((*args, *kwargs.values()))), list(_tensors((result,)))
+        given, results = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), result))
         if not function.is_view and packet not in FREE:
-            self.counts.work[self._work(packet, args, kwargs, given, result, results)] += 1
+            formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
+            flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+            written = sum(each.nbytes for each in results)
+            # Of an expanded tensor, what is stored.
+            read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)
+            self.counts.work[flops, 2 * written if packet in GATHERS else read + written] += 1
         for tensor in results:
             address = tensor.untyped_storage()._cdata
             if address not in self._numbers:
@@ -258,31 +244,11 @@ class Observer(TorchDispatchMode):
                     self._kinds[number] = "casts"
         return result
 
-    def _work(
-        self,
-        packet: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        given: list[Tensor],
-        result: Any,
-        results: list[Tensor],
-    ) -> tuple[int, int]:
-        """(FLOPs, bytes read and written) of one operator."""
-        formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
-        flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
-        written = sum(each.nbytes for each in results)
-        # Of an expanded tensor, what is stored.
-        read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)
-        return flops, 2 * written if packet in GATHERS else read + written
-
 
 def fake_model(model: Module, device: torch.device | str) -> Module:
-    """The same module, made on the meta device, with fake parameters and buffers; call it inside a FakeTensorMode."""
+    """The same module, made on the meta device, with fake parameters; call it inside a FakeTensorMode."""
     for module in model.modules():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            if isinstance(tensor, nn.Parameter):
-                module.register_parameter(name, nn.Parameter(fake, tensor.requires_grad))
-            else:
-                module.register_buffer(name, fake)
+        for name, each in list(module.named_parameters(recurse=False)):
+            fake = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
+            setattr(module, name, nn.Parameter(fake, each.requires_grad))
     return model

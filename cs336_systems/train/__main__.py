@@ -16,7 +16,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 
 from cs336_systems.comm import Group, Place, agree, current_place, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
@@ -32,13 +31,12 @@ from cs336_systems.host.machine import PeakMemory, choose_device, device_name, o
 from cs336_systems.presets import ModelConfig
 from cs336_systems.train.batches import most_tokens
 from cs336_systems.train.dry_run import dry_run, fullest
-from cs336_systems.train.loop import Loop
+from cs336_systems.train.loop import STEPS_AHEAD, Loop, StopSignal
 from cs336_systems.train.megatron import translate
-from cs336_systems.train.random_state import seed_generators
 from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe, recipe_options
 from cs336_systems.train.run_folder import RunCheckpoints, load_weights, run_folder
 from cs336_systems.train.run_log import conclude, final_record, header, open_log, write_line
-from cs336_systems.train.stop import STEPS_AHEAD, StopSignal
+from cs336_systems.train.run_state import seed_generators
 from cs336_systems.train.trainer import Trainer
 
 SAVE_SECONDS = 25.0  # seconds that ranks get to save after SIGTERM: schedulers give 30
@@ -59,24 +57,20 @@ def require_one_recipe(recipe: Recipe, world: Group) -> None:
                 raise UserError(f"rank {rank} was started with {both}: give all ranks the same options")
 
 
-def introduce(trainer: Trainer, hardware: Hardware) -> None:
-    """Print what is about to be trained, and on what."""
-    recipe, mesh = trainer.recipe, trainer.mesh
-    config, parameters = trainer.config, format_count(sum(count_parameters(trainer.config).values()), billion="B")
-    experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
-    ranks = mesh.world.size()
-    layout = f", {ranks} ranks ({mesh}), ZeRO stage {recipe.parallel.zero}" if ranks > 1 else ""
-    stages = mesh.pp.size()
+def introduce(trainer: Trainer, hardware: Hardware) -> str:
+    """Lines that say what is about to be trained, and on what."""
+    recipe, mesh, config = trainer.recipe, trainer.mesh, trainer.config
+    ranks, stages = mesh.world.size(), mesh.pp.size()
     count = trainer.batch // mesh.data.size() // trainer.micro_batch
-    micro = f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
-    micro += f", schedule {recipe.parallel.schedule_name}" if stages > 1 else ""
-    console.console(quiet=mesh.world.rank() > 0).print(
-        f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: {parameters} parameters{experts}, batch "
-        f"{trainer.batch} x {trainer.seq}{layout}{micro}\n"
-        f"{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
-        f"{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}",
-        markup=False,
-    )
+    said = f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: "
+    said += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
+    said += f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
+    said += f", batch {trainer.batch} x {trainer.seq}"
+    said += f", {ranks} ranks ({mesh}), ZeRO stage {recipe.parallel.zero}" if ranks > 1 else ""
+    said += f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
+    said += f", schedule {recipe.parallel.schedule_name}" if stages > 1 else ""
+    said += f"\n{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
+    return f"{said}{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}"
 
 
 def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
@@ -87,28 +81,29 @@ def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
     """
     world, device = default_group(), choose_device(recipe.launch.device)
     require_one_recipe(recipe, world)
-    seed_generators(recipe.run.seed, world.rank())  # for whoever draws: see random_state.py
+    seed_generators(recipe.run.seed, world.rank())  # for whoever draws: see run_state.py
     # From the beginning, since a large model takes minutes to build and to read.
     stopping = StopSignal(world, STEPS_AHEAD if device.type == "cuda" else 0, active=recipe.run.out is not None)
     with stopping, run_folder(recipe, world, restarted) as resume:
-        trainer = Trainer(recipe.change(resume=resume))
-        return _train(trainer, console.console(quiet=world.rank() > 0), stopping)
+        return _train(Trainer(recipe.change(resume=resume)), stopping)
 
 
-def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, Any]:
-    recipe, device, world = trainer.recipe, trainer.device, trainer.mesh.world
-    hardware = probe(device, recipe.model.precision, device_name(device), budget=0.2)
-    introduce(trainer, hardware)
-    checkpoints = RunCheckpoints(trainer, partial(out.print, soft_wrap=True)) if recipe.run.out else None
-    done = checkpoints.restore() if checkpoints and recipe.run.resume else 0
-    if done >= recipe.run.steps:
-        out.print(f"nothing is left to train: {done} steps are done, and --steps {recipe.run.steps} counts those, too")
-    if checkpoints and recipe.run.resume and not done:
-        out.print(f"no checkpoint in {checkpoints.folder}: this run begins anew", soft_wrap=True)
-    if recipe.run.weights and not done:
-        load_weights(trainer, recipe.run.weights)
-        out.print(f"begins with the parameters of {recipe.run.weights}", soft_wrap=True)
-    with open_log(recipe.run.log_path, world, done) as log:
+def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
+    run, device, world = trainer.recipe.run, trainer.device, trainer.mesh.world
+    say = partial(console.console(quiet=world.rank() > 0).print, soft_wrap=True)
+    precision = trainer.recipe.model.precision
+    hardware = probe(device, precision, device_name(device), budget=0.2)
+    say(introduce(trainer, hardware))
+    checkpoints = RunCheckpoints(trainer, say) if run.out else None
+    done = checkpoints.restore() if checkpoints and run.resume else 0
+    if done >= run.steps:
+        say(f"nothing is left to train: {done} steps are done, and --steps {run.steps} counts those, too")
+    if checkpoints and run.resume and not done:
+        say(f"no checkpoint in {checkpoints.folder}: this run begins anew")
+    if run.weights and not done:
+        load_weights(trainer, run.weights)
+        say(f"begins with the parameters of {run.weights}")
+    with open_log(run.log_path, world, done) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
         # FLOPs of microbatches, since the capacity of an expert is a group's.
@@ -121,14 +116,13 @@ def _train(trainer: Trainer, out: Console, stopping: StopSignal) -> dict[str, An
             raise
         if not complete:
             write_line(stopped := {"stopped": "SIGTERM", "step": loop.done}, log)
-            where = f"saved in {recipe.run.out}" if loop.done > done else "before another one, with nothing new to save"
+            where = f"saved in {run.out}" if loop.done > done else "before another one, with nothing new to save"
             where = "not saved, see above" if trainer.overflows > 1 else where
-            said = f"SIGTERM: stopped after {loop.done} of {recipe.run.steps} steps, {where}; go on with --resume"
-            out.print(said, soft_wrap=True)
+            say(f"SIGTERM: stopped after {loop.done} of {run.steps} steps, {where}; go on with --resume")
             return stopped
         final = final_record(trainer, loop.done, time.perf_counter() - start, peak)
         write_line(final, log)
-    conclude(trainer, final, done)
+    say(conclude(trainer, final, done))
     return final
 
 
@@ -159,14 +153,21 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
     name, seq = recipe.model.name, recipe.seq(config)
 
     def needs(config: ModelConfig, batch: int, seq: int, mode: Mode = "step") -> dict[str, int]:
-        return fullest(
-            recipe.change(context=seq), config, replace(layout, micro_batch=batch, global_batch=batch * layout.data)
-        )
+        # To observe a huge model takes long, and is left out where a rank's share of the state alone does not fit.
+        parameters = sum(count_parameters(config).values()) // (layout.tp * layout.pp * layout.ep)
+        width, moments = (2, 12) if recipe.model.half else (4, 8)
+        sizes = {"parameters": width, "gradients": width, "optimizer state": moments}  # bytes a parameter
+        shards = [layout.data if layout.zero >= stage else 1 for stage in (3, 2, 1)]
+        least = {part: parameters * size // n for (part, size), n in zip(sizes.items(), shards, strict=True)}
+        if sum(least.values()) > usable:
+            return least | {"activations": 0}
+        sized = replace(layout, micro_batch=batch, global_batch=batch * layout.data * layout.microbatches)
+        return fullest(recipe.change(context=seq), config, sized)
 
     if ranks == 1:
         require_step_fits(name, config, layout.micro_batch, seq, "step", needs, usable, modes=())
     else:
-        require_layout_fits(name, config, layout, seq, fullest(recipe, config, layout), usable)
+        require_layout_fits(name, config, layout, seq, needs(config, layout.micro_batch, seq), usable)
 
 
 def work(place: Place, recipe: Recipe) -> None:
@@ -220,7 +221,7 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     recipe.check_run()
     recipe.check_layout(recipe.model_config(), ranks)
     if recipe.launch.dry_run:
-        console.console().print(dry_run(recipe, ranks), markup=False)
+        console.console().print(dry_run(recipe, ranks))
         return
     require_fit(recipe, ranks, usable_by_rank(recipe, ranks))
     patience = SAVE_SECONDS if recipe.run.out else 2.0

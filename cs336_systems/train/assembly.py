@@ -1,61 +1,160 @@
-"""A rank's part of a model that is laid out over a mesh, wrapped, with its optimizer and its pipeline.
+"""A rank's part of a model that is laid out over a mesh, with its data-parallel wrappers and optimizers.
 
-In the order in which `assemble` reads: the model's blocks are divided into pipeline stages, a stage's matrices are
-split over tensor-parallel ranks, its experts over expert-parallel ones, and what is left is copied or sharded over
-data-parallel ranks as the ZeRO stage says. The trainer trains it; the dry run observes it on the meta device.
+The order of `Assembly` is that of the strategies: blocks are divided into pipeline stages, a stage's matrices are split
+over tensor-parallel ranks, its experts over expert-parallel ones, and ZeRO replicates or shards the rest over
+data-parallel ranks. Experts have fewer replicas than dense parameters, and so a wrapper and an optimizer of their own:
+
+    dense parameters    replicas on all data-parallel ranks, dp x ep
+    experts             replicas on the dp ranks that have the same ones
+
+In stage 3 experts are sharded as in stage 2: FSDP would gather again what expert parallelism has split.
+
+After the wrappers' synchronisation some sums remain, and the global norm counts every gradient once:
+
+    weights that are split               this rank's part: nothing to add, counts on every rank
+    partial (routers, sequence parallel) added over tp, then alike there: counts on tp rank 0
+    whole on every tp rank               alike: counts on tp rank 0
+    the tied embedding                   added over the first and last stage: counts on the first
+    experts of expert parallelism        different on each ep rank: count on every ep rank
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from cs336_systems.comm import Mesh
-from cs336_systems.ddp import DataParallel
-from cs336_systems.expert_parallel import ExpertParallel, expert_parallel
-from cs336_systems.fsdp import FSDP
-from cs336_systems.layout import Layout
+from cs336_systems.comm import Group, Mesh, all_reduce
+from cs336_systems.data.corpus import Batch
+from cs336_systems.expert_parallel import expert_parallel
+from cs336_systems.layout import TIED, Layout
+from cs336_systems.model.dropout import DropoutKey, dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.optim.adamw import AdamW, decay_groups
+from cs336_systems.optim.grad_norm import LocalGradient
 from cs336_systems.optim.master_weights import MasterAdamW
-from cs336_systems.pipeline import Stage
+from cs336_systems.pipeline import Pipeline, Stage, Timer
 from cs336_systems.presets import ModelConfig
-from cs336_systems.tensor_parallel.plan import TensorParallel, tensor_parallel
-from cs336_systems.train.expert_zero import JointModel, JointOptimizer, expert_zero
-from cs336_systems.train.gradients import ModelGradients, tied_copy
+from cs336_systems.tensor_parallel.plan import tensor_parallel
 from cs336_systems.train.recipe import Recipe
+from cs336_systems.zero import zero
 
 
-@dataclass
 class Assembly:
-    """A rank's part of a model: its stage, how it was split, its data-parallel wrapper and its optimizer."""
-
-    stage: Stage
-    plan: TensorParallel
-    experts: ExpertParallel
-    model: DataParallel | FSDP | JointModel
-    optimizer: torch.optim.Optimizer | JointOptimizer
-    gradients: ModelGradients
-    parameters: int  # how many this rank computes with, whether data-parallel ranks keep shards of them or not
-
-
-def assemble(recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> Assembly:
-    """Build this rank's part of a model, in the recipe's precision and with its optimizer. Every rank must call this.
+    """A rank's part of a model in the recipe's precision. Every rank must construct it and call its methods.
 
     On the meta device the parameters have no values. Raises UserError for a model that does not divide.
     """
-    model = TransformerLM(config, "meta")  # a rank gives values to its part alone, one whole matrix at a time
-    stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
-    plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
-    experts = expert_parallel(model, mesh.ep, mesh.data)
-    if device.type != "meta":
-        plan.init_weights(recipe.run.seed, device)
-    if recipe.model.half:
-        model.to(torch.bfloat16 if recipe.model.precision == "bf16" else torch.float16)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    options, adamw = recipe.optimizer, MasterAdamW if recipe.model.half else AdamW
-    groups = partial(decay_groups, weight_decay=options.weight_decay)
-    adam = {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
-    wrapper, optimizer = expert_zero(stage, experts, adamw, layout.zero, mesh, groups, tied_copy(stage), **adam)
-    gradients = ModelGradients(wrapper, stage, plan, experts.names, mesh)
-    return Assembly(stage, plan, experts, wrapper, optimizer, gradients, parameters)
+
+    def __init__(self, recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> None:
+        self.mesh, self.layout = mesh, layout
+        model = TransformerLM(config, "meta")  # a rank gives values to its part alone, one whole matrix at a time
+        self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
+        self.plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
+        self.experts = expert_parallel(model, mesh.ep, mesh.data)
+        if device.type != "meta":
+            self.plan.init_weights(recipe.run.seed, device)
+        if recipe.model.half:
+            model.to(torch.bfloat16 if recipe.model.precision == "bf16" else torch.float16)
+        # How many this rank computes with, whether data-parallel ranks keep shards of them or not.
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+
+        options = recipe.optimizer
+        settings: dict[str, Any] = {"optimizer_cls": MasterAdamW if recipe.model.half else AdamW}
+        settings["param_groups"] = partial(decay_groups, weight_decay=options.weight_decay)
+        settings |= {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
+        # The tied embedding is on two stages, on which its gradients must be cut alike.
+        self.tied = config.tied_head and stage.stages > 1 and (stage.has_first or stage.has_last)
+        apart = [model.get_parameter(TIED)] if self.tied else []
+        experts = self.experts.experts()
+        alone = list(experts.parameters()) if mesh.ep.size() > 1 or layout.zero == 3 else []
+        pairs = [zero(stage, stage=layout.zero, group=mesh.data, apart=apart, ignored=alone, **settings)]
+        if alone:
+            pairs.append(zero(experts, stage=min(layout.zero, 2), group=mesh.dp, **settings))
+        self.wrappers, self.optimizers = [wrapper for wrapper, _ in pairs], [optimizer for _, optimizer in pairs]
+
+    def pipeline(self, timer: Timer) -> Pipeline:
+        """The executor of the layout's schedule."""
+        split = self.layout.tp if self.layout.sequence else 1  # parts of a sequence between the blocks
+        return Pipeline(self.stage, self.wrappers[0], self.mesh, self.layout.schedule, split, timer)
+
+    def dropout_keys(self, seed: int, step: int, microbatches: list[Batch]) -> list[DropoutKey] | None:
+        """The keys of microbatches in a step, None for a model that draws nothing."""
+        config = self.stage.model.config
+        if not (config.dropout or (config.num_experts and config.mixture.is_random)):
+            return None
+        return [dropout_key(seed, step, each.rows) for each in microbatches if each.rows is not None]
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate inside the block and are not synchronised."""
+        with ExitStack() as stack:
+            for wrapper in self.wrappers:
+                stack.enter_context(wrapper.no_sync())
+            yield
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait for the data-parallel mean of all gradients."""
+        for wrapper in self.wrappers:
+            wrapper.finish_gradient_synchronization()
+
+    def kept(self) -> dict[str, LocalGradient]:
+        """This rank's part of every parameter's gradient, by the name in the whole model."""
+        names = {parameter: name for name, parameter in self.stage.model.named_parameters()}
+        return {names[each.parameter]: each for wrapper in self.wrappers for each in wrapper.kept_gradients()}
+
+    def add_shared(self) -> None:
+        """Add up, over tp, what was computed of some tokens only or of a part of what experts make of them; and what
+        the first and the last stage have of the embedding that they share."""
+        kept = self.kept()
+        partial_sums = [kept[name].gradient for name in sorted(self.plan.partial & kept.keys())]
+        if partial_sums:
+            _add_up(partial_sums, self.mesh.tp, "norms")
+        if self.tied and self.mesh.ends is not None and TIED in kept:
+            _add_up([kept[TIED].gradient], self.mesh.ends, "tied embedding")
+
+    def replicas(self, name: str) -> Group | None:
+        """The group of ranks, this one included, that stand for a part of a parameter; None if others do.
+
+        Of tensor-parallel ranks with the same tensor the first does, and of a tied embedding the first stage.
+        """
+        duplicate = name not in self.plan.cut and self.mesh.tp.rank() > 0
+        if duplicate or (name == TIED and not self.stage.has_first):
+            return None
+        return self.mesh.dp if name in self.experts.names else self.mesh.data
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """The L2 norm of the whole model's gradient, a float64 scalar, equal on every rank.
+
+        Not finite if any gradient of any rank is not: a sum keeps infinity and NaN, where a maximum would lose NaN. The
+        host does not wait for the device.
+        """
+        total = torch.zeros(1, dtype=torch.float64, device=next(self.stage.parameters()).device)
+        norms = list[Tensor]()
+        for name, each in self.kept().items():
+            replicas = self.replicas(name)
+            if each.gradient.numel() and replicas is not None and (each.sharded or replicas.rank() == 0):
+                dtype = torch.promote_types(each.gradient.dtype, torch.float32)
+                norms.append(torch.linalg.vector_norm(each.gradient, dtype=dtype).double())
+        if norms:
+            total += torch.stack(norms).square().sum()
+        all_reduce(total, self.mesh.world, "gradient norm", "sum").wait()
+        return total.sqrt()[0]
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _add_up(gradients: list[Tensor], group: Group, label: str) -> None:
+    """Sum over a group, in place, by one all-reduce."""
+    if group.size() > 1:
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        all_reduce(flat, group, label, "sum").wait()
+        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(total.view_as(gradient))

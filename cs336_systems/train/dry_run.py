@@ -30,12 +30,10 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
 
 
 def fullest(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
-    """Bytes by part, at its peak, of the rank that needs most: of the first stage, which keeps most microbatches, or
-    the last, which has the logits. Gradients count as activations: they come as those are freed."""
-    stages = (observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in {0, layout.pp - 1})
-    most = max(stages, key=lambda seen: seen.peak)
-    parts = {part: count for part, count in most.state.items() if part != "gradients"}
-    return parts | {"activations": max(0, most.peak - sum(parts.values()))}
+    """Bytes by part at the fullest moment of the rank that needs most: of the first stage, which keeps most
+    microbatches, or the last, which has the logits."""
+    peaks = (observe(recipe, config, layout, stage * layout.tp * layout.data).peak for stage in {0, layout.pp - 1})
+    return max(peaks, key=lambda peak: sum(peak.values()))
 
 
 def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Sequence[Observation]) -> Table:
@@ -48,7 +46,7 @@ def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Se
     note += "Counted, not measured; workspace is what is needed for a moment on top, memory the most at once."
     rows = []
     for stage, seen in enumerate(stages):
-        cells = map(format_bytes, (*seen.memory().values(), seen.peak))
+        cells = map(format_bytes, (*seen.memory().values(), sum(seen.peak.values())))
         rows.append([str(stage), format_count(seen.parameters, "B"), *cells])
     title = f"{recipe.model.name}: parameters and memory of a rank"
     return Table(title, ["stage", "count", *stages[0].memory(), "memory"], rows, note)

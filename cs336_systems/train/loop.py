@@ -1,25 +1,74 @@
 """The loop of a training run: steps, a log line and an evaluation now and then, checkpoints, and how it ends."""
 
 import math
+import os
+import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import IO, Any
+from types import FrameType
+from typing import IO, Any, Self
 
 import torch
 
 from cs336_systems.checkpoint import SaveError
-from cs336_systems.comm import agree
+from cs336_systems.comm import Group, agree, request_stop, stop_step
+from cs336_systems.comm.launch import SAME_SIGNAL
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_log import iteration_line, write_line
-from cs336_systems.train.stop import STEPS_AHEAD, StopSignal
+from cs336_systems.train.timers import timer_line
 from cs336_systems.train.trainer import Step, Trainer
+
+STEPS_AHEAD = 2  # steps by which a host may be ahead of its GPU
+
+
+class StopSignal:
+    """SIGTERM, as a scheduler sends it before it takes the machine away, caught inside the block if `active`: all ranks
+    stop after the same step. Another one, a second later or more, ends the process.
+
+    A rank that gets the signal writes the step after which all are to stop into the store; the others look there after
+    every step. It must be a step that no rank has passed. After step k every rank has taken part in the gradient norm
+    of step k, so none can end step k + 1 before this rank begins it: they stop after k + 1. On a GPU the host runs
+    ahead of that norm by at most `STEPS_AHEAD` steps, which are added. A signal before the first step, while a model is
+    built or read, is agreed on when all ranks are ready for that step.
+    """
+
+    def __init__(self, group: Group, ahead: int = 0, active: bool = True) -> None:
+        self.group, self.ahead, self.active = group, ahead, active
+        self.told, self.since = False, 0.0
+
+    def _tell(self, number: int, frame: FrameType | None) -> None:
+        if not self.told:
+            self.told, self.since = True, time.monotonic()
+        elif time.monotonic() - self.since > SAME_SIGNAL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __enter__(self) -> Self:
+        self.before = None
+        if self.active and threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self.before = signal.signal(signal.SIGTERM, self._tell)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)
+
+    def after(self, step: int) -> bool:
+        """True, on every rank, if the run is to stop after this step (the first is 1). Every rank must call this."""
+        if self.group.size() == 1 or not self.active:
+            return self.told
+        if self.told:
+            request_stop(step + 1 + self.ahead, self.group)
+        found = stop_step(self.group)
+        return found is not None and step >= found
 
 
 @dataclass(eq=False)
@@ -101,7 +150,7 @@ class Loop:
     def finish_save(self, last: bool = False) -> None:
         """Wait for a save under way, and log what has come of it. Raises SaveError if the `last` one failed."""
         if self.checkpoints is not None and self.saving is not None:
-            self._go_on_saving(self.checkpoints.finish, last)
+            self._go_on_saving(self.checkpoints.saver.finish, last)
         if self.saving is not None:
             write_line({"step": self.saving, "saved": True, "save_seconds": self.save_seconds}, self.log)
             self.saving = None
@@ -119,8 +168,8 @@ class Loop:
         self.save_seconds += time.perf_counter() - began
 
     def _require_finite(self, number: int, step: Step | None = None) -> None:
-        """Look at a step's gradient norm, on a GPU at one of some steps ago, so that the host need not wait; without a
-        step at all that are left. Raises UserError on every rank, naming those whose loss it came from."""
+        """Check a step's gradient norm, on a GPU that of some steps ago, so that the host need not wait; without a step
+        all that are left. Raises UserError on every rank, naming those whose loss it came from."""
         if step is not None:
             self.unchecked.append((number, step))
         while len(self.unchecked) > (self.ahead if step is not None else 0):
@@ -157,16 +206,15 @@ class Loop:
             line["loss_scale"] = trainer.scaler.scale
         if self.recipe.model.precision == "fp16" or self.recipe.optimizer.on_nonfinite == "skip":
             line["skipped"] = steps - len(taken)
-        kind = trainer.timers_shown
-        if kind != "none":
+        if (kind := trainer.timers_shown) != "none":
+            times = trainer.timers.by_rank()
+            trainer.timers.reset()
             line["step_ms"] = 1e3 * seconds
             line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
-                name: [None if math.isnan(each) else each / steps for each in values]
-                for name, values in trainer.timers.by_rank().items()
+                name: [None if math.isnan(each) else each / steps for each in values] for name, values in times.items()
             }
-            last = trainer.timers.line(steps, "minmax" if kind == "minmax" else "max")
-            self.out.print(iteration_line(line, self.recipe.run.steps, batch), markup=False, soft_wrap=True)
-            self.out.print(last, markup=False, soft_wrap=True)
+            self.out.print(iteration_line(line, self.recipe.run.steps, batch), soft_wrap=True)
+            self.out.print(timer_line(times, steps, kind == "minmax"), soft_wrap=True)
         write_line(line, self.log)
         loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
         loss += f"  balance {routing['balance']:.2f}" if routing else ""
@@ -183,7 +231,7 @@ class Loop:
         line |= {"validation_sop_loss": losses[1]} if self.recipe.model.is_bert else {}
         write_line(line, self.log)
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
-        self.out.print(f"step {number}: {shown}", markup=False)
+        self.out.print(f"step {number}: {shown}")
         self.start += time.perf_counter() - began
 
 

@@ -1,14 +1,13 @@
 """One rank's step of a layout, observed: the library runs alone as that rank, on the meta device.
 
 Nothing is sent and no number is computed, so that a rank of 256 takes seconds. Everything else is what training does:
-the parts that `assemble` builds, the schedule, the hooks, the verbs. An expert layer's router counts as balanced.
+the parts of `Assembly`, the schedule, the hooks, the verbs. An expert layer's router counts as balanced.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.host.meta import QuickMeta
 from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.layout import Layout, Observation, Transfer, Work
-from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.heads import Losses
-from cs336_systems.pipeline import Pipeline
 from cs336_systems.presets import ModelConfig
-from cs336_systems.train.assembly import Assembly, assemble
+from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
@@ -38,92 +35,78 @@ def observe(
     From the second round of a pipeline's stages on each adds the same, so that of more than `most` rounds two and three
     are run and the rest is added. Raises UserError for a layout that does not divide.
     """
-    layout.check(config, recipe.seq(config))
     pp, m = layout.pp, layout.microbatches
-    if m <= most * pp:
-        return _observe(recipe, config, layout, rank, mapped)
-    sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
-    few, more = (_observe(recipe, config, replace(layout, global_batch=size), rank, mapped) for size in sizes)
+    if m > most * pp:
+        sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
+        few, more = (observe(recipe, config, replace(layout, global_batch=n), rank, mapped) for n in sizes)
 
-    def at(a: int, b: int) -> int:
-        return a + (b - a) * (m - 2 * pp) // pp
+        def at(a: int, b: int) -> int:
+            return a + (b - a) * (m - 2 * pp) // pp
 
-    return Observation(
-        few.parameters,
-        few.state,
-        few.kept,
-        at(few.activations, more.activations),
-        at(few.peak, more.peak),
-        {phase: Work(*map(at, few.work[phase], more.work[phase])) for phase in PHASES},
-        Counter({each: at(few.traffic[each], n) for each, n in more.traffic.items()}),
-    )
-
-
-def _observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int, mapped: int) -> Observation:
-    with fake_ranks(rank, layout.ranks), TotalsObserver() as seen:
-        mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
-        part = assemble(recipe, config, layout, mesh, torch.device("meta"))
-        first = layout.pp if layout.chunks > 1 else 1
-        step = RankStep(part, mesh, layout, seen)
-        step.run(batches(config, recipe.seq(config), layout, first))  # the optimizer makes its state
-        return step.observed(batches(config, recipe.seq(config), layout, layout.microbatches), mapped)
+        return Observation(
+            few.parameters,
+            few.state,
+            few.kept,
+            at(few.activations, more.activations),
+            {part: at(few.peak.get(part, 0), n) for part, n in more.peak.items()},
+            {phase: Work(*map(at, few.work[phase], more.work[phase])) for phase in PHASES},
+            Counter({each: at(few.traffic[each], n) for each, n in more.traffic.items()}),
+        )
+    with observed_rank(recipe, config, layout, rank) as step:
+        # The optimizer makes its state in the first step.
+        step.run(batches(config, recipe.seq(config), layout, pp if layout.chunks > 1 else 1))
+        return step.observe(batches(config, recipe.seq(config), layout, m), mapped)
 
 
 def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0) -> Counter[Transfer]:
     """The transfers alone of one step, which takes less time than `observe`."""
+    with observed_rank(recipe, config, layout, rank, counted=False) as step:
+        return step.run(batches(config, recipe.seq(config), layout, layout.microbatches))
+
+
+@contextmanager
+def observed_rank(
+    recipe: Recipe, config: ModelConfig, layout: Layout, rank: int, counted: bool = True
+) -> Iterator["RankStep"]:
+    """Be a rank of a layout; what is not `counted` runs faster, and what it sends is listed all the same."""
     layout.check(config, recipe.seq(config))
-    with fake_ranks(rank, layout.ranks), QuickMeta():
+    seen = Observer()
+    with fake_ranks(rank, layout.ranks), seen if counted else QuickMeta():
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
-        step = RankStep(assemble(recipe, config, layout, mesh, torch.device("meta")), mesh, layout, TotalsObserver())
-        with record() as step.events:
-            step.run(batches(config, recipe.seq(config), layout, layout.microbatches))
-        return step.traffic()
+        yield RankStep(Assembly(recipe, config, layout, mesh, torch.device("meta")), seen)
 
 
 def batches(config: ModelConfig, seq: int, layout: Layout, count: int, device: str = "meta") -> list[Batch]:
     """Microbatches of a rank; on the meta device they have no values."""
     rows = count * layout.micro_batch
-    tokens = torch.zeros((rows, seq), dtype=torch.int64, device=device)
-    numbers = torch.arange(rows)
-    if not config.bert_heads:
-        return Batch(tokens, tokens, numbers).split(layout.micro_batch)
-    real = torch.ones_like(tokens, dtype=torch.bool)
-    return Batch(tokens, tokens, numbers, tokens, real, tokens[:, 0]).split(layout.micro_batch)
-
-
-class TotalsObserver(Observer):
-    """An observer that keeps sums only, which takes a tenth of the time."""
-
-    def _remember_peak(self) -> None:
-        pass
+    tokens, numbers = torch.zeros((rows, seq), dtype=torch.int64, device=device), torch.arange(rows)
+    bert = (tokens, torch.ones_like(tokens, dtype=torch.bool), tokens[:, 0]) if config.bert_heads else ()
+    return Batch(tokens, tokens, numbers, *bert).split(layout.micro_batch)
 
 
 class RankStep:
     """A step of an assembly, whose phases the pipeline's timers tell apart."""
 
-    def __init__(self, part: Assembly, mesh: Mesh, layout: Layout, seen: Observer) -> None:
-        self.part, self.mesh, self.seen = part, mesh, seen
-        parts = layout.tp if layout.sequence else 1
-        self.pipeline = Pipeline(part.stage, part.model, mesh, layout.schedule, parts, self.timer)
-        self.events: list[Event] = []
-        self.phases: list[tuple[int, str]] = [(0, "after")]  # number of events before a phase began
-        self.counts = {phase: Counts() for phase in PHASES}
-        self.kept: list[int] = []
+    def __init__(self, part: Assembly, seen: Observer) -> None:
+        self.part, self.seen, self.pipeline = part, seen, part.pipeline(self.timer)
 
-    def run(self, microbatches: list[Batch]) -> dict[int, int]:
-        """One step, in the trainer's order; returns the bytes of its gradients."""
-        part, config = self.part, self.part.stage.model.config
-        drawn = config.dropout or (config.num_experts and config.mixture.is_random)
-        keys = [dropout_key(0, 0, each.rows) for each in microbatches if each.rows is not None] if drawn else None
-        self.pipeline.run(microbatches, total_loss, keys, part.model.no_sync)
-        part.model.finish_gradient_synchronization()
-        part.gradients.add_partial()
-        part.gradients.add_tied()
-        part.gradients.norm()
-        gradients = storages(each.gradient for each in part.model.kept_gradients())
-        part.optimizer.step()
-        part.optimizer.zero_grad()
-        return gradients
+    def run(self, microbatches: list[Batch]) -> Counter[Transfer]:
+        """Take a step; returns what it sends."""
+        self.traffic, self.counts = Counter[Transfer](), {phase: Counts() for phase in PHASES}
+        self.kept: list[int] = []
+        self.phase, self.counted, part = "after", 0, self.part
+        self.seen.counts = self.counts["after"]
+        with record() as self.events:
+            self.pipeline.run(microbatches, total_loss, part.dropout_keys(0, 0, microbatches), part.no_sync)
+            part.finish_gradient_synchronization()
+            part.add_shared()
+            part.norm()
+            self.gradients = self.label("gradients", (each.gradient for each in part.kept().values()))
+            for optimizer in part.optimizers:
+                optimizer.step()
+            part.zero_grad()
+        self._begin("after")
+        return self.traffic
 
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
@@ -136,53 +119,39 @@ class RankStep:
         self._begin("after")
 
     def _begin(self, phase: str) -> None:
-        self.phases.append((len(self.events), phase))
-        self.seen.counts = self.counts[phase]
+        """Begin a phase, after counting what the phase before has sent; a group of one sends nothing."""
+        sent = (event for event in self.events[self.counted :] if event.ranks > 1)
+        self.traffic.update(transfer(event, self.phase, self.part.mesh) for event in sent)
+        self.counted, self.phase, self.seen.counts = len(self.events), phase, self.counts[phase]
 
     def live_activations(self) -> int:
         """Bytes that are alive and no gradient."""
-        gradients = (p.grad for p in self.part.model.parameters() if p.grad is not None)
+        gradients = (p.grad for p in self.part.stage.parameters() if p.grad is not None)
         return self.seen.live - sum(storages(gradients).values())
 
-    def observed(self, microbatches: list[Batch], mapped: int) -> Observation:
-        """One more step, counted."""
-        self.phases, self.counts, self.kept = [(0, "after")], {phase: Counts() for phase in PHASES}, []
+    def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
+        """Give tensors a kind in the step's peak; returns their bytes."""
+        found = list(tensors)
+        self.seen.label(kind, found)
+        return sum(storages(found).values())
+
+    def observe(self, microbatches: list[Batch], mapped: int) -> Observation:
+        """Take one more step, all of it counted."""
         part, rest = self.part, self.live_activations()
         self.seen.begin("step")
-        with record() as self.events:
-            gradients = self.run(microbatches)
-        peak = self.seen.most
-        optimizers: Any = getattr(part.optimizer, "optimizers", [part.optimizer])
-        values = [
-            value
-            for each in optimizers
-            for kept in getattr(each, "inner", each).state.values()
-            for value in kept.values()
-        ]
-        state = storages(value for value in values if isinstance(value, Tensor) and value.dim())
-        at_rest = {"parameters": storages(part.model.parameters()), "gradients": gradients, "optimizer state": state}
-        kept = [each - rest for each in self.kept]
-        return Observation(
-            part.parameters,
-            {kind: sum(each.values()) for kind, each in at_rest.items()},
-            kept[0],
-            max(kept),
-            peak,
-            {phase: work_of(counts, mapped) for phase, counts in self.counts.items()},
-            self.traffic(),
-        )
-
-    def traffic(self) -> Counter[Transfer]:
-        """The transfers of the step; a group of one sends nothing."""
-        found: Counter[Transfer] = Counter()
-        ends = [start for start, _ in self.phases[1:]] + [len(self.events)]
-        for (start, phase), end in zip(self.phases, ends, strict=True):
-            for event in self.events[start:end]:
-                if event.ranks > 1:
-                    what = purpose(event)
-                    axis = axis_of(event, what, self.mesh)
-                    found[Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)] += 1
-        return found
+        self.run(microbatches)
+        kept = [getattr(each, "inner", each).state.values() for each in part.optimizers]
+        state = [value for each in kept for values in each for value in values.values() if isinstance(value, Tensor)]
+        at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
+        at_rest["optimizer state"] = self.label("optimizer state", (value for value in state if value.dim()))
+        work = {}
+        for phase, counts in self.counts.items():
+            moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
+            work[phase] = Work(counts.flops, counts.operators, moved, counts.new_bytes(mapped))
+        activations = [each - rest for each in self.kept]
+        peak = self.seen.peak()
+        peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
+        return Observation(part.parameters, at_rest, activations[0], max(activations), peak, work, self.traffic)
 
 
 def total_loss(losses: Losses) -> Tensor:
@@ -196,27 +165,16 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {each._cdata: each.nbytes() for each in found}
 
 
-def work_of(counts: Counts, mapped: int) -> Work:
-    """The sums of a phase's counts."""
-    moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
-    return Work(counts.flops, counts.operators, moved, counts.new_bytes(mapped))
-
-
-def purpose(event: Event) -> str:
-    """An event's label without numbers and names: of a message, and of a weight."""
-    what = event.label.split(" of microbatch")[0] if event.verb in ("send", "receive") else event.label
+def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
+    """An event, with the axis of the mesh along which it went and what it was for: its label without numbers and
+    names. Of axes with the same ranks the purpose says which it is."""
+    message = event.verb in ("send", "receive")
+    what = event.label.split(" of microbatch")[0] if message else event.label
     what = next((kind for kind in KINDS if what.startswith(f"{kind} ")), what)
     if what.endswith(".weight"):
         what = "weight, gradient" if what.startswith("gradient of ") else "weight"
-    return what
-
-
-def axis_of(event: Event, what: str, mesh: Mesh) -> str:
-    """The axis of the mesh along which an event went, by its group; of axes with the same ranks by what it is for."""
-    if event.verb in ("send", "receive"):
-        return "pp"
-    if what in AXIS_OF:
-        return AXIS_OF[what]
     experts = what.startswith(("dispatch", "combine", "expert counts"))
     order = ("ep", "tp") if experts else ("tp", "dp", "data", "ep", "world")
-    return next(axis for axis in order if getattr(mesh, axis).group_name == event.group)
+    along = (axis for axis in order if getattr(mesh, axis).group_name == event.group)
+    axis = "pp" if message else AXIS_OF.get(what) or next(along)
+    return Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)

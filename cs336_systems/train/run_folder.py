@@ -4,52 +4,36 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from cs336_systems.checkpoint import (
-    RANDOM,
-    VALUE,
-    Checkpoint,
-    Saver,
-    clean,
-    list_checkpoints,
-    locked,
-    open_newest,
-    open_plain,
-)
+from cs336_systems.checkpoint import RANDOM, VALUE, Checkpoint, Saver, clean, list_checkpoints, locked
 from cs336_systems.checkpoint.disk import make_folder
+from cs336_systems.checkpoint.load import open_newest, open_plain
 from cs336_systems.comm import Group, agree
 from cs336_systems.comm.flight_recorder import born
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
 from cs336_systems.host.machine import device_name
-from cs336_systems.train.random_state import random_pieces, random_problem, restore_random
+from cs336_systems.train.options import OptimizerOptions
 from cs336_systems.train.recipe import Recipe
-from cs336_systems.train.run_state import RunState
+from cs336_systems.train.run_state import RunState, random_pieces, random_problem, restore_random
 from cs336_systems.train.trainer import Trainer
 
 # How a model is computed may change, what it is may not.
 IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
 BERT_DATA = ("mask_prob", "short_seq_prob", "split")
-# What may change on the way, and is said.
-SCHEDULE = (
-    *("lr", "min_lr", "warmup_steps", "warmup_fraction", "decay_steps", "decay", "weight_decay", "beta1", "beta2"),
-    *("adam_eps", "clip", "loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale"),
-    "on_nonfinite",
-)
 
 
 @contextmanager
 def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
     """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
 
-    Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises
-    UserError, on every rank, for a folder that another run uses or cannot be written, and for one that has checkpoints
-    unless the run is to be resumed.
+    Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
+    rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume.
     """
     with ExitStack() as stack:
         problem, resume = "", recipe.run.resume
@@ -79,8 +63,7 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
 
 def identity(trainer: Trainer) -> dict[str, Any]:
     """Settings and facts that decide what is learned, in any layout, by the name that a message gives them."""
-    recipe = trainer.recipe
-    shape = asdict(trainer.config)
+    recipe, shape = trainer.recipe, asdict(trainer.config)
     facts: dict[str, Any] = {f"the model's {name}": shape[name] for name in shape if name not in IMPLEMENTATION}
     facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
     facts |= {"--precision": recipe.model.precision, "the text's SHA-256": trainer.batches.sha256}
@@ -89,13 +72,12 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 def computed(trainer: Trainer) -> dict[str, Any]:
     """Settings that change only the rounding: layout and implementation, by the name that a message gives them."""
-    recipe, config, device = trainer.recipe, asdict(trainer.config), trainer.device
-    parallel = recipe.parallel
+    parallel, config, device = trainer.recipe.parallel, asdict(trainer.config), trainer.device
     found: dict[str, Any] = {"layout": str(trainer.mesh) or "1 rank", "--zero": parallel.zero}
     found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": parallel.chunks}
     found |= {"--schedule": parallel.schedule_name, "--sequence-parallel": parallel.sequence_parallel}
     found |= {"--pad-vocabulary": parallel.pad_vocabulary} | {name: config[name] for name in IMPLEMENTATION}
-    found["backend"] = recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
+    found["backend"] = trainer.recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
     return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
@@ -105,13 +87,12 @@ def state_problem(checkpoint: Checkpoint) -> str:
     for name in ("identity", "trainer", "recipe", "computed"):
         if not isinstance(state.get(name), dict):
             return f"it does not say what run it is of: its state has no {name}"
-    trainer = state["trainer"]
-    skipped, scaler = trainer.get("skipped"), trainer.get("scaler")
+    skipped, scaler = (state["trainer"].get(name) for name in ("skipped", "scaler"))
     amounts = isinstance(scaler, dict) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each < 1e300 for each in scaler.values()
+        type(each) in (int, float) and 0 <= each < 1e300 for each in scaler.values()
     )
     if type(skipped) is not int or not 0 <= skipped <= step or not amounts:
-        return f"its state has a trainer of {str(trainer)[:80]} after {step} steps"
+        return f"its state has a trainer of {str(state['trainer'])[:80]} after {step} steps"
     if not scaler.get("scale", 1):
         return "it has a loss scale of 0"
     parameters = [kinds for name, kinds in checkpoint.tensors.items() if not name.startswith(RANDOM)]
@@ -127,18 +108,16 @@ class RunCheckpoints:
     """
 
     def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
-        recipe = trainer.recipe
+        run = trainer.recipe.run
         self.trainer, self.say, self.world = trainer, say, trainer.mesh.world
-        self.folder = recipe.run.checkpoints
-        self.saver = Saver(self.folder, self.world, recipe.run.keep, recipe.run.background_save)
-        self.state = RunState(trainer)
+        self.folder, self.state = run.checkpoints, RunState(trainer)
+        self.saver = Saver(self.folder, self.world, run.keep, run.background_save)
 
     def save(self, step: int) -> None:
-        """Save the state after so many steps, or begin to, with --background-save. Raises SaveError, of an earlier save
-        as well: `finish` first."""
-        trainer, rank = self.trainer, self.world.rank()
-        pieces, scalars = self.state.pieces()
-        random, more = random_pieces(rank, trainer.device)
+        """Save the state after so many steps, or begin to, with --background-save: `saver.finish` waits for it. Raises
+        SaveError, of an earlier save as well."""
+        trainer, (pieces, scalars) = self.trainer, self.state.pieces()
+        random, more = random_pieces(self.world.rank(), trainer.device)
         state: dict[str, Any] = {
             "trainer": trainer.state(),
             "identity": identity(trainer),
@@ -146,10 +125,6 @@ class RunCheckpoints:
         }
         state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
         self.saver.start(step, pieces + random, scalars | more, state)
-
-    def finish(self) -> None:
-        """Wait for the save under way. Raises SaveError."""
-        self.saver.finish()
 
     def restore(self) -> int:
         """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
@@ -176,11 +151,10 @@ class RunCheckpoints:
         """
         if problem := state_problem(checkpoint):
             return problem
-        saved, mine = checkpoint.manifest.state["identity"], _as_json(identity(self.trainer))
-        differing = (
-            f"{name} was {saved.get(name)} there and is {mine[name]}" for name in mine if saved.get(name) != mine[name]
+        differing = _differing(
+            checkpoint.manifest.state["identity"], identity(self.trainer), "{} was {} there and is {}"
         )
-        if problem := next(filter(None, agree("which run this is", next(differing, ""), self.world)), ""):
+        if problem := next(filter(None, agree("which run this is", "".join(differing[:1]), self.world)), ""):
             raise UserError(
                 f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
                 "another folder with --out DIR"
@@ -189,21 +163,21 @@ class RunCheckpoints:
         return self.state.problem(checkpoint) or random
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
-        """Say where the run goes on, how exactly, and which settings are other ones."""
+        """Say where the run goes on, whether exactly, and which settings have changed."""
         saved = checkpoint.manifest.state
-        before, after = saved["computed"], computed(self.trainer)
-        other = [f"{name} {before.get(name)} -> {each}" for name, each in after.items() if before.get(name) != each]
+        other = _differing(saved["computed"], computed(self.trainer), "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
-        then, now = saved["recipe"], _as_json(self.trainer.recipe.to_json())
-        changed = [f"{flag(name)} {then.get(name)} -> {now[name]}" for name in SCHEDULE if then.get(name) != now[name]]
-        if changed:  # what was learned so far is the same, what will be is not
+        names, now = [each.name for each in fields(OptimizerOptions)], self.trainer.recipe.to_json()
+        then, now = ({flag(name): of.get(name) for name in names} for of in (saved["recipe"], now))
+        if changed := _differing(then, now, "{} {} -> {}"):  # what was learned so far is the same, what will be is not
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
         self.say(f"resumed {checkpoint.folder} after {checkpoint.manifest.step} steps, {exactly}")
 
 
-def _as_json(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as they come back from a file: a tuple becomes a list."""
-    return json.loads(json.dumps(values, allow_nan=False))
+def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[str]:
+    """The text with the name and both values of each setting that is another one now."""
+    now = json.loads(json.dumps(mine, allow_nan=False))  # as from a file: a tuple becomes a list
+    return [text.format(name, saved.get(name), now[name]) for name in now if saved.get(name) != now[name]]
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:

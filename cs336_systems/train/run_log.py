@@ -17,7 +17,6 @@ from torch import Tensor
 from cs336_systems.comm import Group, agree, all_gather
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.host.machine import PeakMemory, environment
 from cs336_systems.train.trainer import Trainer
@@ -105,14 +104,19 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
     """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
     loss that is no number."""
-    recipe = trainer.recipe
-    final: dict[str, Any] = {"steps": steps, "seconds": seconds}
-    final["peak_memory"] = over_ranks(peak.read() or 0, trainer)
-    losses = trainer.validate()
+    world, losses = trainer.mesh.world, trainer.validate()
+    memory = torch.zeros(world.size(), dtype=torch.float64, device=trainer.device)
+    memory[world.rank()] = peak.read() or 0
+    all_gather(memory, world, "peak memory").wait()
+    final: dict[str, Any] = {
+        "steps": steps,
+        "seconds": seconds,
+        "peak_memory": [memory.min().item(), memory.max().item()],
+    }
     if losses and not math.isfinite(sum(losses)):
         raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
     final["validation_loss"] = None if losses is None else losses[0]
-    if losses and recipe.model.is_bert:
+    if losses and trainer.recipe.model.is_bert:
         final["validation_sop_loss"] = losses[1]
     if (text := sample(trainer)) is not None:
         final["sample"] = text
@@ -123,10 +127,8 @@ def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory)
 def sample_text(
     model: Callable[[Tensor], Tensor], device: torch.device, context: int, prompt: str, length: int, seed: int
 ) -> str:
-    """`length` bytes drawn after the prompt, seeing `context` tokens, as text that is safe to print.
-
-    `model` gives logits (1 seq vocab_size) of tokens (1 seq), without dropout.
-    """
+    """Draw `length` bytes after the prompt, seeing `context` tokens, as text that is safe to print. `model` gives
+    logits (1 seq vocab_size) of tokens (1 seq), without dropout."""
     generator = torch.Generator(device).manual_seed(seed)
     tokens = torch.tensor([list(prompt.encode(errors="surrogateescape") or b"\n")], device=device)
     for _ in range(length):
@@ -150,44 +152,30 @@ def sample(trainer: Trainer) -> str | None:
         # may take an expert's slots.
         short = -tokens.shape[1] % trainer.pipeline.sequence
         padded = torch.nn.functional.pad(tokens, (0, short))
-        return trainer.model(Batch(padded, None))[:, : tokens.shape[1]]
+        return trainer.part.wrappers[0](Batch(padded, None))[:, : tokens.shape[1]]
 
-    trainer.model.eval()
+    trainer.stage.eval()
     return sample_text(logits, trainer.device, trainer.seq, recipe.run.prompt, recipe.run.sample_bytes, recipe.run.seed)
 
 
-def over_ranks(value: float, trainer: Trainer) -> list[float]:
-    """(least, most) of a number over all ranks. Every rank must call this."""
-    group = trainer.mesh.world
-    values = torch.zeros(group.size(), dtype=torch.float64, device=trainer.device)
-    values[group.rank()] = value
-    all_gather(values, group, "a number of each rank").wait()
-    return [values.min().item(), values.max().item()]
-
-
-def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> None:
-    """Print what came of a run, which may have begun after some steps of an earlier one."""
+def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
+    """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss = trainer.recipe, final["validation_loss"]
-    out = console.console(quiet=trainer.mesh.world.rank() > 0)
-    reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
-    if "validation_sop_loss" in final:
-        reached += f" and {final['validation_sop_loss']:.3f} a sentence pair"
-    text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert
-    guessing = math.log(256 if text else trainer.batches.vocab_size)
-    least, most = final["peak_memory"]
-    memory = f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
-    steps = f"{final['steps'] - done} steps{f' after {done}' if done else ''}"
-    out.print(
-        f"{steps} in {format_seconds(final['seconds'])}; validation loss {reached} "
-        f"(guessing: {guessing:.3f}); {memory}log: {recipe.run.log_path}",
-        markup=False,
-        soft_wrap=True,
+    said = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
+    said += "validation loss " + (
+        "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
     )
+    if "validation_sop_loss" in final:
+        said += f" and {final['validation_sop_loss']:.3f} a sentence pair"
+    text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert
+    said += f" (guessing: {math.log(256 if text else trainer.batches.vocab_size):.3f}); "
+    least, most = final["peak_memory"]
+    said += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
+    said += f"log: {recipe.run.log_path}"
     if trainer.skipped:
         why = "their gradients were inf or NaN"
         if recipe.model.precision == "fp16":
             why = f"their gradients overflowed fp16, and the loss scale came down to {trainer.scaler.scale:g}"
             why += "; take more steps, or a lower --initial-loss-scale"
-        out.print(f"{trainer.skipped} of {final['steps']} steps were skipped: {why}", markup=False, soft_wrap=True)
-    if "sample" in final:
-        out.print(f"\n{final['sample']}\n", markup=False)
+        said += f"\n{trainer.skipped} of {final['steps']} steps were skipped: {why}"
+    return f"{said}\n\n{final['sample']}\n" if "sample" in final else said

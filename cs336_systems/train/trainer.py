@@ -1,4 +1,4 @@
-"""The trainer: optimizer steps of a model that `assemble` laid out over the ranks.
+"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`).
 
 The global batch is the same for every layout, and so is what is learned.
 """
@@ -14,14 +14,13 @@ from cs336_systems.comm import Mesh, all_reduce, at_step
 from cs336_systems.data.corpus import Batch, count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import choose_device
-from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.moe import set_balance_scale
 from cs336_systems.model.precision import set_matmul_precision
 from cs336_systems.optim.grad_norm import clip_by_norm
 from cs336_systems.optim.master_weights import MasterAdamW
-from cs336_systems.pipeline import Pipeline, Timer
-from cs336_systems.train.assembly import assemble
+from cs336_systems.pipeline import Timer
+from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.timers import Timers
@@ -60,6 +59,7 @@ class Trainer:
         if recipe.launch.backend == "gloo" and self.device.type == "cuda" and parallel.pp > 1:
             raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
         self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.dp)
+        self.data_rank = mesh.data.rank(), mesh.data.size()  # which rows of a batch are this rank's
         layout = recipe.layout(mesh.world.size())
         self.batch, self.micro_batch = layout.global_batch, layout.micro_batch
         self.batches = make_batches(recipe, self.batch, mesh.world)
@@ -67,34 +67,29 @@ class Trainer:
         self.seq = recipe.seq(self.config)
         set_matmul_precision(self.device, recipe.model.precision)
 
-        part = assemble(recipe, self.config, layout, mesh, self.device)
-        self.stage, self.plan, self.experts = part.stage, part.plan, part.experts
-        self.model, self.optimizer, self.gradients = part.model, part.optimizer, part.gradients
-        self.timers, by_default = Timers(self.device, mesh.world), recipe.model.is_bert or mesh.model.size() > 1
-        self.timers_shown = recipe.run.timers or ("max" if by_default else "none")
-        for name in ORDER:
-            self.timers(name)
+        self.part = Assembly(recipe, self.config, layout, mesh, self.device)
+        self.stage = self.part.stage
+        by_default = "max" if recipe.model.is_bert or mesh.model.size() > 1 else "none"
+        self.timers, self.timers_shown = Timers(self.device, mesh.world, ORDER), recipe.run.timers or by_default
         # Timers that nobody reads would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
-        for each in getattr(self.optimizer, "optimizers", [self.optimizer]):
+        for each in self.part.optimizers:
             if isinstance(inner := getattr(each, "inner", each), MasterAdamW):
                 inner.timer = self.timer
-        split = parallel.tp if parallel.sequence_parallel else 1  # parts of a sequence between the layers
-        self.pipeline = Pipeline(self.stage, self.model, mesh, layout.schedule, split, self.timer)
-        self.evaluation = Pipeline(self.stage, self.model, mesh, layout.schedule, split)  # which no timer counts
+        self.pipeline = self.part.pipeline(self.timer)
+        self.evaluation = self.part.pipeline(lambda name: nullcontext())
         self.scaler = recipe.loss_scaler()
         self.skipped = self.overflows = 0  # steps; overflows in a row at the lowest loss scale
 
     def step(self, step: int) -> Step:
         """One optimizer step, the first is 0, on this rank's rows of the global batch."""
         at_step(step + 1)
+        part = self.part
         with self.timer("batch-generator"):
-            batch = self.batches.batch(step, self.mesh.data.rank(), self.mesh.data.size()).to(self.device)
+            batch = self.batches.batch(step, *self.data_rank).to(self.device)
             counted = self._count_targets(batch)
             microbatches = batch.split(self.micro_batch)
-            drawn = self.config.dropout or (self.config.num_experts and self.config.mixture.is_random)
-            rows = [each.rows for each in microbatches if each.rows is not None]
-            keys = [dropout_key(self.recipe.run.seed, step, each) for each in rows] if drawn else None
+            keys = part.dropout_keys(self.recipe.run.seed, step, microbatches)
         set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
         # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
         weight = self.mesh.data.size() * self.scaler.scale
@@ -102,17 +97,16 @@ class Trainer:
         def loss(losses: Losses) -> Tensor:
             return weight * self._share(losses, counted).sum()
 
-        every = self.pipeline.run(microbatches, loss, keys, self.model.no_sync)
+        every = self.pipeline.run(microbatches, loss, keys, part.no_sync)
         collective = self.timers.collective if self.timers_shown == "waits" else self.timer
         with collective("backward-params-all-reduce"):
-            self.model.finish_gradient_synchronization()
+            part.finish_gradient_synchronization()
         with collective("backward-embedding-all-reduce"):
-            self.gradients.add_partial()
-            self.gradients.add_tied()
+            part.add_shared()
         rate = self.recipe.optimizer.learning_rate(step - self.skipped)
         with self.timer("optimizer"):
             norm, skipped = self._update(rate)
-        self.optimizer.zero_grad()
+        part.zero_grad()
         total = torch.zeros(2, device=self.device)
         if every and not self.mesh.tp.rank():  # the other tp ranks have the same
             total = torch.stack([self._share(losses, counted) for losses in every]).sum(0)
@@ -120,12 +114,10 @@ class Trainer:
 
     def _update(self, rate: float) -> tuple[Tensor, bool]:
         """Clip and step, unless the gradients are to be left out: (their norm, whether they were)."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         fp16, options = self.recipe.model.precision == "fp16", self.recipe.optimizer
         scale = self.scaler.scale  # of these gradients; the update below may change it for the next
         with self.timer("optimizer-unscale-and-check-inf"):
-            norm = self.gradients.norm() / scale
+            norm = self.part.norm() / scale
             # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
             asked = fp16 or options.on_nonfinite == "skip"
             overflow = asked and not math.isfinite(norm.item())
@@ -139,14 +131,16 @@ class Trainer:
                 where = f" at a loss scale of {scale:g}" if fp16 else ""
                 raise UserError(f"the gradients were inf or NaN {self.overflows} times in a row{where}; lower {cure}")
             return norm, True
+        settings: dict[str, Any] = {}
         if self.recipe.model.half:
-            multiplier = (options.clip / norm).clamp(max=1.0) / scale
-            self.optimizer.step(multiplier=multiplier)  # type: ignore[call-overload]
+            settings = {"multiplier": (options.clip / norm).clamp(max=1.0) / scale}
         else:
             with self.timer("optimizer-clip-main-grad"):
-                gradients = [each.gradient for each in self.gradients.kept().values()]
-                clip_by_norm(gradients, norm, options.clip)
-            self.optimizer.step()
+                clip_by_norm([each.gradient for each in self.part.kept().values()], norm, options.clip)
+        for optimizer in self.part.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step(**settings)
         return norm, False
 
     def state(self) -> dict[str, Any]:
@@ -165,7 +159,7 @@ class Trainer:
         if not self.config.num_experts:
             return {}
         total = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for layer in self.experts.layers():
+        for layer in self.part.experts.layers():
             if layer.balance is not None:
                 total[:2] += torch.stack((layer.balance.double(), total.new_ones(())))
             if layer.load is not None:
@@ -198,13 +192,12 @@ class Trainer:
     @torch.no_grad()
     def validate(self) -> list[float] | None:
         """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
-        place = self.mesh.data.rank(), self.mesh.data.size()
-        if self.batches.validation(0, *place) is None:
+        if self.batches.validation(0, *self.data_rank) is None:
             return None
-        self.model.eval()
+        self.stage.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.run.eval_iters):
-            batch = self.batches.validation(number, *place)
+            batch = self.batches.validation(number, *self.data_rank)
             assert batch is not None
             for losses in self.evaluation.run(batch.to(self.device).split(self.micro_batch), None):
                 sums[0] += losses.tokens
@@ -214,6 +207,6 @@ class Trainer:
         if self.mesh.tp.rank():
             sums.zero_()
         all_reduce(sums, self.mesh.world, "validation losses", "sum").wait()
-        self.model.train()
+        self.stage.train()
         tokens, pairs, counted = sums.tolist()
         return [tokens / counted, pairs / (self.recipe.run.eval_iters * self.batch)]

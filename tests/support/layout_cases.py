@@ -130,13 +130,12 @@ class Watched(Trainer):
     """Notes what the ranks have of the gradients when all is added up, before they are clipped."""
 
     def _update(self, rate):
-        kept = self.gradients.kept()
+        kept = self.part.kept()
         self.seen = {name: (each.gradient.clone(), each.sharded, each.parameter.shape) for name, each in kept.items()}
         return super()._update(rate)
 
     def weights(self) -> dict[str, tuple[Tensor, bool, torch.Size]]:
-        wrappers = getattr(self.model, "wrappers", (self.model,))
-        shards = {weight.shard for each in wrappers if isinstance(each, FSDP) for weight in each.sharded}
+        shards = {weight.shard for each in self.part.wrappers if isinstance(each, FSDP) for weight in each.sharded}
         named = self.stage.model.named_parameters()
         return {name: (p.detach().clone(), p in shards, p.shape) for name, p in named}
 

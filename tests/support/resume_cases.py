@@ -28,7 +28,7 @@ from cs336_systems.checkpoint import Checkpoint, list_checkpoints, open_checkpoi
 from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.train import __main__ as training
-from cs336_systems.train import run_log, stop
+from cs336_systems.train import loop, run_log
 from cs336_systems.train.__main__ import train
 from cs336_systems.train.loop import Loop
 from cs336_systems.train.recipe import Recipe
@@ -126,16 +126,16 @@ class Struck:
 
 
 def train_case(
-    group, recipe: dict, faults: list[dict], float64: bool = False, echo: float = stop.SAME_SIGNAL, ahead: int = 0
+    group, recipe: dict, faults: list[dict], float64: bool = False, echo: float = loop.SAME_SIGNAL, ahead: int = 0
 ) -> dict:
     """Train on this rank; what it prints and returns."""
     training.probe = made_up  # in the process of this case only, as all that follows
     run_log.environment = lambda device: {"device": "CPU"}
-    stop.SAME_SIGNAL = echo
+    loop.SAME_SIGNAL = echo
     if float64:
         wide()
     struck = Struck(faults, group.rank())
-    struck.wrap(Loop, "run", lambda loop, _: setattr(loop, "ahead", ahead))
+    struck.wrap(Loop, "run", lambda running, _: setattr(running, "ahead", ahead))
     paths = {"vocab_file", "log_file", "out", "weights"}
     shown = StringIO()
     with redirect_stdout(shown), warnings.catch_warnings(record=True) as caught:

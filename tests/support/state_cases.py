@@ -141,7 +141,7 @@ def write_case(group, folder: str, layouts: list[str]) -> None:
 
 def optimizer_states(trainer: Watched) -> Iterator[dict]:
     """The states of what this rank's optimizers step, in their order."""
-    for optimizer in getattr(trainer.optimizer, "optimizers", (trainer.optimizer,)):
+    for optimizer in trainer.part.optimizers:
         inner = getattr(optimizer, "inner", optimizer)
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             yield inner.state.get(parameter, {})
@@ -224,8 +224,8 @@ def fresh_case(group, folder: str, layout: str) -> None:
     trainer.step(0)
     state = RunState(trainer)
     alone = "embedding.positions.weight"
-    for slot in state._slots():
-        if state.names[slot.owner] == alone:
+    for slot in state.slots():
+        if slot.name == alone:
             slot.optimizer.state.pop(slot.like)
     partly = open_checkpoint(write(trainer, Path(folder, "partly"), 1, group), group)
     assert [name for name, kinds in partly.tensors.items() if kinds.keys() == {VALUE}] == [alone]

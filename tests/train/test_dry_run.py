@@ -7,12 +7,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from cs336_systems.host.observe import Observer
 from cs336_systems.layout import Layout
 from cs336_systems.model import routing as gating
 from cs336_systems.presets import model_preset
-from cs336_systems.train.assembly import assemble
+from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.dry_run import dry_run
-from cs336_systems.train.observation import RankStep, TotalsObserver, batches, observe
+from cs336_systems.train.observation import RankStep, batches, observe
 from cs336_systems.train.recipe import Recipe
 from tests.support.ranks import run
 from tests.support.traffic_cases import BERT, GPT, LLAMA, SEQ, config_of, in_turn, mesh_of, settings
@@ -48,11 +49,11 @@ def real_case(group, cases) -> list:
     for changes, degrees, precision in cases:
         config, layout = config_of(changes), Layout(**degrees)
         mesh = mesh_of(layout.tp, layout.pp, layout.ep)
-        with TotalsObserver() as seen:
-            part = assemble(Recipe.of(precision=precision), config, layout, mesh, torch.device("cpu"))
-            step = SettledStep(part, mesh, layout, seen)
+        with Observer() as seen:
+            part = Assembly(Recipe.of(precision=precision), config, layout, mesh, torch.device("cpu"))
+            step = SettledStep(part, seen)
             step.run(batches(config, SEQ, layout, layout.pp if layout.chunks > 1 else 1, "cpu"))
-            seen_in_step = step.observed(batches(config, SEQ, layout, layout.microbatches, "cpu"), 2**25)
+            seen_in_step = step.observe(batches(config, SEQ, layout, layout.microbatches, "cpu"), 2**25)
         found.append(told(seen_in_step, layout))
     return found
 

@@ -13,7 +13,7 @@ import torch
 
 from cs336_systems.checkpoint import list_checkpoints, open_checkpoint
 from cs336_systems.comm import agree, request_stop
-from cs336_systems.train.stop import StopSignal
+from cs336_systems.train.loop import StopSignal
 from tests.support import ranks
 from tests.support.resume_cases import attempt, complete, figures, log_of, newest, require_same_end, tiny
 from tests.support.state_cases import whole

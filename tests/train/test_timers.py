@@ -1,5 +1,6 @@
-"""Named timers, exact under clocks of the tests' own: sums, spreads over ranks, and waiting apart from transferring."""
+"""Named timers, exact under clocks of the tests' own: sums, times over ranks, and waiting apart from transferring."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -7,9 +8,8 @@ import pytest
 import torch
 
 from cs336_systems.comm import all_gather, all_reduce, record, subgroup
-from cs336_systems.errors import UserError
 from cs336_systems.train import timers as module
-from cs336_systems.train.timers import Spread, Timers
+from cs336_systems.train.timers import Timers, timer_line
 from tests.support import ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -43,10 +43,7 @@ def test_laps_add_up_by_name_and_an_outer_timer_includes_the_inner():
             timers.clock.pass_(1)
             lap(timers, "optimizer-clip", 0.25)
         timers.clock.pass_(100)  # between laps nothing counts
-    timers("copy").start()
-    timers.clock.pass_(2)
-    timers("copy").stop()
-    assert timers.milliseconds() == {"optimizer": 3.75, "optimizer-clip": 0.75, "copy": 2.0}
+    assert timers.milliseconds() == {"optimizer": 3.75, "optimizer-clip": 0.75}
     assert timers.milliseconds() == timers.milliseconds()  # reading changes nothing
 
 
@@ -54,10 +51,11 @@ def test_the_line_is_that_of_megatron():
     timers = Timers(CPU, clock=Clock())
     lap(timers, "forward-compute", 434.2)
     lap(timers, "backward-compute", 907.4)
-    assert timers.line(normaliser=10, reset=False) == "time (ms) | forward-compute: 43.42 | backward-compute: 90.74"
-    line = timers.line(10, kind="minmax")
+    times = timers.by_rank()
+    assert timer_line(times, 10) == "time (ms) | forward-compute: 43.42 | backward-compute: 90.74"
+    line = timer_line(times, 10, minmax=True)
     assert line == "time (ms) | forward-compute: (43.42, 43.42) | backward-compute: (90.74, 90.74)"
-    assert timers.line() == "time (ms)"
+    assert timer_line({}) == "time (ms)"
 
 
 def test_a_report_begins_anew_and_what_is_under_way_counts_in_the_next():
@@ -65,9 +63,10 @@ def test_a_report_begins_anew_and_what_is_under_way_counts_in_the_next():
     lap(timers, "forward-compute", 5)
     with timers("iteration"):
         timers.clock.pass_(3)
-        assert timers.line() == "time (ms) | forward-compute: 5.00"
+        assert timers.by_rank() == {"forward-compute": [5.0]}
+        timers.reset()
         timers.clock.pass_(4)
-    assert timers.line() == "time (ms) | iteration: 7.00"
+    assert timers.by_rank() == {"iteration": [7.0]}
 
 
 def test_a_block_that_fails_ends_its_lap():
@@ -78,37 +77,12 @@ def test_a_block_that_fails_ends_its_lap():
     assert timers.milliseconds() == {"forward-compute": 1.0, "loss": 0.0}
 
 
-def test_misuse_is_named():
-    timers = Timers(CPU, clock=Clock())
-    with pytest.raises(UserError, match=r"^timer 'loss' is not running: start it before it stops$"):
-        timers("loss").stop()
-    assert timers.milliseconds() == {}
-    timers("loss").start()
-    timers.clock.pass_(1)
-    with pytest.raises(UserError, match=r"^timer 'loss' is running already: stop it before it starts again$"):
-        timers("loss").start()
-    timers.clock.pass_(1)
-    timers("loss").stop()  # the lap that ran was not touched
-    assert timers.milliseconds() == {"loss": 2.0}
-    with pytest.raises(UserError, match="not running"):
-        timers("loss").stop()
-    with pytest.raises(UserError, match=r"no kind of report 'all'; choose from max, minmax"):
-        timers.line(kind="all")
-    for steps in (0, -1, float("nan")):
-        with pytest.raises(UserError, match="must be positive"):
-            timers.line(steps)
-    assert timers.line() == "time (ms) | loss: 2.00"  # the refused reports forgot nothing
-
-
 def test_alone_there_is_nobody_to_wait_for():
     timers = Timers(CPU, clock=Clock())
     with record() as events, timers.collective("all-reduce"):
         timers.clock.pass_(5)
     assert not events
-    assert timers.over_ranks() == {
-        "all-reduce-wait": Spread(0.0, 0.0, 0.0, 0, 0, 1),
-        "all-reduce": Spread(5.0, 5.0, 5.0, 0, 0, 1),
-    }
+    assert timers.by_rank() == {"all-reduce-wait": [0.0], "all-reduce": [5.0]}
 
 
 @pytest.fixture
@@ -153,60 +127,46 @@ def test_a_gpu_is_not_waited_for_before_the_report(fake_gpu):
     assert timers.milliseconds() == {"forward": 2.0}  # without the lap that was never read
 
 
-def test_a_synchronising_timer_finds_the_device_idle_at_both_ends(fake_gpu):
-    def clock() -> int:
-        assert len(fake_gpu.calls) == len(reads) + 1, "the device was not waited for"
-        reads.append(fake_gpu.clock.ns)
-        return fake_gpu.clock.ns
-
-    reads: list[int] = []
-    timers = Timers(GPU, synchronise=True, clock=clock)
-    with timers("forward"):
-        fake_gpu.clock.pass_(3)
-    assert fake_gpu.calls == ["synchronise cuda"] * 2
-    assert timers.milliseconds() == {"forward": 3.0}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("synchronise", [False, True])
-def test_a_gpus_own_events_are_read(synchronise):
-    timers, x = Timers(GPU, synchronise=synchronise), torch.ones(1024, 1024, device=GPU)
+def test_a_gpus_own_events_are_read():
+    timers, x = Timers(GPU), torch.ones(1024, 1024, device=GPU)
     with timers("step"), timers("forward"):
         x @ x
     times = timers.milliseconds()
     assert times["step"] >= times["forward"] > 0
 
 
-def spread_case(group) -> list:
+def ranks_case(group) -> list:
     """Rank r needs r + 1 ms for forward; only the last rank has a head, and it used its timers in another order."""
-    timers, me = Timers(CPU, group, clock=Clock()), group.rank()
+    timers, me = Timers(CPU, group, ["last", "idle", "forward"], Clock()), group.rank()
     if me == group.size() - 1:
         lap(timers, "head", 8)
     lap(timers, "forward", me + 1)
     if me == 0:
-        timers("idle")  # made, never used
         lap(timers, "first", 4)
-    spreads = {name: vars(spread) for name, spread in timers.over_ranks().items()}
-    return [spreads, timers.line(2, reset=False), timers.line(2, kind="minmax"), timers.line()]
+        lap(timers, "last", 2)
+    times = timers.by_rank()
+    timers.reset()
+    told = {name: [None if math.isnan(each) else each for each in values] for name, values in times.items()}
+    return [told, timer_line(times, 2), timer_line(times, 2, minmax=True), timers.by_rank()]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_knows_the_spread_whatever_timers_it_has(world_size):
-    results = ranks.run(spread_case, world_size)
+def test_every_rank_knows_the_times_of_all_whatever_timers_it_has(world_size):
+    results = ranks.run(ranks_case, world_size)
     assert all(result == results[0] for result in results)
-    spreads, line, both, empty = results[0]
-    last = world_size - 1
-    alone = {"least": 4.0, "most": 4.0, "mean": 4.0, "least_rank": 0, "most_rank": 0, "ranks": 1}
-    forward = {"least": 1.0, "most": world_size, "mean": (world_size + 1) / 2, "least_rank": 0, "most_rank": last}
-    assert spreads == {
-        "forward": forward | {"ranks": world_size},
-        "first": alone,
-        "head": {"least": 8.0, "most": 8.0, "mean": 8.0, "least_rank": last, "most_rank": last, "ranks": 1},
-    }
-    assert line == f"time (ms) | forward: {world_size / 2:.2f} | first: 2.00 | head: 4.00"
-    assert both == f"time (ms) | forward: (0.50, {world_size / 2:.2f}) | first: (2.00, 2.00) | head: (4.00, 4.00)"
-    assert empty == "time (ms)"
+    times, line, both, empty = results[0]
+    others = [None] * (world_size - 1)
+    forward = [float(rank + 1) for rank in range(world_size)]
+    assert times == {"last": [2.0, *others], "forward": forward, "first": [4.0, *others], "head": [*others, 8.0]}
+    assert list(times) == ["last", "forward", "first", "head"]  # as named at first, then as rank 0 used them
+    most = world_size / 2
+    assert line == f"time (ms) | last: 1.00 | forward: {most:.2f} | first: 2.00 | head: 4.00"
+    assert both == (
+        f"time (ms) | last: (1.00, 1.00) | forward: (0.50, {most:.2f}) | first: (2.00, 2.00) | head: (4.00, 4.00)"
+    )
+    assert empty == {}
 
 
 def late_case(group, busy: list[float]) -> list:
@@ -231,7 +191,7 @@ def late_case(group, busy: list[float]) -> list:
         with timers.collective("backward-params-all-reduce"):
             logical_all_reduce(torch.zeros(4), group)
             clock.pass_(5)
-    return [timers.milliseconds(), {name: vars(spread) for name, spread in timers.over_ranks().items()}]
+    return [timers.milliseconds(), timers.by_rank()]
 
 
 def test_what_waits_for_a_late_rank_is_kept_apart():
@@ -242,14 +202,8 @@ def test_what_waits_for_a_late_rank_is_kept_apart():
             "backward-params-all-reduce-wait": 2.0 * (40 - busy),
             "backward-params-all-reduce": 10.0,
         }
-        spreads = results[rank][1]
-        assert spreads["backward-compute"]["most_rank"] == 1
-        wait = {"least": 0.0, "most": 60.0, "mean": 30.0, "least_rank": 1, "most_rank": 0, "ranks": 3}
-        assert spreads["backward-params-all-reduce-wait"] == wait  # who waits least is the late one
-        assert (spreads["backward-params-all-reduce"]["least"], spreads["backward-params-all-reduce"]["most"]) == (
-            10,
-            10,
-        )
+        waits = results[rank][1]["backward-params-all-reduce-wait"]
+        assert waits == [60.0, 0.0, 30.0]  # who waits least is the late one
 
 
 def arrival_case(group) -> list:
@@ -275,9 +229,8 @@ def subgroup_case(group) -> dict | None:
         return None
     timers = Timers(CPU, part, clock=Clock())
     lap(timers, "forward", 10 - group.rank())
-    return vars(timers.over_ranks()["forward"])
+    return timers.by_rank()
 
 
-def test_ranks_of_a_subgroup_have_their_number_among_all():
-    spread = {"least": 8.0, "most": 9.0, "mean": 8.5, "least_rank": 2, "most_rank": 1, "ranks": 2}
-    assert ranks.run(subgroup_case, 3) == [None, spread, spread]
+def test_ranks_of_a_subgroup_are_compared_alone():
+    assert ranks.run(subgroup_case, 3) == [None, {"forward": [9.0, 8.0]}, {"forward": [9.0, 8.0]}]

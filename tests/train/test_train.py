@@ -62,7 +62,7 @@ def test_training_is_a_function_of_the_seed():
             trainer = Trainer(recipe)
             for step in range(3):
                 trainer.step(step)
-            return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+            return torch.cat([p.detach().flatten() for p in trainer.stage.parameters()])
 
     assert torch.equal(weights(0), weights(0))
     assert not torch.equal(weights(0), weights(1))

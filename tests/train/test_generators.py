@@ -9,7 +9,7 @@ import torch
 
 from cs336_systems.checkpoint import RANDOM, Box, Piece, open_checkpoint, save
 from cs336_systems.comm import default_group, distributed
-from cs336_systems.train.random_state import random_pieces, random_problem, restore_random, seed_generators
+from cs336_systems.train.run_state import random_pieces, random_problem, restore_random, seed_generators
 from tests.support import ranks
 
 CPU = torch.device("cpu")
