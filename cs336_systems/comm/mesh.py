@@ -9,8 +9,8 @@ that it stays inside a machine; then come experts, data, and pipeline stages. Wi
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from cs336_systems.comm.agreement import subgroup
@@ -32,30 +32,39 @@ class Mesh:
     """
 
     def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> None:
-        world = default_group()
+        self.world = world = default_group()
         self.sizes = mesh_sizes(world.size(), tp, pp, ep, dp)
-        rest, self.place = world.rank(), dict.fromkeys(AXES, 0)
-        for axis in reversed(AXES):
-            rest, self.place[axis] = divmod(rest, self.sizes[axis])
+        self.ranks = np.arange(world.size()).reshape(*self.sizes.values())
+        self.place = dict(zip(AXES, map(int, np.argwhere(self.ranks == world.rank())[0]), strict=True))
         self.groups: dict[tuple[int, ...], Group | None] = {tuple(range(world.size())): world}
-        self.world = world
         self.tp, self.pp, self.ep, self.dp = (self._along(axis) for axis in ("tp", "pp", "ep", "dp"))
         self.data, self.model = self._along("dp", "ep"), self._along("pp", "tp")
-        self.ends = self._join([(ranks[0], ranks[-1]) for ranks in self._lines("pp")]) if self.pp.size() > 1 else None
+        ends = [(stages[0], stages[-1]) for stages in self._lines("pp")] if self.pp.size() > 1 else []
+        self.ends = self._join(ends, self.groups)
         # NCCL has no tags: messages between two ranks match in the order of posting. Activations and gradients, up and
         # down the stages, may overtake each other, so each kind has its own connection; gloo's tags keep them apart.
         apart = self.pp.size() > 1 and not has_tags(world)
         kinds = itertools.product(("forward", "backward"), (True, False)) if apart else ()
-        self.channels = {kind: self._fresh("pp") for kind in kinds}
+        self.channels = {kind: self._along("pp", fresh=True) for kind in kinds}
         self._greet()
 
-    def _lines(self, *axes: str) -> Iterator[tuple[int, ...]]:
+    def _lines(self, *axes: str) -> list[tuple[int, ...]]:
         """The sets of ranks that differ in these axes only, each in ascending order."""
-        lines: dict[tuple[int, ...], list[int]] = {}
-        for rank, place in enumerate(itertools.product(*(range(self.sizes[axis]) for axis in AXES))):
-            fixed = tuple(i for axis, i in zip(AXES, place, strict=True) if axis not in axes)
-            lines.setdefault(fixed, []).append(rank)
-        yield from map(tuple, lines.values())
+        along = [number for number, axis in enumerate(AXES) if axis in axes]
+        lines = np.moveaxis(self.ranks, along, range(-len(along), 0))
+        return [tuple(line) for line in lines.reshape(-1, math.prod(lines.shape[-len(along) :])).tolist()]
+
+    def _along(self, *axes: str, fresh: bool = False) -> Group:
+        group = self._join(self._lines(*axes), {} if fresh else self.groups)
+        assert group is not None
+        return group
+
+    def _join(self, lines: list[tuple[int, ...]], known: dict[tuple[int, ...], Group | None]) -> Group | None:
+        """This rank's group among disjoint sets of ranks; axes over the same ranks, which are `known`, share one."""
+        for ranks in lines:
+            if ranks not in known:
+                known[ranks] = subgroup(ranks)
+        return next((known[ranks] for ranks in lines if self.world.rank() in ranks), None)
 
     def channel(self, kind: str, source: int, target: int) -> Group:
         """Group of the pp axis for "forward" or "backward" messages from rank `source` to rank `target`."""
@@ -74,26 +83,6 @@ class Mesh:
                 elif me == target:
                     receive(torch.zeros(1, device=device), source, group, "greeting").wait()
 
-    def _fresh(self, axis: str) -> Group:
-        """New group of this rank along an axis."""
-        groups = [subgroup(ranks) for ranks in self._lines(axis)]
-        return next(group for group in groups if group is not None)
-
-    def _along(self, *axes: str) -> Group:
-        group = self._join(self._lines(*axes))
-        assert group is not None
-        return group
-
-    def _join(self, lines: Iterable[tuple[int, ...]]) -> Group | None:
-        """This rank's group among disjoint sets of ranks; two axes over the same ranks share one."""
-        mine = None
-        for ranks in lines:
-            if ranks not in self.groups:
-                self.groups[ranks] = subgroup(ranks)
-            if self.world.rank() in ranks:
-                mine = self.groups[ranks]
-        return mine
-
     def __str__(self) -> str:
         return " x ".join(f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "ep", "dp") if self.sizes[axis] > 1)
 
@@ -104,12 +93,10 @@ def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None
     equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
     if bad := [axis for axis, size in given.items() if size < 1]:
         raise UserError(f"{bad[0]} must be at least 1, not {given[bad[0]]}")
-    product = math.prod(given.values())
+    product, ending = math.prod(given.values()), "s" * (ranks > 1)
     if dp is None and ranks % product:
-        raise UserError(
-            f"{equation} = {product} does not divide the {ranks} rank{'s' * (ranks > 1)}: start a multiple of "
-            f"{product}, or lower a degree"
-        )
+        help = f"start a multiple of {product}, or lower a degree"
+        raise UserError(f"{equation} = {product} does not divide the {ranks} rank{ending}: {help}")
     if dp is not None and product != ranks:
         raise UserError(f"{equation} = {product}, but there are {ranks} ranks: start {product}, or leave dp out")
     sizes = given | {"dp": ranks // product if dp is None else dp}

@@ -22,10 +22,7 @@ NEW_LINE = "\n"
 
 
 class LiteralConsole(Console):
-    """A console of rich on which text is text: square brackets are no markup, and control characters are shown.
-
-    Whoever wants colours says so with a style, or with Text.
-    """
+    """A console of rich on which text is text: square brackets are no markup, and control characters are shown."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **settings)
@@ -44,10 +41,7 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
-    that it is about. Returns the exit status: 0, 2, or 130 for ^C.
-
-    Both quote what others wrote, so control characters are shown; the lines that an error is divided into stay.
-    """
+    that it is about; control characters in them are shown. Returns the exit status: 0, 2, or 130 for ^C."""
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"note: {printable(str(message), keep=NEW_LINE)}\n"
     try:
@@ -119,11 +113,8 @@ class _TimeLeft:
 def progress(
     label: str, total: int, expected_seconds: float = 0.0, quiet: bool = False, done: int = 0
 ) -> Iterator[Callable[[str], None]]:
-    """A bar with the time left. Yields `advance(note)`, to be called after each of `total` steps of which some may be
-    `done`; the seconds are those of the rest.
-
-    In a file or a pipe it prints a line every few seconds instead.
-    """
+    """A bar with the time left; in a file or a pipe a line every few seconds. Yields `advance(note)`, to be called
+    after each of `total` steps of which some may be `done`; the seconds are those of the rest."""
     left, out = _TimeLeft(total, expected_seconds, done), console(stderr=True)
     names = ("{task.description}", "{task.fields[left]}", "{task.fields[note]}")
     words, time_left, notes = (TextColumn(name, markup=False) for name in names)
@@ -152,42 +143,31 @@ def flag(name: str) -> str:
 
 
 def setting(default: Any, help: str, type: Any = None, **option: Any) -> Any:
-    """Define a dataclass field that `options` turns into an option of the command line.
-
-    `type` is click's, where the annotation does not say enough. `option` may give its name where that is not the
-    field's, `also` other names, and `off` the opposite of a flag. The rest goes to click as it is.
-    """
+    """Define a dataclass field that `options` turns into an option of the command line. `type` is click's, where the
+    annotation does not say enough; `option` is its name where that is not the field's, `also` are other names, `off`
+    the opposite of a flag. The rest goes to click as it is."""
     return field(default=default, metadata={"option": {"help": help, **({"type": type} if type else {}), **option}})
 
 
 def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation.
-
-    A bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None. The
-    help lists them in order, those of base classes after the class's own.
-    """
+    """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation: a
+    bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         hints = get_type_hints(settings)
         listed = [each for each in fields(settings) if "option" in each.metadata]
         listed.sort(key=lambda each: each.name not in settings.__annotations__)  # what is inherited comes last
         for each in reversed(listed):
-            hint, extra = hints[each.name], dict(each.metadata["option"])
+            hint = hints[each.name]
             if type(None) in get_args(hint):
                 hint = next(kind for kind in get_args(hint) if kind is not type(None))
-            if get_origin(hint) is Literal:
-                extra.setdefault("type", click.Choice([str(choice) for choice in get_args(hint)]))
-            elif hint is bool:
-                extra["is_flag"] = True
-            elif get_origin(hint) is tuple:
-                extra["multiple"] = True
-            else:
-                extra.setdefault("type", hint)
+            choice = click.Choice([str(choice) for choice in get_args(hint)])
+            kinds: dict[Any, Any] = {bool: {"is_flag": True}, tuple: {"multiple": True}, Literal: {"type": choice}}
+            extra = kinds.get(get_origin(hint) or hint, {"type": hint}) | each.metadata["option"]
             show = each.default not in (None, ()) and hint is not bool
-            name = extra.pop("option", each.name)
+            name, opposite = extra.pop("option", each.name), extra.pop("off", "")
             flags = [flag(name), *extra.pop("also", ())]
-            if (opposite := extra.pop("off", None)) is not None:
-                flags[-1] += f"/{opposite}"
+            flags[-1] += f"/{opposite}" if opposite else ""
             function = click.option(*flags, name, default=each.default, show_default=show, **extra)(function)
         return function
 

@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,8 @@ def usable_memory(device: torch.device) -> int:
 
 
 class PeakMemory:
-    """Peak memory since `reset`, in bytes; on a CPU the resident set above that at construction.
-
-    Linux lets a process reset its peak; elsewhere `read` returns None for a CPU.
-    """
+    """Peak memory since `reset`, in bytes; on a CPU the resident set above that at construction, or None where a
+    process cannot reset its peak (other systems than Linux)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -97,12 +95,11 @@ class PeakMemory:
         return int(_fields("/proc/self/status").get(field, "0 kB").split()[0]) * 1024
 
     def reset(self) -> None:
+        self.resettable = True
         if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return
+            return torch.cuda.reset_peak_memory_stats(self.device)
         try:
             Path("/proc/self/clear_refs").write_text("5")
-            self.resettable = True
         except OSError:
             self.resettable = False
 
@@ -113,19 +110,10 @@ class PeakMemory:
 
 
 def _git(*arguments: str) -> str | None:
-    command, folder = ["git", *arguments], Path(__file__).resolve().parent
+    how: dict[str, Any] = {"cwd": Path(__file__).resolve().parent, "capture_output": True, "text": True, "timeout": 10}
     try:
-        return subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        return subprocess.run(["git", *arguments], check=True, **how).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
         return None
 
 
@@ -140,7 +128,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, An
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": next((each.version for each in distributions(name="triton")), None),
         "python": ".".join(map(str, sys.version_info[:3])),
         "world_size": 1,
         "backend": None,

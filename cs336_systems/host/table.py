@@ -16,10 +16,8 @@ NUMBER = re.compile(r"[-+(<]*\d|-?$")  # the beginning of a cell in a column of 
 
 @dataclass(frozen=True)
 class Table:
-    """A title, column heads, rows of cells, and a note below, which is Markdown. Columns of numbers are right-aligned.
-
-    With `names` the first column holds names of operators, which may be very long.
-    """
+    """A title, column heads, rows of cells, and a note below, which is Markdown. Columns of numbers are right-aligned;
+    with `names` the first column holds names of operators, which may be very long."""
 
     title: str
     heads: Sequence[str]
@@ -49,12 +47,8 @@ class Table:
         for first, *rest in self.rows:
             named = markdown_code(cut(first, LONGEST)) if self.names else markdown_text(first)
             lines.append([named, *map(markdown_text, rest)])
-        return (
-            "\n\n".join(
-                part for part in (heading, "\n".join(markdown_row(line, str) for line in lines), self.note) if part
-            )
-            + "\n"
-        )
+        rows = "\n".join(markdown_row(line, str) for line in lines)
+        return "\n\n".join(filter(None, (heading, rows, self.note))) + "\n"
 
     def table(self, width: int = 44) -> rich.table.Table:
         """The table for a terminal, names cut to a width."""
