@@ -189,11 +189,7 @@ COURSE_YEARS = (2024, 2025, 2026)
 DEFAULT_YEAR = 2024
 
 # name: (d_model, d_ff, num_layers, num_heads)
-_SMALL_TO_LARGE = {
-    "small": (768, 3072, 12, 12),
-    "medium": (1024, 4096, 24, 16),
-    "large": (1280, 5120, 36, 20),
-}
+_SMALL_TO_LARGE = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20)}
 _COURSE_SHAPES = {
     2024: _SMALL_TO_LARGE | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)},
     2025: _SMALL_TO_LARGE | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)},

@@ -141,7 +141,7 @@ def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunk
     check_losses(stage, seen.losses, oracle.losses[:count])
     assert seen.peak == peak_live(name, stage.stage, stage.stages, count, chunks), where
     assert seen.accumulated == (count - 1 if chunks == 1 else count * chunks), where
-    check_messages(stage, seen, count, dense.head_weight().itemsize)
+    check_messages(stage, seen, count, dense.embedding.tokens.weight.itemsize)
     mine = {each: parameter.grad for each, parameter in stage.model.named_parameters()}
     if config.tied_head and mesh.ends is not None:
         all_reduce(mine[TIED].view(-1), mesh.ends, "tied", "sum").wait()

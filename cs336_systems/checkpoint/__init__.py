@@ -9,12 +9,12 @@ from cs336_systems.checkpoint.load import (
     open_plain,
     weights_hash,
 )
-from cs336_systems.checkpoint.manifest import RefusedError, Scalars
 from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box, Piece, my_share
 from cs336_systems.checkpoint.save import Saver, save
+from cs336_systems.checkpoint.tensors import DTYPES, NAMES, RefusedError, Scalars
 
 __all__ = [
-    "RANDOM", "VALUE", "Box", "Checkpoint", "Piece", "RefusedError", "SaveError", "Saver", "Scalars", "clean",
-    "export_plain", "list_checkpoints", "locked", "my_share", "open_checkpoint", "open_newest", "open_plain",
-    "save", "step_name", "weights_hash",
+    "DTYPES", "NAMES", "RANDOM", "VALUE", "Box", "Checkpoint", "Piece", "RefusedError", "SaveError", "Saver",
+    "Scalars", "clean", "export_plain", "list_checkpoints", "locked", "my_share", "open_checkpoint", "open_newest",
+    "open_plain", "save", "step_name", "weights_hash",
 ]  # fmt: skip

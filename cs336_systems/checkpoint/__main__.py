@@ -4,6 +4,7 @@ PATH is a checkpoint, a folder of checkpoints, or a run's folder. Where one is w
 """
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -11,14 +12,16 @@ import click
 from rich.table import Table
 
 from cs336_systems.checkpoint.folder import list_checkpoints
-from cs336_systems.checkpoint.load import Checkpoint, export_plain, open_checkpoint, weights_hash
-from cs336_systems.checkpoint.manifest import NAME, RefusedError
-from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box
+from cs336_systems.checkpoint.load import export_plain, open_checkpoint, weights_hash
+from cs336_systems.checkpoint.manifest import NAME
+from cs336_systems.checkpoint.pieces import RANDOM, VALUE
+from cs336_systems.checkpoint.tensors import RefusedError
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.text import printable
 
 LONGEST = 100  # characters of a value that are shown
+PATH = click.Path(path_type=Path)
 
 
 @click.group(no_args_is_help=False)
@@ -27,34 +30,52 @@ def main() -> None:
 
 
 @main.command("show")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 def show_command(path: Path) -> None:
     """Verify the checkpoint at PATH (or the newest there) and print its contents."""
+    checkpoint = open_checkpoint(find(path)[-1])
+    entries = [(name, kind, entry) for name, kinds in checkpoint.tensors.items() for kind, entry in kinds.items()]
+    own = [(kind, entry) for name, kind, entry in entries if not name.startswith(RANDOM)]
+    values = [math.prod(entry.shape) for kind, entry in own if kind == VALUE]
+    dtypes = ", ".join(sorted({entry.dtype for _, _, entry in entries}))
+    sizes = [file["bytes"] for file in checkpoint.files.values()]
+    rows = {
+        "checkpoint": checkpoint.folder.name,
+        "step": str(checkpoint.step),
+        "parameters": f"{sum(values):,} in {len(values)} tensors",
+        "of the optimizer": ", ".join(sorted({kind for kind, _ in own} - {VALUE})) or "nothing",
+        "tensors": f"{len(entries)} in all, of {dtypes or 'none'}",
+        "files": f"{len(sizes)} of {console.format_bytes(sum(sizes))}",
+        "SHA-256 of the weights": weights_hash(checkpoint),
+    }
+    for key, value in checkpoint.state.items():
+        rows[f"state: {key}"] = json.dumps(value, ensure_ascii=False, allow_nan=False)
     table = Table(show_header=False)
-    for what, value in facts(open_checkpoint(find(path)[-1])):
-        table.add_row(what, value)
+    for key, text in rows.items():
+        table.add_row(key, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...")
     console.console().print(table)
 
 
 @main.command("verify")
-@click.argument("path", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
 def verify_command(path: Path) -> None:
     """Check every byte of the checkpoint at PATH, or of all there. The exit status is 2 if one cannot be used."""
     folders, refused = find(path), 0
     for folder in folders:
+        said = "whole"
         try:
             open_checkpoint(folder)
-            print(f"{folder.name}: whole", flush=True)
         except UserError as error:
             refused += 1
-            print(f"{folder.name}: {'refused: ' * isinstance(error, RefusedError)}{error}", flush=True)
+            said = f"{'refused: ' * isinstance(error, RefusedError)}{error}"
+        print(f"{folder.name}: {said}", flush=True)
     if refused:
         raise UserError(f"{refused} of {len(folders)} checkpoints in {path} cannot be used")
 
 
 @main.command("export")
-@click.argument("path", type=click.Path(path_type=Path))
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("path", type=PATH)
+@click.argument("file", type=PATH)
 def export_command(path: Path, file: Path) -> None:
     """Write the parameters of the checkpoint at PATH (or the newest there) to FILE, one plain safetensors file."""
     folder = find(path)[-1]
@@ -66,34 +87,13 @@ def find(path: Path) -> list[Path]:
     """The checkpoints that a path means, the oldest first. Raises UserError if there is none, or it cannot be read."""
     path = path.absolute()  # `.` has no name
     try:
-        if list_checkpoints(path.parent).count(path) or (path / NAME).exists():
+        if path in list_checkpoints(path.parent) or (path / NAME).exists():
             return [path]
         if found := list_checkpoints(path) or list_checkpoints(path / "checkpoints"):
             return found
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     raise UserError(f"{path} is no checkpoint, and there is none in it: name a folder step-..., or that given to --out")
-
-
-def facts(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """The rows of `show`: name and text."""
-    manifest, tensors = checkpoint.manifest, checkpoint.tensors
-    entries = [(name, kind, entry) for name, kinds in tensors.items() for kind, entry in kinds.items()]
-    values = [entry for name, kind, entry in entries if kind == VALUE and not name.startswith(RANDOM)]
-    size, dtypes = sum(file.bytes for file in manifest.files.values()), {entry.dtype for _, _, entry in entries}
-    kinds = sorted({kind for name, kind, _ in entries if not name.startswith(RANDOM)} - {VALUE})
-    found = {
-        "checkpoint": checkpoint.folder.name,
-        "step": str(manifest.step),
-        "parameters": f"{sum(Box.whole(entry.shape).numel for entry in values):,} in {len(values)} tensors",
-        "of the optimizer": ", ".join(kinds) or "nothing",
-        "tensors": f"{len(entries)} in all, of {', '.join(sorted(dtypes)) or 'none'}",
-        "files": f"{len(manifest.files)} of {console.format_bytes(size)}",
-        "SHA-256 of the weights": weights_hash(checkpoint),
-    }
-    for key, value in manifest.state.items():
-        found[f"state: {key}"] = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return [(what, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...") for what, text in found.items()]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; one killed
 after it leaves a checkpoint. The two fsyncs around it are for a loss of power: without the first the name could survive
-and the contents not.
+and the contents not. Every function raises OSError.
 """
 
 import errno
@@ -13,52 +13,36 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Iterable
 from pathlib import Path
-
-WRITE_BYTES = 1 << 24  # bytes in one call
-DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
+from typing import Any
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Make a file that does not exist yet, on the disk when this returns: (bytes, SHA-256). Raises OSError."""
+def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
+    """Make a file that does not exist yet, on the disk when this returns: its size and checksum."""
     digest, total = hashlib.sha256(), 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        for piece in _in_calls(chunks):
-            digest.update(piece)
-            total += len(piece)
-            while len(piece):  # a disk that is almost full takes a part
-                piece = piece[os.write(file, piece) :]
+        for chunk in chunks:
+            rest = memoryview(chunk).cast("B")
+            digest.update(rest)
+            total += len(rest)
+            while len(rest):  # a disk that is almost full takes a part
+                rest = rest[os.write(file, rest) :]
         os.fsync(file)
     finally:
         os.close(file)
-    return total, digest.hexdigest()
-
-
-def _in_calls(chunks: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """The same bytes, no more than one call takes at a time; what is small goes together, as most tensors are."""
-    held = bytearray()
-    for chunk in chunks:
-        view = memoryview(chunk).cast("B")
-        for start in range(0, len(view), WRITE_BYTES):
-            piece = view[start : start + WRITE_BYTES]
-            if len(held) + len(piece) > WRITE_BYTES:
-                yield memoryview(held)
-                held = bytearray()
-            held += piece
-    yield memoryview(held)
+    return {"bytes": total, "sha256": digest.hexdigest()}
 
 
 def hash_file(path: Path) -> str:
-    """The SHA-256 of a file. Raises OSError."""
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk. Raises OSError."""
+    """Bring the names in a folder to the disk."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -67,7 +51,7 @@ def sync_folder(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those it lies in, on the disk when this returns; one that exists is left. Raises OSError."""
+    """Make a folder and those it lies in, on the disk when this returns; one that exists is left."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -75,7 +59,7 @@ def make_folder(path: Path) -> None:
 
 
 def give_name(folder: Path, name: Path) -> None:
-    """Rename a full folder, for good when this returns. Raises OSError, and for a name that is taken in particular."""
+    """Rename a full folder to a name that is free, for good when this returns."""
     if os.path.lexists(name):  # rename would replace an empty folder
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(name))
     sync_folder(folder)
@@ -84,16 +68,14 @@ def give_name(folder: Path, name: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take away the name of a folder, then what is in it: no half of it is ever seen under its name. Raises OSError."""
+    """Take away the name of a folder, then what is in it: no half of it is ever seen under its name."""
     if not folder.name.startswith("."):
-        hidden = folder.with_name(f".deleting-{folder.name}-{secrets.token_hex(4)}")
-        os.rename(folder, hidden)
-        folder = hidden
+        folder = folder.rename(folder.with_name(f".deleting-{folder.name}-{secrets.token_hex(4)}"))
     shutil.rmtree(folder)
 
 
 def kind_of(path: Path) -> str:
-    """ "file", "folder", or "" for neither, such as a link, which could lead anywhere. Raises OSError."""
+    """ "file", "folder", or "" for neither, such as a link, which could lead anywhere."""
     try:
         mode = os.lstat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -5,30 +5,33 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cs336_systems.checkpoint.disk import DISK_TIMEOUT, kind_of, make_folder, remove_folder
+from cs336_systems.checkpoint.disk import kind_of, make_folder, remove_folder
 from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import printable
 
 STEP = re.compile(r"step-([0-9]{8,})")
-UNFINISHED = re.compile(r"\.(saving|deleting)-.*")
+DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
 
 
 class SaveError(UserError):
-    """A checkpoint could not be written. Those before it are still there."""
+    """A checkpoint could not be written."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}; earlier checkpoints are as they were")
 
 
 def reason(error: Exception, folder: Path, needed: int = 0) -> str:
     """The reason for an error in a folder, as text for a message; `needed` are the bytes that were to be written."""
-    if isinstance(error, SaveError):
+    if isinstance(error, UserError):
         return str(error)
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {str(error)[:200]}"
@@ -48,7 +51,7 @@ def hear(topic: str, value: Any, group: Group, counted: bool = True) -> list[Any
 
 def on_rank_0(
     topic: str, action: Callable[[], Any], folder: Path, group: Group, failed: str,
-    error: Callable[[str], UserError] = UserError, counted: bool = True,
+    error: type[UserError] = UserError, counted: bool = True,
 ) -> Any:  # fmt: skip
     """Run an action on rank 0 and return its result, JSON, on every rank. If it raises, every rank raises an error that
     says what has `failed`, and why."""
@@ -80,13 +83,6 @@ def list_checkpoints(parent: Path) -> list[Path]:
     return [parent / name for _, name in found if kind_of(parent / name) == "folder"]
 
 
-def set_aside(folder: Path) -> str:
-    """Give a refused checkpoint another name, which is returned. Raises OSError."""
-    aside = folder.with_name(f"{folder.name}.refused-{secrets.token_hex(2)}")
-    os.rename(folder, aside)
-    return aside.name
-
-
 def delete_oldest(parent: Path, keep: int, newest: Path) -> None:
     """Delete all checkpoints but the last `keep` up to `newest`, as far as possible, and none of later steps. Raises
     OSError if the folder cannot be read."""
@@ -99,7 +95,7 @@ def delete_oldest(parent: Path, keep: int, newest: Path) -> None:
 def clean(parent: Path) -> None:
     """Remove what interrupted saves and deletions have left, as far as possible. Only for who holds the lock."""
     for path in parent.iterdir() if parent.is_dir() else ():
-        if UNFINISHED.fullmatch(path.name) and kind_of(path) == "folder":
+        if path.name.startswith((".saving-", ".deleting-")) and kind_of(path) == "folder":
             with suppress(OSError):
                 remove_folder(path)
 
@@ -127,19 +123,19 @@ def locked(folder: Path) -> Iterator[Lock]:
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}; name another folder with --out DIR") from None
+    problem = None
     try:
-
-        def signature() -> str:
-            return os.pread(file, 100, 0).decode(errors="replace").strip()
-
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = f"{folder} is in use by another run ({signature() or 'of an unknown process'})"
-            raise UserError(f"{holder}; wait for its end, or name another folder with --out DIR") from None
         except OSError as error:
-            problem = f"the file system of {folder} cannot lock a file: {error.strerror}"
-            raise UserError(f"{problem}; name a folder on another with --out DIR") from None
-        yield Lock(file, signature())
+            problem = error
+        before = os.pread(file, 100, 0).decode(errors="replace").strip()
+        if isinstance(problem, BlockingIOError):
+            holder = f"{folder} is in use by another run ({before or 'of an unknown process'})"
+            raise UserError(f"{holder}; wait for its end, or name another folder with --out DIR")
+        if problem is not None:
+            cannot = f"the file system of {folder} cannot lock a file: {problem.strerror}"
+            raise UserError(f"{cannot}; name a folder on another with --out DIR")
+        yield Lock(file, before)
     finally:
         os.close(file)

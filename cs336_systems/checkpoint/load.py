@@ -12,15 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.checkpoint.disk import hash_file, sync_folder, write_file
-from cs336_systems.checkpoint.folder import STEP, hear, list_checkpoints, on_rank_0, reason, set_aside
-from cs336_systems.checkpoint.manifest import NAME, Entry, File, Manifest, RefusedError, Scalars, Stored, read_manifest
+from cs336_systems.checkpoint.folder import STEP, hear, list_checkpoints, on_rank_0, reason
+from cs336_systems.checkpoint.manifest import NAME, read_manifest
 from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box, Piece
-from cs336_systems.checkpoint.tensors import NAMES, Header, check_header, contents, read_box, read_header
+from cs336_systems.checkpoint.tensors import NAMES, RefusedError, Scalars, Tensors, contents, list_tensors, read_box
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -28,24 +29,18 @@ from cs336_systems.host.text import printable
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Named tensors in files that are what their manifest says; `read` gives any box of any of them."""
+    """Named tensors in files that have been checked; `read` gives any box of any of them."""
 
     folder: Path
-    manifest: Manifest
-    headers: dict[str, Header]
-
-    @property
-    def tensors(self) -> dict[str, dict[str, Entry]]:
-        return self.manifest.tensors
-
-    @property
-    def scalars(self) -> Scalars:
-        """Numbers of an optimizer's state that belong to a parameter, such as its count of steps."""
-        return self.manifest.scalars
+    step: int
+    files: dict[str, dict[str, Any]]  # size and checksum of each
+    tensors: Tensors
+    scalars: Scalars  # of an optimizer's state, such as a parameter's count of steps
+    state: dict[str, Any]
 
     def read(self, name: str, kind: str, box: Box) -> Tensor:
         """A box of a tensor, on the CPU. Raises KeyError for what is not there."""
-        return read_box(self.folder, self.headers, self.tensors[name][kind], box)
+        return read_box(self.folder, self.tensors[name][kind], box)
 
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
@@ -64,30 +59,26 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
         unread = printable(f"{why}; nothing was changed: try again, or move it away")
     votes = hear("checkpoint read", (unread, refused), group) if group else [(unread, refused)]
     for kind, problems in zip((UserError, RefusedError), zip(*votes, strict=True), strict=True):
-        if any(problems):
-            raise kind(next(filter(None, problems)))
+        if problem := next(filter(None, problems), ""):
+            raise kind(problem)
     assert checkpoint is not None
     return checkpoint
 
 
 def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
-    manifest = read_manifest(folder)
-    if (named := STEP.fullmatch(folder.name)) and int(named[1]) != manifest.step:
-        raise RefusedError(f"{folder.name}/{NAME} is of another checkpoint, that of step {manifest.step}")
-    for number, (name, file) in enumerate(manifest.files.items()):
-        if number % ranks == rank and (found := hash_file(folder / name)) != file.sha256:
+    body = read_manifest(folder)
+    step, files = body["step"], body["files"]
+    if (named := STEP.fullmatch(folder.name)) and int(named[1]) != step:
+        raise RefusedError(f"{folder.name}/{NAME} is of another checkpoint, that of step {step}")
+    for number, (name, file) in enumerate(files.items()):
+        if number % ranks == rank and (found := hash_file(folder / name)) != file["sha256"]:
             damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
-            raise RefusedError(f"{damaged}: its SHA-256 begins with {found[:12]}, not {file.sha256[:12]}")
-    pieces: dict[str, dict[str, tuple[str, str, Entry, Stored]]] = {name: {} for name in manifest.files}
-    for name, kinds in manifest.tensors.items():
-        for kind, entry in kinds.items():
-            for piece in entry.pieces:
-                pieces[piece.file][piece.key] = name, kind, entry, piece
+            raise RefusedError(f"{damaged}: its SHA-256 begins with {found[:12]}, not {file['sha256'][:12]}")
     try:
-        headers = {name: check_header(folder / name, pieces[name]) for name in pieces}
+        tensors, scalars = list_tensors(folder / name for name in files)
     except RefusedError as error:
-        raise RefusedError(f"{folder.name}/{error}") from None
-    return Checkpoint(folder, manifest, headers)
+        raise RefusedError(f"{folder.name}: {error}") from None
+    return Checkpoint(folder, step, files, tensors, scalars, body["state"])
 
 
 def open_newest(
@@ -102,9 +93,11 @@ def open_newest(
     def names_there() -> list[str]:
         return [path.name for path in list_checkpoints(parent)]
 
-    names = on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}")
+    def rename(refused: Path) -> str:
+        return refused.rename(f"{refused}.refused-{secrets.token_hex(2)}").name
+
     refused: dict[str, str] = {}
-    for name in reversed(names):
+    for name in reversed(on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}")):
         try:
             checkpoint = open_checkpoint(parent / name, group)
             if problem := next(filter(None, hear("checkpoint fits", printable(accept(checkpoint)), group)), ""):
@@ -113,8 +106,8 @@ def open_newest(
             refused[name] = str(error)
             continue
         for other, problem in refused.items():  # their names are freed: the run will come to those steps again
-            rename, failed = partial(set_aside, parent / other), f"cannot rename {parent / other}, refused as {problem}"
-            aside = on_rank_0("set aside", rename, parent, group, failed)
+            failed = f"cannot rename {parent / other}, refused as {problem}"
+            aside = on_rank_0("set aside", partial(rename, parent / other), parent, group, failed)
             say(f"refused {problem}; going back to {name} ({other} is now called {aside})")
         return checkpoint
     if refused:
@@ -161,13 +154,7 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
 def open_plain(path: Path) -> Checkpoint:
     """A plain safetensors file as a checkpoint that has parameters only. Raises UserError for what is none."""
     try:
-        header, size = read_header(path), path.stat().st_size
+        tensors, scalars = list_tensors([path], plain=True)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    tensors = {}
-    for name, tensor in header.tensors.items():
-        box = Box.whole(tensor["shape"])
-        piece = Stored(path.name, name, tuple(tensor["data_offsets"]), box, 0, box.numel)
-        tensors[name] = {VALUE: Entry(box.shape, tensor["dtype"], (piece,))}
-    manifest = Manifest(0, {path.name: File(size, "")}, tensors, {}, {})
-    return Checkpoint(path.parent, manifest, {path.name: header})
+    return Checkpoint(path.parent, 0, {}, tensors, scalars, {})

@@ -14,15 +14,15 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cs336_systems.checkpoint.disk import give_name, make_folder, remove_folder, write_file
 from cs336_systems.checkpoint.folder import SaveError, delete_oldest, hear, on_rank_0, reason, step_name
-from cs336_systems.checkpoint.manifest import FORMAT, NAME, VERSION, Scalars, State, read_manifest, to_text
+from cs336_systems.checkpoint.manifest import FORMAT, NAME, VERSION, read_manifest, to_text
 from cs336_systems.checkpoint.pieces import Piece
-from cs336_systems.checkpoint.tensors import list_pieces, write_tensors
+from cs336_systems.checkpoint.tensors import Scalars, State, list_tensors, write_tensors
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 
@@ -40,21 +40,17 @@ def save(
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / step_name(step)
-
-    def not_saved(text: str) -> SaveError:
-        return SaveError(f"{text}; earlier checkpoints are as they were")
-
-    options: dict[str, Any] = {"folder": parent, "group": group, "failed": f"{final} was not saved", "error": not_saved}
-    folder = parent / on_rank_0("checkpoint", lambda: _prepare(parent, final), **options, counted=False)
+    shared: dict[str, Any] = {"folder": parent, "group": group, "failed": f"{final} was not saved", "error": SaveError}
+    folder = parent / on_rank_0("checkpoint", lambda: _prepare(parent, final), **shared, counted=False)
     if folder == final:
         return final
+    files, problem = {}, ""
     try:
         files = write_tensors(folder, group.rank(), pieces, scalars)
-        vote: dict[str, Any] = {"files": {name: asdict(file) for name, file in files.items()}}
     except Exception as error:  # whatever it is, the others wait for a vote
-        vote = {"error": reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))}
-    votes = hear("checkpoint written", vote, group, counted=False)
-    on_rank_0("checkpoint", lambda: _commit(folder, final, step, votes, state), **options, counted=False)
+        problem = f"rank {group.rank()}: {reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))}"
+    votes = hear("checkpoint written", (files, problem), group, counted=False)
+    on_rank_0("checkpoint", lambda: _commit(folder, final, step, votes, state), **shared, counted=False)
     if group.rank() == 0:
         with suppress(OSError):  # the next save tries again
             delete_oldest(parent, keep, final)
@@ -71,18 +67,19 @@ def _prepare(parent: Path, final: Path) -> str:
     return folder.name
 
 
-def _commit(folder: Path, final: Path, step: int, votes: Sequence[dict[str, Any]], state: State) -> None:
+def _commit(folder: Path, final: Path, step: int, votes: Sequence[Any], state: State) -> None:
     """Rank 0's part once all have voted: the manifest, and the name."""
     try:
-        if failed := [f"rank {rank}: {vote['error']}" for rank, vote in enumerate(votes) if "error" in vote]:
-            raise SaveError("; ".join(failed))
-        files = {name: file for vote in votes for name, file in vote["files"].items()}
+        if failed := [problem for _, problem in votes if problem]:
+            raise UserError("; ".join(failed))
+        files = {name: file for files, _ in votes for name, file in files.items()}
         if missing := [name for name in files if not (folder / name).exists()]:
-            raise SaveError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
-        tensors, scalars = list_pieces(folder / name for name in files)
-        head = {"format": FORMAT, "version": VERSION, "step": step, "files": files}
-        write_file(folder / NAME, [to_text(head | {"tensors": tensors, "scalars": scalars, "state": state})])
-        read_manifest(folder)  # what a reader would refuse gets no name, and replaces nothing
+            raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
+        # What a reader would refuse gets no name, and replaces nothing: both readings check.
+        list_tensors(folder / name for name in files)
+        body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
+        write_file(folder / NAME, [to_text(body)])
+        read_manifest(folder)
         give_name(folder, final)
     except BaseException:
         with suppress(OSError):
@@ -105,11 +102,11 @@ class Saver:
             save(self.parent, step, pieces, scalars, state, self.group, self.keep)
             return
         copies = [replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in pieces]
-        scalars, state = deepcopy((scalars, state))
+        rest = deepcopy((scalars, state))
 
         def work() -> None:
             try:
-                save(self.parent, step, copies, scalars, state, self.group, self.keep)
+                save(self.parent, step, copies, *rest, self.group, self.keep)
             except BaseException as error:
                 self.error = error
 

@@ -1,55 +1,86 @@
-"""A rank's file of tensors (safetensors), and reading a piece of one back.
+"""A rank's files of tensors (safetensors): writing them, listing what they hold, reading a box of a tensor back.
 
-Metadata of the file says what each tensor is a piece of, so that rank 0 can make the manifest from the files alone.
+A file's metadata says what each of its tensors is a piece of, so that the files alone say what a checkpoint holds. They
+may come from an untrusted place: nothing in a head is used unchecked, and no size in it leads to more memory than the
+file has bytes.
 """
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import WRITE_BYTES, write_file
-from cs336_systems.checkpoint.manifest import DTYPES, Entry, File, RefusedError, Scalars, Stored, is_possible
-from cs336_systems.checkpoint.pieces import Box, Piece
+from cs336_systems.checkpoint.disk import write_file
+from cs336_systems.checkpoint.pieces import VALUE, Box, Piece
+from cs336_systems.errors import UserError
 
+COPIED_BYTES = 1 << 24  # of a tensor on a GPU, at a time
 FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
 LARGEST_HEADER = 100_000_000  # the format's own limit
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # JSON that has other parts than expected
+
+State = dict[str, Any]  # JSON
+Scalars = dict[str, dict[str, float | int]]
 
 
-class Header(NamedTuple):
-    """The head of a safetensors file: where its data begin, its tensors, and the strings that go with them."""
-
-    data: int
-    tensors: dict[str, dict[str, Any]]
-    metadata: dict[str, str]
+class RefusedError(UserError):
+    """A checkpoint that is not whole, not what it says it is, or not of this project; the message names the file."""
 
 
-def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Scalars) -> dict[str, File]:
-    """Write what a rank has into files, on the disk when this returns. Raises OSError."""
-    written = {}
-    for number, part in enumerate(_in_files(pieces)):
-        described = {
-            each.key: [each.name, each.kind, each.box.shape, each.box.start, each.box.size, each.first] for each in part
-        }
+class Stored(NamedTuple):
+    """A run of a box in a file: elements [first, first + count), whose bytes begin at `at`."""
+
+    first: int
+    count: int
+    file: str
+    at: int
+
+
+class Entry(NamedTuple):
+    """One kind of a tensor, whole: the runs of its boxes cover every element once (`check_cover`)."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: dict[Box, list[Stored]]
+
+
+Tensors = dict[str, dict[str, Entry]]  # by name and kind
+
+
+def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Scalars) -> dict[str, dict[str, Any]]:
+    """Write what a rank has into files, on the disk when this returns: each one's size and checksum. Raises OSError."""
+    parts: list[list[Piece]] = [[]]  # a rank with nothing of its own has a file, too
+    written, size = {}, 0
+    for piece in pieces:
+        size += piece.tensor.nbytes
+        if parts[-1] and size > FILE_BYTES:
+            parts.append([])
+            size = piece.tensor.nbytes
+        parts[-1].append(piece)
+    for number, part in enumerate(parts):
+        described = {p.key: (p.name, p.kind, p.box.shape, p.box.start, p.box.size, p.first) for p in part}
         if len(described) < len(part):
             raise ValueError(f"two pieces of one tensor on a rank, or two names alike, among {list(described)}")
-        said = {"pieces": described, "scalars": scalars if number == 0 else {}}
-        metadata = {key: json.dumps(value, allow_nan=False) for key, value in said.items()}
-        part.sort(key=lambda each: -each.tensor.itemsize)  # so every tensor begins at a multiple of its elements' size
+        metadata = {"pieces": described, "scalars": {} if number else scalars}
         name = f"rank-{rank:05d}-{number:02d}.safetensors"
-        written[name] = File(*write_file(folder / name, contents(part, metadata)))
+        part.sort(key=lambda each: -each.tensor.itemsize)  # so every tensor begins at a multiple of its elements' size
+        written[name] = write_file(folder / name, contents(part, metadata))
     return written
 
 
-def contents(pieces: Sequence[Piece], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[bytes | memoryview]:
     """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
-    head: dict[str, Any] = {"__metadata__": metadata}
-    end = 0
+    strings, end = {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}, 0
+    head: dict[str, Any] = {"__metadata__": strings}
     for each in pieces:
         if (dtype := each.tensor.dtype) not in NAMES:
             raise ValueError(f"{each.key} has dtype {dtype}; known are {', '.join(map(str, NAMES))}")
@@ -62,100 +93,108 @@ def contents(pieces: Sequence[Piece], metadata: dict[str, str]) -> Iterator[byte
     yield len(text).to_bytes(8, "little") + text
     for piece in pieces:
         flat = piece.tensor.detach().reshape(-1)
-        for part in flat.split(WRITE_BYTES // flat.itemsize) if flat.numel() else ():
+        for part in flat.split(COPIED_BYTES // flat.itemsize) if flat.numel() else ():
             yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def _in_files(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    part: list[Piece] = []
-    size = 0
-    for piece in pieces:
-        if part and size + piece.tensor.nbytes > FILE_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(piece)
-        size += piece.tensor.nbytes
-    yield part  # a rank with nothing of its own has a file, too
+def naturals(*values: Any) -> tuple[int, ...]:
+    """Numbers out of JSON, such as a shape. Raises RefusedError unless they are integers from 0 up that fit 62 bits."""
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**62:  # a bool is an int, too
+            raise RefusedError(f"{value!r:.40} is no count")
+    return values
 
 
-def read_header(path: Path) -> Header:
-    """The head of a safetensors file, its sizes checked. Raises RefusedError for what is none."""
+def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
+    """The head of a safetensors file, its sizes checked: the dtype, shape, number of elements and place of each tensor,
+    and the strings that go with them. Raises RefusedError for what is none."""
 
-    def checked(tensor: dict[str, Any], size: int) -> dict[str, Any]:
-        shape, (begin, end), dtype = tensor["shape"], tensor["data_offsets"], tensor["dtype"]
-        if any(type(each) is not int or each < 0 for each in (*shape, begin, end)):  # a bool is an int, too
-            raise ValueError(f"shape {shape} at {begin} to {end}")
-        if not is_possible(shape):
-            raise ValueError(f"shape {shape}")
+    def checked(tensor: dict[str, Any]) -> tuple[str, list[int], int, int]:
+        dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], naturals(*tensor["data_offsets"])
+        count = math.prod(naturals(*shape))
         if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r:.20}")
-        count = math.prod(shape)
-        if not begin <= end <= size or end - begin != count * DTYPES[dtype].itemsize:
-            raise ValueError(f"a tensor of {count} elements of {dtype} at {begin} to {end} of {size} bytes")
-        return tensor
+            raise ValueError(f"dtype {dtype!r:.20}; known are {', '.join(DTYPES)}")
+        if not begin <= end <= data or end - begin != count * DTYPES[dtype].itemsize:
+            raise ValueError(f"a tensor of {count} elements of {dtype} at {begin} to {end} of {data} bytes")
+        return dtype, shape, count, size - data + begin
 
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, LARGEST_HEADER):
+        data = size - 8 - length
+        if size < 8 or data < 0 or length > LARGEST_HEADER:
             raise RefusedError(f"{path.name} is no safetensors file: its head would have {length:,} bytes of {size:,}")
         try:
             value = json.loads(file.read(length))
             metadata = {str(key): str(text) for key, text in value.pop("__metadata__", {}).items()}
-            tensors = {str(key): checked(each, size - 8 - length) for key, each in value.items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            return {key: checked(each) for key, each in value.items()}, metadata
+        except MALFORMED as error:
             raise RefusedError(f"{path.name} is no safetensors file: {str(error)[:80]}") from None
-    return Header(8 + length, tensors, metadata)
 
 
-def list_pieces(paths: Iterable[Path]) -> tuple[dict[str, Any], Scalars]:
-    """The parts of a manifest that files of tensors say: "tensors" and "scalars". Raises RefusedError."""
-    tensors: dict[str, Any] = {}
+def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, Scalars]:
+    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters.
+
+    Raises RefusedError for files that do not agree, and for tensors that lack elements or have some twice.
+    """
+    tensors: Tensors = {}
     scalars: Scalars = {}
     for path in paths:
-        header = read_header(path)
-        for key, (name, kind, shape, start, size, first) in json.loads(header.metadata["pieces"]).items():
-            tensor = header.tensors[key]
-            begin, end = tensor["data_offsets"]
-            new = {"shape": shape, "dtype": tensor["dtype"], "pieces": []}
-            entry = tensors.setdefault(name, {}).setdefault(kind, new)
-            if (entry["shape"], entry["dtype"]) != (shape, tensor["dtype"]):
-                one = f"{name} ({kind}) is {entry['dtype']} {entry['shape']} on one rank"
-                raise RefusedError(f"{one}, another in {path.name}")
-            count = (end - begin) // DTYPES[tensor["dtype"]].itemsize
-            where = {"file": path.name, "key": key, "offsets": [begin, end]}
-            entry["pieces"].append(where | {"start": start, "size": size, "first": first, "count": count})
-        for name, values in json.loads(header.metadata["scalars"]).items():
-            if scalars.setdefault(name, values) != values:
-                raise RefusedError(f"the ranks disagree on the scalars of {name}: {scalars[name]} and {values}")
+        found, metadata = read_head(path)
+        try:
+            described = {} if plain else json.loads(metadata["pieces"])
+            for key, (dtype, shape, count, at) in found.items():
+                whole = [key, VALUE, shape, [0] * len(shape), shape, 0]
+                name, kind, *corners, first = whole if plain else described.pop(key)
+                box = Box(*(naturals(*each) for each in corners))
+                entry = tensors.setdefault(str(name), {}).setdefault(str(kind), Entry(box.shape, dtype, {}))
+                if (entry.shape, entry.dtype) != (box.shape, dtype):
+                    there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
+                    raise RefusedError(f"{there}, {dtype} {list(box.shape)} here")
+                entry.boxes.setdefault(box, []).append(Stored(*naturals(first, count), path.name, at))
+            for name, values in json.loads(metadata.get("scalars", "{}")).items():
+                if not all(isinstance(value, int | float) for value in values.values()):
+                    raise RefusedError(f"the scalars of {name} are not numbers")
+                if scalars.setdefault(name, values) != values:
+                    raise RefusedError(f"the ranks disagree on the scalars of {name}: {scalars[name]} and {values}")
+            if described:
+                raise RefusedError(f"it has no {min(described)}")
+        except MALFORMED as error:
+            said = error if isinstance(error, RefusedError) else f"it does not say what its tensors are: {error!r:.80}"
+            raise RefusedError(f"{path.name}: {said}") from None
+    for name, kinds in tensors.items():
+        for kind, entry in kinds.items():
+            check_cover(f"{name} ({kind})", entry)
     return tensors, scalars
 
 
-def check_header(path: Path, pieces: Mapping[str, tuple[str, str, Entry, Stored]]) -> Header:
-    """The head of a file, if what it says of its tensors is what the manifest says, by key: name, kind, tensor, piece.
-    Raises RefusedError that names what differs."""
-    header = read_header(path)
-    try:
-        described = dict(json.loads(header.metadata["pieces"]))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise RefusedError(f"{path.name} does not say what its tensors are pieces of") from None
-    for key, (name, kind, entry, piece) in pieces.items():
-        if (tensor := header.tensors.get(key)) is None:
-            raise RefusedError(f"{path.name} has no {key}")
-        if tensor["dtype"] != entry.dtype:
-            raise RefusedError(f"{path.name}: {key} has dtype {tensor['dtype']}, the manifest says {entry.dtype}")
-        if tuple(tensor["data_offsets"]) != piece.offsets:
-            raise RefusedError(f"{path.name}: {key} lies elsewhere than the manifest says")
-        box = piece.box
-        if described.get(key) != [name, kind, *map(list, (box.shape, box.start, box.size)), piece.first]:
-            raise RefusedError(f"{path.name}: {key} is {described.get(key)!r:.100} there, another in the manifest")
-    if unlisted := sorted(header.tensors.keys() - pieces):
-        raise RefusedError(f"{path.name} has {unlisted[0]}, which the manifest does not list")
-    return header
+def check_cover(what: str, entry: Entry) -> None:
+    """Raises RefusedError unless the runs of a tensor's boxes cover every element exactly once; sorts them."""
+    shape, covered = entry.shape, 0
+    if len(shape) > 16 or math.prod(each or 1 for each in shape) >= 2**62:  # a 0 would hide how large the others are
+        raise RefusedError(f"{what} has shape {list(shape)!s:.60}, which no tensor has")
+    for box, runs in entry.boxes.items():
+        if not len(box.start) == len(box.size) == len(shape) or any(
+            start + size > whole for start, size, whole in zip(box.start, box.size, shape, strict=True)
+        ):
+            raise RefusedError(
+                f"{what} has a piece outside its shape {list(shape)}: {list(box.size)} at {list(box.start)}"
+            )
+        runs.sort()
+        end = 0
+        for first, count, *_ in (*runs, (box.numel, 0)):
+            if first != end:
+                where = f"of a box of {box.numel:,} the next run begins at {first:,}, not at {end:,}"
+                raise RefusedError(f"{what} lacks elements, or has some twice: {where}")
+            end = first + count
+        covered += box.numel
+    listed = [box for box in entry.boxes if box.numel]
+    if covered != math.prod(shape) or any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i]):
+        raise RefusedError(f"{what} lacks elements, or has some twice: {covered:,} of its {math.prod(shape):,}")
 
 
 @torch.no_grad()
-def read_box(folder: Path, headers: Mapping[str, Header], entry: Entry, target: Box) -> Tensor:
+def read_box(folder: Path, entry: Entry, target: Box) -> Tensor:
     """A box of a tensor, put together from the pieces that touch it. The checkpoint must have been checked.
 
     Raises ValueError for a box of a tensor of another shape.
@@ -164,23 +203,18 @@ def read_box(folder: Path, headers: Mapping[str, Header], entry: Entry, target: 
         raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {entry.shape}")
     dtype = DTYPES[entry.dtype]
     result = torch.empty(target.size, dtype=dtype)
-    if not target.numel:
-        return result
-    boxes: dict[Box, list[Stored]] = {}
-    for piece in entry.pieces:
-        boxes.setdefault(piece.box, []).append(piece)
-    for box, pieces in boxes.items():
-        if (common := target.overlap(box)) is None:
+    for box, runs in entry.boxes.items():
+        if not target.numel or (common := target.overlap(box)) is None:
             continue
         # One box at a time: the memory is that of what is read and of one rank's part.
         part = result if box == target else torch.empty(box.size, dtype=dtype)
         data = part.view(-1).view(torch.uint8).numpy().data
-        for piece in pieces:
-            run = data[piece.first * dtype.itemsize : (piece.first + piece.count) * dtype.itemsize]
-            with (folder / piece.file).open("rb") as file:
-                file.seek(headers[piece.file].data + piece.offsets[0])
+        for first, count, name, at in runs:
+            run = data[first * dtype.itemsize : (first + count) * dtype.itemsize]
+            with (folder / name).open("rb") as file:
+                file.seek(at)
                 if file.readinto(run) < len(run):
-                    raise RefusedError(f"{piece.file} ends in the middle of {piece.key}")
+                    raise RefusedError(f"{name} ends in the middle of a tensor")
         if part is not result:
             result[common[0]] = part[common[1]]
     return result

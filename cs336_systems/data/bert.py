@@ -22,7 +22,7 @@ from cs336_systems.data.documents import (
     random_documents,
     split_points,
     text_documents,
-)
+)  # fmt: skip
 from cs336_systems.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, WordPieceTokenizer
 from cs336_systems.errors import UserError
 
@@ -58,26 +58,18 @@ class BertData:
     """
 
     def __init__(
-        self,
-        documents: Documents,
-        tokenizer: Tokenizer,
-        seq_length: int,
-        seed: int = 0,
-        mask_prob: float = 0.15,
-        short_seq_prob: float = 0.1,
-        model_vocab_size: int | None = None,
-    ) -> None:
+        self, documents: Documents, tokenizer: Tokenizer, seq_length: int, seed: int = 0, mask_prob: float = 0.15,
+        short_seq_prob: float = 0.1, model_vocab_size: int | None = None,
+    ) -> None:  # fmt: skip
         if seq_length < SHORTEST:
             raise UserError(f"a BERT sample needs a context of {SHORTEST} tokens at least, not {seq_length}")
         if not 0 < mask_prob < 1 or not 0 <= short_seq_prob <= 1:
             raise UserError(f"mask_prob {mask_prob} must lie in (0, 1), and short_seq_prob {short_seq_prob} in [0, 1]")
         check_vocabulary(tokenizer, model_vocab_size)
-        ids = documents.tokens
-        if len(ids) and (ids.min() < 0 or ids.max() >= tokenizer.vocab_size):
-            raise UserError(
-                f"{documents.name} has token ids from {ids.min()} to {ids.max()}; the tokenizer's are 0 to "
-                f"{tokenizer.vocab_size - 1}"
-            )
+        ids, largest = documents.tokens, tokenizer.vocab_size - 1
+        if len(ids) and (ids.min() < 0 or ids.max() > largest):
+            found = f"{documents.name} has token ids from {ids.min()} to {ids.max()}"
+            raise UserError(f"{found}; the tokenizer's are 0 to {largest}")
         self.documents, self.tokenizer, self.seq_length = documents, tokenizer, seq_length
         self.seed, self.mask_prob = seed, mask_prob
         self.ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
@@ -87,10 +79,8 @@ class BertData:
                 f"{documents.name}: no document has two sentences of at most {LONG_SENTENCE} tokens (a line is a "
                 "sentence, a blank line ends a document); use a longer text or another split"
             )
-        # The order of an epoch; two are kept, since a batch may reach from one epoch into the next.
-        self._order = lru_cache(2)(
-            lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self.spans))
-        )
+        # Two epochs' orders are kept, since a batch may reach from one epoch into the next.
+        self._order = lru_cache(2)(lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self)))
 
     def __len__(self) -> int:
         """Samples in an epoch."""
@@ -138,7 +128,7 @@ class BertData:
         rows = rank_rows(global_batch, rank, world_size)
         samples = [self.sample(step * global_batch + row) for row in rows]
         tokens, targets, token_types, lengths, swapped = (
-            torch.from_numpy(np.stack(each)) for each in zip(*samples, strict=True)
+            torch.tensor(np.stack(each)) for each in zip(*samples, strict=True)
         )
         mask = torch.arange(self.seq_length) < lengths[:, None]
         return Batch(tokens, targets, torch.tensor(rows), token_types, mask, swapped.long())
@@ -209,11 +199,9 @@ def choose_words(words: np.ndarray, budget: int, rng: np.random.Generator) -> np
 
 def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
     """Raises UserError if the tokenizer has more ids than the model's embedding."""
-    if model_vocab_size is not None and tokenizer.vocab_size > model_vocab_size:
-        raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size} tokens and the model's vocabulary {model_vocab_size}: "
-            f"use a vocabulary of {tokenizer.vocab_size} or more"
-        )
+    if model_vocab_size is not None and (size := tokenizer.vocab_size) > model_vocab_size:
+        numbers = f"the tokenizer has {size} tokens and the model's vocabulary {model_vocab_size}"
+        raise UserError(f"{numbers}: use a vocabulary of {size} or more")
 
 
 def read_texts(data: Sequence[str]) -> tuple[list[list[str]], str]:

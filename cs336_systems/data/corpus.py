@@ -39,8 +39,9 @@ class Batch(NamedTuple):
 
     def split(self, size: int) -> "list[Batch]":
         """Microbatches of `size` rows, in order."""
-        slices = [slice(first, first + size) for first in range(0, len(self.tokens), size)]
-        return [Batch(self.tokens[each], *(None if t is None else t[each] for t in self[1:])) for each in slices]
+        count = -(-len(self.tokens) // size)
+        parts = ((None,) * count if t is None else t.split(size) for t in self)
+        return [Batch(*each) for each in zip(*parts, strict=True)]
 
 
 def count_targets(batch: Batch) -> Tensor:
@@ -66,30 +67,23 @@ class Corpus:
         )
 
 
-def _byte_corpus(raw: bytes, name: str) -> Corpus:
-    return Corpus(np.frombuffer(raw, dtype=np.uint8), name, hashlib.sha256(raw).hexdigest())
-
-
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
     """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes.
 
     Every machine has it; it differs between Python versions, hence the hash. Raises UserError if Python was installed
     without its source.
     """
-    root = Path(sysconfig.get_path("stdlib"))
+    root, paths, raw = Path(sysconfig.get_path("stdlib")), [], bytearray()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-    paths: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    pieces, size = [], 0
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-        if size < cap and os.access(path, os.R_OK):
-            pieces.append(path.read_bytes())
-            size += len(pieces[-1])
-    if not pieces:
+        if len(raw) < cap and os.access(path, os.R_OK):
+            raw += path.read_bytes()
+    if not raw:
         raise UserError(f"this Python has no library source under {root}; name a text of yours with --data FILE")
-    return _byte_corpus(b"".join(pieces)[:cap], "Python's standard library")
+    return _byte_corpus(bytes(raw[:cap]), "Python's standard library")
 
 
 def file_corpus(paths: Sequence[Path]) -> Corpus:
@@ -101,18 +95,20 @@ def file_corpus(paths: Sequence[Path]) -> Corpus:
     for path in paths:
         try:
             raw = path.read_bytes()
+            raw.decode()
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from None
-        if not raw:
-            raise UserError(f"{path} is empty")
-        try:
-            raw.decode()
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}") from None
-        if b"\0" in raw:
-            raise UserError(f"{path} is not text: byte {raw.index(0)} is zero")
+        if not raw or b"\0" in raw:
+            problem = f"not text: byte {raw.index(0)} is zero" if raw else "empty"
+            raise UserError(f"{path} is {problem}")
         pieces.append(raw)
     return _byte_corpus(b"".join(pieces), ", ".join(str(path) for path in paths))
+
+
+def _byte_corpus(raw: bytes, name: str) -> Corpus:
+    return Corpus(np.frombuffer(raw, dtype=np.uint8), name, hashlib.sha256(raw).hexdigest())
 
 
 def random_corpus(vocab_size: int, seed: int = 0, length: int = 4_000_000) -> Corpus:

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -11,7 +11,6 @@ import numpy as np
 from cs336_systems.errors import UserError
 
 DEFAULT_SPLIT = "949,50,1"
-SPLIT_NAMES = ("training", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class Documents:
         """Split whole documents in their order: training first, then validation, then test."""
         points = split_points(weights, len(self))
         parts = []
-        for name, (start, end) in zip(SPLIT_NAMES, pairwise(points), strict=True):
-            name = f"{self.name}, {name} ({end - start} of {len(self)} documents, split {weights})"
-            parts.append(Documents(self.tokens, self.sentences, self.documents[start : end + 1], name))
+        for part, (start, end) in zip(Splits._fields, pairwise(points), strict=True):
+            name = f"{self.name}, {part} ({end - start} of {len(self)} documents, split {weights})"
+            parts.append(replace(self, documents=self.documents[start : end + 1], name=name))
         return Splits(*parts)
 
 

@@ -8,7 +8,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -40,28 +40,21 @@ class Tokenizer(ABC):
     the token before them.
     """
 
-    saved: dict[str, Any]  # for `to_json`
+    arguments: tuple[Any, ...] = ()  # of the constructor, for `to_json`
 
-    def __init__(
-        self, vocab_size: int, pad: int, cls: int, sep: int, mask: int, outside: np.ndarray, joins: np.ndarray
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.pad, self.cls, self.sep, self.mask = pad, cls, sep, mask
-        self.special_ids = (pad, cls, sep, mask)
+    def __init__(self, special_ids: tuple[int, int, int, int], outside: np.ndarray, joins: np.ndarray) -> None:
+        self.vocab_size, self.special_ids = len(outside), special_ids
+        self.pad, self.cls, self.sep, self.mask = special_ids
         self._outside, self._joins = outside.copy(), joins
-        self._outside[list(self.special_ids)] = True
+        self._outside[list(special_ids)] = True
 
     @abstractmethod
     def encode(self, sentence: str) -> list[int]:
         """The token ids of a sentence, none of them special."""
 
-    @abstractmethod
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text of token ids."""
-
     def to_json(self) -> str:
         """The whole tokenizer as text, for `tokenizer_from_json`."""
-        return json.dumps(self.saved, allow_nan=False)
+        return json.dumps((type(self).__name__, *self.arguments), allow_nan=False)
 
     def words(self, tokens: np.ndarray) -> np.ndarray:
         """Index of each token's word, -1 outside words, (seq) -> (seq). A special token ends a word."""
@@ -77,16 +70,10 @@ class ByteTokenizer(Tokenizer):
     def __init__(self) -> None:
         space = np.zeros(260, bool)
         space[list(b" \t\n\v\f\r")] = True
-        super().__init__(260, 256, 257, 258, 259, outside=space, joins=~space)
-        self.saved = {"kind": "bytes"}
+        super().__init__((256, 257, 258, 259), outside=space, joins=~space)
 
     def encode(self, sentence: str) -> list[int]:
-        """The sentence's bytes."""
         return list(sentence.encode())
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Text without the special tokens, with U+FFFD for bytes that are not UTF-8."""
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
 
 class IdTokenizer(Tokenizer):
@@ -98,26 +85,20 @@ class IdTokenizer(Tokenizer):
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 5:
             raise UserError(f"a vocabulary of {vocab_size} has four special tokens and no other: use 5 or more")
-        none = np.zeros(vocab_size, bool)
-        pad, cls, sep, mask = range(vocab_size - 4, vocab_size)
-        super().__init__(vocab_size, pad, cls, sep, mask, outside=none, joins=none)
-        self.saved = {"kind": "ids", "vocab_size": vocab_size}
+        none, first = np.zeros(vocab_size, bool), vocab_size - 4
+        super().__init__((first, first + 1, first + 2, first + 3), outside=none, joins=none)
+        self.arguments = (vocab_size,)
 
     def encode(self, sentence: str) -> list[int]:
-        """The ids written in the sentence, with spaces between them."""
         return [int(number) for number in sentence.split()]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """The ids with spaces between them."""
-        return " ".join(str(token) for token in tokens)
 
 
 class WordPieceTokenizer(Tokenizer):
     """WordPiece as in BERT (arXiv:1810.04805, section 3; arXiv:1609.08144, section 4.1): words are cut greedily into
     the longest pieces of the vocabulary, and `##` marks a piece that is not the first of its word.
 
-    `pieces` are in the order of their ids. Lower-casing also strips accents. Raises UserError for a repeated piece or a
-    missing special token.
+    `pieces` are in the order of their ids. A word that cannot be cut is [UNK]. Lower-casing also strips accents. Raises
+    UserError for a repeated piece or a missing special token.
     """
 
     def __init__(self, pieces: Sequence[str], lower_case: bool, name: str = "the vocabulary") -> None:
@@ -126,17 +107,16 @@ class WordPieceTokenizer(Tokenizer):
             twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
             raise UserError(f"{name} has {twice!r} twice; each of its {len(pieces)} lines is a piece of its own")
         if missing := [token for token in SPECIAL_TOKENS if token not in ids]:
-            raise UserError(
-                f"{name} has no {', '.join(missing)} among its {len(pieces)} pieces; a BERT vocabulary does"
-            )
-        pad, unknown, cls, sep, mask = (ids[token] for token in SPECIAL_TOKENS)
+            among = f"among its {len(pieces)} pieces; a BERT vocabulary does"
+            raise UserError(f"{name} has no {', '.join(missing)} {among}")
+        pad, self.unknown, cls, sep, mask = (ids[token] for token in SPECIAL_TOKENS)
         joins = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
-        super().__init__(len(pieces), pad, cls, sep, mask, outside=np.zeros(len(pieces), bool), joins=joins)
-        self.pieces, self.lower_case, self.unknown = list(pieces), lower_case, unknown
-        self.saved = {"kind": "wordpiece", "lower_case": lower_case, "pieces": self.pieces}
-        self._model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
+        super().__init__((pad, cls, sep, mask), outside=np.zeros(len(pieces), bool), joins=joins)
+        self.pieces, self.lower_case = list(pieces), lower_case
+        self.arguments = (self.pieces, lower_case)
+        model = WordPiece(ids, unk_token="[UNK]", max_input_chars_per_word=LONGEST_WORD)
         # The library spends most of its time on offsets, which are not needed here, and text repeats its words.
-        self._encode_word = lru_cache(CACHED_WORDS)(lambda word: [token.id for token in self._model.tokenize(word)])
+        self._encode_word = lru_cache(CACHED_WORDS)(lambda word: [token.id for token in model.tokenize(word)])
 
     @classmethod
     def train(cls, sentences: Sequence[str], vocab_size: int, lower_case: bool) -> "WordPieceTokenizer":
@@ -147,11 +127,9 @@ class WordPieceTokenizer(Tokenizer):
         in order, as if special. Raises UserError for a vocabulary that is too small.
         """
         if vocab_size < SMALLEST_VOCABULARY:
-            raise UserError(
-                f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least, not {vocab_size}; use bytes"
-            )
-        counts = _count_words(sentences, lower_case)
-        letters: Counter[str] = Counter()
+            least = f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least"
+            raise UserError(f"{least}, not {vocab_size}; use bytes")
+        counts, letters = _count_words(sentences, lower_case), Counter[str]()
         for word, count in counts.items():
             for letter in word:
                 letters[letter] += count
@@ -159,13 +137,13 @@ class WordPieceTokenizer(Tokenizer):
         largest = min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL_TOKENS)) // 4)
         alphabet = set(sorted(letters, key=lambda letter: (-letters[letter], letter))[:largest])
         known = {word: count for word, count in counts.items() if alphabet.issuperset(word)}
-        continuing = {letter for word in known for letter in word[1:]}
-        fixed = [*SPECIAL_TOKENS, *sorted(alphabet), *(CONTINUES + letter for letter in sorted(continuing))]
+        continuing = sorted({CONTINUES + letter for word in known for letter in word[1:]})
+        trainer = WordPieceTrainer(
+            vocab_size=vocab_size, min_frequency=2, special_tokens=[*SPECIAL_TOKENS, *sorted(alphabet), *continuing],
+            show_progress=False, initial_alphabet=[],
+        )  # fmt: skip
         library = LibraryTokenizer(WordPiece(unk_token="[UNK]"))
         library.pre_tokenizer = WhitespaceSplit()
-        trainer = WordPieceTrainer(
-            vocab_size=vocab_size, min_frequency=2, special_tokens=fixed, show_progress=False, initial_alphabet=[]
-        )
         library.train_from_iterator((" ".join([word] * count) for word, count in known.items()), trainer)
         pieces = library.get_vocab()
         return cls(sorted(pieces, key=lambda piece: pieces[piece]), lower_case)
@@ -185,12 +163,7 @@ class WordPieceTokenizer(Tokenizer):
         return cls([line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")], lower_case, str(path))
 
     def encode(self, sentence: str) -> list[int]:
-        """Ids of the words' pieces; a word without a segmentation into pieces is [UNK]."""
         return [piece for word in split_words(sentence, self.lower_case) for piece in self._encode_word(word)]
-
-    def decode(self, tokens: Iterable[int]) -> str:
-        """Words with one space between them; the text's own spacing is lost."""
-        return " ".join(self.pieces[token] for token in tokens).replace(f" {CONTINUES}", "")
 
 
 def split_words(sentence: str, lower_case: bool) -> list[str]:
@@ -204,16 +177,12 @@ def split_words(sentence: str, lower_case: bool) -> list[str]:
 
 
 def _count_words(sentences: Sequence[str], lower_case: bool) -> Counter[str]:
-    every = -(-sum(map(len, sentences)) // TRAINING_CHARACTERS)
-    counts: Counter[str] = Counter()
-    for sentence in sentences[:: max(1, every)]:
-        counts.update(word for word in split_words(sentence, lower_case) if len(word) <= LONGEST_WORD)
-    return counts
+    every = max(1, -(-sum(map(len, sentences)) // TRAINING_CHARACTERS))
+    words = (word for sentence in sentences[::every] for word in split_words(sentence, lower_case))
+    return Counter(word for word in words if len(word) <= LONGEST_WORD)
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:
     """The tokenizer that `to_json` wrote."""
-    saved = json.loads(text)
-    if saved["kind"] == "wordpiece":
-        return WordPieceTokenizer(saved["pieces"], saved["lower_case"])
-    return IdTokenizer(saved["vocab_size"]) if saved["kind"] == "ids" else ByteTokenizer()
+    kind, *arguments = json.loads(text)
+    return {each.__name__: each for each in Tokenizer.__subclasses__()}[kind](*arguments)

@@ -32,8 +32,9 @@ class DropoutKey(NamedTuple):
 
 def dropout_key(seed: int, step: int, rows: Tensor) -> DropoutKey:
     """The key of a microbatch in a step: `rows` int64 (batch,) are its rows' numbers in the global batch."""
-    start = _mix_number(_mix_number(seed + GOLDEN) + (step + 1) * GOLDEN)
-    return DropoutKey(_mix((rows.long() + 1) * _signed(GOLDEN) + _signed(start)))
+    words = _mix(torch.full_like(rows, _signed(seed + GOLDEN), dtype=torch.int64))
+    words = _mix(words + _signed((step + 1) * GOLDEN))
+    return DropoutKey(_mix(words + (rows.long() + 1) * _signed(GOLDEN)))
 
 
 def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
@@ -98,14 +99,6 @@ def _mix(words: Tensor) -> Tensor:
         words *= _signed(factor)
     words ^= (words >> LAST_SHIFT).bitwise_and_((1 << (64 - LAST_SHIFT)) - 1)
     return words
-
-
-def _mix_number(word: int) -> int:
-    """`_mix` of one number on the host."""
-    word %= 2**64
-    for shift, factor in ROUNDS:
-        word = (word ^ word >> shift) * factor % 2**64
-    return word ^ word >> LAST_SHIFT
 
 
 def _signed(word: int) -> int:

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.model.dropout import DropoutKey
 from cs336_systems.model.feed_forward import Experts, FeedForward
-from cs336_systems.model.one_hot import from_slots, one_hot_gate, to_slots
-from cs336_systems.model.routing import Average, ExpertLoad, Noise, draw_noise, gate
+from cs336_systems.model.one_hot import one_hot_gate
+from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
 
 
@@ -105,7 +105,11 @@ class MoELayer(nn.Module):
             noise = draw_noise(mixture, logits, (x.shape[0], x.shape[1]), key, f"blocks.{self.layer}.router")
         real = real.flatten() if real is not None and mixture.mask_padding else None
         run = self.by_einsum if mixture.dispatch == "einsum" else self.by_sort
-        return run(tokens, logits, capacity, real, noise).view(x.shape)
+        y, balance = run(tokens, logits, mixture, capacity, real, noise, self.average if self.training else None)
+        self.balance = balance.detach()
+        weight = mixture.aux_weight * self.balance_scale / self.copies
+        added: Tensor = _AddLoss.apply(y, balance, weight) if self.training and weight else y
+        return added.view(x.shape)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """The router's scores (tokens experts), in float32 at least if `gating_fp32`."""
@@ -115,32 +119,23 @@ class MoELayer(nn.Module):
         with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(wide), self.router.weight.to(wide))
 
-    def by_sort(
-        self, tokens: Tensor, logits: Tensor, capacity: int | None, real: Tensor | None, noise: Noise | None
-    ) -> Tensor:
-        """A row for each kept choice: (tokens d_model) -> the same."""
-        routing = gate(logits, self.mixture, capacity, real, noise, self.average if self.training else None)
+    def by_sort(self, tokens: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
+        """A row for each kept choice: (tokens d_model) -> the same, and the balancing loss; `rules` are for `gate`."""
+        routing = gate(*rules)
         self.load = routing.load
         dispatched = self.dispatcher.dispatch(tokens.index_select(0, routing.tokens), routing.counts)
         shared = None if self.shared is None else self.shared(tokens)  # while the rows travel
         rows = dispatched.combine(self.experts(*dispatched.wait()))
         weighted = rows * routing.weights.to(rows.dtype)[:, None]
         y = torch.zeros_like(tokens, dtype=rows.dtype).index_add_(0, routing.tokens, weighted)
-        return self._add_loss(y if shared is None else y + shared, routing.balance)
+        return y if shared is None else y + shared, routing.balance
 
-    def by_einsum(
-        self, tokens: Tensor, logits: Tensor, capacity: int | None, real: Tensor | None, noise: Noise | None
-    ) -> Tensor:
-        """All slots of all experts, full or empty: (tokens d_model) -> the same."""
-        average = self.average if self.training else None
-        combine, balance = one_hot_gate(logits, self.mixture, capacity, real, noise, average)
+    def by_einsum(self, tokens: Tensor, *rules: Any) -> tuple[Tensor, Tensor]:
+        """The same over all slots of all experts, full or empty."""
         self.load = None
-        here = self.dispatcher.dispatch_slots(to_slots(combine, tokens))
-        y = from_slots(combine, self.dispatcher.combine_slots(self.experts.one_by_one(here)))
-        return self._add_loss(y if self.shared is None else y + self.shared(tokens), balance)
-
-    def _add_loss(self, y: Tensor, balance: Tensor) -> Tensor:
-        self.balance = balance.detach()
-        weight = self.mixture.aux_weight * self.balance_scale / self.copies
-        added: Tensor = _AddLoss.apply(y, balance, weight) if self.training and weight else y
-        return added
+        combine, balance = one_hot_gate(*rules)  # (tokens experts slots)
+        taken = (combine > 0).to(tokens.dtype).flatten(1)
+        slots = torch.mm(taken.t(), tokens).unflatten(0, combine.shape[1:])  # empty ones are zero
+        results = self.dispatcher.combine_slots(self.experts.one_by_one(self.dispatcher.dispatch_slots(slots)))
+        y = torch.mm(combine.to(results.dtype).flatten(1), results.flatten(0, 1))
+        return y if self.shared is None else y + self.shared(tokens), balance

@@ -11,18 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.model.routing import Average, Noise
+from cs336_systems.model.routing import Average, Noise, choose
 from cs336_systems.presets import Mixture
 
 
 def one_hot_gate(
-    logits: Tensor,
-    mixture: Mixture,
-    capacity: int | None = None,
-    real: Tensor | None = None,
-    noise: Noise | None = None,
-    average: Average | None = None,
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
+    noise: Noise | None = None, average: Average | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss.
 
     Arguments as for `routing.gate`; without a capacity an expert has as many slots as there are tokens.
@@ -30,12 +26,9 @@ def one_hot_gate(
     tokens, experts = logits.shape
     slots = tokens if capacity is None else capacity
     gates = F.softmax(logits, dim=1)
-    masks = [F.one_hot(gates.argmax(dim=1), experts)]  # integers: bfloat16 could not count to 257
-    if mixture.top_k == 2:
-        if noise is not None and noise.logits is not None:
-            logits = logits + -torch.log(-torch.log(noise.logits))  # Gumbel's distribution
-        rest = logits.masked_fill(masks[0].bool(), -torch.inf)
-        masks.append(F.one_hot(rest.argmax(dim=1), experts))
+    masks = [
+        F.one_hot(each, experts) for each in choose(logits, gates, mixture, noise)
+    ]  # integers: bfloat16 could not count to 257
     weights = [(gates * mask).sum(dim=1) for mask in masks]
     if mixture.top_k == 2 and mixture.normalize == "before":
         weights = _normalized(weights)
@@ -76,15 +69,3 @@ def _places(masks: list[Tensor], gates: Tensor | None) -> list[Tensor]:
         places.append(place + taken)
         taken = taken + mask.sum(dim=0)
     return places
-
-
-def to_slots(combine: Tensor, x: Tensor) -> Tensor:
-    """Tokens x (tokens d_model) in the slots of all experts: (experts slots d_model); empty ones are zero."""
-    _, experts, slots = combine.shape
-    taken = (combine > 0).to(x.dtype)
-    return torch.mm(taken.flatten(1).t(), x).view(experts, slots, x.shape[1])
-
-
-def from_slots(combine: Tensor, slots: Tensor) -> Tensor:
-    """Results of all slots (experts slots d_model), weighted and added up for each token: (tokens d_model)."""
-    return torch.mm(combine.to(slots.dtype).flatten(1), slots.flatten(0, 1))

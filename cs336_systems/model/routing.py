@@ -80,13 +80,9 @@ def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Noise | None)
 
 
 def gate(
-    logits: Tensor,
-    mixture: Mixture,
-    capacity: int | None = None,
-    real: Tensor | None = None,
-    noise: Noise | None = None,
-    average: Average | None = None,
-) -> Routing:
+    logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
+    noise: Noise | None = None, average: Average | None = None,
+) -> Routing:  # fmt: skip
     """Route one group of tokens by their logits (tokens experts).
 
     `capacity` is the number of an expert's slots, None for as many as are needed. `real` (tokens,) is False at padding.

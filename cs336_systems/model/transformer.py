@@ -169,12 +169,9 @@ class TransformerLM(nn.Module):
             parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device, first))
 
     def forward(
-        self,
-        tokens: Tensor,
-        token_types: Tensor | None = None,
-        padding_mask: Tensor | None = None,
+        self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None,
         targets: Tensor | None = None,
-    ) -> Tensor | BertOutput:
+    ) -> Tensor | BertOutput:  # fmt: skip
         """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the sentence pair's; or, with
         targets (batch seq), the mean cross entropy in nats of those that are not IGNORED.
 
@@ -227,7 +224,7 @@ class TransformerLM(nn.Module):
     def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor | BertOutput:
         """Last part, of x (batch seq d_model): logits or, with targets, the mean loss, as `forward` returns them."""
         if targets is not None and self.fused_loss:
-            return linear_cross_entropy(self.final_norm(x), self.head_weight(), targets, IGNORED)
+            return self.fused_mean(x, targets)
         logits, pair = self.logits(x)
         if targets is not None:
             return self.token_loss(logits, targets, "mean")
@@ -238,8 +235,7 @@ class TransformerLM(nn.Module):
         """Last part, of x (batch seq d_model): sums of losses, which may be added over microbatches and ranks."""
         assert batch.targets is not None
         if self.fused_loss:
-            mean = linear_cross_entropy(self.final_norm(x), self.head_weight(), batch.targets, IGNORED)
-            return Losses(mean * count_targets(batch))
+            return Losses(self.fused_mean(x, batch.targets) * count_targets(batch))
         logits, pair = self.logits(x)
         tokens = self.token_loss(logits, batch.targets, "sum")
         if pair is None or batch.pair_labels is None:
@@ -258,9 +254,10 @@ class TransformerLM(nn.Module):
         assert self.tied_head is not None
         return self.tied_head(x, self.embedding.tokens.weight, bias), pair
 
-    def head_weight(self) -> Tensor:
-        """(vocab_size d_model)."""
-        return self.embedding.tokens.weight if self.head is None else self.head.weight
+    def fused_mean(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of x (batch seq d_model) by the kernel that never holds all logits."""
+        weight = self.embedding.tokens.weight if self.head is None else self.head.weight
+        return linear_cross_entropy(self.final_norm(x), weight, targets, IGNORED)
 
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

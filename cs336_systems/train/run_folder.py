@@ -83,7 +83,7 @@ def computed(trainer: Trainer) -> dict[str, Any]:
 
 def state_problem(checkpoint: Checkpoint) -> str:
     """The reason why a checkpoint's JSON state is not one that `RunCheckpoints.save` writes; "" if it is."""
-    state, step = checkpoint.manifest.state, checkpoint.manifest.step
+    state, step = checkpoint.state, checkpoint.step
     for name in ("identity", "trainer", "recipe", "computed"):
         if not isinstance(state.get(name), dict):
             return f"it does not say what run it is of: its state has no {name}"
@@ -135,14 +135,14 @@ class RunCheckpoints:
         if checkpoint is None:
             return 0
         self.state.restore(checkpoint)
-        saved = checkpoint.manifest.state["trainer"]
+        saved = checkpoint.state["trainer"]
         if saved["scaler"].keys() != (mine := self.trainer.state()["scaler"]).keys():
             # --loss-scale has made a constant of what was found by trial, or undone it.
             saved = saved | {"scaler": mine}
         self.trainer.load_state(saved)
         restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
-        return checkpoint.manifest.step
+        return checkpoint.step
 
     def _problem(self, checkpoint: Checkpoint) -> str:
         """The reason why a checkpoint cannot be used; "" if it can.
@@ -152,7 +152,7 @@ class RunCheckpoints:
         if problem := state_problem(checkpoint):
             return problem
         differing = _differing(
-            checkpoint.manifest.state["identity"], identity(self.trainer), "{} was {} there and is {}"
+            checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}"
         )
         if problem := next(filter(None, agree("which run this is", "".join(differing[:1]), self.world)), ""):
             raise UserError(
@@ -164,14 +164,14 @@ class RunCheckpoints:
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
         """Say where the run goes on, whether exactly, and which settings have changed."""
-        saved = checkpoint.manifest.state
+        saved = checkpoint.state
         other = _differing(saved["computed"], computed(self.trainer), "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         names, now = [each.name for each in fields(OptimizerOptions)], self.trainer.recipe.to_json()
         then, now = ({flag(name): of.get(name) for name in names} for of in (saved["recipe"], now))
         if changed := _differing(then, now, "{} {} -> {}"):  # what was learned so far is the same, what will be is not
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
-        self.say(f"resumed {checkpoint.folder} after {checkpoint.manifest.step} steps, {exactly}")
+        self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")
 
 
 def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[str]:

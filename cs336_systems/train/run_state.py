@@ -24,9 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.checkpoint import RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
-from cs336_systems.checkpoint.manifest import DTYPES
-from cs336_systems.checkpoint.tensors import NAMES
+from cs336_systems.checkpoint import DTYPES, NAMES, RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
 from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer
@@ -157,8 +155,8 @@ class RunState:
             if DTYPES[each.dtype] != (dtype := tensors[kind].dtype):
                 return f"{name} ({kind}) is {each.dtype} there, and {NAMES[dtype]} in the optimizer"
         for kind, count in scalars.items():
-            if type(count) is not type(made[kind]) or not 1 <= count <= source.manifest.step:
-                return f"{name} has the {kind} {count!r:.40} there, after {source.manifest.step} steps"
+            if type(count) is not type(made[kind]) or not 1 <= count <= source.step:
+                return f"{name} has the {kind} {count!r:.40} there, after {source.step} steps"
         return ""
 
     def _read(self, source: Checkpoint, slot: Slot, kind: str) -> Tensor:

@@ -66,7 +66,7 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
     """What the gate says of a layer whose sort is wrong in one way."""
     right = MoELayer.by_sort
 
-    def by_sort(self, x, logits, capacity, *rest):
+    def by_sort(self, x, logits, mixture, capacity, *rest):
         if wrong == "capacity ignored":
             capacity = None
         if wrong == "one slot less":
@@ -75,8 +75,8 @@ def sees(bench: Bench, ways: list, wrong: str) -> str | None:
             x = 2 * x - x.detach()
         if wrong == "router detached":
             logits = logits.detach() + 0 * logits
-        y = right(self, x, logits, capacity, *rest)
-        return y * (torch.arange(len(y)) > 0)[:, None] if wrong == "a token lost" else y
+        y, balance = right(self, x, logits, mixture, capacity, *rest)
+        return (y * (torch.arange(len(y)) > 0)[:, None] if wrong == "a token lost" else y), balance
 
     MoELayer.by_sort = by_sort if bench.group.rank() == 0 else right
     try:

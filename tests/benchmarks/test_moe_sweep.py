@@ -50,7 +50,7 @@ def sweep_case(rank: int, world: int, folder: str, results: str) -> None:
 
 def broken_case(rank: int, world: int, folder: str) -> str:
     right = MoELayer.by_sort
-    MoELayer.by_sort = lambda self, x, logits, capacity, *rest: right(self, x, logits, None, *rest)
+    MoELayer.by_sort = lambda self, x, logits, mixture, _, *rest: right(self, x, logits, mixture, None, *rest)
     try:
         sweep_case(rank, world, folder, f"{folder}/never")
     except WrongResultError as refused:

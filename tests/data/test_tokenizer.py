@@ -37,16 +37,14 @@ AWKWARD = [
 
 
 @pytest.mark.parametrize("text", ["plain", "two  spaces\tand tab", "déjà 東京 🙂", "", "\x00\x7f"])
-def test_bytes_come_back_exactly(text):
+def test_bytes_are_utf_8(text):
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode(text)
     assert ids == list(text.encode())
-    assert tokenizer.decode([tokenizer.cls, *ids, tokenizer.sep]) == text
 
 
 def test_bytes_have_their_special_tokens_above_them():
     tokenizer = ByteTokenizer()
-    assert tokenizer.decode([255, tokenizer.mask, 65]) == "\ufffdA"
     assert (tokenizer.vocab_size, sorted(tokenizer.special_ids)) == (260, [256, 257, 258, 259])
 
 
@@ -82,7 +80,6 @@ def test_pieces_join_the_word_before_them_but_no_special_token():
 def test_ids_are_words_and_text_is_their_numbers():
     tokenizer = IdTokenizer(10)
     assert tokenizer.encode("3 0 5") == [3, 0, 5]
-    assert tokenizer.decode([3, 0, 5]) == "3 0 5"
     assert tokenizer.words(np.array([7, 3, 3, 8, 5, 6])).tolist() == [-1, 0, 1, -1, 2, -1]
     with pytest.raises(UserError, match="vocabulary of 4 has four special tokens and no other"):
         IdTokenizer(4)
@@ -104,11 +101,10 @@ def test_lower_case_strips_accents_and_case_keeps_them():
     assert cased.encode("ETE") == [cased.unknown]
 
 
-def test_pieces_come_back_as_words():
+def test_words_are_cut_into_the_longest_pieces():
     tokenizer = WordPieceTokenizer(PIECES, lower_case=False)
     ids = tokenizer.encode("unaffable  a.")
     assert [PIECES[number] for number in ids] == ["un", "##aff", "##able", "a", "."]
-    assert tokenizer.decode(ids) == "unaffable a ."
 
 
 def test_training_is_the_same_in_every_process():
@@ -141,7 +137,7 @@ def test_what_occurs_once_is_no_piece():
     tokenizer = WordPieceTokenizer.train(["abc abc abc xyz"], 1000, lower_case=False)
     assert "abc" in tokenizer.pieces
     assert not {"xy", "##yz", "xyz"} & set(tokenizer.pieces)
-    assert tokenizer.decode(tokenizer.encode("xyz")) == "xyz"
+    assert [tokenizer.pieces[number] for number in tokenizer.encode("xyz")] == ["x", "##y", "##z"]
 
 
 def test_rare_letters_leave_room_for_words():

@@ -79,7 +79,7 @@ def is_step(checkpoint, step: int, ranks: int = 1) -> bool:
         and bits(checkpoint.read(name, kind, Box.whole(tensor.shape))) == bits(tensor)
         for (name, kind), tensor in wanted.items()
     )
-    about = (checkpoint.manifest.step, checkpoint.scalars, checkpoint.manifest.state)
+    about = (checkpoint.step, checkpoint.scalars, checkpoint.state)
     return same and about == (step, {"a.weight": {"step": step}}, {"step": step})
 
 

@@ -1,5 +1,6 @@
 """Ways to damage a checkpoint, each with what is then said of it."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -14,45 +15,37 @@ OLD, NEW = "step-00000001", "step-00000002"
 HUGE = 1 << 40  # elements: 4 TiB
 
 
-def entry(body: dict, name: str = "a.weight", kind: str = VALUE) -> dict:
-    return body["tensors"][name][kind]
-
-
-def piece(body: dict, name: str = "a.weight") -> dict:
-    return entry(body, name)["pieces"][0]
-
-
 def changed(change: Callable[[dict], Any]) -> Callable[[Path], None]:
     """Damage of a manifest, all checksums of which are right again."""
     return lambda folder: rewrite(folder, change)
 
 
-def in_file(old: bytes, new: bytes, also: Callable[[dict], Any] = lambda body: None) -> Callable[[Path], None]:
-    """Damage of a file's head, and of the manifest to go with it."""
+def in_head(change: Callable[[dict, dict], Any]) -> Callable[[Path], None]:
+    """Damage of a file's head, of the tensors there and of what they are said to be pieces of, all checksums right."""
 
     def damage(folder: Path) -> None:
         data = (folder / FILE).read_bytes()
-        assert len(old) == len(new)
-        assert old in data
-        (folder / FILE).write_bytes(data.replace(old, new, 1))
-        rewrite(folder, also)
+        end = 8 + int.from_bytes(data[:8], "little")
+        head = json.loads(data[8:end])
+        metadata = head["__metadata__"]
+        described = json.loads(metadata["pieces"])
+        change(head, described)
+        if "pieces" in metadata:
+            metadata["pieces"] = json.dumps(described)
+        text = json.dumps(head).encode()
+        (folder / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+        rewrite(folder, lambda body: None)
 
     return damage
 
 
-def retype(body: dict) -> None:
-    entry(body)["dtype"] = "I32"
+def described(place: int, value: Any, name: str = "a.weight") -> Callable[[Path], None]:
+    """Another value in what a tensor is said to be: name, kind, shape, start, size, first."""
+    return in_head(lambda head, pieces: pieces[name].__setitem__(place, value))
 
 
 def rename_file(name: str) -> Callable[[Path], None]:
-    def change(body: dict) -> None:
-        body["files"][name] = body["files"].pop(FILE)
-        for kinds in body["tensors"].values():
-            for each in kinds.values():
-                for part in each["pieces"]:
-                    part["file"] = name
-
-    return changed(change)
+    return changed(lambda body: body["files"].update({name: body["files"].pop(FILE)}))
 
 
 def cut(name: str, count: int) -> Callable[[Path], None]:
@@ -83,36 +76,35 @@ def with_head(head: bytes, length: int | None = None) -> Callable[[Path], None]:
 
     def damage(folder: Path) -> None:
         (folder / FILE).write_bytes((len(head) if length is None else length).to_bytes(8, "little") + head)
-        rewrite(folder, lambda body: body["tensors"].clear())
+        rewrite(folder, lambda body: None)
 
     return damage
 
 
-def halves(first: tuple[int, int], second: tuple[int, int]) -> Callable[[Path], None]:
-    """The tensor a.weight in two runs (first, count) of its 24 elements, from two tensors of the file."""
+def parts(
+    first: tuple[int, list[int], list[int]], second: tuple[int, list[int], list[int]], counts: tuple[int, int]
+) -> Callable[[Path], None]:
+    """The tensor a.weight in two pieces (first, start, size) of so many elements, from two tensors of the file."""
 
-    def change(body: dict) -> None:
-        parts = entry(body)["pieces"]
-        parts.append(dict(parts[0], key="a.weight:exp_avg"))
-        body["tensors"]["a.weight"].pop("exp_avg")
-        for part, (begin, count) in zip(parts, (first, second), strict=True):
-            part.update(first=begin, count=count, offsets=[part["offsets"][0], part["offsets"][0] + 4 * count])
+    def change(head: dict, pieces: dict) -> None:
+        for key, (begin, start, size), count in zip(
+            ("a.weight", "a.weight:exp_avg"), (first, second), counts, strict=True
+        ):
+            at = head[key]["data_offsets"][0]
+            head[key].update(shape=[count], data_offsets=[at, at + 4 * count])
+            pieces[key] = ["a.weight", VALUE, [6, 4], start, size, begin]
 
-    return changed(change)
+    return in_head(change)
 
 
-def boxes(first: dict, second: dict) -> Callable[[Path], None]:
-    """The same in two boxes."""
+def runs(*runs: tuple[int, int]) -> Callable[[Path], None]:
+    (first, count), (then, more) = runs
+    return parts((first, [0, 0], [6, 4]), (then, [0, 0], [6, 4]), (count, more))
 
-    def change(body: dict) -> None:
-        halves_of = entry(body)["pieces"]
-        halves_of.append(dict(halves_of[0], key="a.weight:exp_avg"))
-        body["tensors"]["a.weight"].pop("exp_avg")
-        for part, box in zip(halves_of, (first, second), strict=True):
-            count = box["size"][0] * box["size"][1]
-            part.update(box, first=0, count=count, offsets=[part["offsets"][0], part["offsets"][0] + 4 * count])
 
-    return changed(change)
+def boxes(first: tuple[list[int], list[int]], second: tuple[list[int], list[int]]) -> Callable[[Path], None]:
+    counts = [size[0] * size[1] for _, size in (first, second)]
+    return parts((0, *first), (0, *second), (counts[0], counts[1]))
 
 
 FOREIGN = f"{NEW}/{FILE} is damaged, or of another checkpoint: its SHA-256 begins with"
@@ -155,128 +147,98 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a manifest that is a list": (raw("[]"), f"{NEW}/{NAME} is of another format"),
     "another format": (changed(lambda b: b.update(format="torch")), f"{NEW}/{NAME} is of another format, not 'cs336"),
     "another version": (
-        changed(lambda b: b.update(version=2)),
-        f"{NEW}/{NAME} has version 2; this program reads version 1",
+        changed(lambda b: b.update(version=3)),
+        f"{NEW}/{NAME} has version 3; this program reads 1 to 2",
     ),
     "no step": (changed(lambda b: b.pop("step")), f"{NEW}/{NAME} is not as this program writes it: KeyError"),
     "a step that is negative": (changed(lambda b: b.update(step=-1)), f"{NEW}/{NAME}: -1 is no count"),
     "a step that is a word": (changed(lambda b: b.update(step="2")), f"{NEW}/{NAME}: '2' is no count"),
     "a step that is true": (changed(lambda b: b.update(step=True)), f"{NEW}/{NAME}: True is no count"),
     "a state that is a list": (changed(lambda b: b.update(state=[])), f"{NEW}/{NAME}: the state is no object"),
-    "scalars that are words": (
-        changed(lambda b: b.update(scalars={"a.weight": {"step": "3"}})),
-        f"{NEW}/{NAME}: the scalars of a.weight are not numbers",
-    ),
     "a checksum that is none": (
         changed(lambda b: b["files"][FILE].update(sha256="0")),
         f"{NEW}/{NAME}: {FILE} has no SHA-256",
     ),
     "a tensor half as wide": (
-        changed(lambda b: entry(b).update(dtype="F16")),
-        rf"{NEW}/{NAME}: a.weight \(value\) has a piece of 24 elements of F16 in 96 bytes",
+        in_head(lambda head, _: head["a.weight"].update(dtype="F16")),
+        f"{NEW}: {FILE} is no safetensors file: a tensor of 24 elements of F16 at",
     ),
     "another dtype as wide": (
-        changed(retype),
-        f"{FILE}: a.weight has dtype F32, the manifest says I32",
-    ),
-    "another dtype everywhere": (
-        in_file(b'"a.weight":{"dtype":"F32"', b'"a.weight":{"dtype":"I32"', retype),
+        in_head(lambda head, _: head["a.weight"].update(dtype="I32")),
         f"{NEW}: a.weight is I32 there",
     ),
     "a dtype that is unknown": (
-        changed(lambda b: entry(b).update(dtype="F128")),
-        rf"{NEW}/{NAME}: a.weight \(value\) has dtype 'F128'; known are F64",
+        in_head(lambda head, _: head["a.weight"].update(dtype="F128")),
+        f"{NEW}: {FILE} is no safetensors file: dtype 'F128'; known are F64",
     ),
     "a shape that is huge": (
-        changed(lambda b: (entry(b).update(shape=[HUGE, 4]), piece(b).update(size=[HUGE, 4]))),
-        rf"{NEW}/{NAME}: a.weight \(value\) lacks elements: a box of {4 * HUGE:,} has 24",
+        in_head(lambda _, pieces: pieces["a.weight"].__setitem__(slice(2, 5), [[HUGE, 4], [0, 0], [HUGE, 4]])),
+        rf"a.weight \(value\) lacks elements, or has some twice: of a box of {4 * HUGE:,} the next run begins at",
     ),
     "a shape and a count that are huge": (
-        changed(
-            lambda b: (entry(b).update(shape=[HUGE, 4]), piece(b).update(size=[HUGE, 4], count=4 * HUGE)),
-        ),
-        rf"{NEW}/{NAME}: a.weight \(value\) has a piece of {4 * HUGE:,} elements of F32 in 96 bytes",
+        in_head(lambda head, _: head["a.weight"].update(shape=[HUGE, 4])),
+        f"{NEW}: {FILE} is no safetensors file: a tensor of {4 * HUGE} elements of F32 at",
     ),
     "a huge shape with nothing in it": (
-        changed(lambda b: entry(b, "empty").update(shape=[1 << 61, 1 << 61, 0], pieces=[])),
-        rf"{NEW}/{NAME}: empty \(value\) has shape .*, which no tensor has",
+        described(2, [1 << 61, 1 << 61, 0], "empty"),
+        r"empty \(value\) has shape .*, which no tensor has",
     ),
-    "a shape of 17 axes": (
-        changed(lambda b: entry(b).update(shape=[1] * 17)),
-        rf"{NEW}/{NAME}: \[1, 1, .* is no shape",
-    ),
-    "a shape of other axes": (
-        changed(lambda b: entry(b).update(shape=[24])),
-        rf"{NEW}/{NAME}: a.weight \(value\) has a piece with other axes",
-    ),
-    "a shape that is negative": (changed(lambda b: entry(b).update(shape=[-6, -4])), f"{NEW}/{NAME}: -6 is no count"),
-    "a run that begins at false": (
-        changed(lambda b: piece(b, "b").update(first=False)),
-        "manifest.json: False is no count",
-    ),
-    "a size of too many digits": (
-        changed(lambda b: entry(b).update(shape=[1 << 70, 4])),
-        "1180591620717411303424 is no",
+    "a shape of 17 axes": (described(2, [1] * 17), r"a.weight \(value\) has shape \[1, 1, .*, which no tensor has"),
+    "a shape of other axes": (described(2, [24]), r"a.weight \(value\) has a piece outside its shape \[24\]: \[6, 4\]"),
+    "a start of other axes": (described(3, [0]), r"a.weight \(value\) has a piece outside its shape \[6, 4\]"),
+    "a shape that is negative": (described(2, [-6, -4]), f"{NEW}: {FILE}: -6 is no count"),
+    "a run that begins at false": (described(5, False, "b"), f"{NEW}: {FILE}: False is no count"),
+    "a size of too many digits": (described(2, [1 << 70, 4]), "1180591620717411303424 is no count"),
+    "a shape that is a word": (described(2, "ab"), f"{NEW}: {FILE}: 'a' is no count"),
+    "a piece of too few words": (
+        in_head(lambda _, pieces: pieces.update({"a.weight": []})),
+        f"{NEW}: {FILE}: it does not say what its tensors are: ValueError",
     ),
     "runs that overlap": (
-        halves((0, 16), (8, 16)),
-        r"a.weight \(value\) lacks elements, or has some twice: a run begins at 8",
+        runs((0, 16), (8, 16)),
+        r"a.weight \(value\) lacks .*: of a box of 24 the next run begins at 8,",
     ),
     "runs with a gap": (
-        halves((0, 8), (16, 8)),
-        r"a.weight \(value\) lacks elements, or has some twice: a run begins at 16",
+        runs((0, 8), (16, 8)),
+        r"a.weight \(value\) lacks .*: of a box of 24 the next run begins at 16,",
     ),
-    "runs that end early": (halves((0, 8), (8, 8)), r"a.weight \(value\) lacks elements: a box of 24 has 16"),
+    "runs that end early": (runs((0, 8), (8, 8)), r"a.weight \(value\) lacks .* the next run begins at 24, not at 16"),
     "boxes that overlap": (
-        boxes({"start": [0, 0], "size": [6, 3]}, {"start": [0, 2], "size": [6, 1]}),
-        r"a.weight \(value\) has elements twice",
+        boxes(([0, 0], [6, 3]), ([0, 2], [6, 1])),
+        r"a.weight \(value\) lacks elements, or has some twice: 24 of its 24",
     ),
     "boxes with a gap": (
-        boxes({"start": [0, 0], "size": [6, 2]}, {"start": [0, 3], "size": [6, 1]}),
-        r"a.weight \(value\) has 18 of its 24 elements",
+        boxes(([0, 0], [6, 2]), ([0, 3], [6, 1])),
+        r"a.weight \(value\) lacks elements, or has some twice: 18 of its 24",
     ),
     "a box outside": (
-        boxes({"start": [0, 0], "size": [6, 3]}, {"start": [1, 3], "size": [6, 1]}),
-        r"a.weight \(value\) has a piece outside its shape \(6, 4\)",
+        boxes(([0, 0], [6, 3]), ([1, 3], [6, 1])),
+        r"a.weight \(value\) has a piece outside its shape \[6, 4\]: \[6, 1\] at \[1, 3\]",
     ),
-    "no pieces": (changed(lambda b: entry(b).update(pieces=[])), r"a.weight \(value\) has 0 of its 24 elements"),
-    "a piece of another's bytes": (
-        changed(lambda b: entry(b).update(pieces=entry(b, kind="exp_avg")["pieces"])),
-        r"a.weight \(exp_avg\) has a piece 'a.weight:exp_avg' of .* that is another's, or no name",
+    "a piece twice": (
+        described(1, VALUE, "a.weight:exp_avg"),
+        r"a.weight \(value\) lacks elements, or has some twice: of a box of 24 the next run begins at 0, not at 24",
     ),
-    "a key that is a list": (
-        changed(lambda b: piece(b).update(key=["a.weight"])),
-        r"a.weight \(value\) has a piece \['a.weight'\] of .* that is another's, or no name",
+    "a tensor that is not there": (in_head(lambda head, _: head.pop("b")), f"{NEW}: {FILE}: it has no b"),
+    "a tensor that is not described": (
+        in_head(lambda _, pieces: pieces.pop("b")),
+        f"{NEW}: {FILE}: it does not say what its tensors are: KeyError\\('b'\\)",
     ),
-    "a key that is not there": (changed(lambda b: piece(b).update(key="c")), f"{NEW}/{FILE} has no c"),
     "a name that is not Unicode": (
-        changed(lambda b: b["tensors"].update({"\ud800\x1b": {"value": {"shape": [], "dtype": "X"}}})),
-        rf"{NEW}/{NAME}: \\ud800\\x1b \(value\) has dtype 'X'",
-    ),
-    "a key that is not Unicode": (changed(lambda b: piece(b).update(key="\ud800\x1b")), rf"{FILE} has no \\ud800\\x1b"),
-    "two tensors' names changed": (
-        changed(lambda b: (b["tensors"].update({"a.weight": {"exp_avg": entry(b), VALUE: entry(b, kind="exp_avg")}}),)),
-        rf"{NEW}/{FILE}: a.weight is \['a.weight', 'value', .* there, another in the manifest",
-    ),
-    "a tensor that is not listed": (
-        changed(lambda b: b["tensors"].pop("b")),
-        f"{NEW}/{FILE} has b, which the manifest does not list",
+        in_head(lambda _, pieces: pieces.update({"\ud800\x1b": 0})),
+        rf"{NEW}: {FILE}: it has no \\ud800\\x1b",
     ),
     "a file that does not describe itself": (
-        in_file(b'"pieces":', b'"peices":'),
-        f"{NEW}/{FILE} does not say what its tensors are pieces of",
+        in_head(lambda head, _: head["__metadata__"].pop("pieces")),
+        f"{NEW}: {FILE}: it does not say what its tensors are: KeyError\\('pieces'\\)",
+    ),
+    "scalars that are words": (
+        in_head(lambda head, _: head["__metadata__"].update(scalars='{"a.weight": {"step": "3"}}')),
+        f"{NEW}: {FILE}: the scalars of a.weight are not numbers",
     ),
     "offsets outside the file": (
-        changed(lambda b: piece(b).update(offsets=[1 << 40, (1 << 40) + 96])),
-        rf"a.weight \(value\) has a piece outside its file '{FILE}'",
-    ),
-    "offsets of something else": (
-        changed(lambda b: piece(b).update(offsets=[each + 4 for each in piece(b)["offsets"]])),
-        f"{FILE}: a.weight lies elsewhere than the manifest says",
-    ),
-    "a piece of a file that is not listed": (
-        changed(lambda b: piece(b).update(file="rank-00009-00.safetensors")),
-        r"a.weight \(value\) has a piece outside its file 'rank-00009-00.safetensors'",
+        in_head(lambda head, _: head["a.weight"].update(data_offsets=[1 << 40, (1 << 40) + 96])),
+        f"{NEW}: {FILE} is no safetensors file: a tensor of 24 elements of F32 at",
     ),
     **{
         f"a file called {name!r}": (
@@ -290,7 +252,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         f"{FILE} is no safetensors file: its head would have {1 << 50:,} bytes of 10",
     ),
     "a file shorter than a length": (
-        lambda f: ((f / FILE).write_bytes(b"1234567"), rewrite(f, lambda b: [b["tensors"].clear()])),
+        lambda f: ((f / FILE).write_bytes(b"1234567"), rewrite(f, lambda b: None)),
         f"{FILE} is no safetensors file: its head would have .* bytes of 7",
     ),
     "a head that is no JSON": (

@@ -234,10 +234,10 @@ def require_same_end(one: Path, other: Path) -> None:
     """Raises AssertionError unless the last checkpoints of two runs are equal to the bit: parameters, the optimizer's
     state, generators, and what the trainer counts."""
     first, second = newest(one), newest(other)
-    assert first.manifest.step == second.manifest.step
+    assert first.step == second.step
     assert weights_hash(first) == weights_hash(second)
     require_same(first, second)
-    assert first.manifest.state["trainer"] == second.manifest.state["trainer"]
+    assert first.state["trainer"] == second.state["trainer"]
     assert figures(one) == figures(other)
 
 

@@ -108,7 +108,7 @@ def test_steps_in_two_parts_are_steps_in_one(tmp_path, kind):
     if kind == "overflows":
         scales = [line["loss_scale"] for line in log_of(tmp_path / "4") if "loss" in line]
         assert len(set(scales)) > 2
-        assert newest(tmp_path / "4").manifest.state["trainer"]["skipped"] == 6
+        assert newest(tmp_path / "4").state["trainer"]["skipped"] == 6
 
 
 OTHERS = ("gpt", "gpt dp3 zero2", "gpt tp2 dp2 zero3", "gpt tp2", "gpt pp2")
@@ -142,7 +142,7 @@ def test_other_layouts_and_numbers_of_ranks_go_on_within_rounding(tmp_path):
         shown = complete(ranks_of(layout), given, float64=True).shown
         assert "after 3 steps, equal but for rounding (" in shown, shown
         found = newest(out)
-        assert (found.manifest.step, found.scalars) == (steps, wanted.scalars)
+        assert (found.step, found.scalars) == (steps, wanted.scalars)
         for kind, share in (("value", 1), ("exp_avg", 1), ("exp_avg_sq", 2)):
             mine, theirs = ({name: whole(each, name, kind) for name in wanted.scalars} for each in (found, wanted))
             for name, error in errors(mine, theirs).items():

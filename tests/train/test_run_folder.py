@@ -164,7 +164,7 @@ def test_how_the_same_is_computed_may_change(begun):
     shown = complete(1, given | {"micro_batch_size": 4, "pad_vocabulary": 16}).shown
     changes = "--micro-batch-size 12 -> 4, --pad-vocabulary 8 -> 16, recompute none -> segments"
     assert f"after 1 steps, equal but for rounding ({changes})" in shown
-    found = newest(begun / "run").manifest.state["computed"]
+    found = newest(begun / "run").state["computed"]
     assert (found["device"], found["backend"]) == (device_name(torch.device("cpu")), "gloo")
 
 
@@ -271,7 +271,7 @@ def test_torchrun_restarts_a_killed_run_which_ends_with_the_same_weights(tmp_pat
     assert "/checkpoints/step-00000004 after 4 steps, bit for bit\n" in shown
     complete(2, options | {"data": ["random"], "out": str(tmp_path / "undisturbed")})
     mine, wanted = newest(tmp_path / "run"), newest(tmp_path / "undisturbed")
-    assert mine.manifest.step == 9
+    assert mine.step == 9
     assert weights_hash(mine) == weights_hash(wanted)
     for name in wanted.scalars:
         for kind in ("exp_avg", "exp_avg_sq"):

@@ -81,4 +81,4 @@ def test_a_full_disk_costs_lines_of_the_log_and_not_the_run(tmp_path):
         pytest.skip("no device that is always full")
     outcome = complete(2, tiny(tmp_path, **ONE, log_file=str(full)))
     assert set(outcome.results[0]["warnings"]) == {"the log cannot be written: No space left on device"}
-    assert newest(tmp_path).manifest.step == 3
+    assert newest(tmp_path).step == 3

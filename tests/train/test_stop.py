@@ -44,7 +44,7 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(tmp_pat
     said = outcome.shown.splitlines()[-1]
     assert said == f"SIGTERM: stopped after {stops} of 6 steps, saved in {out}; go on with --resume"
     assert not any(result["shown"] for result in outcome.results[1:])
-    assert newest(out).manifest.step == stops
+    assert newest(out).step == stops
     assert log_of(out)[-1] == {"stopped": "SIGTERM", "step": stops}
     complete(world, recipe | {"resume": True})
     complete(world, recipe | {"out": str(whole_run)})
@@ -54,7 +54,7 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_with_the_same_bits(tmp_pat
 def test_one_that_is_told_after_the_last_step_has_nothing_to_stop(tmp_path):
     outcome = complete(2, tiny(tmp_path / "run", **SMALL), *term(6, 1))
     assert outcome.results[0]["final"]["steps"] == 6
-    assert newest(tmp_path / "run").manifest.step == 6
+    assert newest(tmp_path / "run").step == 6
 
 
 def test_one_that_is_told_before_the_first_step_takes_none(tmp_path):
@@ -136,7 +136,7 @@ def test_a_terminated_command_saves_ends_with_0_and_leaves_nobody(tmp_path):
         run.kill()
     assert run.returncode == 0, errors
     (said,) = [line for line in shown.splitlines() if line.startswith("SIGTERM: ")]
-    step = newest(out).manifest.step
+    step = newest(out).step
     assert said == f"SIGTERM: stopped after {step} of 100000 steps, saved in {out}; go on with --resume"
     assert figures(out)[-1][0] == step
     with pytest.raises(ProcessLookupError):
@@ -199,7 +199,7 @@ def test_a_step_that_is_left_out_changes_nothing(tmp_path, layout):
             assert torch.equal(whole(before, name, kind), whole(after, name, kind)), (name, kind)
     moved = [name for name in before.scalars if not torch.equal(whole(before, name), whole(later, name))]
     assert moved
-    assert [each.manifest.state["trainer"]["skipped"] for each in (before, after, later)] == [0, 1, 1]
+    assert [each.state["trainer"]["skipped"] for each in (before, after, later)] == [0, 1, 1]
     lines = [line for line in log_of(tmp_path) if "loss" in line]
     assert [line["skipped"] for line in lines] == [0, 0, 1, 0, 0, 0]
     assert (lines[2]["loss"], lines[2]["grad_norm"]) == (None, None)
@@ -211,7 +211,7 @@ def test_ten_in_a_row_give_up(tmp_path):
     outcome = attempt(2, recipe, *nan(1, *range(3, 14)), timeout=ranks.COLLECTIVE_TIMEOUT)
     assert outcome.line == "the gradients were inf or NaN 10 times in a row; lower --lr (now 0.01)"
     assert [line["step"] for line in log_of(tmp_path) if "loss" in line] == list(range(1, 12))
-    assert newest(tmp_path).manifest.step == 3, "ruined weights take no good ones' place"
+    assert newest(tmp_path).step == 3, "ruined weights take no good ones' place"
     failed = {line["step"]: line["save_failed"] for line in log_of(tmp_path) if "save_failed" in line}
     assert list(failed) == list(range(4, 12))
     assert failed[5] == "the last 3 gradients were inf or NaN; earlier checkpoints are as they were"
@@ -221,9 +221,9 @@ def test_nine_in_a_row_are_borne_and_a_resumption_counts_anew(tmp_path):
     recipe = tiny(tmp_path, num_layers=1, steps=12, on_nonfinite="skip")
     faults = nan(0, *range(3, 12))
     complete(1, recipe, *faults)
-    assert newest(tmp_path).manifest.state["trainer"]["skipped"] == 9
+    assert newest(tmp_path).state["trainer"]["skipped"] == 9
     part = tiny(tmp_path / "part", num_layers=1, steps=3, on_nonfinite="skip")
     complete(1, part, *nan(0, 3))
     complete(1, part | {"steps": 13, "resume": True}, *nan(0, *range(4, 13)))
-    assert newest(tmp_path / "part").manifest.state["trainer"]["skipped"] == 10
+    assert newest(tmp_path / "part").state["trainer"]["skipped"] == 10
     assert math.isfinite(figures(tmp_path)[-1][1])
