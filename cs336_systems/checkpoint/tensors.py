@@ -37,10 +37,10 @@ class RefusedError(UserError):
 
 
 class Stored(NamedTuple):
-    """A run of a box in a file: elements [first, first + count), whose bytes begin at `at`."""
+    """A run of a box in a file: elements [first, last), whose bytes begin at `at`."""
 
     first: int
-    count: int
+    last: int
     file: str
     at: int
 
@@ -144,14 +144,14 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, S
         try:
             described = {} if plain else json.loads(metadata["pieces"])
             for key, (dtype, shape, count, at) in found.items():
-                whole = [key, VALUE, shape, [0] * len(shape), shape, 0]
-                name, kind, *corners, first = whole if plain else described.pop(key)
-                box = Box(*(naturals(*each) for each in corners))
+                whole: list[Any] = [key, VALUE, shape, [0] * len(shape), shape, 0]
+                name, kind, shape, start, size, first = whole if plain else described.pop(key)
+                box = Box(naturals(*shape), naturals(*start), naturals(*size))
                 entry = tensors.setdefault(str(name), {}).setdefault(str(kind), Entry(box.shape, dtype, {}))
                 if (entry.shape, entry.dtype) != (box.shape, dtype):
                     there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
                     raise RefusedError(f"{there}, {dtype} {list(box.shape)} here")
-                entry.boxes.setdefault(box, []).append(Stored(*naturals(first, count), path.name, at))
+                entry.boxes.setdefault(box, []).append(Stored(first, naturals(first)[0] + count, path.name, at))
             for name, values in json.loads(metadata.get("scalars", "{}")).items():
                 if not all(isinstance(value, int | float) for value in values.values()):
                     raise RefusedError(f"the scalars of {name} are not numbers")
@@ -182,11 +182,11 @@ def check_cover(what: str, entry: Entry) -> None:
             )
         runs.sort()
         end = 0
-        for first, count, *_ in (*runs, (box.numel, 0)):
-            if first != end:
-                where = f"of a box of {box.numel:,} the next run begins at {first:,}, not at {end:,}"
+        for run in (*runs, Stored(box.numel, box.numel, "", 0)):
+            if run.first != end:
+                where = f"of a box of {box.numel:,} the next run begins at {run.first:,}, not at {end:,}"
                 raise RefusedError(f"{what} lacks elements, or has some twice: {where}")
-            end = first + count
+            end = run.last
         covered += box.numel
     listed = [box for box in entry.boxes if box.numel]
     if covered != math.prod(shape) or any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i]):
@@ -209,8 +209,8 @@ def read_box(folder: Path, entry: Entry, target: Box) -> Tensor:
         # One box at a time: the memory is that of what is read and of one rank's part.
         part = result if box == target else torch.empty(box.size, dtype=dtype)
         data = part.view(-1).view(torch.uint8).numpy().data
-        for first, count, name, at in runs:
-            run = data[first * dtype.itemsize : (first + count) * dtype.itemsize]
+        for first, last, name, at in runs:
+            run = data[first * dtype.itemsize : last * dtype.itemsize]
             with (folder / name).open("rb") as file:
                 file.seek(at)
                 if file.readinto(run) < len(run):

@@ -26,9 +26,8 @@ def one_hot_gate(
     tokens, experts = logits.shape
     slots = tokens if capacity is None else capacity
     gates = F.softmax(logits, dim=1)
-    masks = [
-        F.one_hot(each, experts) for each in choose(logits, gates, mixture, noise)
-    ]  # integers: bfloat16 could not count to 257
+    chosen = choose(logits.detach(), gates.detach(), mixture, noise)
+    masks = [F.one_hot(each, experts) for each in chosen]  # integers: bfloat16 could not count to 257
     weights = [(gates * mask).sum(dim=1) for mask in masks]
     if mixture.top_k == 2 and mixture.normalize == "before":
         weights = _normalized(weights)

@@ -126,7 +126,7 @@ def test_pieces_that_do_not_cover_are_refused():
             counts[inside(piece.box)] += flat.reshape(piece.box.size)
         boxes: dict[Box, list[Stored]] = {}
         for piece in pieces:
-            boxes.setdefault(piece.box, []).append(Stored(piece.first, piece.tensor.numel(), "", 0))
+            boxes.setdefault(piece.box, []).append(Stored(piece.first, piece.first + piece.tensor.numel(), "", 0))
         right = bool((counts == 1).all())
         outcomes.add(right)
         try:
@@ -164,7 +164,7 @@ def test_a_manifest_says_what_was_written(tmp_path, group):
     checkpoint = open_checkpoint(folder)
     assert (checkpoint.step, checkpoint.scalars, checkpoint.state) == (12, scalars, state)
     ((box, (run,)),) = checkpoint.tensors["a.weight"]["exp_avg"].boxes.items()
-    assert (run.file, box, run.first, run.count) == (FILE, Box.whole((6, 4)), 0, 24)
+    assert (run.file, box, run.first, run.last) == (FILE, Box.whole((6, 4)), 0, 24)
     text = (folder / NAME).read_text()
     assert text.isascii()
     body = json.loads(text)["manifest"]
