@@ -151,9 +151,7 @@ class RunCheckpoints:
         """
         if problem := state_problem(checkpoint):
             return problem
-        differing = _differing(
-            checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}"
-        )
+        differing = _differing(checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}")
         if problem := next(filter(None, agree("which run this is", "".join(differing[:1]), self.world)), ""):
             raise UserError(
                 f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
