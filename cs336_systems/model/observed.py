@@ -1,11 +1,8 @@
-"""Counts of a model's passes without running them: its own code on fake tensors under an `Observer` (host/observe.py).
-
-The largest model of the course takes seconds and no memory.
-"""
+"""Counts of a model's passes without running them: its own code on fake tensors under `host.observe.Observer`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +24,7 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Kept:
+class Kept(NamedTuple):
     """Bytes that autograd keeps for backward, parameters and their casts apart, by the time at which they are freed."""
 
     ids: int  # token ids, targets and what all blocks share: when backward ends
@@ -41,8 +37,7 @@ class Kept:
         return self.ids + sum(self.blocks) + self.head
 
 
-@dataclass(frozen=True)
-class Passes:
+class Passes(NamedTuple):
     """Counts by phase: "evaluation", a forward without backward, and "forward", "backward", "optimizer" of a step."""
 
     phases: Mapping[str, Counts]
@@ -63,10 +58,10 @@ class Passes:
 def _fake(config: ModelConfig, batch: int, seq: int, device: str) -> tuple[TransformerLM, Tensor, Tensor, int | None]:
     """A fake model, tokens and targets (batch seq), and the rows that an expert layer keeps in training: all its slots,
     which a balanced router fills, or None without a capacity."""
-    model = fake_model(TransformerLM(config, "meta"), device)
     tokens, targets = (torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2))
     slots = config.mixture.capacity(batch * seq, config.num_experts, training=True) if config.num_experts else None
-    return model, tokens, targets, None if slots is None else config.num_experts * slots
+    rows = None if slots is None else config.num_experts * slots
+    return fake_model(TransformerLM(config, "meta"), device), tokens, targets, rows
 
 
 @cache

@@ -31,8 +31,7 @@ class LanguageBatches:
         self.training, self.held_out = corpus.split(0.1)
         check_length(self.training, self.seq)
         self.name, self.sha256, self.tokens = self.training.name, corpus.sha256, len(self.training.tokens)
-        self.vocab_size = config.vocab_size
-        self.targets: int | None = batch * self.seq
+        self.vocab_size, self.targets = config.vocab_size, batch * self.seq
 
     def batch(self, step: int, rank: int, ranks: int, corpus: Corpus | None = None) -> Batch:
         """This rank's rows of a step's batch, of the training text."""
@@ -54,8 +53,7 @@ class BertBatches:
         splits = load_documents(data.files, tokenizer, data.split)
         training = splits.training
         arguments = tokenizer, seq, recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
-        self.rows, self.vocab_size = batch, tokenizer.vocab_size
-        self.targets: int | None = None
+        self.rows, self.vocab_size, self.targets = batch, tokenizer.vocab_size, None
         self.training = BertData(training, *arguments)
         self.held_out = BertData(splits.validation, *arguments) if len(splits.validation) else None
         first, last = (int(training.sentences[training.documents[end]]) for end in (0, -1))
@@ -71,9 +69,6 @@ class BertBatches:
         return self.held_out.batch(number, self.rows, rank, ranks) if self.held_out is not None else None
 
 
-Batches = LanguageBatches | BertBatches
-
-
 def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
     """The recipe's tokenizer, the same on every rank: rank 0 makes it, which may mean to learn it from the text.
 
@@ -83,8 +78,8 @@ def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
     learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
     largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
     if group.rank() == 0:
+        arguments = data.tokenizer, data.files, largest, data.split, data.vocab_file, data.lower_case
         try:
-            arguments = data.tokenizer, data.files, largest, data.split, data.vocab_file, data.lower_case
             made = {"made": make_tokenizer(*arguments).to_json()}
         except UserError as error:
             made = {"error": str(error)}
@@ -102,6 +97,6 @@ def most_tokens(recipe: Recipe) -> int | None:
     return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None
 
 
-def make_batches(recipe: Recipe, batch: int, group: Group) -> Batches:
+def make_batches(recipe: Recipe, batch: int, group: Group) -> LanguageBatches | BertBatches:
     """The batches of the recipe's objective. Every rank must call this."""
     return BertBatches(recipe, batch, group) if recipe.model.is_bert else LanguageBatches(recipe, batch)

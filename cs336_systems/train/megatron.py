@@ -1,11 +1,12 @@
 """Megatron-LM v2.5's options of its pretraining scripts, as data, and a translator into this project's options.
 
-In the tables a name with `=` takes one value, with `*` any number of them; the others are flags. Names as in
-megatron/arguments.py, misspelling included. A name in no table is this project's own and stays as it is.
+In the tables a name with `=` takes one value, with `*` any number of them; the others are flags, which have the value
+that stands beside our name. Names as in megatron/arguments.py, misspelling included. A name in no table is this
+project's own and stays as it is.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from cs336_systems.errors import UserError
@@ -17,12 +18,13 @@ SHARED = (
 )
 RENAMED = {
     "--tensor-model-parallel-size=": "--tp", "--pipeline-model-parallel-size=": "--pp",
-    "--num-layers-per-virtual-pipeline-stage=": "--chunks", "--use-distributed-optimizer": "--zero",
+    "--num-layers-per-virtual-pipeline-stage=": "--chunks", "--use-distributed-optimizer": "--zero 1",
     "--distributed-backend=": "--backend", "--make-vocab-size-divisible-by=": "--pad-vocabulary",
     "--hidden-size=": "--d-model", "--num-attention-heads=": "--num-heads", "--ffn-hidden-size=": "--d-ff",
     "--seq-length=": "--context", "--encoder-seq-length=": "--context", "--max-position-embeddings=": "--max-context",
-    "--attention-dropout=": "--dropout", "--hidden-dropout=": "--dropout", "--fp16": "--precision",
-    "--bf16": "--precision", "--checkpoint-activations": "--recompute", "--checkpoint-num-layers=": "--recompute-every",
+    "--attention-dropout=": "--dropout", "--hidden-dropout=": "--dropout", "--fp16": "--precision fp16",
+    "--bf16": "--precision bf16", "--checkpoint-activations": "--recompute segments",
+    "--checkpoint-num-layers=": "--recompute-every",
     "--global-batch-size=": "--batch-size", "--train-iters=": "--steps", "--train-samples=": "--steps",
     "--lr-decay-iters=": "--decay-steps", "--lr-decay-samples=": "--decay-steps", "--lr-decay-style=": "--decay",
     "--lr-warmup-fraction=": "--warmup-fraction", "--lr-warmup-iters=": "--warmup-steps",
@@ -30,7 +32,6 @@ RENAMED = {
     "--adam-beta2=": "--beta2", "--data-path*": "--data", "--tokenizer-type=": "--tokenizer",
     "--log-interval=": "--log-every", "--save=": "--out", "--save-interval=": "--save-every", "--load=": "--resume",
 }  # fmt: skip
-FLAGS = {"--fp16": "fp16", "--bf16": "bf16", "--checkpoint-activations": "segments", "--use-distributed-optimizer": "1"}
 FIXED = {"--init-method-std": "0.02", "--layernorm-epsilon": "1e-5", "--optimizer": "adam"}  # each takes one value
 IGNORED = {  # by reason
     "a checkpoint is written and read whole": "--finetune --no-save-optim --no-save-rng --no-load-optim --no-load-rng "
@@ -52,15 +53,10 @@ IGNORED = {  # by reason
     "--apply-residual-connection-post-layernorm --init-method-xavier-uniform --rampup-batch-size* --sgd-momentum= "
     "--merge-file= --vocab-extra-ids= --sample-rate= --decoder-seq-length= --reset-position-ids "
     "--reset-attention-mask --eod-mask-loss",
-    "it belongs to other models of Megatron-LM": "--ict-head-size= --ict-load= --bert-load= --block-data-path= "
-    "--biencoder-projection-dim= --biencoder-shared-query-context-model --titles-data-path= --query-in-block-prob= "
-    "--use-one-sent-docs --evidence-data-path= --embedding-path= --retriever-report-topk-accuracies* "
-    "--retriever-score-scaling --retriever-seq-length= --indexer-batch-size= --indexer-log-interval= --num-classes= "
-    "--img-dim= --num-channels= --patch-dim=",
 }
 # What --size replaces; REQUIRED is the part that Megatron asks for, with this project's names.
 REQUIRED = {"--num-layers": "--num-layers", "--hidden-size": "--d-model", "--num-attention-heads": "--num-heads"}
-SIZE = ("--size", "--preset")
+SIZE, BATCH = ("--size", "--preset"), ("--batch-size", "--global-batch-size")
 SHAPE = (*REQUIRED, "--ffn-hidden-size", "--seq-length", "--encoder-seq-length", "--max-position-embeddings")
 BERT_DATA = ("--vocab-file", "--split", "--mask-prob")
 # Megatron's defaults that differ from this project's and change what is learned.
@@ -87,7 +83,7 @@ class Option(NamedTuple):
 
     def whole(self, least: int = 1) -> int:
         """The value as a whole number. Raises UserError if it is none or too small."""
-        value = self.values[0] if self.values else ""
+        value = "".join(self.values[:1])
         if not value.removeprefix("-").isdecimal() or len(value) > 18:
             raise UserError(f"{self.name} takes a whole number, not {value!r}")
         if int(value) < least:
@@ -107,14 +103,15 @@ def _take_option(left: deque[str]) -> Option:
     entry = _ENTRIES.get(name)
     if entry == name and equals:
         raise UserError(f"{name} is a flag and takes no value, not {inline!r}")
-    most = 0 if entry == name or (entry and equals) else 1 if entry and entry.endswith("=") else 10**6
+    most = 10**6 if entry is None or (entry[-1] == "*" and not equals) else int(entry[-1] == "=" and not equals)
     while left and len(words) < most and not left[0].startswith("--"):
         words.append(left.popleft())
+    values = (inline,) if equals else tuple(words)
     if entry is None:
-        return Option(typed, (inline,) if equals else tuple(words), (token, *words))
+        return Option(typed, values, (token, *words))
     if most and not words:
         raise UserError(f"{name} lacks its value")
-    return Option(name, (inline,), (f"{name}={inline}",)) if equals else Option(name, tuple(words), (name, *words))
+    return Option(name, values, (f"{name}={inline}" if equals else name, *words))
 
 
 def _plain(text: str) -> float | str:
@@ -131,35 +128,35 @@ def _weights(option: Option) -> tuple[str, ...]:
     return weights if len(option.values) % 2 == 0 and all(isinstance(_plain(each), float) for each in weights) else ()
 
 
-def _values(option: Option, line: dict[str, Option]) -> Sequence[str]:
-    """The values of our option that say the same. Raises UserError where they cannot be known."""
-    name = option.name
+def _words(option: Option, line: dict[str, Option]) -> list[str]:
+    """Our option and values that say the same. Raises UserError where they cannot be known."""
+    name, (ours, *fixed) = option.name, _OURS[option.name].split()
     if name == "--tokenizer-type":
         if not option.values[0].startswith("BertWordPiece"):
             raise UserError(f"{option} does not exist here; use --tokenizer wordpiece or --tokenizer bytes")
-        return ["wordpiece"]
+        return [ours, "wordpiece", *["--lower-case"][: option.values == ("BertWordPieceLowerCase",)]]
     if name == "--lr-decay-style" and option.values == ("constant",):
         raise UserError(f"{option} does not exist here; give --min-lr the value of --lr instead")
     if name == "--data-path":
-        return option.values[1::2] if _weights(option) else option.values
+        paths = option.values[1::2] if _weights(option) else option.values
+        return [word for path in paths for word in (ours, path)]
     if name.endswith("-samples"):  # as steps of the global batch; Megatron too drops the remainder
-        if (batch := _either(line, "--batch-size", "--global-batch-size")) is None:
+        if (batch := _either(line, *BATCH)) is None:
             raise UserError(f"{option} counts samples; say with --global-batch-size how many make a step")
         count, size = option.whole(least=0), batch.whole()
         if 0 < count < size:
             raise UserError(f"{option} is less than one global batch of {size}")
-        return [str(count // size)]
+        return [ours, str(count // size)]
     if name == "--num-layers-per-virtual-pipeline-stage":  # chunks: layers / (stages x layers of a chunk)
         layers, ranks = line.get("--num-layers"), _either(line, "--pp", stages := "--pipeline-model-parallel-size")
         if _either(line, *SIZE) or layers is None or ranks is None:
             raise UserError(f"{option} needs --num-layers and {stages}; with --size, say --chunks")
         chunks, rest = divmod(layers.whole(), ranks.whole() * option.whole())
         if rest:
-            raise UserError(
-                f"{layers} is not a multiple of {ranks.whole()} stages x {option.whole()} layers in a chunk"
-            )
-        return [str(chunks)]
-    return [FLAGS[name]] if name in FLAGS else option.values
+            product = f"{ranks.whole()} stages x {option.whole()} layers in a chunk"
+            raise UserError(f"{layers} is not a multiple of {product}")
+        return [ours, str(chunks)]
+    return [ours, *(fixed or option.values)]
 
 
 def _reason(option: Option, line: dict[str, Option]) -> str | None:
@@ -176,9 +173,7 @@ def _reason(option: Option, line: dict[str, Option]) -> str | None:
 
 def _added(line: dict[str, Option], said: dict[str, list[str]]) -> dict[str, str]:
     """Options that Megatron takes for granted and this project does not: of interleaving, and of pretrain_bert.py."""
-    added = {}
-    if said.get("--chunks", ["--chunks", "1"])[1] != "1":
-        added["--schedule"] = "interleaved"
+    added = {"--schedule": "interleaved"} if said.get("--chunks", ["--chunks", "1"])[1] != "1" else {}
     foreign = any(name in _ONLY_MEGATRON and name != "--local-rank" for name in line)
     if foreign and any(name in line for name in (*SHAPE, *BERT_DATA)):
         added["--objective"] = "bert"
@@ -188,20 +183,10 @@ def _added(line: dict[str, Option], said: dict[str, list[str]]) -> dict[str, str
             added["--d-ff"] = str(4 * width.whole())
         # The horizon is that of the run that was meant, also when --steps cuts it short.
         if meant := _either(line, "--train-iters", "--train-samples"):
-            added["--decay-steps"] = _values(meant, line)[0]
+            added["--decay-steps"] = _words(meant, line)[1]
         added |= DEFAULTS
     taken = {WARMUP.get(name, name) for name in line} | set(said)
     return {ours: value for ours, value in added.items() if ours not in taken}
-
-
-def _notes(line: dict[str, Option], said: dict[str, list[str]], added: dict[str, str]) -> Iterator[str]:
-    if "--data" in said and (weights := _weights(line["--data-path"])):
-        yield f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)"
-    dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
-    if len(dropouts) == 1 and "--dropout" in said and _plain(dropouts[0].values[0]) != 0.1:
-        yield f"{dropouts[0]} holds for all dropout (one option here)"
-    if added:
-        yield f"added: {', '.join(map(' '.join, added.items()))} (what Megatron-LM takes for granted)"
 
 
 def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -219,10 +204,11 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
     if given and missing and not _either(line, *SIZE):  # half a shape would change a preset that nobody named
         raise UserError(f"{given[0]} is part of a shape; give {' and '.join(missing)} as well, or --size NAME alone")
+    own = {WARMUP.get(name, name): option for name, option in reversed(line.items())}
     tokens, ignored, replaced = list[str](), dict[str, list[str]](), list[str]()
     first, said = dict[str, Option](), dict[str, list[str]]()  # by our option: whose it is, and its tokens
     for option in options:
-        ours = _OURS.get(option.name, "")
+        ours = _OURS.get(option.name, "").split(" ")[0]
         subject = WARMUP.get(ours, ours)
         if reason := _reason(option, line):
             ignored.setdefault(reason, []).append(str(option))
@@ -232,19 +218,22 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
             continue
         elif option.name == "--load":
             tokens += ["--resume"] if _either(line, "--out", "--save") else ["--resume", "--out", *option.values]
-        elif own := next((each for each in line.values() if WARMUP.get(each.name, each.name) == subject), None):
-            replaced.append(f"{option} by {own}")
-        else:
-            new = [token for value in _values(option, line) for token in (ours, value)]
-            new += ["--lower-case"] if option.values == ("BertWordPieceLowerCase",) else []
-            if first.setdefault(subject, option) is option:
-                said[subject] = new
-                tokens += new
-            elif list(map(_plain, said[subject])) != list(map(_plain, new)):
-                raise UserError(f"{first[subject]} and {option} do not agree on {subject}; give one of them")
+        elif subject in own:
+            replaced.append(f"{option} by {own[subject]}")
+        elif first.setdefault(subject, option) is option:
+            said[subject] = _words(option, line)
+            tokens += said[subject]
+        elif list(map(_plain, said[subject])) != list(map(_plain, _words(option, line))):
+            raise UserError(f"{first[subject]} and {option} do not agree on {subject}; give one of them")
 
     added = _added(line, said)
     notes = [f"ignored: {', '.join(them)} ({reason})" for reason, them in ignored.items()]
     notes += [f"replaced: {', '.join(replaced)} (this project's own names win)"] if replaced else []
-    notes += _notes(line, said, added)
+    if "--data" in said and (weights := _weights(line["--data-path"])):
+        notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
+    dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
+    if len(dropouts) == 1 and "--dropout" in said and _plain(dropouts[0].values[0]) != 0.1:
+        notes.append(f"{dropouts[0]} holds for all dropout (one option here)")
+    if added:
+        notes.append(f"added: {', '.join(map(' '.join, added.items()))} (what Megatron-LM takes for granted)")
     return (*tokens, *(token for pair in added.items() for token in pair), *left), tuple(notes)

@@ -23,6 +23,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1)
 MEMORY = click.FloatRange(0, 1, max_open=True)
+YEARS = f"{presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}"
 MIXTURE = {"moe": "dispatch", "second_expert": "second_policy", "normalize_gates": "normalize"}  # the rest are alike
 
 
@@ -36,10 +37,7 @@ class ModelOptions:
     """The model: a preset and what is changed in it, its precision, and what backward recomputes."""
 
     size: str | None = setting(None, "Model preset.  [default: tiny]", also=("--preset",))
-    year: int = setting(
-        presets.DEFAULT_YEAR,
-        f"Edition of the course that the size is from, {presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}.",
-    )
+    year: int = setting(presets.DEFAULT_YEAR, f"Edition of the course that the size is from, {YEARS}.")
     objective: Literal["lm", "bert"] | None = of_preset("Next token, or masked tokens and sentence order.")
     num_layers: int | None = of_preset("Blocks.", COUNT)
     d_model: int | None = of_preset("Width of the stream.", COUNT)
@@ -51,9 +49,7 @@ class ModelOptions:
     norm: presets.Norm | None = of_preset("Normalisation.")
     attention: presets.Attention | None = of_preset("Implementation of attention.")
     kernels: presets.Kernels | None = of_preset("Fused kernels for norm, gate and loss.")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
-        "fp32", "Precision of matrix products; in bf16 and fp16 of the weights, too, of which fp32 masters are kept."
-    )
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting("fp32", "Of products; bf16 and fp16 of weights, too.")
     recompute: presets.Recompute = setting("none", "What backward recomputes instead of keeping it.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", COUNT)
 
@@ -91,20 +87,17 @@ class ExpertOptions:
     )
     top_k: int | None = of_preset("Experts that a token is sent to.", click.IntRange(1, 2))
     second_expert: presets.SecondPolicy | None = of_preset(
-        "Training: a token's second expert is the second best, sampled, or kept with twice its weight as probability.",
-        also=("--moe-second-expert-policy",),
+        "Training: choice of a token's second expert.", also=("--moe-second-expert-policy",)
     )
     normalize_gates: presets.Normalize | None = of_preset("A token's two weights add up to 1 before or after drops.")
     gating_fp32: bool | None = of_preset(
         "The router computes in float32 at least.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32"
     )
     capacity_factor: float | None = of_preset(
-        "Training: an expert takes at most this x ceil(tokens / experts) choices; 0: all.", NOT_NEGATIVE
+        "Training: an expert takes at most this x its share; 0: all.", NOT_NEGATIVE
     )
     eval_fraction: float | None = of_preset(
-        "Evaluation: an expert takes at most this share of the tokens; 0: as in training.",
-        SHARE,
-        also=("--moe-eval-capacity-token-fraction",),
+        "Evaluation: most tokens of an expert; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
     )
     mask_padding: bool = setting(False, "Padding is sent to no expert.", also=("--use-moe-pad-mask",))
     prioritized: bool = setting(False, "The surest tokens come first.", also=("--moe-batch-prioritized-routing",))
@@ -115,28 +108,22 @@ class ExpertOptions:
     expert_gradient: presets.ExpertGradient | None = of_preset("Experts' gradients: as alone, or times root of ranks.")
 
     def with_experts(self, config: presets.ModelConfig) -> presets.ModelConfig:
-        """Change the experts of a model as the options say.
-
-        Raises UserError for experts that cannot be, and for an option about experts of a model that has none.
-        """
-        given = {
-            each.name: value for each in fields(ExpertOptions) if (value := getattr(self, each.name)) != each.default
-        }
+        """Change the experts of a model as the options say. Raises UserError for experts that cannot be, and for an
+        option about experts of a model that has none."""
+        values = ((each, getattr(self, each.name)) for each in fields(ExpertOptions))
+        given = {each.name: value for each, value in values if value != each.default}
+        about = [name for name in given if name != "num_experts"]
+        if about and not given.get("num_experts", config.num_experts):
+            raise UserError(f"{flag(about[0])} is about experts, and the model has none: set --num-experts")
         shape = {name: given.pop(name) for name in ("num_experts", "expert_every") if name in given}
-        if not shape.get("num_experts", config.num_experts):
-            for name in ("expert_every", *given):
-                if name in given or name in shape:
-                    raise UserError(f"{flag(name)} is about experts, and the model has none: set --num-experts")
         mixture = replace(config.mixture, **{MIXTURE.get(name, name): value for name, value in given.items()})
         for name in ("second_expert", "normalize_gates"):
             if mixture.top_k == 1 and name in given:
                 raise UserError(f"{flag(name)} is about a token's second expert, and --top-k 1 has none")
         config = replace(config, **shape, mixture=mixture)
         if config.num_experts and not config.expert_layers:
-            raise UserError(
-                f"one layer in {config.expert_every} would have experts, and there are {config.num_layers}: lower "
-                "--expert-every"
-            )
+            every = f"one layer in {config.expert_every} would have experts, and there are {config.num_layers}"
+            raise UserError(f"{every}: lower --expert-every")
         return config
 
 
@@ -152,7 +139,7 @@ class DataOptions:
     mask_prob: float = setting(0.15, "BERT: share of tokens to predict.", SHARE)
     short_seq_prob: float = setting(0.1, "BERT: share of samples that are shorter.", SHARE)
     batch_size: int | None = setting(
-        None, "Sequences in a step.  [default: the preset's, or a microbatch a replica]", COUNT
+        None, "Sequences in a step.  [default: preset's, or a microbatch a replica]", COUNT
     )
     micro_batch_size: int | None = setting(None, "Sequences at once.  [default: a rank's, or a quarter a stage]", COUNT)
     context: int | None = of_preset("Tokens in a sequence.", COUNT)
@@ -179,8 +166,7 @@ class OptimizerOptions:
     hysteresis: int = setting(2, "fp16: overflows until the scale is halved.", COUNT)
     min_loss_scale: float = setting(1.0, "fp16: the lowest scale.", POSITIVE)
     on_nonfinite: Literal["stop", "skip"] = setting(
-        "stop",
-        "A loss or gradient of inf or NaN ends the run, or skips the step, as fp16 does always, lowering its scale.",
+        "stop", "On inf or NaN end the run, or skip the step, as fp16 does."
     )
 
     def learning_rate(self, update: int) -> float:
@@ -198,13 +184,11 @@ class ParallelOptions:
 
     tp: int = setting(1, "Tensor-parallel ranks: each matrix is split over so many.", COUNT)
     pp: int = setting(1, "Pipeline stages: the blocks are split over so many ranks.", COUNT)
-    ep: int = setting(
-        1, "Expert-parallel ranks: the experts are split over so many.", COUNT, also=("--expert-model-parallel-size",)
-    )
+    ep: int = setting(1, "Expert-parallel ranks: experts are split.", COUNT, also=("--expert-model-parallel-size",))
     dp: int | None = setting(None, "Data-parallel ranks.  [default: the rest]", COUNT)
     sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence.")
     schedule: Literal["gpipe", "1f1b", "interleaved"] | None = setting(
-        None, "Order of the microbatches in a pipeline.  [default: 1f1b, or interleaved with --chunks]"
+        None, "Order of a pipeline's microbatches.  [default: 1f1b, or interleaved with --chunks]"
     )
     chunks: int = setting(1, "Groups of blocks that a pipeline stage has.", COUNT)
     pad_vocabulary: int = setting(128, "With --tp the vocabulary is padded to a multiple of it.", COUNT)
@@ -256,6 +240,5 @@ class RunOptions:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints, of a run that has a folder."""
-        assert self.out is not None
-        return self.out / "checkpoints"
+        """The folder of the checkpoints."""
+        return (self.out or Path()) / "checkpoints"

@@ -5,7 +5,7 @@ recipe.parallel.tp, recipe.optimizer.lr             the same in groups
 """
 
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -64,22 +64,20 @@ class Recipe:
         """The preset with this recipe's changes; `tokens` is the tokenizer's vocabulary, for a model that has none of
         its own. Raises UserError for a model that cannot be."""
         model, base = self.model, self.model.preset.model
-        if model.is_bert and base.causal:
-            base = replace(base, **ENCODER, vocab_size=tokens or base.vocab_size)
-        elif not model.is_bert and not base.causal:
+        if not model.is_bert and not base.causal:
             raise UserError(f"{model.name} is an encoder, which cannot predict the next token; use --objective bert")
-        elif model.is_bert and model.size is None:
-            base = replace(base, vocab_size=tokens or base.vocab_size)
         if model.is_bert and model.attention == "flash":
             raise UserError("BERT's text is padded, and attention flash knows no padding mask; use --attention sdpa")
+        if self.experts.mask_padding and not model.is_bert:
+            raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
+        if model.is_bert and (base.causal or model.size is None):
+            base = replace(base, **ENCODER if base.causal else {}, vocab_size=tokens or base.vocab_size)
         shape = base.override(
             d_ff=model.d_ff or (4 * model.d_model if model.d_model else None),
             context_length=model.max_context or self.data.context,
             recompute_every=model.recompute_every,
             **{name: getattr(model, name) for name in SHAPE},
         )
-        if self.experts.mask_padding and not model.is_bert:
-            raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
         return self.experts.with_experts(shape)
 
     def seq(self, config: ModelConfig) -> int:
@@ -92,55 +90,37 @@ class Recipe:
     def loss_scaler(self) -> LossScaler:
         """The scale that keeps fp16's gradients in range, 1 in other precisions. Raises UserError for a scale that
         cannot be."""
-        optimizer = self.optimizer
+        said = self.optimizer
         if self.model.precision != "fp16":
             return LossScaler()
-        if optimizer.loss_scale:
-            return LossScaler(optimizer.loss_scale)
-        return DynamicLossScaler(
-            optimizer.initial_loss_scale, optimizer.loss_scale_window, optimizer.hysteresis, optimizer.min_loss_scale
-        )
-
-    def mesh_sizes(self, ranks: int) -> dict[str, int]:
-        """Ranks along each axis of the mesh. Raises UserError where the degrees do not divide so many ranks."""
-        return mesh_sizes(ranks, self.parallel.tp, self.parallel.pp, self.parallel.ep, self.parallel.dp)
+        if said.loss_scale:
+            return LossScaler(said.loss_scale)
+        return DynamicLossScaler(said.initial_loss_scale, said.loss_scale_window, said.hysteresis, said.min_loss_scale)
 
     def batch_sizes(self, ranks: int) -> tuple[int, int]:
         """(sequences in a step, in a microbatch) on so many ranks. Raises UserError where they do not divide."""
-        sizes, stages = self.mesh_sizes(ranks), self.parallel.pp
+        stages, given = self.parallel.pp, self.data.micro_batch_size
+        sizes = mesh_sizes(ranks, self.parallel.tp, stages, self.parallel.ep, self.parallel.dp)
         data = sizes["dp"] * sizes["ep"]
-        given = self.data.micro_batch_size
         batch = self.data.batch_size or (given * data if given else self.model.preset.batch_size)
         rows, rest = divmod(batch, data)
         if rest:
             kind = "data-parallel ranks" if data < ranks else "ranks"
             raise UserError(f"--batch-size {batch} does not divide over {data} {kind}")
         if given and rows % given:
-            raise UserError(
-                f"--batch-size {batch} gives each of {data} data-parallel ranks {rows} sequences, which is no multiple "
-                f"of --micro-batch-size {given}"
-            )
+            shares = f"--batch-size {batch} gives each of {data} data-parallel ranks {rows} sequences"
+            raise UserError(f"{shares}, which is no multiple of --micro-batch-size {given}")
         most = rows if stages == 1 else max(1, rows // (4 * stages))
         in_turn = stages if self.parallel.chunks > 1 else 1  # interleaved: as many microbatches as stages pass in turn
-        fitting = [size for size in range(most, 0, -1) if rows % (size * in_turn) == 0]
-        return batch, given or (fitting[0] if fitting else 1)
+        return batch, given or next((size for size in range(most, 0, -1) if rows % (size * in_turn) == 0), 1)
 
     def layout(self, ranks: int) -> Layout:
         """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
         parallel, (batch, micro) = self.parallel, self.batch_sizes(ranks)
-        return Layout(
-            tp=parallel.tp,
-            pp=parallel.pp,
-            dp=self.mesh_sizes(ranks)["dp"],
-            chunks=parallel.chunks,
-            schedule=parallel.schedule_name,
-            sequence=parallel.sequence_parallel,
-            zero=parallel.zero,
-            micro_batch=micro,
-            global_batch=batch,
-            vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
-            ep=parallel.ep,
-        )
+        tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+        vocabulary = parallel.pad_vocabulary if tp > 1 else 1
+        schedule = parallel.chunks, parallel.schedule_name, parallel.sequence_parallel, parallel.zero
+        return Layout(tp, pp, ranks // (tp * pp * ep), *schedule, micro, batch, vocabulary, ep)
 
     def check_layout(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
@@ -157,19 +137,18 @@ class Recipe:
 
     def check_run(self) -> None:
         """Raises UserError for options that mean nothing without a folder, and for a learning rate that cannot be."""
-        run = self.run
-        needing = {name: getattr(run, name) for name in ("save_every", "resume", "background_save")}
-        if run.out is None and (used := [flag(name) for name, value in needing.items() if value]):
-            raise UserError(f"{used[0]} needs a folder for the checkpoints: name one with --out DIR")
+        for name in ("save_every", "resume", "background_save"):
+            if self.run.out is None and getattr(self.run, name):
+                raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")
         self.optimizer.learning_rate(0)
 
 
-def _name(option: Field[Any]) -> str:
-    return option.metadata["option"].get("option", option.name)
-
-
 GROUPS: dict[str, type] = {group.name: type(getattr(Recipe(), group.name)) for group in fields(Recipe)}
-OPTIONS = {_name(each): (group, each.name) for group, kind in GROUPS.items() for each in fields(kind)}
+OPTIONS = {  # by name: group, field
+    each.metadata["option"].get("option", each.name): (group, each.name)
+    for group, kind in GROUPS.items()
+    for each in fields(kind)
+}
 
 
 def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
