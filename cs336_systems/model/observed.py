@@ -1,8 +1,8 @@
 """Counts of a model's passes without running them: its own code on fake tensors under `host.observe.Observer`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True)
+class Kept:
     """Bytes that autograd keeps for backward, parameters and their casts apart, by the time at which they are freed."""
 
     ids: int  # token ids, targets and what all blocks share: when backward ends
@@ -37,7 +38,8 @@ class Kept(NamedTuple):
         return self.ids + sum(self.blocks) + self.head
 
 
-class Passes(NamedTuple):
+@dataclass(frozen=True)
+class Passes:
     """Counts by phase: "evaluation", a forward without backward, and "forward", "backward", "optimizer" of a step."""
 
     phases: Mapping[str, Counts]
