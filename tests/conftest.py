@@ -10,6 +10,8 @@ import torch
 from tests.support.leftovers import pytest_configure, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401, hooks
 from tests.support.machine import made_up
 
+gc.disable()  # until all is imported and collected: there is nothing to free
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: its kernels then run on the CPU
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need on a GPU
@@ -46,15 +48,35 @@ SLOW = (
 )
 
 
+# Files that take longest, which begin: at the end no worker is to wait for another's long test.
+FIRST = (
+    *("writeup/test_page", "kernels/test_codegen", "test_layouts", "test_faults_backward", "benchmarks/test_memory"),
+    *("benchmarks/test_gate", "test_faults_ddp", "train/test_train", "train/test_stop", "train/test_resume"),
+    *(
+        "train/test_run_state",
+        "train/test_observation",
+        "train/test_dry_run",
+        "benchmarks/test_e2e",
+        "test_layouts_mixed",
+    ),
+    *("benchmarks/test_profiling_run", "train/test_run_folder", "test_faults_zero", "comm/test_faults_network"),
+    *("test_zero", "test_expert_layouts", "test_pipeline", "test_gallery", "test_sharded_optimizer"),
+    *("comm/test_faults_ranks", "benchmarks/test_scaling_record", "kernels/test_triton_launch", "cost/test_course"),
+)
+
+
 def pytest_collection_modifyitems(items):
-    """Mark the tests of the proof, and the slow ones."""
+    """Mark the tests of the proof and the slow ones, and put the longest files first."""
     folder = Path(__file__).parent
+    places = {}
     for item in items:
         name = item.path.relative_to(folder).with_suffix("").as_posix()
+        places[item] = FIRST.index(name) if name in FIRST else len(FIRST)
         if name in PROOF:
             item.add_marker(pytest.mark.proof)
         if f"{name}::{item.name}".startswith(SLOW):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=places.get)
 
 
 def pytest_collection_finish():
@@ -63,6 +85,7 @@ def pytest_collection_finish():
     torch.use_deterministic_algorithms(False)  # imports the compiler
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +59,7 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
 
 def run_case(request: dict) -> list[dict]:
     """Fork the ranks, wait for all, and kill those that outlive the timeout."""
+    import_once({request["function"].partition(":")[0], request["arguments"].get("module")} - {None})
     with tempfile.TemporaryDirectory(prefix="case-") as name:
         folder, pids = Path(name), {}
         for rank in range(request["world_size"]):
@@ -85,6 +87,15 @@ def run_case(request: dict) -> list[dict]:
                     reply[kind] = json.loads(path.read_text())
             replies.append(reply)
         return replies
+
+
+def import_once(modules: set[str]) -> None:
+    """Import a case's modules here rather than in every rank of it; an error of an import is the ranks' to tell."""
+    if modules - sys.modules.keys():
+        for name in modules:
+            with suppress(Exception):
+                importlib.import_module(name)
+        gc.freeze()
 
 
 def main() -> None:
