@@ -42,9 +42,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     Gradients must be equal on all ranks when `step` is called, as after `finish_gradient_synchronization()`; with
     `wrapper`, a data-parallel wrapper whose gradients are sharded, they are taken from there (stage 2). Parameters are
-    moved into a flat buffer (each stays the same object), so move or cast the module before. `state_dict` and
-    `load_state_dict` have the unsharded optimizer's format and load at any number of ranks; every rank must call them.
-    Raises UserError for an optimizer that cannot be sharded, ValueError for a parameter in two groups.
+    moved into a flat buffer (each stays the same object), so move or cast the module before. State has the unsharded
+    optimizer's format and loads at any number of ranks. Raises UserError for an optimizer that cannot be sharded.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for part in self._parts():
             whole, shard = part.owner.grad, shards.get(part.owner)
             if self.wrapper is None and whole is not None:
-                shard = part.slice_of(whole)
+                shard = part.piece.of(whole)
             part.tensor.grad = None if shard is None else shard.view_as(part.tensor)
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,18 @@ class Piece:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor: (numel,), or the tensor itself if they are all."""
+        return tensor if self.numel == tensor.numel() else tensor.reshape(-1)[self.start : self.stop]
+
+
+class Part(NamedTuple):
+    """A rank's piece of a parameter `owner`, and `tensor`, a view of it that an optimizer steps."""
+
+    owner: nn.Parameter
+    piece: Piece
+    tensor: nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -51,15 +63,14 @@ class FlatLayout:
     @classmethod
     def whole(cls, tensors: Sequence[Tensor], num_shards: int) -> "FlatLayout":
         """Cut between tensors: each, the largest first, goes to the rank that has the least so far."""
-        load, rank_of = [0] * num_shards, [0] * len(tensors)
+        load, owners = [0] * num_shards, [(0, 0)] * len(tensors)
         for index in sorted(range(len(tensors)), key=lambda i: (-tensors[i].numel(), i)):
-            rank = rank_of[index] = load.index(min(load))
-            load[rank] += tensors[index].numel()
-        offsets, end = [0] * len(tensors), 0
-        for index in sorted(range(len(tensors)), key=lambda i: (rank_of[i], i)):
-            offsets[index] = end
-            end += tensors[index].numel()
-        return cls(tuple(tensor.shape for tensor in tensors), tuple(offsets), tuple(accumulate(load, initial=0)))
+            rank = load.index(min(load))
+            owners[index], load[rank] = (rank, index), load[rank] + tensors[index].numel()
+        order = [index for _, index in sorted(owners)]
+        starts = dict(zip(order, accumulate((tensors[i].numel() for i in order), initial=0), strict=False))
+        cuts = tuple(accumulate(load, initial=0))
+        return cls(tuple(tensor.shape for tensor in tensors), tuple(starts[i] for i in range(len(tensors))), cuts)
 
     @property
     def numel(self) -> int:
@@ -84,12 +95,12 @@ class FlatLayout:
     def pieces(self, rank: int) -> list[Piece]:
         """The piece of each tensor that a rank owns, in the order of its slice; empty ones are left out."""
         first, last = self.cuts[rank], self.cuts[rank + 1]
-        found = []
+        found = {}
         for index, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
             start, stop = max(first, offset), min(last, offset + shape.numel())
             if start < stop:
-                found.append((start, Piece(index, start - offset, stop - offset)))
-        return [piece for _, piece in sorted(found, key=lambda each: each[0])]
+                found[start] = Piece(index, start - offset, stop - offset)
+        return [found[start] for start in sorted(found)]
 
 
 def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T] = ()) -> list[list[T]]:
@@ -111,37 +122,20 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
 
 
-@dataclass
-class Part:
-    """Elements [start, stop) of a flattened parameter `owner`, and `tensor`, a view of them that an optimizer steps."""
-
-    owner: nn.Parameter
-    start: int
-    stop: int
-
-    def __post_init__(self) -> None:
-        self.tensor = nn.Parameter(self.slice_of(self.owner.data), requires_grad=False)
-
-    def slice_of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor of the owner's shape: (stop - start,), or the tensor itself if it is the whole."""
-        whole = self.stop - self.start == self.owner.numel()
-        return tensor if whole else tensor.reshape(-1)[self.start : self.stop]
-
-
 class ParameterBuffer:
-    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates the slice that the layout
-    gives it, as `parts`. `equal`: the ranks' slices have one size."""
+    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`.
+    `equal`: the ranks' slices have one size."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
         self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
-        self.flat = self.new_buffer(parameters[0].dtype)
-        self.parts: list[Part] = []
+        self.flat, self.parts = self.new_buffer(parameters[0].dtype), list[Part]()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.data = self.view(self.flat, parameter).copy_(parameter)
         for piece in layout.pieces(group.rank()):
-            self.parts.append(Part(parameters[piece.index], piece.start, piece.stop))
+            owner = parameters[piece.index]
+            self.parts.append(Part(owner, piece, nn.Parameter(piece.of(owner.data), requires_grad=False)))
 
     def new_buffer(self, dtype: torch.dtype) -> Tensor:
         """A buffer of this layout (elements,), its padding zero."""
@@ -153,11 +147,10 @@ class ParameterBuffer:
 
     def check_in_place(self) -> None:
         """Raises UserError if a parameter has left the buffer: updates would no longer reach it."""
-        for parameter in self.parameters:
-            start = self.view(self.flat, parameter).data_ptr()
-            if parameter.numel() and (parameter.data_ptr() != start or parameter.dtype != self.flat.dtype):
+        for p in self.parameters:
+            if p.numel() and (p.data_ptr() != self.view(self.flat, p).data_ptr() or p.dtype != self.flat.dtype):
                 raise UserError(
-                    f"a parameter of shape {tuple(parameter.shape)} was moved or cast after the sharded optimizer was "
+                    f"a parameter of shape {tuple(p.shape)} was moved or cast after the sharded optimizer was "
                     "made; move the model first, then make the optimizer"
                 )
 
@@ -167,7 +160,6 @@ class ParameterBuffer:
         if self.equal:
             all_gather(flat, self.group, label).wait()
             return
-        slices = [(rank, self.layout.shard(flat, rank)) for rank in range(self.group.size())]
-        works = [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]
-        for work in works:
+        slices = enumerate(self.layout.shard(flat, rank) for rank in range(self.group.size()))
+        for work in [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]:
             work.wait()

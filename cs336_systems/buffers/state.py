@@ -46,7 +46,7 @@ def gather_state(
             flat = buffer.new_buffer(DTYPES[dtype]).zero_()
             for (_, name), (part, value) in held.items():
                 if name == key and _describe(value, part)[:2] == ["sharded", dtype]:
-                    part.slice_of(buffer.view(flat, part.owner)).copy_(value)
+                    part.piece.of(buffer.view(flat, part.owner)).copy_(value)
             buffer.all_gather(flat, "optimizer state")
             for parameter in (parameter for parameter in buffer.parameters if numbers[parameter] in owners):
                 gathered[numbers[parameter]][key] = buffer.view(flat, parameter).clone()
@@ -86,4 +86,4 @@ def slice_state(
                 like = part.tensor if key != "step" and value.is_floating_point() else value
                 # Like torch, in the parameter's dtype; FusedAdamW, for one, keeps wider moments than that.
                 dtype = torch.promote_types(like.dtype, getattr(inner, "moments_dtype", like.dtype))
-                mine[key] = part.slice_of(value).to(like.device, dtype, copy=True)
+                mine[key] = part.piece.of(value).to(like.device, dtype, copy=True)

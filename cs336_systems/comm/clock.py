@@ -28,22 +28,15 @@ def clock_offset(group: Group, now: Callable[[], int] = time.time_ns) -> Offset:
 
     Rank 0 answers each question with its time, which lies between the question's departure and the answer's arrival.
     So each round bounds the offset by an interval as wide as the round trip (Cristian, Probabilistic clock
-    synchronization, 1989, section 3). The offset lies in the intersection of all intervals: its middle is returned,
-    half its width is the bound.
+    synchronization, 1989, section 3), and the offset lies in the intersection of all intervals.
     """
-    if group.size() == 1:
-        return Offset(0, 0)
-    if dist.get_backend(group) == "gloo":
-        return _in_turn(group, now)
-    ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group)
-    messages = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)  # of a CPU's tensors
-    try:
-        return _in_turn(messages, now)
-    finally:
-        dist.destroy_process_group(messages)
-
-
-def _in_turn(group: Group, now: Callable[[], int]) -> Offset:
+    if group.size() > 1 and dist.get_backend(group) != "gloo":  # which sends tensors of a CPU
+        ranks, timeout = dist.get_process_group_ranks(group), group_timeout(group)
+        messages = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True)
+        try:
+            return clock_offset(messages, now)
+        finally:
+            dist.destroy_process_group(messages)
     question, reply = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
     def rounds() -> Iterator[tuple[int, int, int]]:
@@ -68,10 +61,10 @@ def _in_turn(group: Group, now: Callable[[], int]) -> Offset:
 
 
 def narrow(rounds: Iterable[tuple[int, int, int]]) -> Offset:
-    """Offset from rounds (sent, the other's time, answered), each in nanoseconds of the clock that was read.
+    """Middle and half the width of the intersection, from rounds (sent, the other's time, answered) in nanoseconds.
 
-    Stops when the interval is small enough or no longer shrinks. If a clock is set during the measurement, the
-    intervals contradict each other, and the measurement starts again.
+    Stops when it is small enough or no longer shrinks. If a clock is set during the measurement, the intervals
+    contradict each other, and the measurement starts again.
     """
     low, high, mark, idle = -NEVER, NEVER, 2 * NEVER, 0
     for sent, theirs, answered in rounds:

@@ -65,7 +65,7 @@ class RunState:
             if isinstance(optimizer, ShardedOptimizer):
                 assert optimizer.inner is not None
                 for part in (part for buffer in optimizer.buffers for part in buffer.parts):
-                    yield Slot(optimizer.inner, part.tensor, self.names[part.owner], part.start, True)
+                    yield Slot(optimizer.inner, part.tensor, self.names[part.owner], part.piece.start, True)
             else:
                 yield from (self._slot(p, optimizer) for group in optimizer.param_groups for p in group["params"])
 
