@@ -101,7 +101,9 @@ class FSDP(Wrapper):
             output = self.module(*inputs, **kwargs)
         finally:
             self.in_forward = False
-        self.order.end_forward(backward_follows=torch.is_grad_enabled())
+        self.order.forward_to(len(self.layers))
+        if torch.is_grad_enabled():
+            self.order.passed_back = self.order.gathered_back = len(self.layers)
         for weight in self.sharded:
             weight.reshard()
         for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():
@@ -233,16 +235,3 @@ class FSDP(Wrapper):
         values = dict.fromkeys(state.values())  # tied ones are one tensor under each name
         copies = {value: sharded[value].gather() if value in sharded else value.detach().clone() for value in values}
         return {name: copies[value] for name, value in state.items()}
-
-    @torch.no_grad()
-    def load_full_params(self, full: dict[str, Tensor]) -> None:
-        """Take this rank's rows from a whole state. Raises UserError for missing or unknown names and wrong shapes."""
-        sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
-        if full.keys() != state.keys():
-            raise UserError(f"the state has other names than the module, first {sorted(full.keys() ^ state.keys())[0]}")
-        for name, value in state.items():
-            weight = sharded.get(value)
-            shape = weight.shape if weight else value.shape
-            if full[name].shape != shape:
-                raise UserError(f"{name} has shape {tuple(full[name].shape)}, the module's is {tuple(shape)}")
-            value.copy_(full[name][slice(*weight.rows)] if weight else full[name])

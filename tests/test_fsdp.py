@@ -158,29 +158,13 @@ def state_case(group) -> None:
     bare.load_state_dict(model.gather_full_params())
     for p, q in zip(bare.parameters(), make(seed=0).parameters(), strict=True):
         assert torch.equal(p, q)
-    model.load_full_params(make(seed=7).state_dict())
-    assert torch.equal(model.gather_full_params()["last.weight"], make(seed=7).last.weight)
+    again = FSDP(bare).gather_full_params()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in model.gather_full_params().items())
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_whole_state_goes_out_and_in(world_size):
     ranks.run(state_case, world_size)
-
-
-def bad_state_case(group, change: str) -> None:
-    state = make().state_dict()
-    if change == "shape":
-        state["last.weight"] = torch.zeros(3, 3)
-    else:
-        del state["last.weight"]
-    FSDP(make()).load_full_params(state)
-
-
-@pytest.mark.parametrize("change", ["shape", "name"])
-def test_a_state_of_another_module_is_refused(change):
-    for error in ranks.run_failing(bad_state_case, 2, change=change):
-        assert error[0] == "UserError"
-        assert "last.weight" in error[1]
 
 
 def uneven_case(group) -> list[int]:

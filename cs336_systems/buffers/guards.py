@@ -10,7 +10,7 @@ finished             optimizers may step
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from itertools import zip_longest
 from typing import Any
 from weakref import WeakMethod, ref
@@ -42,7 +42,6 @@ class Guard:
         self.again = False  # true if one of them has come twice, so that every bucket is to be reduced twice
         self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
         self.hooks: list[RemovableHandle] = []
-        self.hookless: list[nn.Parameter] = []
         for name, parameter in self._named():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
@@ -72,22 +71,18 @@ class Guard:
             f"rank {global_rank(other, self.group)} has {b}"
         )
 
-    def remember_structure(self) -> None:
-        """Expect the module's parameters to stay as they are now."""
+    def remember_structure(self, full_of: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
+        """Expect the module's parameters to stay as they are now, but for shards in place of their whole weights, which
+        may have no gradient hook."""
         self.names = {parameter: name for name, parameter in self._named()}
+        self.shards = full_of or {}
+        self.names |= {full: self.names[shard] for shard, full in self.shards.items()}
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
 
     def _named(self, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         named = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return (each for each in named if each[1] not in self.ignored)
-
-    def accept(self, full: nn.Parameter, shard: nn.Parameter) -> None:
-        """Allow the whole weight in place of its shard, and no gradient hook on the shard."""
-        self.hookless.append(shard)
-        self.names[full], self.dtypes[full] = self.names[shard], full.dtype
-        if full.requires_grad:
-            self.trainable[full] = None
 
     def protect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make optimizers refuse to step on parameters that are not synchronised, or whose wrapper is gone."""
@@ -102,29 +97,28 @@ class Guard:
             hook.remove()
         self.synchronised = True
         for parameter in self.names:
-            others = [reference for reference in _guards_of.pop(parameter, []) if reference() not in (self, None)]
-            if others:
+            if others := [other for other in _guards_of.pop(parameter, []) if other() not in (self, None)]:
                 _guards_of[parameter] = others
 
     def before_forward(self) -> None:
         """Raises UserError if the module has changed, or has a gradient hook that would never run."""
         self._check_unchanged()
-        for shard in self.hookless:
+        for shard in self.shards:
             refuse_hooks(shard, self.names[shard])
 
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
         gradient, which is fine.)"""
         for name, parameter in self._named():
-            change = None
             if parameter not in self.names:
                 change = "is not the parameter that was wrapped"
             elif parameter.dtype != self.dtypes[parameter]:
                 change = f"was {self.dtypes[parameter]} when wrapped and is {parameter.dtype} now"
             elif parameter.requires_grad and parameter not in self.trainable:
                 change = "was frozen when wrapped and wants a gradient now"
-            if change:
-                raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
+            else:
+                continue
+            raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
 
     def dropped(self) -> bool:
         """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
@@ -171,9 +165,9 @@ class Guard:
     def second_backward(self) -> bool:
         """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
         their collectives would not match otherwise."""
-        if again := self.again:
+        again, self.again, self.arrived = self.again, False, set()
+        if again:
             agree("a second backward before finish_gradient_synchronization()", "", self.group)
-        self.again, self.arrived = False, set()
         return again
 
     def finished(self) -> None:
@@ -223,15 +217,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
     """Look at an optimizer's gradients before each step, and once more after a closure has made new ones."""
     _require_synchronised(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if not callable(closure):
-        return None
 
     def checked() -> Any:
         loss = closure()
         _require_synchronised(optimizer)
         return loss
 
-    return (args[0], checked, *args[2:]), {key: value for key, value in kwargs.items() if key != "closure"}
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    return ((args[0], checked, *args[2:]), rest) if callable(closure) else None
 
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
@@ -242,14 +235,13 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
                 "it; make it from the wrapped module's parameters"
             )
-        references = _guards_of.get(parameter, [])
-        guards = [guard for reference in references if (guard := reference()) is not None]
-        if references and not guards:
+        guards = [reference() for reference in _guards_of.get(parameter, [])]
+        if guards and not any(guards):
             raise UserError(
                 "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
                 "unwrap() it to train on this rank alone"
             )
-        for guard in guards:
+        for guard in filter(None, guards):
             guard.require_finished(f"{type(optimizer).__name__}.step()")
 
 

@@ -52,8 +52,8 @@ class ShardedParameter:
         self.modules, self.name, self.group, self.shape = modules, name, group, weight.shape
         num_rows, columns = weight.shape
         self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
-        self.rows = first, last = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
-        rows = weight.detach()[first:last].clone(memory_format=torch.contiguous_format)
+        self.rows = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
+        rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
         self.version = self.shard._version  # of the weight that was last gathered
@@ -139,23 +139,15 @@ class GatherOrder:
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
     def forward_to(self, number: int) -> None:
-        """Come to a layer in forward: free the weights of layers that were left out before it, and gather ahead."""
+        """Come to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
+        layers that were left out before it."""
         coming = set(self.weights[number : max(self.gathered, number + 1)])
         for weight in self.weights[:number]:
             if weight.work and weight not in coming:  # it may be the tied weight of a layer to come
                 weight.reshard()
-        self._gather_before(number + 1 + AHEAD)
-
-    def end_forward(self, backward_follows: bool) -> None:
-        """Gather what is left of the list, and stand at its end for a backward."""
-        self._gather_before(len(self.weights))
-        if backward_follows:
-            self.gathered_back = self.passed_back = len(self.weights)
-
-    def _gather_before(self, number: int) -> None:
-        for weight in self.weights[self.gathered : number]:
+        for weight in self.weights[self.gathered : number + 1 + AHEAD]:
             weight.launch_unshard()
-        self.gathered = max(self.gathered, min(number, len(self.weights)))
+        self.gathered = max(self.gathered, number + 1 + AHEAD)
 
     def back_to(self, number: int) -> Iterator[ShardedParameter]:
         """Come to a layer in backward (-1: to the end), gathering ahead. Yields each weight that is passed on the way
@@ -171,10 +163,8 @@ class GatherOrder:
 
 
 def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
-    """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses.
-
-    Raises TypeError, naming the source, where another kind of object hides them: their backward would not be seen.
-    """
+    """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses. Raises TypeError, naming the
+    source, where another kind of object hides them: their backward would not be seen."""
     leaves = tree_leaves(tree)
     for leaf in leaves:
         if is_dataclass(leaf):
@@ -204,9 +194,7 @@ def shard_weights(
         replaced[weight] = name = guard.names[weight]
         sharded = ShardedParameter(weight, layers, name, compute_dtype or weight.dtype, guard.group)
         sharded_of |= dict.fromkeys(layers, sharded)
-    guard.remember_structure()
-    for sharded in set(sharded_of.values()):
-        guard.accept(sharded.full, sharded.shard)
+    guard.remember_structure({sharded.shard: sharded.full for sharded in sharded_of.values()})
     return [(layer, sharded_of[layer]) for layer in module.modules() if layer in sharded_of]
 
 
