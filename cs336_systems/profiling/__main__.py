@@ -38,16 +38,18 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         write_json(merged, out)
     except OSError as error:
         raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out") from None
+    clocks = Table("rank", "host", "clock ahead", "give or take", "known from")
+    for rank, about in merged["ranks"].items():
+        ahead, bound = (None if time is None else f"{time / 1e6:.3f} ms"
+                        for time in (about["clock_offset_ns"], about["clock_bound_ns"]))  # fmt: skip
+        clocks.add_row(rank, about["host"], ahead, bound or "?", about["clock_source"])
     screen = console.console()
-    screen.print(_clocks(merged))
-    missing = sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces})
-    if missing:
-        screen.print(
-            f"note: rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {traces[0].world_size} missing"
-        )
+    screen.print(clocks)
+    if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):
+        ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        screen.print(f"note: {ranks} of {traces[0].world_size} missing")
     phases = Counter(event["ph"] for event in merged["traceEvents"])
-    ranks = f"{len(traces)} rank{'s' * (len(traces) > 1)}"
-    screen.print(f"{phases['X']} slices, {phases['f']} arrows, {ranks}")
+    screen.print(f"{phases['X']} slices, {phases['f']} arrows, {len(traces)} rank{'s' * (len(traces) > 1)}")
     screen.print(f"{out}: open it at https://ui.perfetto.dev", soft_wrap=True)
 
 
@@ -85,18 +87,6 @@ def read_ranks(files: list[Path]) -> list[Trace]:
     if len(runs) > 1:
         raise UserError(f"{' and '.join(map(str, list(runs.values())[:2]))} are of different runs; keep those of one")
     return [found[rank][1] for rank in sorted(found)]
-
-
-def _clocks(merged: dict[str, object]) -> Table:
-    """The offset of every rank's clock, its bound, and its source."""
-    table = Table("rank", "host", "clock ahead", "give or take", "known from")
-    ranks = merged["ranks"]
-    assert isinstance(ranks, dict)
-    for rank, about in ranks.items():
-        bound = about["clock_bound_ns"]
-        width = "?" if bound is None else f"{bound / 1e6:.3f} ms"
-        table.add_row(rank, about["host"], f"{about['clock_offset_ns'] / 1e6:.3f} ms", width, about["clock_source"])
-    return table
 
 
 if __name__ == "__main__":

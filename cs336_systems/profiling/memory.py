@@ -78,14 +78,13 @@ class MemoryTimeline:
         return self.totals[self.peak_index]
 
     @property
-    def peak_time(self) -> int:
-        """The time of the peak."""
-        return self.times[self.peak_index]
-
-    @property
     def at_peak(self) -> dict[str, int]:
         """Bytes by category at the peak."""
         return self.composition(self.peak_index)
+
+    @property
+    def peak_time(self) -> int:
+        return self.times[self.peak_index]
 
     def composition(self, index: int) -> dict[str, int]:
         """One level in bytes by category."""

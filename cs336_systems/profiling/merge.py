@@ -1,11 +1,9 @@
 """Merges the traces of all ranks into one Chrome-trace JSON that Perfetto (https://ui.perfetto.dev) opens.
 
-Clocks are aligned (`align.py`) and every rank has processes with names of its own: process ids may be another rank's,
-and GPU 0 is process 0 on each, so they become rank * 1000 + 1, + 2 ... Arrows join what belongs
-together: torch's own inside a rank, from forward to backward and from a launch to its kernel, and ours between ranks.
-An arrow of a collective starts where the last rank joins it, the one that all others waited for, and ends where each
-of the others gets away. It follows the cause, so with true clocks none of an all-reduce ever points back in time. (In a
-broadcast only the source is waited for; an arrow there says no more than what belongs together.)
+Clocks are aligned (`align.py`) and every rank has processes of its own, rank * 1000 + 1, + 2 ... Arrows are torch's own
+inside a rank, from forward to backward and from a launch to its kernel, and ours between ranks: from where the last
+rank joins a collective to where each of the others gets away. That follows the cause, so with true clocks none of an
+all-reduce ever points back in time. (In a broadcast only the source is waited for.)
 """
 
 from bisect import bisect_right
@@ -18,7 +16,7 @@ from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, nest
-from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role_of, roles
+from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, uncollected
 
 SECOND = 10**9
@@ -38,24 +36,11 @@ class Track(NamedTuple):
     roots: list[Node]
 
     def nodes(self) -> Iterator[Node]:
-        """Its slices, outer before inner."""
         return (node for root in self.roots for node in root.walk())
 
 
-class End(NamedTuple):
-    """An arrow's end: when, in nanoseconds, and where."""
-
-    time: int
-    track: Track
-
-
-class Arrow(NamedTuple):
-    """An arrow from one end to others."""
-
-    category: str
-    name: str
-    source: End
-    targets: list[End]
+End = tuple[int, Track]  # of an arrow: when, in nanoseconds, and where
+Arrow = tuple[str, str, End, list[End]]  # its category, name, source and targets
 
 
 def _lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
@@ -75,7 +60,7 @@ def _lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
         pid = trace.rank * PER_RANK + len(processes) + 1
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
         processes[pid] = f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kind(old)]
-        names = _stream_names(groups[old]) if kind(old) == 1 else _thread_names(trace, groups[old])
+        names = _lane_names(trace, groups[old], kind(old) == 1)
         tid = pid * PER_RANK
         for order, (lane, name) in enumerate(names.items()):
             tracks[lane] = []
@@ -97,24 +82,20 @@ def untangle(spans: Iterable[Span]) -> list[list[Node]]:
     return tracks
 
 
-def _stream_names(lanes: dict[Lane, list[Span]]) -> dict[Lane, str]:
-    """The names of a GPU's lanes, from the top."""
-    names: dict[Lane, str] = {}
-    for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
-        carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
-        names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
-    return names
-
-
-def _thread_names(trace: Trace, lanes: dict[Lane, list[Span]]) -> dict[Lane, str]:
-    """The names of one process's lanes, from the top."""
+def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> dict[Lane, str]:
+    """The names of one process's lanes, from the top: streams of a GPU, or threads."""
     names, known = dict[Lane, str](), roles(trace)
+    if is_gpu:
+        for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
+            carries = any(KERNEL.search(span.name) for span in lanes[lane] if span.category == "kernel")
+            names[lane] = f"stream {lane[1]}" + (", communication" if carries else "")
+        return names
     for lane in [*(lane for lane in known if lane in lanes), *sorted(lanes.keys() - known.keys(), key=str)]:
         name = known.get(lane, OTHER)
-        if role_of(name) == OTHER:
+        if name.startswith(OTHER):
             names[lane] = trace.threads.get(lane, f"thread {lane[1]}")
         else:
-            names[lane] = name if role_of(name) == IN_FLIGHT else f"{name} ({lane[1]})"
+            names[lane] = name if name.startswith(IN_FLIGHT) else f"{name} ({lane[1]})"
     return names
 
 
@@ -142,7 +123,6 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
         places |= {id(node.span): (track, node) for track in tracks for node in track.nodes()}
         events += _names(processes, tracks)
         events += _slices(tracks, base)
-        events += _instants(trace, lanes, base)
         if processes:
             events += _memory(trace, min(processes), base)
         arrows += _arrows_inside(trace, lanes)
@@ -201,16 +181,6 @@ def _slices(tracks: list[Track], base: int) -> Iterator[Event]:
             yield about | times | {"args": dict(span.args)}
 
 
-def _instants(trace: Trace, lanes: dict[Lane, list[Track]], base: int) -> Iterator[Event]:
-    """Marks on a thread, except the thousands of allocations, which become a curve."""
-    for event in trace.chrome["traceEvents"]:
-        tracks = lanes.get((event.get("pid"), event.get("tid")))
-        if event["ph"] == "i" and event.get("name") != "[memory]" and tracks:
-            time = trace.base + round(1000 * float(event["ts"]))
-            if time >= base:
-                yield event | {"pid": tracks[0].pid, "tid": tracks[0].tid, "ts": _microseconds(time, base)}
-
-
 def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
     """Active memory over time, by device, as `memory.py` adds it up."""
     for device in sorted({each.device for each in trace.allocations}):
@@ -231,10 +201,10 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
             place = bisect_right(roots, time, key=lambda root: root.span.start) - 1
             if place >= 0 and time < roots[place].end:
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append(End(time, tracks[0]))
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, tracks[0]))
     for (category, name, _), (sources, targets) in found.items():
         if len(sources) == 1:
-            yield Arrow(category, name, sources[0], targets)
+            yield category, name, sources[0], targets
 
 
 def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) -> Iterator[Arrow]:
@@ -246,16 +216,16 @@ def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) 
         for at_end, spans in enumerate(([matched.spans[last]], leaving)):
             for track, node in (places[id(span)] for span in spans if id(span) in places):
                 if (time := own_moment(node, last=bool(at_end))) is not None:
-                    ends[at_end].append(End(time, track))
+                    ends[at_end].append((time, track))
         if ends[0]:
-            yield Arrow("collective", matched.key, ends[0][0], ends[1])
+            yield "collective", matched.key, ends[0][0], ends[1]
 
 
 def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
     """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
     number = 0
     for category, name, source, targets in arrows:
-        after = [target for target in targets if target.time >= source.time]
+        after = [target for target in targets if target[0] >= source[0]]
         number += bool(after)
         for phase, (time, track) in (("s", source), *(("f", target) for target in after)) if after else ():
             event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}

@@ -16,7 +16,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from typing import NamedTuple
 
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
@@ -70,26 +70,17 @@ class Overlap:
         return self.overlapped / self.communication if self.communication else None
 
 
-@dataclass(frozen=True)
-class Activity:
-    """The spans in which a rank communicated and those in which it computed. Both may overlap among themselves."""
+class Activity(NamedTuple):
+    """The spans in which a rank communicated and those in which it computed, and the union of each's times."""
 
     communication: list[Span]
     compute: list[Span]
-
-    @cached_property
-    def communicating(self) -> list[Interval]:
-        """The times of communication."""
-        return union(_times(self.communication))
-
-    @cached_property
-    def computing(self) -> list[Interval]:
-        """The times of computation."""
-        return union(_times(self.compute))
+    communicating: list[Interval]
+    computing: list[Interval]
 
 
 def _times(spans: Iterable[Span]) -> list[Interval]:
-    return [(span.start, span.end) for span in spans]
+    return union((span.start, span.end) for span in spans)
 
 
 @once
@@ -97,22 +88,24 @@ def activity(trace: Trace) -> Activity:
     """The spans in which a rank communicated and computed, by the definition for its device."""
     kernels = [span for span in trace.spans if span.category == "kernel" and span.args.get("stream", -1) != -1]
     host = [span for span in trace.annotated if COMMUNICATION.match(span.name)]
-    if not kernels:
-        return Activity(host, _operators(trace, {span.lane for span in host}))
-    nccl = [span for span in kernels if KERNEL.search(span.name)]
-    # gloo reduces a GPU's tensors as well, on the CPU's threads.
-    gloo = [] if nccl else [span for span in host if span.name.startswith("gloo:")]
-    return Activity(nccl or gloo, [span for span in kernels if not KERNEL.search(span.name)])
+    if kernels:
+        # gloo reduces a GPU's tensors as well, on the CPU's threads.
+        gloo = [span for span in host if span.name.startswith("gloo:")]
+        communication = [span for span in kernels if KERNEL.search(span.name)] or gloo
+        compute = [span for span in kernels if not KERNEL.search(span.name)]
+    else:
+        communication, compute = host, _operators(trace, {span.lane for span in host})
+    return Activity(communication, compute, _times(communication), _times(compute))
 
 
 def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     """The outermost operators that compute, cut where their thread waits or launches."""
     pauses: dict[Lane, list[Span]] = {}
-    for span in _annotations(trace, "launch", "wait"):
+    for span in waits_of(trace, "launch"):
         pauses.setdefault(span.lane, []).append(span)
     result: list[Span] = []
     for lane, spans in trace.lanes("cpu_op").items():
-        done, cuts = 0, union(_times(pauses.get(lane, ())))
+        done, cuts = 0, _times(pauses.get(lane, ()))
         for span in spans if lane not in apart else ():
             if not span.name.startswith("aten::") or NO_KERNEL.match(span.name) or span.end <= done:
                 continue
@@ -124,13 +117,9 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     return result
 
 
-def _annotations(trace: Trace, *actions: str) -> list[Span]:
-    return [span for span in trace.annotated if (found := parse_collective(span.name)) and found.action in actions]
-
-
-def waits_of(trace: Trace) -> list[Span]:
+def waits_of(trace: Trace, *launches: str) -> list[Span]:
     """Our annotations of waits, on whatever thread."""
-    return _annotations(trace, "wait")
+    return [s for s in trace.annotated if (found := parse_collective(s.name)) and found.action in ("wait", *launches)]
 
 
 def overlap(trace: Trace) -> Overlap:
@@ -140,7 +129,7 @@ def overlap(trace: Trace) -> Overlap:
         rank=trace.rank,
         communication=length(what.communicating),
         overlapped=length(intersection(what.communicating, what.computing)),
-        blocked=length(union(_times(waits))) if waits or not what.communication else None,
+        blocked=length(_times(waits)) if waits or not what.communication else None,
         posted=any(span.name in POSTED for span in what.communication),
     )
 

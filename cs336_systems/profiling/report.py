@@ -1,6 +1,5 @@
 """Everything that follows from the traces in a folder: a merged trace, tables, pictures, and a page that shows them."""
 
-from collections.abc import Iterable
 from html import escape
 from importlib.util import find_spec
 from io import StringIO
@@ -20,7 +19,6 @@ from cs336_systems.profiling.tables import render_markdown, show
 from cs336_systems.profiling.trace import Trace, write_json
 
 MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "memory.md", "index.html"
-PAGE_WIDTH = 150  # characters of a table
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
 # A browser obeys: no scripts, nothing from elsewhere, styles of the page itself and pictures beside it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
@@ -45,34 +43,32 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         if find_spec("matplotlib") is None:
             console.print(NO_PICTURES, markup=False)
         else:
-            written += write_pictures(traces, folder)
-        shown = LiteralConsole(record=True, file=StringIO(), width=PAGE_WIDTH)
+            written += _write_pictures(traces, folder)
+        shown = LiteralConsole(record=True, file=StringIO(), width=150)
         for out in (shown, console):
             show(traces, out)
             if len(traces) > 1:
                 out.print(hidden.table())
         tables = shown.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-        (folder / PAGE).write_text(page(traces, tables, written))
+        (folder / PAGE).write_text(_page(traces, tables, written))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 
 
-def write_pictures(traces: list[Trace], folder: Path) -> list[Path]:
-    """Write the flame graph and the memory of the first rank and the timeline of all; needs matplotlib."""
+def _write_pictures(traces: list[Trace], folder: Path) -> list[Path]:
+    """The flame graph and the memory of the first rank and the timeline of all; needs matplotlib."""
     from cs336_systems.profiling.flame_picture import write_flame_pictures
     from cs336_systems.profiling.memory_picture import write_memory_picture
     from cs336_systems.profiling.timeline_picture import write_timeline
 
-    return [
-        *write_flame_pictures(traces[0], folder, "flame"),
-        *write_memory_picture(traces[0], folder / "memory.svg"),
-        *write_timeline(traces, folder / "timeline.svg"),
-    ]
+    memory, timeline = folder / "memory.svg", folder / "timeline.svg"
+    flame = write_flame_pictures(traces[0], folder, "flame")
+    return [*flame, *write_memory_picture(traces[0], memory), *write_timeline(traces, timeline)]
 
 
-def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
+def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:
     """One HTML page with the pictures, and the tables as a terminal shows them; it needs nothing but its folder."""
     described = [str(traces[0].ours[key]) for key in ("size", "wrapper", "device") if key in traces[0].ours]
     what = ", ".join(described) or "a trace of torch.profiler"
@@ -84,5 +80,4 @@ def page(traces: list[Trace], tables: str, written: Iterable[Path]) -> str:
         parts.append(f'<h2>{escape(Path(picture).stem)}</h2><p><a href="{picture}"><img src="{picture}"></a></p>')
     texts = [TABLES, OVERLAP, *sorted(path.name for path in written if path.suffix == ".md")]
     links = ", ".join(f'<a href="{name}">{name}</a>' for name in texts)
-    parts.append(f"<h2>tables</h2><p>More in {links}.</p>{tables}")
-    return "\n".join([*parts, "</html>\n"])
+    return "\n".join([*parts, f"<h2>tables</h2><p>More in {links}.</p>{tables}", "</html>\n"])

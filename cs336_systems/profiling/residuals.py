@@ -1,25 +1,21 @@
 """Residuals: what autograd keeps of a forward pass for backward, storage by storage, and which module keeps it.
 
-`saved_tensors_hooks` sees every tensor as it is kept, but not whose it is: module spans tell which module is running,
-and a dispatch mode which operator made the storage. None of it needs numbers, so a model of any size can be asked on
-fake tensors, which have shapes and storages but no memory.
+An `Observer` sees every tensor as it is kept; module spans tell which module is running. None of it needs numbers, so a
+model of any size can be asked on fake tensors, which have shapes and storages but no memory.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from cs336_systems.host.observe import fake_model
+from cs336_systems.host.observe import Observer, fake_model
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, Precision
@@ -86,32 +82,20 @@ def _sums(pairs: Iterator[tuple[str, int]]) -> dict[str, int]:
     return found
 
 
-class _Keeper(TorchDispatchMode):
-    """Collects what is kept, and notes which operator made which storage, and which storages are casts of parameters.
+class _Keeper(Observer):
+    """Notes which module keeps a storage first, and which operator made it. `path` are the modules that are running."""
 
-    `path` are the qualified names of the modules that are running.
-    """
-
-    def __init__(self, parameters: set[int]) -> None:
-        super().__init__()
-        self.parameters, self.path = parameters, [ROOT]
-        self.made: dict[int, str] = {}
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters=parameters)
+        self.path = [ROOT]
+        self.made: dict[int, str] = {}  # by the storage's number
         self.kept: dict[int, Residual] = {}
-        self.weight_casts: dict[int, int] = {}
-        self.casts: dict[int, Tensor] = {}  # held, so that no other storage takes their place
-        self.held: list[Tensor] = []  # for the same reason
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
-        given = {_storage(each) for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)}
-        name = function.overloadpacket.__name__
-        for each in tree_iter(out):
-            # A view and what is changed in place lie in a storage that was given, and made by another.
-            if isinstance(each, Tensor) and (storage := _storage(each)) not in given:
-                self.made[storage] = name.strip("_")
-                if name in ("_to_copy", "to") and given & self.parameters:
-                    self.casts[storage] = each
-        return out
+        before = self._count
+        result = super().__torch_dispatch__(function, types, args, kwargs)
+        self.made |= dict.fromkeys(range(before + 1, self._count + 1), function.overloadpacket.__name__.strip("_"))
+        return result
 
     @contextmanager
     def running(self, tag: str) -> Iterator[None]:
@@ -123,28 +107,22 @@ class _Keeper(TorchDispatchMode):
         finally:
             self.path.pop()
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """autograd's pack hook. It keeps and returns no tensor with a graph: a graph that holds itself never dies."""
-        storage, nbytes = _storage(tensor), tensor.untyped_storage().nbytes()
-        if storage in self.parameters:
-            return tensor.detach()
-        if storage in self.casts:
-            self.weight_casts[storage] = nbytes
-        elif storage not in self.kept:
-            dtype, maker = str(tensor.dtype).removeprefix("torch."), self.made.get(storage, "")
-            self.kept[storage] = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, maker)
-            self.held.append(tensor.detach())
-        return tensor.detach()
+    def _pack(self, tensor: Tensor) -> Any:
+        number = self._number(tensor)
+        dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
+        found = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, self.made.get(number, ""))
+        self.kept.setdefault(number, found)
+        return super()._pack(tensor.detach())  # a graph that holds itself never dies
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Attribute what the model kept itself, to run a segment again, to the segment's first block, its input."""
-        for each in args:
-            if isinstance(each, Tensor) and (found := self.kept.get(_storage(each))) and found.module == ROOT:
-                self.kept[_storage(each)] = found._replace(module=self.path[-1])
+        for number in (self._number(each) for each in args if isinstance(each, Tensor)):
+            if number in self.kept and self.kept[number].module == ROOT:
+                self.kept[number] = self.kept[number]._replace(module=self.path[-1])
 
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    def of_kind(self, kind: str) -> tuple[Residual, ...]:
+        """What is kept of a kind: activations, or casts of parameters."""
+        return tuple(each for number, each in self.kept.items() if self._kinds.get(number, "activations") == kind)
 
 
 def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
@@ -152,14 +130,13 @@ def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
 
     A storage that two modules keep counts for the first. What is kept outside of every module is named `model`.
     """
-    keeper = _Keeper({_storage(parameter) for parameter in model.parameters()})
-    with ExitStack() as stack:
-        stack.enter_context(tag_modules(keeper.running))
-        stack.callback(register_module_forward_pre_hook(keeper.enter).remove)
-        stack.enter_context(keeper)
-        stack.enter_context(saved_tensors_hooks(keeper.keep, lambda tensor: tensor))
-        forward()
-    return Residuals(tuple(keeper.kept.values()), sum(keeper.weight_casts.values()))
+    with _Keeper(model.parameters()) as keeper, tag_modules(keeper.running):
+        hook = register_module_forward_pre_hook(keeper.enter)
+        try:
+            forward()
+        finally:
+            hook.remove()
+    return Residuals(keeper.of_kind("activations"), sum(each.nbytes for each in keeper.of_kind("casts")))
 
 
 def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> Residuals:
