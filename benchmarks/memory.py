@@ -148,7 +148,7 @@ def measure_peak(case: Case, mode: Mode) -> dict[str, Any]:
 
 def measure_activations(case: Case) -> dict[str, Any]:
     """The most bytes of activations at once: what forward made, also when backward runs it again."""
-    return {"peak_bytes": max(parts["activations"] for _, parts in profiled(case, "forward-backward").levels)}
+    return {"peak_bytes": max(parts["activations"] for parts in profiled(case, "forward-backward").levels)}
 
 
 def predicted(run: MemoryRun) -> dict[str, Any]:

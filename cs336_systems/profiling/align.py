@@ -1,23 +1,14 @@
 """The same collective on all ranks, and by it one clock for all: each rank's offset, and traces shifted by it.
 
-Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, bear the group's name and the collective's number in
-it, so with the group's ranks, where they are known, they match exactly. A backend's spans (gloo's on its threads,
-NCCL's on a GPU) bear none: there the k-th of a name and shape on one rank is the k-th on the others, since collectives
-of a group run in order. Sends and receives join two ranks only and are left alone; so is what could belong to one of
-several groups.
+Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, match by group and number. A backend's spans (gloo's
+on its threads, NCCL's on a GPU) bear neither: the k-th of a name and shape on one rank is the k-th on the others, since
+collectives of a group run in order. What could belong to one of several groups is left alone.
 
-A clock's offset has three witnesses, the surest first:
-
-1. Collectives. Nobody leaves an all-reduce before everybody has entered it. So if rank a's span starts at start_a and
-   rank b's ends at end_b, each on its own clock, then clock_b - clock_a <= end_b - start_a. Chained over ranks (a
-   shortest path), that reaches also those which never meet the first rank (Lamport, Time, clocks, and the ordering of
-   events, 1978, gives the order behind it).
-2. The ping-pong that `Capture` makes before it starts (`comm/clock.py`).
-3. Ranks on one host read one clock.
-
-Intervals that overlap are intersected. One that contradicts a surer witness is dropped: collectives speak of the very
-times in the trace, while a clock may be set anew after a ping-pong, and a host's name may be shared by two machines.
-The middle of what is left is the offset, half its width the bound.
+A clock's offset has three witnesses, the surest first: collectives, as nobody leaves an all-reduce before everybody has
+entered it (`_most_ahead`); the ping-pong that `Capture` makes before it starts (`comm/clock.py`); and that ranks on one
+host read one clock. Intervals that overlap are intersected. One that contradicts a surer witness is dropped: a clock
+may be set anew after a ping-pong, and a host's name may be shared by two machines. The middle of what is left is the
+offset, half its width the bound.
 """
 
 import re
@@ -25,33 +16,29 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cs336_systems.profiling.collectives import CONVERSION
 from cs336_systems.profiling.intervals import Interval
 from cs336_systems.profiling.names import COMMUNICATION, parse_collective
 from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
 
-# Verbs that no rank leaves before all have entered. A broadcast's source needs nobody, and in an all-to-all two ranks
-# may have nothing for each other.
+# No rank leaves before all have entered. Not so a broadcast, or an all-to-all in which two have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Matched:
-    """One collective as several ranks saw it: the span in which each joined it and, of our own, that of its wait (where
-    waiting holds a thread up: with NCCL only the stream waits). `joins` if no rank can leave before all have entered.
-    """
+    """One collective as several ranks saw it."""
 
     key: str
-    spans: dict[int, Span]
-    waits: dict[int, Span] = field(default_factory=dict)
-    joins: bool = False
+    spans: dict[int, Span]  # in which each rank joined it
+    waits: dict[int, Span] = field(default_factory=dict)  # of ours, where waiting holds a thread up: not with NCCL
+    joins: bool = False  # no rank can leave before all have entered
 
     @property
     def start(self) -> int:
-        """The start of the first rank's span, in nanoseconds."""
         return min(span.start for span in self.spans.values())
 
     def leaving(self, rank: int) -> Span | None:
@@ -80,10 +67,8 @@ def _annotated(traces: list[Trace]) -> Iterator[Matched]:
             matched = found.setdefault(key, Matched(about.key, {}, joins=True))
             if about.action == "launch":
                 matched.spans.setdefault(trace.rank, span)
-                lane = str(span.lane)
-                if not JOINING.search(about.verb) or bisect_left(sent, (lane, span.start)) == bisect_left(
-                    sent, (lane, span.end)
-                ):
+                first, last = (bisect_left(sent, (str(span.lane), time)) for time in (span.start, span.end))
+                if not JOINING.search(about.verb) or first == last:
                     unsure.add(key)
             elif blocking:
                 matched.waits.setdefault(trace.rank, span)
@@ -117,8 +102,8 @@ def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
                 continue
             else:
                 group = groups[0][1] if groups else ""
-            shape = _short(span.args.get("Input Dims", span.args.get("In msg nelems", "")))
-            kind = _short(span.args.get("Input type", span.args.get("dtype", "")))
+            about = (("Input Dims", "In msg nelems"), ("Input type", "dtype"))
+            shape, kind = (str(span.args.get(a, span.args.get(b)) or "").replace("'", "") for a, b in about)
             found.setdefault((span.name, shape, kind, group), {}).setdefault(trace.rank, []).append(span)
     for (name, shape, kind, _), by_rank in found.items():
         counts = set(map(len, by_rank.values()))
@@ -134,12 +119,8 @@ def _backend_spans(trace: Trace) -> list[Span]:
     over = [span for span in trace.spans if span.category == "gpu_user_annotation" and span.name.startswith("nccl:")]
     # On the CPU a span of NCCL's says only when the kernel was enqueued.
     host = [s for s in trace.annotated if COMMUNICATION.match(s.name) and not s.name.startswith("nccl:")]
-    found = sorted([*(kernels or over), *host], key=lambda span: span.start)
-    return [span for span in found if not POINT_TO_POINT.search(span.name)]
-
-
-def _short(value: Any) -> str:
-    return str(value).replace("'", "") if value not in ("", [], None) else ""
+    found = [span for span in (*(kernels or over), *host) if not POINT_TO_POINT.search(span.name)]
+    return sorted(found, key=lambda span: span.start)
 
 
 class Alignment(NamedTuple):
@@ -204,9 +185,9 @@ def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]
 def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
     """For ranks (a, b) how far b's clock is ahead of a's at most.
 
-    These are difference constraints, clock_b - clock_a <= weight; the tightest that follow from all of them together
-    are the shortest paths between every two ranks, here by Floyd and Warshall's algorithm (Cormen et al., Introduction
-    to Algorithms, chapters on shortest paths).
+    If a's span starts at start_a and b's ends at end_b, each on its own clock, clock_b - clock_a <= end_b - start_a.
+    The tightest bounds that follow from all such constraints are the shortest paths between ranks (Floyd and Warshall),
+    so also those are reached which never meet the first rank.
     """
     ahead: dict[tuple[int, int], int] = {}
     for matched in matches:
@@ -235,8 +216,7 @@ def _shifted(trace: Trace, ahead: int) -> Trace:
     ours = dict(trace.ours)
     if "clock_offset_ns" in ours:
         ours["clock_offset_ns"] = int(ours["clock_offset_ns"]) - ahead
-    if "marks" in ours:
-        ours["marks"] = [[time - ahead, *rest] for time, *rest in ours["marks"]]
+    ours |= {"marks": [[time - ahead, *rest] for time, *rest in ours["marks"]]} if "marks" in ours else {}
     return replace(
         trace,
         spans=[replace(span, start=span.start - ahead, end=span.end - ahead) for span in trace.spans],

@@ -36,17 +36,13 @@ FUSED_LOSS_NOTE = (
 
 @dataclass
 class Row:
-    """The time of what bears one name, in nanoseconds, and its share of the step; FLOPs where they are known.
-
-    `recomputed` is forward work that backward repeats (activation checkpointing) where it is told apart; `other` is
-    neither: the optimizer, synchronisation, and what lies between the phases.
-    """
+    """The time of what bears one name, in nanoseconds, and its share of the step; FLOPs where they are known."""
 
     name: str
     forward: int = 0
-    recomputed: int = 0
+    recomputed: int = 0  # forward work that backward repeats (activation checkpointing), where it is told apart
     backward: int = 0
-    other: int = 0
+    other: int = 0  # the optimizer, synchronisation, and what lies between the phases
     share: float = 0.0
     of_forward: float = 0.0  # share of the forward pass
     forward_flops: int = 0
@@ -54,11 +50,9 @@ class Row:
 
     @property
     def total(self) -> int:
-        """Nanoseconds in all."""
         return self.forward + self.recomputed + self.backward + self.other
 
     def add(self, column: str, amount: int) -> None:
-        """Add to one of the columns."""
         setattr(self, column, getattr(self, column) + amount)
 
     def of(self, whole: "Row") -> "Row":
@@ -161,11 +155,8 @@ def _labelled(trace: Trace) -> list[tuple[Node, str, str]]:
 
 
 def share_rows(trace: Trace) -> list[Row]:
-    """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any.
-
-    Of collectives it is the time to launch them and to wait for them, not what they do meanwhile. `forward` and
-    `backward` are the phases.
-    """
+    """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any: the
+    time to launch and to wait for them, not what they do meanwhile. `forward` and `backward` are the phases."""
     classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
     norms = classes.pop() if len(classes) == 1 else "norms"
     rows = {name: Row(name) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)}
@@ -183,8 +174,7 @@ def attention_rows(trace: Trace) -> list[Row]:
     """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
 
     In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
-    weights and values; backward's four are told together, and what backward recomputes counts for backward. Empty if
-    the trace has no attention module.
+    weights and values; backward's four are told together, and what backward recomputes counts for backward.
     """
     rows: dict[str, Row] = {}
     seen_softmax: dict[str, bool] = {}

@@ -78,8 +78,7 @@ class Capture:
     def __enter__(self) -> "Capture":
         self.taken, self.stepwise, self.running = 0, False, False
         self.clock, self.before, self.known = Offset(0, 0), list[Held](), set[Held]()
-        self.place = current_place(self.group)
-        self.cleanup = ExitStack()
+        self.place, self.cleanup = current_place(self.group), ExitStack()
         try:
             self._prepare()
             if not self.warmup:
@@ -121,15 +120,15 @@ class Capture:
             self.profiler.start()
         self.running = True
 
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def _stop(self) -> None:
         self._synchronise()
         self.running = False
         with quiet_profiler():
             self.profiler.stop()
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.cleanup.close()
@@ -139,9 +138,8 @@ class Capture:
         if error is not None:
             return
         if (self.stepwise or self.warmup) and self.taken < self.total:
-            raise UserError(
-                f"{self.taken} steps were taken of {self.total} ({self.warmup} to warm up): nothing written"
-            )
+            taken = f"{self.taken} steps were taken of {self.total}"
+            raise UserError(f"{taken} ({self.warmup} to warm up): nothing written")
         if unwritten:
             self._write()
 

@@ -2,8 +2,8 @@
 
 A backend's own spans do not say what they reduce: gloo's threads show `gloo:all_reduce`, a GPU's stream a kernel. Our
 annotation of the launch does, and leads to them: to a kernel by its correlation, to a send or receive because it was
-posted inside the launch. Nothing joins what gloo queued to its call of torch.distributed: every group has a queue and
-two threads of its own, so spans may begin in another order than their calls. A span of gloo's fits a call that
+posted inside the launch. Nothing joins what gloo queued to its call of torch.distributed, and every group has two
+threads, so spans may begin in another order than their calls. A span of gloo's fits a call that
 
 - asks for the same verb, for tensors of the same shape and, where the call says so, type;
 - was made before the span began, and whose wait, if there was one, ended after it;
@@ -30,12 +30,11 @@ FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of torch.distributed: a span `c10d::...`, its group if that is known, and when its wait was over, if
-    anybody waited; nanoseconds."""
+    """A call of torch.distributed."""
 
-    span: Span
-    group: str | None = None
-    deadline: int | None = None
+    span: Span  # `c10d::...`
+    group: str | None = None  # if that is known
+    deadline: int | None = None  # when its wait was over, if anybody waited
 
     def forms(self) -> Iterator[tuple[str, str]]:
         """(verb, shape) of all spans that may run it. Without shapes recorded, neither side has any."""
@@ -102,18 +101,14 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Flight:
-    """One collective of one rank: its verb, its number in its group (`0#47`), its label, and its spans.
-
-    `transfers` are in order of start: gloo's execution, NCCL's kernels, or what was posted. `wait` is None if nobody
-    waited while the profiler ran. A transfer that no annotation accounts for is a flight of its own without a launch.
-    """
+    """One collective of one rank. A transfer that no annotation accounts for is one of its own without a launch."""
 
     verb: str
-    number: str
+    number: str  # in its group, `0#47`
     label: str
     launch: Span | None
-    wait: Span | None
-    transfers: tuple[Span, ...]
+    wait: Span | None  # None if nobody waited while the profiler ran
+    transfers: tuple[Span, ...]  # in order of start: gloo's execution, NCCL's kernels, or what was posted
 
     @property
     def posted(self) -> bool:
@@ -122,12 +117,10 @@ class Flight:
 
     @property
     def start(self) -> int:
-        """The time of its launch."""
         return self.launch.start if self.launch else self.transfers[0].start
 
     @property
     def end(self) -> int:
-        """The end of the last of its spans."""
         return max(span.end for span in (self.launch, self.wait, *self.transfers) if span is not None)
 
 

@@ -41,19 +41,14 @@ FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
 
 @dataclass
 class Frame:
-    """Everything that ran under one stack of names. Times are nanoseconds, summed over all steps of the trace.
-
-    `paint` says what it is part of: forward, backward, optimizer, communication, python or other. `titles` are the full
-    names behind the short one, several where blocks are taken together. `calls` is 0 for a module's backward, which no
-    one calls.
-    """
+    """Everything that ran under one stack of names."""
 
     name: str
-    paint: str = "other"
+    paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
-    self_time: int = 0
-    calls: int = 0
-    titles: set[str] = field(default_factory=set)
+    self_time: int = 0  # nanoseconds, summed over all steps of the trace
+    calls: int = 0  # 0 for a module's backward, which no one calls
+    titles: set[str] = field(default_factory=set)  # full names, several where blocks are taken together
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
     def child(self, name: str, paint: str, title: str = "", is_operator: bool = False) -> "Frame":
@@ -99,10 +94,9 @@ class Flame:
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Flame]:
     """One tree a thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
 
-    `clock` says what is summed, in nanoseconds: "cpu", the time that the thread was in a frame, or "device", the time
-    of the kernels that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal
-    stacks of all steps are added up; divide by `Flame.steps` for the mean. `collapse_blocks` adds up blocks.0,
-    blocks.1, ... as blocks.*. Of Python's frames the user's own inside steps stay.
+    `clock` says what is summed: "cpu", the time that the thread was in a frame, or "device", the time of the kernels
+    that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
+    steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
     placer, claimed = _Placer(trace, names, collapse_blocks), set[int]()
@@ -131,11 +125,11 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
 
 @dataclass(frozen=True)
 class _State:
-    """The frame of a span. `base` is the frame around the autograd engine's nodes, None outside of them."""
+    """The frame of a span, and what those inside it must know."""
 
     frame: Frame
     modules: Modules = ()
-    base: Frame | None = None
+    base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
     recomputing: bool = False
     in_step: bool = False
     engine: str = ""  # the autograd node that a span of the engine evaluates

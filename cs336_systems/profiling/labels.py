@@ -31,11 +31,8 @@ def module_names(root: nn.Module) -> dict[nn.Module, str]:
 
 @contextmanager
 def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.Module | None = None) -> Iterator[None]:
-    """Inside the block every module's forward is annotated with its name and class; compiled code is left alone.
-
-    The model, given or called first, gives the names; another that is called by itself, such as a loss, goes by its
-    class.
-    """
+    """Inside the block every module's forward is annotated with its name and class; compiled code is left alone. The
+    model, given or called first, gives the names; another, such as a loss, goes by its class."""
     known = module_names(model) if model is not None else {}
     others: Counter[str] = Counter()
     open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
@@ -80,10 +77,8 @@ class Held(NamedTuple):
 
 
 def held_by(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """(category, tensor) of a model's parameters, buffers and gradients and of an optimizer's state.
-
-    A sharded optimizer's parameters, gradients and state are those of the one that it runs, its `inner`.
-    """
+    """(category, tensor) of a model's parameters, buffers and gradients and of an optimizer's state; of a sharded
+    optimizer also those of the one that it runs, its `inner`."""
     parameters: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
     states: list[Tensor] = []
     while optimizer is not None:

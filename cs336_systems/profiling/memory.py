@@ -13,29 +13,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, once
 
-PLACE = {category: i for i, category in enumerate(CATEGORIES)}
-
 
 @dataclass
 class Allocated:
-    """Some memory from when it was allocated until it was freed, [start, end) in nanoseconds.
-
-    `end` is None if it outlived the profile; `lane` is None if it was there before, and `start` is then the timeline's.
-    `origin` is the innermost span inside which it was allocated.
-    """
+    """Some memory from when it was allocated until it was freed."""
 
     address: int
     nbytes: int
-    start: int
-    end: int | None = None
+    start: int  # in nanoseconds; of what was there before, the timeline's
+    first: int = 0  # index of that event of the allocator
+    lane: Lane | None = None  # None if it was there before
     category: str = "other"
-    lane: Lane | None = None
-    origin: Node | None = None
+    origin: Node | None = None  # the innermost span inside which it was allocated
+    end: int | None = None  # None if it outlived the profile
+    last: int | None = None
 
     def alive(self, time: int) -> bool:
         """True if it was allocated and not yet freed at a time."""
@@ -44,16 +42,12 @@ class Allocated:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes alive on one device. `amounts[i]`, by category in the order of CATEGORIES, hold from `times[i]` on.
-
-    `blocks` are the allocations of the trace in order, `earlier` what was there before.
-    """
+    """Bytes alive on one device. `blocks` are what was there before, and then the allocations in order."""
 
     device: str
-    times: list[int]
-    amounts: list[tuple[int, ...]]
+    times: list[int]  # the start, and all events of the allocator
+    amounts: list[list[int]]  # from each of these times on, in the order of CATEGORIES
     blocks: list[Allocated]
-    earlier: list[Allocated]
     phases: list[Span]
     steps: list[Span]
 
@@ -62,10 +56,10 @@ class MemoryTimeline:
         """Bytes alive, all categories together; the first are those when profiling began."""
         return [sum(amounts) for amounts in self.amounts]
 
-    @property
-    def levels(self) -> list[tuple[int, dict[str, int]]]:
-        """(nanoseconds, bytes by category) at the start and after every event."""
-        return [(time, self.composition(i)) for i, time in enumerate(self.times)]
+    @cached_property
+    def levels(self) -> list[dict[str, int]]:
+        """Bytes by category at the start and after every event."""
+        return [dict(zip(CATEGORIES, amounts, strict=True)) for amounts in self.amounts]
 
     @cached_property
     def peak_index(self) -> int:
@@ -74,21 +68,15 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> int:
-        """The most bytes that were alive at once."""
         return self.totals[self.peak_index]
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Bytes by category at the peak."""
-        return self.composition(self.peak_index)
 
     @property
     def peak_time(self) -> int:
         return self.times[self.peak_index]
 
-    def composition(self, index: int) -> dict[str, int]:
-        """One level in bytes by category."""
-        return dict(zip(CATEGORIES, self.amounts[index], strict=True))
+    @property
+    def at_peak(self) -> dict[str, int]:
+        return self.levels[self.peak_index]
 
     def index_at(self, time: int) -> int:
         """The index of the level at a moment, after all events of that moment; before the start, the first."""
@@ -113,16 +101,11 @@ class MemoryTimeline:
                     found[phase.name] = index
         return found
 
-    def alive(self, time: int) -> list[Allocated]:
-        """The blocks that were alive at a moment, the earlier first."""
-        return [block for block in (*self.earlier, *self.blocks) if block.alive(time)]
-
 
 def memory_timeline(trace: Trace, device: str | None = None) -> MemoryTimeline:
     """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
-    if device is None:
-        device = "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu"
-    return _by_device(trace)[device]
+    default = "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu"
+    return _by_device(trace)[device or default]
 
 
 @once
@@ -133,71 +116,57 @@ def _by_device(trace: Trace) -> dict[str, MemoryTimeline]:
 def _memory_timeline(trace: Trace, device: str) -> MemoryTimeline:
     events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
     beginnings = [span.start for span in trace.spans[:1]] + [event.time for event in events[:1]]
-    beginnings += [time for time, _, _ in trace.ours.get("marks", ())]
-    ledger = _Ledger(trace, device, min(beginnings, default=0))
-    changes = [ledger.enter(event) for event in events]
-    _find_origins(found.nodes, ledger.blocks)
-    _categorise(trace, [*ledger.earlier, *ledger.blocks])
-    now = [0] * len(CATEGORIES)
-
-    def trust(total: int) -> None:
-        """The allocator's sum on a GPU; a CPU's adds up all profiles of a process."""
-        if device == "cuda":
-            now[PLACE["other"]] = max(0, total - sum(now) + now[PLACE["other"]])
-
-    for block in ledger.earlier:
-        now[PLACE.get(block.category, PLACE["other"])] += block.nbytes
-    if events:
-        trust(events[0].total - events[0].nbytes)
-    times, amounts = [ledger.start], [tuple(now)]
-    for event, changed in zip(events, changes, strict=True):
-        for block, sign in changed:
-            now[PLACE.get(block.category, PLACE["other"])] += sign * block.nbytes
-        trust(event.total)
-        times.append(event.time)
-        amounts.append(tuple(now))
-    return MemoryTimeline(device, times, amounts, ledger.blocks, ledger.earlier, found.phases, found.steps)
+    times = [min([*beginnings, *(time for time, *_ in trace.ours.get("marks", ()))], default=0)]
+    times += [event.time for event in events]
+    blocks = _blocks(trace, events, device, times[0])
+    _find_origins(found.nodes, blocks)
+    _categorise(trace, blocks)
+    changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
+    for block in blocks:
+        place = CATEGORIES.index(block.category) if block.category in CATEGORIES else -1
+        changes[block.first, place] += block.nbytes
+        if block.last is not None:
+            changes[block.last, place] -= block.nbytes
+    amounts = changes.cumsum(axis=0)
+    if device == "cuda" and events:
+        known = np.array([events[0].total - events[0].nbytes, *(event.total for event in events)])
+        amounts[:, -1] = np.maximum(0, known - amounts[:, :-1].sum(axis=1))
+    return MemoryTimeline(device, times, amounts.tolist(), blocks, found.phases, found.steps)
 
 
-class _Ledger:
-    """Matches every free with its allocation."""
+def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> list[Allocated]:
+    """Match every free with its allocation; what was there before comes first."""
+    blocks: list[Allocated] = []
+    living: dict[int, Allocated] = {}
+    addresses: list[int] = []  # of the living, in order
 
-    def __init__(self, trace: Trace, device: str, start: int) -> None:
-        self.start = start
-        self.blocks: list[Allocated] = []
-        self.earlier: list[Allocated] = []
-        self.living: dict[int, Allocated] = {}
-        self.addresses: list[int] = []  # of the living, in order
-        for category, address, nbytes, where in trace.ours.get("held", ()):
-            if where == device and address not in self.living:
-                self._add(Allocated(address, nbytes, start, category=category), self.earlier)
-
-    def enter(self, event: Allocation) -> list[tuple[Allocated, int]]:
-        """The blocks that an event adds (1) or takes away (-1)."""
-        if event.nbytes < 0:
-            if event.address not in self.living:  # nobody told of it, but it must have been there from the beginning
-                self._add(Allocated(event.address, -event.nbytes, self.start), self.earlier)
-            return [(self._take(event.address, event.time), -1)]
-        # Living blocks in memory that is given out again were freed unseen.
-        first = bisect_left(self.addresses, event.address)
-        if first and self.addresses[first - 1] + self.living[self.addresses[first - 1]].nbytes > event.address:
-            first -= 1
-        overlapping = self.addresses[first : bisect_left(self.addresses, event.address + event.nbytes)]
-        gone = [(self._take(address, event.time), -1) for address in overlapping]
-        new = Allocated(event.address, event.nbytes, event.time, lane=event.lane)
-        self._add(new, self.blocks)
-        return [*gone, (new, 1)]
-
-    def _add(self, block: Allocated, blocks: list[Allocated]) -> None:
+    def add(block: Allocated) -> None:
         blocks.append(block)
-        self.living[block.address] = block
-        insort(self.addresses, block.address)
+        living[block.address] = block
+        insort(addresses, block.address)
 
-    def _take(self, address: int, time: int) -> Allocated:
-        block = self.living.pop(address)
-        block.end = time
-        del self.addresses[bisect_left(self.addresses, address)]
-        return block
+    def take(address: int, index: int) -> None:
+        block = living.pop(address)
+        block.end, block.last = events[index - 1].time, index
+        del addresses[bisect_left(addresses, address)]
+
+    for category, address, nbytes, where in trace.ours.get("held", ()):
+        if where == device and address not in living:
+            add(Allocated(address, nbytes, start, category=category))
+    for index, event in enumerate(events, 1):
+        if event.nbytes < 0:
+            if event.address not in living:  # nobody told of it, but it must have been there from the beginning
+                add(Allocated(event.address, -event.nbytes, start))
+            take(event.address, index)
+            continue
+        # Living blocks in memory that is given out again were freed unseen.
+        first = bisect_left(addresses, event.address)
+        if first and addresses[first - 1] + living[addresses[first - 1]].nbytes > event.address:
+            first -= 1
+        for address in addresses[first : bisect_left(addresses, event.address + event.nbytes)]:
+            take(address, index)
+        add(Allocated(event.address, event.nbytes, event.time, index, event.lane))
+    return sorted(blocks, key=lambda block: block.lane is not None)
 
 
 def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:

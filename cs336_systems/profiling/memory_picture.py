@@ -19,7 +19,7 @@ def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
     """Write a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
     trace without allocations has no picture."""
     memory = memory_timeline(trace)
-    if not memory.blocks:
+    if len(memory.times) == 1:
         return []
     draw_memory(trace, memory).save(path)
     return [path]

@@ -25,29 +25,23 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Allocations that are alike: `count` times `nbytes`, made by the same operator in the same place.
-
-    `module` is a qualified name, with * for the number of a layer; it says so if its backward or a second forward
-    made them. `frame` is the innermost Python frame outside of torch, if the trace has stacks.
-    """
+    """Allocations that are alike: `count` times `nbytes`, made by the same operator in the same place."""
 
     category: str
     phase: str
-    module: str
+    module: str  # with * for the number of a layer; it says so if its backward or a second forward made them
     operator: str
-    frame: str
+    frame: str  # the innermost of Python outside of torch, if the trace has stacks
     nbytes: int
     peak: int
     count: int
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
         return self.nbytes * self.count
 
     @property
     def sizes(self) -> str:
-        """`2 x 1,024`."""
         return f"{self.count} x {self.nbytes:,}"
 
 
@@ -71,12 +65,13 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
 
 def largest(memory: MemoryTimeline, count: int = 10) -> list[Source]:
     """The allocations with the most bytes each, wherever in the profile; the largest first."""
-    return sorted(sources(memory, memory.blocks), key=lambda each: -each.nbytes)[:count]
+    made = [block for block in memory.blocks if block.lane is not None]
+    return sorted(sources(memory, made), key=lambda each: -each.nbytes)[:count]
 
 
 def filling_peak(memory: MemoryTimeline, count: int = 10) -> list[Source]:
     """The allocations alive at the peak; the most bytes in all first."""
-    return sources(memory, memory.alive(memory.peak_time))[:count]
+    return sources(memory, (block for block in memory.blocks if block.alive(memory.peak_time)))[:count]
 
 
 def _module(origin: Node) -> str:
@@ -110,7 +105,7 @@ def _frame(origin: Node) -> str:
 
 def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     """The tables of one rank as Markdown."""
-    if not memory.blocks:
+    if len(memory.times) == 1:
         return f"# Memory of rank {trace.rank}\n\nThe trace has no allocations: profile with profile_memory=True.\n"
 
     def exact(nbytes: int) -> str:

@@ -175,10 +175,9 @@ def _names(processes: dict[int, str], tracks: list[Track]) -> Iterator[Event]:
 def _slices(tracks: list[Track], base: int) -> Iterator[Event]:
     for track in tracks:
         for node in track.nodes():
-            span = node.span
-            about = {"ph": "X", "name": span.name, "cat": span.category, "pid": track.pid, "tid": track.tid}
-            times = {"ts": _microseconds(span.start, base), "dur": _microseconds(node.duration)}
-            yield about | times | {"args": dict(span.args)}
+            times = {"ts": _microseconds(node.span.start, base), "dur": _microseconds(node.duration)}
+            about = {"ph": "X", "name": node.span.name, "cat": node.span.category, "pid": track.pid, "tid": track.tid}
+            yield about | times | {"args": dict(node.span.args)}
 
 
 def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:

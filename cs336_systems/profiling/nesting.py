@@ -15,28 +15,21 @@ JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding o
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A span and those directly inside it. `end` is the span's, or where the parent ends if that is a little before.
-
-    `phase` is one of PHASES or "other"; `modules` are those whose time it is, in their forward or, by `direction`,
-    their backward; `kernels` are what the span itself launched on a device. On threads that compute, `outer` is the
-    nearest span around it that is no Python frame, `inner` counts those directly inside, `busy` is nanoseconds in it
-    and in none inside; `time` is what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device;
-    `collective` says that it launches or awaits one, or lies inside one that does.
-    """
+    """A span and those directly inside it; `timeline.py` fills in all but the first four fields."""
 
     span: Span
-    end: int
+    end: int  # the span's, or where the parent ends if that is a little before
     parent: "Node | None" = None
     children: list["Node"] = field(default_factory=list)
-    phase: str = "other"
-    direction: str = "forward"
-    modules: Modules = ()
-    kernels: tuple[Span, ...] = ()
-    outer: "Node | None" = None
-    inner: int = 0
-    busy: int = 0
-    time: int = 0
-    collective: bool = False
+    phase: str = "other"  # or one of PHASES
+    direction: str = "forward"  # or "backward": which pass of its modules it is part of
+    modules: Modules = ()  # whose time it is
+    kernels: tuple[Span, ...] = ()  # what the span itself launched on a device
+    outer: "Node | None" = None  # the nearest span around it that is no Python frame
+    inner: int = 0  # how many such spans are directly inside
+    busy: int = 0  # nanoseconds in it and in none inside
+    time: int = 0  # what it costs: nanoseconds of its kernels, or `busy` if nothing ran on a device
+    collective: bool = False  # it launches or awaits one, or lies inside one that does
 
     @property
     def duration(self) -> int:
@@ -49,7 +42,6 @@ class Node:
 
     @property
     def device_self(self) -> int:
-        """Nanoseconds on the device of the kernels that this span itself launched."""
         return sum(kernel.duration for kernel in self.kernels)
 
     @property

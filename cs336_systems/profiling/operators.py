@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
 from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, Trace
+from cs336_systems.profiling.trace import DEVICE, FRAME, Span, Trace
 
 Sort = Literal["cpu", "device"]
 OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules, which hold the time of other rows
@@ -29,11 +29,8 @@ SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 
 
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
-    """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span.
-
-    None for any other operator, for those that only call one of these (aten::linear, aten::matmul), and where no
-    shapes were recorded.
-    """
+    """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span; None for any other
+    operator, for those that only call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
     shapes = args.get("Input Dims")
     try:
         if name in FACTORS and shapes:
@@ -61,9 +58,8 @@ def softmax_flops(name: str, args: Mapping[str, Any]) -> int | None:
 class OpRow:
     """All calls of one operator; times in nanoseconds, shares of the sum of all self times.
 
-    Totals include what the operator called or launched; a call inside one of the same name is not added again. Where an
-    operator does nothing but call itself with other arguments, that is one call, as for torch.profiler.
-    `flops` is what its own matrix products need, None if it makes none or no shapes were recorded.
+    Totals include what the operator called or launched; a call inside one of the same name is not added again. `flops`
+    is what its own matrix products need, None if it makes none or no shapes were recorded.
     """
 
     name: str
@@ -102,29 +98,24 @@ def op_rows(
     """Operators of the threads that compute, the largest by `sort` and `by` ("total", "self") first: the first `limit`,
     or those of one `phase` ("forward"), of which the shares then are. Collectives go without their numbers."""
     nodes = [node for node in timeline(trace).busy if phase is None or node.phase == phase]
-    names: dict[int, str] = {}
-    below: dict[int, int] = {}  # nanoseconds on the device of what each node or one inside it launched
-    for node in nodes:
-        names[id(node)] = node.span.name if node.span.category != "user_annotation" else _row_of(node.span.name)
-        for up in (node, *node.above()) if node.kernels else ():
-            below[id(up)] = below.get(id(up), 0) + node.device_self
+    names = {id(node): _row_of(node.span) for node in nodes}
     rows = {name: OpRow(name) for name in names.values()}
     products: set[int] = set()
     for node in nodes:
-        name, outer = names[id(node)], node.outer
-        row, device = rows[name], node.device_self if node.kernels else 0
-        # An operator that is all that one of the same name calls is no call of its own.
-        row.calls += not (outer is not None and outer.span.name == node.span.name and outer.inner == 1)
+        row, above = rows[names[id(node)]], list(node.above())
+        # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
+        row.calls += not (above and above[0].span.name == node.span.name and above[0].inner == 1)
         row.cpu_self += node.busy
-        row.device_self += device
-        if name == OUTSIDE:
-            row.cpu_total += node.busy
-            row.device_total += device
-        elif not any(names.get(id(up)) == name for up in node.above()):
-            row.cpu_total += node.duration
-            row.device_total += below.get(id(node), 0)
+        row.device_self += node.device_self
+        outermost = row.name != OUTSIDE and all(names.get(id(up)) != row.name for up in above)
+        row.cpu_total += node.busy if row.name == OUTSIDE else node.duration if outermost else 0
+        # What an operator launched counts for every row around it, once for each.
+        around = {names[id(up)]: None for up in (node, *above) if id(up) in names} if node.kernels else {}
+        for name in around:
+            if name != OUTSIDE or name == row.name:
+                rows[name].device_total += node.device_self
         flops = operator_flops(node.span.name, node.span.args)
-        if flops is not None and not any(id(up) in products for up in node.above()):
+        if flops is not None and not any(id(up) in products for up in above):
             row.flops = (row.flops or 0) + flops
             products.add(id(node))
     for clock in ("cpu", "device"):
@@ -135,11 +126,13 @@ def op_rows(
     return sorted(rows.values(), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))[:limit]
 
 
-def _row_of(annotation: str) -> str:
-    if collective := parse_collective(annotation):
+def _row_of(span: Span) -> str:
+    if span.category != "user_annotation":
+        return span.name
+    if collective := parse_collective(span.name):
         return f"{collective.action} {collective.verb}"
-    ours = annotation in PHASES or step_number(annotation) is not None or parse_tag(annotation)
-    return OUTSIDE if ours else annotation
+    ours = span.name in PHASES or step_number(span.name) is not None or parse_tag(span.name)
+    return OUTSIDE if ours else span.name
 
 
 def share(part: int, whole: int) -> float:

@@ -8,8 +8,6 @@ that of computation. Neither an operator of gloo's own threads counts, nor what 
 to overlap with the slicing of the next.
 
 gloo does not record when a send or receive was done, only when it was posted and when somebody had waited for it.
-Where there are such, communication, overlapped and exposed are upper bounds; `blocked` is what it cost at least.
-Two processes on one core take turns: then overlapped does not mean free.
 """
 
 import re
@@ -44,24 +42,18 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Overlap:
-    """One rank's communication in nanoseconds, each moment once however many collectives it is part of.
-
-    `blocked` is what a CPU thread spent inside our `wait ...`, None where the waits are not ours. With the other ranks'
-    traces communication is parted into `waited`, until the last rank had joined, and `transferred`; both are None
-    without. `posted` says that the times are upper bounds.
-    """
+    """One rank's communication in nanoseconds, each moment once however many collectives it is part of."""
 
     rank: int
     communication: int
     overlapped: int
-    blocked: int | None
-    posted: bool = False
-    waited: int | None = None
-    transferred: int | None = None
+    blocked: int | None  # what a CPU thread spent inside our `wait ...`; None where the waits are not ours
+    posted: bool = False  # the times are upper bounds
+    waited: int | None = None  # until the last rank had joined; None without the other ranks' traces
+    transferred: int | None = None  # the rest
 
     @property
     def exposed(self) -> int:
-        """Communication during which nothing was computed."""
         return self.communication - self.overlapped
 
     @property
@@ -137,9 +129,8 @@ def overlap(trace: Trace) -> Overlap:
 def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
     """Every rank's, by rank, with time waited for the last rank apart from time transferred if there are several.
 
-    A collective's wait lasts from a rank's own start to the last rank's, on aligned clocks; what then follows is the
-    transfer. While one collective transfers, a rank that waits in another does not count as waiting. What has no
-    partner in the other traces counts as transferred.
+    A collective's wait lasts from a rank's own start to the last rank's, on aligned clocks; what follows is transfer,
+    and so is what has no partner. While one transfers, a rank that waits in another does not count as waiting.
     """
     traces = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
     if len(traces) == 1:
@@ -157,29 +148,22 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
 
 @once
 def last_starts(traces: list[Trace]) -> dict[int, int]:
-    """The time at which the last rank joined, for every matched span by its identity.
-
-    Transfers of collectives that we annotated go by the annotation, all others by counting (`align.py`). What was
-    posted begins where the last rank launched it.
-    """
+    """The time at which the last rank joined, for every matched span by its identity. Transfers of collectives that we
+    annotated go by the annotation, all others by counting (`align.py`); what was posted, by its launches."""
     last: dict[int, int] = {}
-
-    def note(spans: Iterable[Span]) -> None:
-        spans = list(spans)
-        last.update(dict.fromkeys(map(id, spans), max(span.start for span in spans)))
-
     launched = {id(flight.launch): flight for trace in traces for flight in flights(trace) if flight.launch}
-    for matched in match(traces):
-        note(matched.spans.values())
-    for matched in match(traces):
-        same = [launched[id(span)] for span in matched.spans.values() if id(span) in launched]
+    together = [list(matched.spans.values()) for matched in match(traces)]
+    posted: dict[int, int] = {}
+    for spans in together[:]:
+        same = [launched[id(span)] for span in spans if id(span) in launched]
         if any(flight.posted for flight in same):
             begin = max(flight.start for flight in same)
-            last |= {id(span): max(span.start, begin) for flight in same for span in flight.transfers}
+            posted |= {id(span): max(span.start, begin) for flight in same for span in flight.transfers}
         elif len({len(flight.transfers) for flight in same}) == 1:
-            for spans in zip(*(flight.transfers for flight in same), strict=True):
-                note(spans)
-    return last
+            together += map(list, zip(*(flight.transfers for flight in same), strict=True))
+    for spans in together:
+        last |= dict.fromkeys(map(id, spans), max(span.start for span in spans))
+    return last | posted
 
 
 def overlap_table(traces: Sequence[Trace]) -> Table:

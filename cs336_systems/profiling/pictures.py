@@ -99,20 +99,14 @@ class Picture:
 
     def render(self) -> str:
         """The SVG document."""
-        file = StringIO()
+        file, metadata = StringIO(), {"Date": None, "Creator": None, "Title": printable(self.title)}
         with styled():
-            self.figure.savefig(
-                file, format="svg", metadata={"Date": None, "Creator": None, "Title": printable(self.title)}
-            )
-
-        def title(match: re.Match[str]) -> str:
-            # XML has no control characters at all.
-            return f"<g><title>{escape(printable(self.tooltips[int(match[1])], keep=chr(10)))}</title>"
-
-        return re.sub(r'<g id="tooltip-(\d+)">', title, file.getvalue())
+            self.figure.savefig(file, format="svg", metadata=metadata)
+        # XML has no control characters at all.
+        titles = [f"<g><title>{escape(printable(words, keep=chr(10)))}</title>" for words in self.tooltips]
+        return re.sub(r'<g id="tooltip-(\d+)">', lambda match: titles[int(match[1])], file.getvalue())
 
     def save(self, path: Path) -> None:
-        """Write the document."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.render(), encoding="utf-8")
 

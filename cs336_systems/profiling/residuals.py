@@ -26,16 +26,13 @@ BLOCK = re.compile(r"(?:\w+\.)*?\d+(?=\.|$)")
 
 
 class Residual(NamedTuple):
-    """A storage that is kept: `nbytes` of it, as a tensor of `shape` and `dtype`, by `module`.
-
-    `made_by` is the operator that made the storage, empty if it was there before.
-    """
+    """A storage that a module keeps, as a tensor."""
 
     module: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    made_by: str = ""
+    made_by: str = ""  # the operator that made the storage; empty if it was there before
 
     @property
     def block(self) -> str:
@@ -46,17 +43,13 @@ class Residual(NamedTuple):
 
 @dataclass(frozen=True)
 class Residuals:
-    """The storages that a forward pass keeps, each once, in the order in which they were first kept.
-
-    Parameters are apart, as they are there anyway; so are autocast's copies of them, of which `weight_casts` are bytes.
-    """
+    """The storages that a forward pass keeps, each once, in order; without parameters, as they are there anyway."""
 
     kept: tuple[Residual, ...]
-    weight_casts: int = 0
+    weight_casts: int = 0  # bytes of autocast's copies of parameters, which are apart
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
         return sum(each.nbytes for each in self.kept)
 
     def by_block(self) -> dict[str, int]:

@@ -18,11 +18,8 @@ Label = tuple[int, str, int]  # nanoseconds since the epoch, category, address
 
 def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
     """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
-    in memory then, and the labels since.
-
-    The profiler runs from the last step of the warm-up on, so that its own start disturbs no step, and so that it knows
-    the blocks that a step leaves to the next.
-    """
+    in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its own start
+    disturbs no step, and so that it knows the blocks that a step leaves to the next.)"""
     base, events = int(chrome.get("baseTimeNanoseconds", 0)), chrome["traceEvents"]
     times = [base + round(1000 * float(event.get("ts", 0))) for event in events]
     named = list(zip(events, times, [str(event.get("name", "")) for event in events], strict=True))

@@ -27,16 +27,12 @@ class Strategy:
 
     @property
     def peak(self) -> int:
-        """The most bytes of activations at once.
-
-        That is when the loss has been made of the logits (it keeps their softmax, too), or when blocks have been run
-        again; the loss, the head and the last norm are over by then.
-        """
+        """The most bytes of activations at once: when the loss has been made of the logits (it keeps their softmax,
+        too), or when blocks have been run again; the loss, the head and the last norm are over by then."""
         return max(self.kept + self.logits, self.kept - self.head + self.recomputed)
 
     @property
     def name(self) -> str:
-        """`segments of 2`, `nested`."""
         return f"segments of {self.every}" if self.recompute == "segments" else self.recompute
 
     def apply(self, config: ModelConfig) -> ModelConfig:
@@ -50,7 +46,7 @@ def strategy(
     """Bytes that one way of recomputing needs for (batch seq) tokens. Raises UserError for one that does not exist."""
     config = config.override(recompute=recompute, recompute_every=every)
     plain = _kept(replace(config, recompute="none"), batch, seq, precision)
-    blocks, stream = plain.blocks, stream_bytes(config, batch, seq)
+    blocks, stream = plain.blocks, 4 * batch * seq * config.d_model  # between two blocks, in float32
     if recompute == "nested" and len(blocks) == 1:
         recompute = "none"
     match recompute:
@@ -71,11 +67,6 @@ def strategy(
     fused = config.kernels == "triton" and not config.bert_heads  # the logits are never made whole
     logits = 0 if fused else 4 * batch * seq * config.vocab_size
     return Strategy(config.recompute, every, plain.ids + kept + plain.head, most - kept, logits, plain.head)
-
-
-def stream_bytes(config: ModelConfig, batch: int, seq: int) -> int:
-    """Bytes of the residual stream between two blocks, in float32."""
-    return 4 * batch * seq * config.d_model
 
 
 def _kept(config: ModelConfig, batch: int, seq: int, precision: Precision) -> Kept:
@@ -109,7 +100,7 @@ def best(strategies: Iterable[Strategy]) -> Strategy:
 def square_root_rule(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> float:
     """The length that the continuous formula gives: sqrt(L s / b). It may lie below one block."""
     blocks = _kept(config, batch, seq, precision).blocks
-    return len(blocks) * sqrt(stream_bytes(config, batch, seq) / sum(blocks))
+    return len(blocks) * sqrt(4 * batch * seq * config.d_model / sum(blocks))
 
 
 def neighbours(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32") -> list[Strategy]:

@@ -18,24 +18,20 @@ OPERATORS = "operators"  # the track of a CPU
 
 
 class Box(NamedTuple):
-    """Something to be drawn: [start, end) in nanoseconds since the epoch, its name and its kind.
-
-    Of a collective `kind` is the verb, `joined` when the last rank joined, `posted` that it may have ended before.
-    """
+    """Something to be drawn: [start, end) in nanoseconds since the epoch."""
 
     start: int
     end: int
     name: str
-    kind: str
-    joined: int = 0
-    posted: bool = False
+    kind: str  # its phase, or a collective's verb
+    joined: int = 0  # when the last rank joined
+    posted: bool = False  # it may have ended before
     detail: str = ""
 
 
 class StepTracks:
-    """One rank's step. `compute` has a list for each stream, `bars` one for each track of collectives; `hidden` is the
-    communication during which something was computed. `last` says when the last rank joined, by identity of the span
-    (`overlap.last_starts`)."""
+    """One rank's step. `compute` has a list for each stream, `bars` one for each track of collectives; `last` says when
+    the last rank joined, by identity of the span (`overlap.last_starts`)."""
 
     def __init__(self, trace: Trace, step: int, last: Mapping[int, int]) -> None:
         window = steps_of(trace)[step]

@@ -1,5 +1,6 @@
 """The tables of a profile, of one rank and over all: for a terminal, as Markdown, and as rows that JSON can hold."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -62,10 +63,8 @@ SPREADS = (
 
 @dataclass(frozen=True)
 class Spread:
-    """A row's nanoseconds over the ranks; `imbalance` is the most over the mean, 1 if all ranks are equal.
-
-    Ranks that wait for each other are as fast as the slowest, so all pay for what one does longer than the mean.
-    """
+    """A row's nanoseconds over the ranks. Ranks that wait for each other are as fast as the slowest, so all pay for its
+    `imbalance`, the most over the mean."""
 
     name: str
     least: int
@@ -76,10 +75,8 @@ class Spread:
 
 
 def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = None) -> list[Spread]:
-    """Compare {rank: (name, nanoseconds) of its rows} by name, the largest mean first; rows of one name are added up.
-
-    A rank that lacks a row spent no time on it. Of ranks that are equal the lowest is named.
-    """
+    """Compare {rank: (name, nanoseconds) of its rows} by name, the largest mean first; rows of one name are added up. A
+    rank that lacks a row spent no time on it; of ranks that are equal the lowest is named."""
     found: dict[str, dict[int, int]] = {}
     for rank, rows in ranks.items():
         for name, time in rows:
@@ -123,8 +120,8 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     """Print the most important: the first rank's operators and parts, the breakdown, and the ranks compared."""
     mine = traces[0]
     sort = sort_of(mine)
-    rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
     console.print(_about(traces))
+    rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
     operators = sheet(f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS, OPERATORS_NOTE)
     for table in (operators, _parts_table(mine), *_spread_tables(traces, limit=8)[:2]):
         if table.rows:
@@ -135,18 +132,16 @@ def show(traces: Sequence[Trace], console: Console) -> None:
 
 @uncollected()
 def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
-    """The rows of a rank's tables, unrounded; times are nanoseconds over all steps.
-
-    Operators are listed for the step and for each phase: the `limit` longest by total and as many by self time.
-    """
+    """The rows of a rank's tables, unrounded; times are nanoseconds over all steps. Operators are listed for the step
+    and for each phase: the `limit` longest by total and as many by self time."""
     sort, operators = sort_of(trace), {}
     for name, phase in {"step": None, **{phase: phase for phase in PHASES}}.items():
         rows = op_rows(trace, sort, phase=phase)
         most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
         operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
-    phases: dict[str, int] = {}
+    phases: Counter[str] = Counter()
     for name, time in _phases(trace):
-        phases[name] = phases.get(name, 0) + time
+        phases[name] += time
     return {
         "rank": trace.rank,
         "world_size": trace.world_size,

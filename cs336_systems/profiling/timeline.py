@@ -81,17 +81,14 @@ def lane_number(lane: Lane) -> int:
 
 @dataclass(frozen=True)
 class Timeline:
-    """`nodes` are all spans of CPU threads, thread by thread, parents before children; `busy` those of the threads that
-    compute, without Python frames; `apart` the lanes that move data between ranks, by role. `on_device` says that an
-    operator that computes launched something on a GPU, so that `Node.time` is the device's. `steps` and `phases` are
-    in order; without annotations phases are those of the operators."""
+    """One rank's spans, nested and attributed."""
 
-    nodes: list[Node]
-    busy: list[Node]
-    apart: dict[Lane, str]
-    on_device: bool
+    nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
+    busy: list[Node]  # those of the threads that compute, without Python frames
+    apart: dict[Lane, str]  # the lanes that move data between ranks, by role
+    on_device: bool  # an operator launched something on a GPU, so that `Node.time` is the device's
     steps: list[Span]
-    phases: list[Span]
+    phases: list[Span]  # without annotations, those of the operators
 
 
 @once

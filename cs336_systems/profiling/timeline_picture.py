@@ -102,11 +102,9 @@ class _Plot:
         picture.text(LEFT - 30, TOP - 7, "time in ms", 11, ha="right")
 
     def x(self, time: int) -> float:
-        """A moment on the axis; one outside of the picture at its edge."""
         return (min(max(time, self.start), self.end) - self.start) / 1e6
 
     def pixels(self, start: int, end: int) -> float:
-        """The width of an interval."""
         return (self.x(end) - self.x(start)) * 1e6 / (self.end - self.start) * PLOT
 
     def box(self, start: int, end: int, fill: str, tip: str = "", height: float = TRACK, **style: Any) -> None:
@@ -123,7 +121,6 @@ class _Plot:
             self.box(each.start, each.end, fill or PAINTS.get(each.kind, PAINTS["other"])[0], tip, **style)
 
     def text(self, start: int, end: int, words: str, **style: Any) -> None:
-        """Words in the middle of an interval, on the current track."""
         middle = (self.x(start) + self.x(end)) / 2
         self.axes.text(middle, self.y + 11, plot_text(words), size=SMALL, ha="center", **style)
 

@@ -62,23 +62,19 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's trace. Spans are in order of start, the longer first; `ours` is what `Capture` added.
+    """One rank's trace."""
 
-    `links` lead from an operator of backward to the one of forward that autograd made it of. `cache` keeps what was
-    made of the trace (`once`); a changed copy begins empty.
-    """
-
-    spans: list[Span]
+    spans: list[Span]  # in order of start, the longer first
     allocations: list[Allocation]
-    links: dict[Place, Place]
+    links: dict[Place, Place]  # from an operator of backward to the one of forward that autograd made it of
     threads: dict[Lane, str]
     rank: int
     world_size: int
     host: str
-    ours: dict[str, Any]
+    ours: dict[str, Any]  # what `Capture` added
     chrome: dict[str, Any]  # the JSON itself, for what writes another
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
-    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
 
     @cached_property
     def annotated(self) -> list[Span]:
@@ -87,8 +83,7 @@ class Trace:
 
     def named(self, pattern: str) -> list[Span]:
         """The spans whose name matches a regular expression from its start."""
-        found = re.compile(pattern)
-        return [span for span in self.spans if found.match(span.name)]
+        return [span for span in self.spans if re.match(pattern, span.name)]
 
     def lanes(self, *categories: str) -> dict[Lane, list[Span]]:
         """The spans of some categories by lane, in order."""
@@ -101,7 +96,7 @@ class Trace:
 
 def once(make: Callable[[T], U]) -> Callable[[T], U]:
     """Decorate a function of a trace, or of a list of traces: it runs once for each, and all share its result, which
-    must not be changed. The result lives as long as the (first) trace."""
+    must not be changed. The result lives as long as the (first) trace; a changed copy begins anew."""
     key = f"{make.__module__}.{make.__qualname__}"
 
     @wraps(make)
@@ -132,17 +127,17 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _no_number(name: str) -> float:
-    raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
     data, text = b"", ""
+
+    def no_number(name: str) -> float:
+        raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
+
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
-        found = json.loads(text, strict=False, parse_constant=_no_number)
+        found = json.loads(text, strict=False, parse_constant=no_number)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
         raise UserError(f"{path} {problem}; profile again") from None
@@ -229,7 +224,6 @@ def trace_files(folder: Path) -> list[Path]:
         if match := re.fullmatch(r"rank(\d+)\.trace\.json(\.gz)?", path.name):
             found[int(match[1])] = path
     if not found:
-        raise UserError(
-            f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
-        )
+        make = "make some with benchmarks/profiling_run.py --out"
+        raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {make}")
     return [found[rank] for rank in sorted(found)]

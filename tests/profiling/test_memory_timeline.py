@@ -89,9 +89,9 @@ def test_levels_phases_and_peak_of_a_step_made_by_hand():
         "other": 7 + 25,
     }
     assert found.totals == [107, 147, 207, 237, 262, 237, 197, 137, 217, 187]
-    assert [time for time, _ in found.levels] == [0, 100, 200, 400, 500, 550, 600, 650, 750, 900]
-    assert found.levels[-1][1]["optimizer state"] == 80
-    assert found.levels[-1][1]["gradients"] == 0
+    assert found.times == [0, 100, 200, 400, 500, 550, 600, 650, 750, 900]
+    assert found.levels[-1]["optimizer state"] == 80
+    assert found.levels[-1]["gradients"] == 0
     expected = {"forward": 207, "backward": 262, "optimizer": 217}
     assert phase_peaks(found) == phase_peaks(found, 0) == expected
 
@@ -152,7 +152,7 @@ def test_memory_freed_without_an_allocation_was_there_from_the_start():
     found = memory_timeline(made([event(10, 50, 7), event(20, 2, -30), event(30, 1, -100)], held))
     assert found.totals == [130, 137, 107, 7]
     assert found.totals[0] == 130
-    assert found.levels[0][1] == {
+    assert found.levels[0] == {
         "parameters": 0,
         "gradients": 100,
         "optimizer state": 0,
@@ -178,7 +178,7 @@ def test_on_a_gpu_the_allocators_sum_rules():
     assert found.totals == [4096, 4608, 4096, 3072, 5120, 4608]  # to the byte what max_memory_allocated saw
     assert found.peak == 5120
     assert found.totals[0] == 4096
-    assert found.levels[0][1] == {
+    assert found.levels[0] == {
         "parameters": 1000,
         "gradients": 100,
         "optimizer state": 0,
