@@ -9,13 +9,15 @@ Parameters live in one flat buffer, and the two layouts differ only in where it 
     whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank; balanced as sizes allow
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout, ParameterBuffer, Part
+from cs336_systems.buffers.flat import FlatLayout, ParameterBuffer, Part, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.state import gather_state, slice_state
 from cs336_systems.comm import Group, default_group
@@ -75,19 +77,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         added = self.param_groups[-1]
         self.owners.append(list(added["params"]))
         if self.wrapper is None:
-            self._move_into_buffers(added["params"])
+            flat = self.layout == "flat"
+            for same in plan_buckets([p for p in reversed(added["params"]) if p.requires_grad], math.inf):
+                layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
+                self.buffers.append(ParameterBuffer(same, layout, self.group, equal=flat))
         if self.inner is not None:
             self.inner.add_param_group(self._share(added))
-
-    def _move_into_buffers(self, parameters: Sequence[nn.Parameter]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter in parameters:
-            if parameter.requires_grad:
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        ranks, whole = self.group.size(), self.layout == "whole"
-        for same in kinds.values():
-            layout = FlatLayout.whole(same, ranks) if whole else FlatLayout.pack(same, ranks)
-            self.buffers.append(ParameterBuffer(same, layout, self.group, equal=not whole))
 
     def _take_shards(self, wrapper: Wrapper) -> None:
         """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
@@ -184,13 +179,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
             raise ValueError("the state's parameter groups have other sizes than this optimizer's")
-        numbers = {
-            p: n for g, owners in zip(saved, self.owners, strict=True) for p, n in zip(owners, g["params"], strict=True)
-        }
+        saved_numbers = chain.from_iterable(group["params"] for group in saved)
+        numbers = dict(zip(chain.from_iterable(self.owners), saved_numbers, strict=True))
         slice_state(self.inner, self.buffers, numbers, state_dict["state"])
         self._copy_settings(saved, self.param_groups)
         self._copy_settings(saved, self.inner.param_groups)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
         """The model's parameters, numbered as the unsharded optimizer's state numbers them."""
-        return {parameter: i for i, parameter in enumerate(p for owners in self.owners for p in owners)}
+        return {p: number for number, p in enumerate(chain.from_iterable(self.owners))}

@@ -11,7 +11,7 @@ sharded is reduce-scattered; what is sharded and needed whole is all-gathered.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,20 +27,8 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 
 
-class Placements(NamedTuple):
-    """Where the three rest between the steps of a stage."""
-
-    parameters: Placement
-    gradients: Placement
-    optimizer: Placement
-
-
-STAGES = (
-    Placements(REPLICATED, REPLICATED, REPLICATED),
-    Placements(REPLICATED, REPLICATED, SHARDED),
-    Placements(REPLICATED, SHARDED, SHARDED),
-    Placements(SHARDED, SHARDED, SHARDED),
-)
+R, S = REPLICATED, SHARDED
+STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, S), (R, S, S), (S, S, S))
 
 
 def zero(

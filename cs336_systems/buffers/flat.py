@@ -104,21 +104,17 @@ class FlatLayout:
 
 
 def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T] = ()) -> list[list[T]]:
-    """Groups in the order in which backward should finish them: last parameter first, up to `cap_bytes` a group, and
-    then those that are to lie `apart`, one by one.
-
-    A group has one dtype and one device. A cap of 0 gives each parameter a group of its own, infinity one to all.
-    """
+    """Groups of one dtype and device in the order in which backward should finish them: last parameter first, up to
+    `cap_bytes` a group (0: each by itself, infinity: all in one), then those that are to lie `apart`, one by one."""
     done: list[list[T]] = []
     open_: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     alone = set(apart)
-    for parameter in reversed([p for p in parameters if p not in alone]):
-        kind = (parameter.dtype, parameter.device)
-        group = open_.setdefault(kind, [])
-        if group and sum(p.nbytes for p in group) + parameter.nbytes > cap_bytes:
-            done.append(group)
-            group = open_[kind] = []
-        group.append(parameter)
+    for p in reversed([p for p in parameters if p not in alone]):
+        group = open_.setdefault((p.dtype, p.device), [])
+        if group and sum(each.nbytes for each in group) + p.nbytes > cap_bytes:
+            done.append(group[:])
+            group.clear()
+        group.append(p)
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
 
 
@@ -129,17 +125,13 @@ class ParameterBuffer:
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
         self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
-        self.flat, self.parts = self.new_buffer(parameters[0].dtype), list[Part]()
+        self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
         with torch.no_grad():
             for parameter in parameters:
                 parameter.data = self.view(self.flat, parameter).copy_(parameter)
         for piece in layout.pieces(group.rank()):
             owner = parameters[piece.index]
             self.parts.append(Part(owner, piece, nn.Parameter(piece.of(owner.data), requires_grad=False)))
-
-    def new_buffer(self, dtype: torch.dtype) -> Tensor:
-        """A buffer of this layout (elements,), its padding zero."""
-        return self.layout.new_buffer(dtype, self.parameters[0].device)
 
     def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
         """A parameter's view of a buffer of this layout."""

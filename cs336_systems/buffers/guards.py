@@ -148,7 +148,7 @@ class Guard:
         self._refuse_dropped(self.arrived)
 
     def watch(self, shard: nn.Parameter) -> None:
-        """Give one shard a gradient of zeros, which an optimizer's zero_grad drops or writes to, and so is noticed."""
+        """Give one shard a gradient of zeros: an optimizer's zero_grad drops it or writes to it, and so is noticed."""
         if self.watched is None:
             shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
             self.watched = (shard, shard.grad, shard.grad._version)

@@ -43,7 +43,7 @@ def gather_state(
                     local = held[number, key][1] if source == buffer.group.rank() else None
                     state[key] = about[0] if kind == "value" else _from_source(local, about, buffer, source)
         for (key, dtype), owners in sorted(sharded.items()):
-            flat = buffer.new_buffer(DTYPES[dtype]).zero_()
+            flat = buffer.layout.new_buffer(DTYPES[dtype], buffer.flat.device).zero_()
             for (_, name), (part, value) in held.items():
                 if name == key and _describe(value, part)[:2] == ["sharded", dtype]:
                     part.piece.of(buffer.view(flat, part.owner)).copy_(value)

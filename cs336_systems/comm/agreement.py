@@ -26,14 +26,13 @@ class CommError(RuntimeError):
 
 
 def timed_store(group: Group, limit: timedelta | None = None) -> TimedStore:
-    """Store of a group; each answer must come within `limit`, by default the group's timeout. Reasons are posted in
-    that of all ranks: the cause may lie in another of a rank's groups."""
+    """Store of a group; each answer must come within `limit`, by default the group's timeout."""
     return TimedStore(group.get_group_store(), group_timeout(group) if limit is None else limit)
 
 
 def post(kind: Literal["reason", "done"], message: str = "", limit: timedelta | None = None) -> None:
-    """Post the `reason` why this rank stops, which ranks whose collectives fail will quote, or that it is `done`: no
-    rank need wait for it."""
+    """Post the `reason` why this rank stops, which ranks whose collectives fail will quote, or that it is `done`. All
+    ranks have one store for this: the cause may lie in another of a rank's groups."""
     timed_store(default_group(), limit).set(f"{kind}/{dist.get_rank()}", message)
 
 
@@ -47,12 +46,10 @@ def fault(message: str) -> UserError:
 def comm_error(
     doing: str, group: Group, cause: str = "", silent: Collection[int] | None = None, headline: str = ""
 ) -> CommError:
-    """Error of a rank that was `doing` something in a group: what became of every other rank of it, or only of the
-    `silent` ones (numbers among all ranks), then the flight recorder's entries of this rank and of those without a
-    reason. Posts this rank's reason, and waits for the others' unless they are known to be silent.
-
-    Ranks of this machine that died or are stopped are always included: a rank that is waited for may wait for them.
-    """
+    """Error of a rank that was `doing` something in a group: what became of every other rank of it, or of the `silent`
+    ones (numbers among all ranks), then the flight recorder's entries of this rank and of those without a reason. Posts
+    this rank's reason, and waits for the others' unless they are known to be silent. Ranks of this machine that died or
+    are stopped are always included: a rank that is waited for may wait for them."""
     me, reasons = dist.get_rank(), dict[int, str]()
     asked = {global_rank(r, group) for r in range(group.size())} if silent is None else {*silent}
     asked, readable, limit = asked - {me}, sorted(recorder.others), timedelta(seconds=EXPLAIN_SECONDS)
@@ -95,8 +92,7 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
 
     A thread beside the main one passes `counted=False` and has topics of its own: the numbers of the main thread's
     collectives must not depend on its timing. `patience` extends the group's timeout where ranks may take differently
-    long, as disks do; the store itself must answer within the timeout. Ranks known to have ended are not waited for.
-    Raises CommError that names the ranks which did not answer.
+    long, as disks do. Raises CommError that names the ranks which did not answer, at once if they have ended.
     """
     if is_fake(group):
         return [value] * group.size()
@@ -126,10 +122,7 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
 
 
 def subgroup(ranks: Sequence[int]) -> Group | None:
-    """Group of some ranks, with the timeout of the group of all; None on a rank outside. Every rank must call this.
-
-    torch's default timeout would be ten or thirty minutes, whatever start-up was told.
-    """
+    """Group of some ranks, with the timeout of the group of all; None on a rank outside. Every rank must call this."""
     mine, alone = dist.get_rank() in ranks, len(ranks) == 1  # a group of one needs no other rank
     if alone and not mine:
         return None
@@ -143,18 +136,13 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
 
 def request_stop(step: int, group: Group) -> int:
     """Ask all ranks to stop after a step; returns the step that the first request named, which is the one that holds.
-
-    Raises CommError if the store is lost.
-    """
+    Raises CommError if the store is lost."""
     with needs_store("asked all ranks to stop", group):
         return int(timed_store(group).set_first("stop after step", str(step)))
 
 
 def stop_step(group: Group) -> int | None:
-    """Step after which all ranks stop, or None if no rank has asked for that. One question to the store.
-
-    Raises CommError if the store is lost.
-    """
+    """Step after which all ranks stop, or None if no rank has asked for that. Raises CommError if the store is lost."""
     store = timed_store(group)
     with needs_store("looked whether to stop", group):
         return int(store.get("stop after step")) if store.check(["stop after step"]) else None

@@ -143,8 +143,8 @@ def born(pid: int) -> str:
 
 
 def _mapped(pid: str, file: str, token: str) -> mmap.mmap | None:
-    """Ring of another process, or None if it cannot be read from here. The token rules out an unrelated process
-    that has the same number on another machine or in another container."""
+    """Ring of another process, or None if it cannot be read from here. The token rules out an unrelated process that
+    has the same number on another machine or in another container."""
     try:
         opened = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:

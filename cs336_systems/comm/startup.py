@@ -63,10 +63,7 @@ def first_host(nodes: str) -> str:
 
 
 def find_place() -> Place:
-    """Place that torchrun (RANK, WORLD_SIZE, ...) or Slurm (SLURM_PROCID, ...) gave this process; otherwise alone.
-
-    Raises UserError for an impossible place.
-    """
+    """Place that torchrun or Slurm gave this process; otherwise alone. Raises UserError for an impossible place."""
     env = os.environ
     if "RANK" in env:
         rank, world_size = _number("RANK"), _number("WORLD_SIZE")
@@ -88,8 +85,7 @@ def find_place() -> Place:
 
 
 def is_first_of_machine() -> bool:
-    """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`
-    does."""
+    """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`."""
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
 
 
@@ -107,10 +103,7 @@ def current_place(group: Group | None = None) -> Place:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have Linux kill this process when its parent dies, so that no rank runs on as an orphan.
-
-    If the process with the number `parent` is no longer the parent, this process ends at once. No effect elsewhere.
-    """
+    """Have Linux kill this process when its `parent` dies, or now if it has, so that no rank runs on as an orphan."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
@@ -134,10 +127,8 @@ def choose_backend(backend: str | None, device: torch.device, place: Place) -> s
 
 
 def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
-    """Wait until every rank has joined, and map the flight recorders of this machine's ranks.
-
-    Raises UserError on all ranks that joined if a rank is missing, joined twice, or was told another world size.
-    """
+    """Wait until every rank has joined, and map the flight recorders of this machine's ranks. Raises UserError on all
+    ranks that joined if a rank is missing, joined twice, or was told another world size."""
     message, joined = "", [f"joined/{rank}" for rank in range(place.world_size)]
     if place.world_size > 1:
         recorder.open(place.rank, place.machine, store)
@@ -167,10 +158,7 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
 
 @contextmanager
 def distributed(
-    device: torch.device | str = "cpu",
-    backend: str | None = None,
-    timeout: float = TIMEOUT,
-    place: Place | None = None,
+    device: torch.device | str = "cpu", backend: str | None = None, timeout: float = TIMEOUT, place: Place | None = None
 ) -> Iterator[Group]:
     """The group of all ranks, joined on entry and left together on exit; also for one process alone.
 

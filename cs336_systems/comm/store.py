@@ -118,14 +118,13 @@ class _Asker(Thread):
 
     def run(self) -> None:
         while True:
-            _answer(*self.questions.get())  # a function, so that no reference keeps the store alive
+            self._answer(*self.questions.get())  # a function, so that no reference keeps the store alive
 
-
-def _answer(answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        answer.set_result(call(*arguments))
-    except BaseException as error:
-        answer.set_exception(error)
+    def _answer(self, answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
 
 
 def wait_until(done: Callable[[], bool], seconds: float) -> None:
@@ -143,10 +142,8 @@ def wait_for(
     unless: str = "",
     in_vain: Callable[[int], bool] = lambda index: False,
 ) -> list[int]:
-    """Wait until all keys are set, until the key `unless` is, or until waiting for a missing key is `in_vain`.
-
-    Returns the indices of the keys that are missing at the timeout, or of those for which waiting is in vain.
-    """
+    """Wait until all keys are set, until the key `unless` is, or until waiting for a missing key is `in_vain`. Returns
+    the indices of the keys that are missing at the timeout, or of those for which waiting is in vain."""
     missing: list[int] = []
 
     def answered() -> bool:
@@ -202,10 +199,8 @@ def _listen(host: str, port: int) -> int:
 
 
 def _try_to_connect(host: str, port: int, timeout: timedelta) -> str:
-    """Try to connect until the timeout; returns what is wrong and what to check, or "" once connected.
-
-    TCPStore would retry as well, but it reports every failure as a time-out, with lines of its code.
-    """
+    """Try to connect until the timeout; returns what is wrong and what to check, or "" once connected. (TCPStore would
+    retry as well, but it reports every failure as a time-out, with lines of its code.)"""
     deadline = monotonic() + timeout.total_seconds()
     while True:
         try:

@@ -41,8 +41,8 @@ class Work:
         """Enter the launch in the flight recorder and in a profile. Raises CommError for a connection that is known to
         be broken."""
         event = self.event
-        words = event.verb, event.group, event.label, event.nbytes, str(event.dtype).removeprefix("torch.")
-        self.entry = recorder.mine.launch(*words, self.number)
+        words = event.verb, event.group, event.label, event.nbytes, str(event.dtype)[6:], self.number
+        self.entry = recorder.mine.launch(*words)
         with self._explained("launch"):
             yield
         if not self.pending:  # an empty tensor is not sent
@@ -117,11 +117,6 @@ def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: 
         yield work
 
 
-def _by_slices(tensor: Tensor, group: Group) -> bool:
-    """True if slices are exchanged by send and receive, which gloo offers for CPU tensors only."""
-    return dist.get_backend(group) == "gloo" and tensor.device.type == "cpu"
-
-
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
     with _collective("all-reduce", flat, group, label) as work:
@@ -137,18 +132,16 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
     ranks, me, how = group.size(), group.rank(), REDUCTIONS[reduction]
-    slices = flat.chunk(ranks)
+    slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
-    by_slices = _by_slices(flat, group)
-    whole = dist.get_backend(group) == "gloo" and not by_slices
-    with _collective("reduce-scatter", flat, group, label, "all-reduce" if whole else "") as work:
+    with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "") as work:
         if ranks == 1:
             return work
-        if whole:
-            work.pending = [dist.all_reduce(flat, how, group=group, async_op=True)]
-        elif not by_slices:
+        if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work.pending = [scatter(slices[me], flat, how, group=group, async_op=True)]
+        elif not on_cpu:  # gloo sends CPU tensors only
+            work.pending = [dist.all_reduce(flat, how, group=group, async_op=True)]
         else:
             inbox = [slices[me] if rank == me else torch.empty_like(slices[me]) for rank in range(ranks)]
 
@@ -167,19 +160,19 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
 def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     """Fill `flat` with the slices of all ranks; before, rank r has only the r-th of its equal slices."""
     ranks, me = group.size(), group.rank()
-    slices = flat.chunk(ranks)
+    slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
     with _collective("all-gather", flat, group, label) as work:
         if ranks == 1:
             return work
-        if _by_slices(flat, group):
-            work.pending = _exchange([slices[me]] * ranks, slices, work)
-        elif dist.get_backend(group) == "gloo":
+        if not gloo:
+            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            work.pending = [gather(flat, slices[me], group=group, async_op=True)]
+        elif not on_cpu:
             each = range(ranks)
             work.pending = [dist.broadcast(slices[i], group=group, async_op=True, group_src=i) for i in each]
         else:
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work.pending = [gather(flat, slices[me], group=group, async_op=True)]
+            work.pending = _exchange([slices[me]] * ranks, slices, work)
     return work
 
 
