@@ -13,8 +13,8 @@ from benchmarks.rank_times import gather_times
 from cs336_systems.comm import Group, agree
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
-from cs336_systems.cost.hardware import MAPPED
 from cs336_systems.cost.probe import probe
+from cs336_systems.cost.step import MAPPED
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import AllToAllDispatcher
 from cs336_systems.host.console import format_bytes

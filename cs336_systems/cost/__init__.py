@@ -8,13 +8,12 @@ comes from, `course/` the accounting questions of a course, `fitting/` where con
 
 from cs336_systems.cost.capacity import memory
 from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops, recompute_flops
-from cs336_systems.cost.hardware import MODES, Hardware, Mode
 from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.rank_step import predict_step
 from cs336_systems.cost.search import Search, search
-from cs336_systems.cost.step import predict
+from cs336_systems.cost.step import MODES, Hardware, Mode, predict
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.layout import Layout
 

@@ -5,7 +5,7 @@ What a run needs is counted elsewhere (`model/observed.py`, `train/observation.p
 
 from collections.abc import Callable, Iterator, Mapping
 
-from cs336_systems.cost.hardware import MODES, Mode
+from cs336_systems.cost.step import MODES, Mode
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import Layout

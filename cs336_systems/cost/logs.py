@@ -113,11 +113,9 @@ class LoggedRun:
         """Entries of the vocabulary, padded so that each tensor-parallel rank has the same multiple of 128 of them;
         None if only the vocabulary's file could say how many."""
         known = _VOCABULARY.get(self.arguments.get("vocab_file", "").rsplit("/", 1)[-1])
-        length = self.number("vocab_size") or known
-        if padded := self.number("padded_vocab_size"):
+        length, padded = self.number("vocab_size") or known, self.number("padded_vocab_size")
+        if padded or length is None:
             return padded
-        if length is None:
-            return None
         tp = self.number("tensor_model_parallel_size", "model_parallel_size") or 1
         multiple = (self.number("make_vocab_size_divisible_by") or 128) * tp
         return -(-length // multiple) * multiple
@@ -187,10 +185,9 @@ def _read_line(run: LoggedRun, line: str) -> None:
         run.arguments["padded_vocab_size"] = match[1]
     elif match := _ITERATION.search(line):
         if elapsed := _ELAPSED.search(line):
-            batch, skipped, consumed = (pattern.search(line) for pattern in (_BATCH, _SKIPPED, _CONSUMED))
-            counts = int(batch[1]) if batch else None, int(skipped[1]) if skipped else 0
-            seen = int(consumed[1]) if consumed else None
-            run.reports.append(Report(float(elapsed[1]), *counts, iteration=int(match[1]), consumed=seen))
+            found = (pattern.search(line) for pattern in (_BATCH, _SKIPPED, _CONSUMED))
+            batch, skipped, consumed = (int(each[1]) if each else None for each in found)
+            run.reports.append(Report(float(elapsed[1]), batch, skipped or 0, {}, int(match[1]), consumed))
     elif match := _ONE_LINE.search(line) or _TABLE.search(line):
         timers = {name: float(value) for name, value in _TIMER.findall(line[match.end() :])}
         if any(name.startswith("forward") for name in timers):  # starting up and saving have timers, too

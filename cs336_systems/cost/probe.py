@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from cs336_systems.cost.hardware import Hardware
+from cs336_systems.cost.step import Hardware
 from cs336_systems.presets import Precision
 
 LAUNCHES = 200  # operators between two looks at the clock

@@ -12,10 +12,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.machines import DEFAULT_SYSTEM, System, nearest_system, system_preset
+from cs336_systems.cost.machines import CONSTANTS, DEFAULT_SYSTEM, Constants, System, nearest_system, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.step_time import step_time
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
 
@@ -131,6 +131,10 @@ class TrainingRun:
     seconds: float | None
     notes: tuple[str, ...] = ()
     key: object = None  # its id as it was given, a number perhaps
+
+    def step(self, constants: Constants = CONSTANTS) -> StepTime:
+        """The predicted time of its step."""
+        return step_time(self.config, self.plan, self.seq, self.system, constants)
 
 
 def read_runs(path: Path) -> list[TrainingRun]:

@@ -9,7 +9,7 @@ memory, as those of ZeRO 1 and 2 are where several microbatches add up, share on
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
 from cs336_systems.cost.plan import Overlap, Plan
@@ -40,6 +40,12 @@ MEANING = {
 }
 
 
+def choices(config: ModelConfig, plan: Plan, place: str) -> dict[str, Any]:
+    """The value of each of `AXES`."""
+    own = {"recompute": config.recompute, "placement": place}
+    return {axis: own[axis] if axis in own else getattr(plan, axis) for axis in AXES}
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A configuration that runs: its time, and the bytes of its fullest rank."""
@@ -51,7 +57,6 @@ class Candidate:
 
     @property
     def plan(self) -> Plan:
-        """How the model is spread."""
         return self.step.plan
 
     @property
@@ -59,9 +64,16 @@ class Candidate:
         """Tokens per second, all ranks together."""
         return self.plan.global_batch * self.step.seq / self.step.total
 
-    def value(self, axis: str) -> Any:
-        """Its value of one of `AXES`."""
-        return _value(axis, self.step.config, self.plan, self.placement)
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each of `AXES`."""
+        return choices(self.step.config, self.plan, self.placement)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Parts of its step, forward and backward as one."""
+        parts = dict(self.step.parts)
+        return {"computing": parts.pop("forward") + parts.pop("backward"), **parts}
 
 
 @dataclass(frozen=True)
@@ -92,8 +104,7 @@ class Loss:
         return MEANING.get(self.part, "the winner has it")
 
 
-@dataclass(frozen=True)
-class Miss:
+class Miss(NamedTuple):
     """The configuration that would need least more memory."""
 
     config: ModelConfig
@@ -166,6 +177,15 @@ def search(
     return trial.finish()
 
 
+def _nothing(found: Search, cut: Space, limit: int) -> str:
+    """Why nothing runs, and what would. `cut` is the space that was searched, up to `limit` configurations."""
+    if advice := left_out_fits(found.space, cut, found.system, limit, found.tried, found.left_out):
+        return advice
+    if found.nearest is None and not found.left_out:
+        return nothing_divides(found.space, found.indivisible)
+    return nothing_fits(found.space, found.system, found.nearest.memory if found.nearest else None, found.tried)
+
+
 class _Trial:
     """A search under way."""
 
@@ -193,25 +213,39 @@ class _Trial:
         if not orders:
             return
         self.seen.update((degrees, choice, order) for order in orders)
-        config = self.models[choice.recompute]
+        config, seq = self.models[choice.recompute], space.seq
         try:
             plans = [space.plan(degrees, choice, order) for order in orders]
-            plans[0].check(config, space.seq)
+            plans[0].check(config, seq)
         except UserError as error:
             self.found.indivisible[str(error).split(":")[0]] += len(orders)
             return
-        memory = sum(peak_bytes(config, plans[0], space.seq)[1].values())
-        if memory > self.usable:
-            self._miss(config, plans, memory)
-        else:
-            for plan in plans:
-                self._run(config, plan, memory)
+        memory = sum(peak_bytes(config, plans[0], seq)[1].values())
+        lacks, places = memory - self.usable, [placement(plan, space.node) for plan in plans]
+        if lacks > 0:
+            self.found.too_large += len(plans)
+            if self.found.nearest is None or lacks < self.found.nearest.lacks:
+                self.found.nearest = Miss(config, plans[0], memory, lacks)
+            for plan, place in zip(plans, places, strict=True):
+                for key in choices(config, plan, place).items():
+                    self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
+            return
+        for plan, place in zip(plans, places, strict=True):
+            step = step_time(config, plan, seq, self.found.system, self.constants)
+            self._runs(Candidate(step, memory, place), step.total)
+
+    def _runs(self, candidate: Candidate, total: float) -> None:
+        self.found.running += 1
+        self.ranking.append((total, candidate.memory, self.found.running, candidate))
+        for key in candidate.values.items():
+            if key not in self.fastest or total < self.fastest[key].step.total:
+                self.fastest[key] = candidate
 
     def refine(self, whole: Space) -> None:
         """Try what was cut, around the best."""
         for *_, near in sorted(self.ranking, key=lambda entry: entry[:3])[:_REFINED]:
-            degrees = Degrees(*(near.value(axis) for axis in Degrees._fields))
-            choice = Choice(*(near.value(axis) for axis in Choice._fields))
+            degrees = Degrees(*(near.values[axis] for axis in Degrees._fields))
+            choice = Choice(*(near.values[axis] for axis in Choice._fields))
             for each in whole.around(degrees, choice):
                 self.configuration(whole, degrees, each, whole.placements(degrees))
 
@@ -230,39 +264,18 @@ class _Trial:
             found.losses += sorted(losses, key=lambda loss: (loss.factor, str(loss.value)))
         return found
 
-    def _miss(self, config: ModelConfig, plans: list[Plan], memory: float) -> None:
-        self.found.too_large += len(plans)
-        lacks = memory - self.usable
-        if self.found.nearest is None or lacks < self.found.nearest.lacks:
-            self.found.nearest = Miss(config, plans[0], memory, lacks)
-        for plan in plans:
-            place = placement(plan, self.found.space.node)
-            for axis in AXES:
-                key = (axis, _value(axis, config, plan, place))
-                self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
-
-    def _run(self, config: ModelConfig, plan: Plan, memory: float) -> None:
-        self.found.running += 1
-        step = step_time(config, plan, self.found.space.seq, self.found.system, self.constants)
-        candidate, total = Candidate(step, memory, placement(plan, self.found.space.node)), step.total
-        self.ranking.append((total, memory, self.found.running, candidate))
-        for axis in AXES:
-            key = (axis, candidate.value(axis))
-            if key not in self.fastest or total < self.fastest[key].step.total:
-                self.fastest[key] = candidate
-
     def _loss(self, axis: str, value: Any, winner: Candidate) -> Loss:
         best = self.fastest.get((axis, value))
         if best is None:
             return Loss(axis, value, None, float("inf"), "memory", self.lacking[axis, value])
-        factor = best.step.total / winner.step.total
-        mine, its = _joined(best), _joined(winner)
-        more = {part: seconds - its[part] for part, seconds in mine.items()}
+        factor, net = best.step.total / winner.step.total, best.step.total - winner.step.total
+        more = {part: seconds - winner.parts[part] for part, seconds in best.parts.items()}
         part, gain = max(more, key=lambda name: more[name]), min(more, key=lambda name: more[name])
-        if winner.value(axis) == value or more[part] <= 0:
+        if winner.values[axis] == value or more[part] <= 0:
             return Loss(axis, value, best, factor, "", 0.0)
-        net, less, forced = best.step.total - winner.step.total, -more[gain], self._forced(winner, axis, value)
-        return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", max(0.0, less), forced)
+        less = max(0.0, -more[gain])
+        forced = self._forced(winner, axis, value)
+        return Loss(axis, value, best, factor, part, more[part], net, gain if less > 0 else "", less, forced)
 
     def _forced(self, winner: Candidate, axis: str, value: Any) -> bool:
         """True if the winner with another value of one choice does not fit. Degrees never change alone."""
@@ -274,25 +287,3 @@ class _Trial:
         except UserError:  # it does not divide
             return False
         return sum(parts.values()) > self.usable
-
-
-def _value(axis: str, config: ModelConfig, plan: Plan, place: str) -> Any:
-    """The value of one of `AXES`."""
-    if axis == "placement":
-        return place
-    return config.recompute if axis == "recompute" else getattr(plan, axis)
-
-
-def _joined(candidate: Candidate) -> dict[str, float]:
-    """Parts of a step, forward and backward as one."""
-    parts = dict(candidate.step.parts)
-    return {"computing": parts.pop("forward") + parts.pop("backward"), **parts}
-
-
-def _nothing(found: Search, cut: Space, limit: int) -> str:
-    """Why nothing runs, and what would. `cut` is the space that was searched, up to `limit` configurations."""
-    if advice := left_out_fits(found.space, cut, found.system, limit, found.tried, found.left_out):
-        return advice
-    if found.nearest is None and not found.left_out:
-        return nothing_divides(found.space, found.indivisible)
-    return nothing_fits(found.space, found.system, found.nearest.memory if found.nearest else None, found.tried)

@@ -19,8 +19,8 @@ from cs336_systems.cost import (
     predict,
     recompute_flops,
 )
-from cs336_systems.cost.hardware import MAPPED
 from cs336_systems.cost.probe import probe
+from cs336_systems.cost.step import MAPPED
 from cs336_systems.host.observe import Counts
 from cs336_systems.model.observed import observe_passes
 from cs336_systems.model.transformer import TransformerLM, lm_loss

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+from cs336_systems.cost import domain
 from cs336_systems.cost.__main__ import main
-from cs336_systems.cost.domain import DOMAIN, QUICK_KERNEL, fitted, warnings
+from cs336_systems.cost.domain import QUICK_KERNEL, RANKS, SEQUENCES, warnings
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import PUBLISHED, read_run
@@ -19,25 +20,26 @@ INSIDE = Plan(tp=8, micro_batch=4, global_batch=4)
 MEMORY = "is predicted to need"
 
 
+RUNS = [read_run(row) for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
+
+
 def test_no_fitted_run_lies_outside():
     """But for memory, which is not what was fitted."""
-    runs = [read_run(row) for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
-    assert len(runs) == fitted().count >= 20
-    for run in runs:
+    assert len(RUNS) == domain.COUNT
+    for run in RUNS:
         found = warnings(run.config, run.plan, run.seq, run.system)
         assert [each for each in found if MEMORY not in each] == [], run.id
 
 
 def test_the_limits_are_those_of_the_fitted_runs():
-    rows = [row for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
-    found = fitted()
-    assert found.sequences == (min(row["s"] for row in rows), max(row["s"] for row in rows))
-    assert found.widths == (min(row["h"] for row in rows), max(row["h"] for row in rows))
-    assert found.narrowest == min(row["h"] // row["tp"] for row in rows)
-    assert found.ranks == max(row["tp"] * row["pp"] * row["dp"] * (row.get("cp") or 1) for row in rows)
-    for number in (found.count, *found.sequences, *found.widths, found.narrowest, found.ranks):
-        assert str(number) in DOMAIN
-    assert all(name in DOMAIN for name in found.machines)
+    sequences, widths = [run.seq for run in RUNS], [run.config.d_model for run in RUNS]
+    assert (min(sequences), max(sequences)) == domain.SEQUENCES
+    assert (min(widths), max(widths)) == domain.WIDTHS
+    assert min(run.config.d_model // run.plan.tp for run in RUNS) == domain.NARROWEST
+    assert max(run.plan.ranks for run in RUNS) == domain.RANKS
+    assert tuple(sorted({run.system.name for run in RUNS})) == domain.MACHINES
+    assert {name for run in RUNS for name in domain.features(run.config, run.plan)} == set(domain.FEATURES)
+    assert all(run.plan.local("tp", node=run.system.node) == run.plan.tp for run in RUNS)
 
 
 def test_inside_there_is_nothing_to_say():
@@ -48,12 +50,12 @@ def test_inside_there_is_nothing_to_say():
     ("words", "model", "plan", "seq", "system"),
     [
         ("512 tokens is shorter", {}, {"micro_batch": 16, "global_batch": 16}, 512, A100),
-        ("tokens is longer", {}, {"micro_batch": 1, "global_batch": 1}, 2 * fitted().sequences[1], A100),
+        ("tokens is longer", {}, {"micro_batch": 1, "global_batch": 1}, 2 * SEQUENCES[1], A100),
         ("no run on B200", {}, {}, 2048, system_preset("b200")),
         (
-            f"more than the {fitted().ranks}",
+            f"more than the {RANKS}",
             {},
-            {"dp": fitted().ranks // 4, "global_batch": fitted().ranks},
+            {"dp": RANKS // 4, "global_batch": RANKS},
             2048,
             A100,
         ),
@@ -71,7 +73,7 @@ def test_each_way_out_has_its_sentence(words, model, plan, seq, system):
 
 def test_a_narrow_rank_and_a_wide_model():
     narrow = GPT.override(d_model=2048, d_ff=8192, num_heads=16)
-    limit = 2048 // fitted().narrowest
+    limit = 2048 // domain.NARROWEST
     for tp, expected in ((limit, 0), (2 * limit, 1)):
         plan = Plan(tp=tp, micro_batch=32, global_batch=32)
         assert sum("leaves" in each for each in warnings(narrow, plan, 2048, A100)) == expected
@@ -98,7 +100,7 @@ def test_a_feature_is_new_only_where_no_fitted_run_has_it():
     there = {"ZeRO stage 3": {"zero": 3}, "ZeRO stage 1": {"zero": 1}, "context parallelism": {"cp": 2}}
     for name, changes in there.items():
         found = warnings(GPT, INSIDE.override(**changes), 2048, A100)
-        assert any(name in each for each in found) == (name not in fitted().features)
+        assert any(name in each for each in found) == (name not in domain.FEATURES)
 
 
 def test_a_plan_that_does_not_divide_is_an_error():

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from cs336_systems.cost.commands.notebook_page import print_notebook
 from cs336_systems.cost.notebook import physics as nb
-from cs336_systems.cost.notebook.differences import DIFFERENCES, corrected_gradients
+from cs336_systems.cost.notebook.differences import DIFFERENCES
 from cs336_systems.cost.notebook.tables import (
     COLUMNS,
     SUMMED,
@@ -20,7 +20,6 @@ from cs336_systems.cost.notebook.tables import (
     notebook_tables,
     number,
     show,
-    show_total,
 )
 from cs336_systems.errors import UserError
 
@@ -39,7 +38,7 @@ def test_every_printed_cell_total_and_share():
         expected = printed(name)
         assert list(COLUMNS) == expected["columns"]
         assert [[show(row[column]) for column in COLUMNS] for row in table.rows] == expected["cells"]
-        assert {key: show_total(value) for key, value in table.totals().items()} == expected["totals"]
+        assert {key: f"{value:.6f}" for key, value in table.totals().items()} == expected["totals"]
         assert repr(table.communication) == expected["communication"]
         totals += len(expected["totals"])
         for cell in (cell for row in expected["cells"] for cell in row):
@@ -202,45 +201,45 @@ def effect(name: str) -> str:
     return next(f"{each.notebook} | {each.right} | {each.effect}" for each in DIFFERENCES if each.name == name)
 
 
-def test_the_differences_numbers_by_hand():
-    # 2048 x 12,288 numbers of 2 bytes are 0.050332 GB; three quarters of it at 300 GB/s.
-    assert "takes 0.125829 ms, not 0.083886: 1.50 times as long, 32.2 ms more" in effect("NVLink's rate")
-    assert "0.050332 GB | (tp - 1) / tp of it, 0.037749 GB" in effect("volume of a collective")
-    # (4 + 4) collectives x 96 layers x 3 steps x 2.5 us.
-    assert "each of 768 collectives is 3 steps" in effect("latency")
-    assert "5.8 ms more" in effect("latency")
-    assert "549.3 TFLOP in 1.998 s, 275 TFLOP/s, 88% of peak | 51.4%" in effect("efficiency")
-    assert "78.5 GB of activations" in effect("whether it fits")
-    assert "6.3 GPUs' memory" in effect("whether it fits")  # (78.5 + 2 x 87.0) / 40
+def test_the_differences_numbers():
+    """From the notebook's own tables, whose sums are of 96 layers on four GPUs, with 1 GB = 1e9 bytes."""
+    tables, config = notebook_tables(), nb.Notebook()
+    both = {name: sum(each.totals()[name] for each in tables.values()) for name in SUMMED}
+    volume = 2048 * 12_288 * 2e-9
+    honest = volume * 3 / 4 / 300 * 1e3  # three quarters of it at 300 GB/s
+    sent = both["t_comm_fwd"] + both["t_comm_bwd"]
+    longer = f"takes {honest:.6f} ms, not 0.083886: {honest / 0.083886:.2f} times as long, "
+    assert f"{longer}{sent * (honest / (volume / 600 * 1e3) - 1):.1f} ms more" in effect("NVLink's rate")
+    right = f"(tp - 1) / tp of it, {volume * 3 / 4:.6f} GB"
+    assert f"{volume:.6f} GB | {right}" in effect("volume of a collective")
+    assert f"each of {(4 + 4) * 96} collectives is 3 steps" in effect("latency")
+    assert f"{768 * 3 * 2.5e-3:.1f} ms more" in effect("latency")
+    seconds, work = (both["t_total_fwd"] + both["t_total_bwd"]) / 1e3, both["flops_fwd"] + both["flops_bwd"]
+    shown = f"{work:.1f} TFLOP in {seconds:.3f} s, {work / seconds:.0f} TFLOP/s, {work / seconds / 312:.0%} of peak"
+    assert f"{shown} | 51.4%" in effect("efficiency")
+    kept, weights = both["activation_buffer"], both["weights_mem"]
+    assert f"{kept:.1f} GB of activations" in effect("whether it fits")
+    assert f"{(kept + 2 * weights) / 40:.1f} GPUs' memory" in effect("whether it fits")
     assert "takes 0.18 of" in effect("rate of norms and softmax")  # 0.044768 x 78 / 19.5
     # 16.106127 / 414.188 and 16.106127 / 293.796 ms: norm_2's 8.053 of 9.610 ms moved over.
     assert "with it moved 3.89% and 5.48%" in effect("shares of communication")
-    assert "4.55% of the layer, 2.50% of its backward" in effect("shares of communication")  # 32.2 / 708.0, / 1289.9
-    # 2 additions x 2 passes x 3 tensors x 0.012583 GB x 96 layers / 1555 GB/s
-    assert "| 9.3 ms more" in effect("residual additions")
-    assert "1.9 TFLOP (0.3% more) and 0.31 GB" in effect("embedding, head and loss")
-    # 43.5e9 parameters a GPU: x 12 bytes; x 28 bytes at 1555 GB/s.
-    assert "522 GB more, and 0.78 s" in effect("optimizer")
-    assert "7.4 of 549.3 TFLOP" in effect("causal mask")  # (0.0257 + 0.0515 + 0.0258 + 0.0514) x 96 / 2
-    assert "48.3 of 78.5 GB" in effect("fused attention")  # (0.2013 + 0.1007 + 0.2013) x 96
+    of_layer = [both[f"t_comm_{way}"] / both[f"t_total_{way}"] for way in ("fwd", "bwd")]
+    assert f"{of_layer[0]:.2%} of the layer, {of_layer[1]:.2%} of its backward" in effect("shares of communication")
+    assert f"| {2 * 2 * 3 * volume / 4 * 96 / 1.555:.1f} ms more" in effect("residual additions")
+    head = 6 * 2048 * 12_288 * 50_257 / 4 * 1e-12
+    assert f"{head:.1f} TFLOP ({head / work:.1%} more)" in effect("embedding, head and loss")
+    parameters = weights / 2  # 10^9 on a GPU
+    assert f"{12 * parameters:.0f} GB more, and {28 * parameters / 1555:.2f} s" in effect("optimizer")
+    rows = {row["layer"]: row for row in tables["attention"].rows}
+    hidden = sum(number(rows[name][f"flops_{way}"]) for name in ("logits", "attend") for way in ("fwd", "bwd"))
+    assert f"{hidden * 96 / 2:.1f} of {work:.1f} TFLOP" in effect("causal mask")
+    assert f"48.3 of {kept:.1f} GB" in effect("fused attention")  # (0.2013 + 0.1007 + 0.2013) x 96
     assert "7.2 GB less for 16.1 ms" in effect("gathering norms' outputs again in backward")
     assert "(tp - 1) / tp: 0.037749 GB | the whole: 0.050332 GB" in effect("volume")
     assert "fc2 0.618494 TFLOP | not counted: fc2 0.618475" in effect("additions of reduce-scatters")
     assert {each.kind for each in DIFFERENCES} == {"wrong", "missing", "text"}
-
-
-def test_the_right_backward_moves_both_gradients():
-    config = nb.Notebook()
-    right = corrected_gradients(config)
-    names = ["act", "dpr1", "dpr2", "layer_norm_1", "dropout_softmax", "attend", "dropout", "layer_norm_2"]
-    assert list(right) == names
-    elements = {"act": 2048 * 12_288, "dropout_softmax": 24 * 2048**2, "dpr2": 512 * 12_288}
-    assert right["act"].backward_bytes == 3 * 2 * elements["act"]  # X, dY, dX
-    assert right["dropout_softmax"].backward_bytes == (1 + 2 * 2) * elements["dropout_softmax"]  # mask, dY, dX
-    assert right["dpr2"].backward_bytes == (1 + 2 * 2) * elements["dpr2"]
-    v = 24 * 2048 * 128
-    assert right["attend"].backward_bytes == 2 * (2 * 24 * 2048**2 + 3 * v)  # A, V, dY, dA, dV
-    assert right["layer_norm_1"].backward_bytes == 2 * (3 * 512 * 12_288 + 3 * 12_288)  # X, dY, dX; scale and gradients
-    assert "20.2 ms" in effect("backward of GELU and dropout")
-    assert "0.8 ms" in effect("backward of attend")
+    # Backward of element-wise operators reads dY and writes dX: at 1555 GB/s another 2 bytes of each number.
+    elements = 2 * 2048 * 12_288 + 24 * 2048**2 + 2 * 512 * 12_288  # act and dpr1, dropout_softmax, both of the stream
+    assert f"{elements * 2 * 96 / config.memory_rate * 1e-6:.1f} ms" in effect("backward of GELU and dropout")
+    assert f"{24 * 2048 * 128 * 2 * 96 / config.memory_rate * 1e-6:.1f} ms" in effect("backward of attend")
     assert "0.025 MB per norm, 0.003 ms" in effect("backward of a layer norm")

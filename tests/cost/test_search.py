@@ -114,7 +114,7 @@ def test_each_loss_is_of_the_fastest_with_that_value(config):
             assert fastest[axis, value] == inf
             assert each.more > 0
             continue
-        assert each.best.value(axis) == value
+        assert each.best.values[axis] == value
         assert each.factor == fastest[axis, value] / winner.step.total
         if each.part:
             parts = [dict(one.step.parts) for one in (each.best, winner)]
@@ -125,11 +125,11 @@ def test_each_loss_is_of_the_fastest_with_that_value(config):
             assert each.net == each.best.step.total - winner.step.total
             assert each.net == pytest.approx(sum(more.values()), rel=1e-9)
             assert each.less == max(0.0, -min(more.values())) == (-more[each.gain] if each.gain else 0.0)
-            choices = {name: winner.value(name) for name in AXES[:-1]} | {axis: value}
+            choices = {name: winner.values[name] for name in AXES[:-1]} | {axis: value}
             held = tuple(winner.plan.held(NODE)[name] for name in ORDER)
             assert each.forced == ((*choices.values(), held) in too_large and axis not in Degrees._fields)
         else:
-            assert winner.value(axis) == value or each.factor == 1.0
+            assert winner.values[axis] == value or each.factor == 1.0
 
 
 def test_the_reasons_add_up_to_all_that_was_tried():

@@ -12,7 +12,7 @@ from cs336_systems.cost.commands.request import FILE
 from cs336_systems.cost.machines import CONSTANTS, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
 from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, REQUIRED, TrainingRun, read_runs
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -34,7 +34,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     Without FILE, the published runs that this project keeps, by family, those that constants were fitted to apart.
     """
     used, runs = load_constants(constants) if constants else CONSTANTS, read_runs(file or PUBLISHED)
-    pairs = [(run, step_time(run.config, run.plan, run.seq, run.system, used)) for run in runs]
+    pairs = [(run, run.step(used)) for run in runs]
     remarks, screen = console.console(stderr=True), console.console()
     for run in runs:
         for note in notes(run):

@@ -14,23 +14,19 @@ prediction had its own measurement been left out: r / (1 - h), for a residual r 
 model is linear (Allen, Technometrics 16(1), 1974).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import exp
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cs336_systems.cost.fitting.observations import Observation, log_ratio
 from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants
 from cs336_systems.errors import UserError
 
-if TYPE_CHECKING:  # at run time the functions import it: listing the commands goes without numpy
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.float64]
-    Residuals = Callable[[Array], Array]
+Array = NDArray[np.float64]
+Residuals = Callable[[Array], Array]
 
 WIDTH = 0.5  # a prior's: two thirds of constants lie within a factor of 1.6 of it
 NOISE = 0.03  # the least relative error that a model of this kind is believed to have
@@ -85,10 +81,28 @@ def fit(
     """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
     Where the data scatter about the fit by more than `noise`, they count for less: the noise is then the scatter, and
     the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
-    import numpy as np
-
-    _check(observations, prior, which, width, noise)
     names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
+    if not observations:
+        raise UserError("there is nothing to fit to: no run has a measured time")
+    if unknown := [name for name in which if name not in NAMES]:
+        raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    if not which:
+        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
+    if not names:
+        raise UserError(
+            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
+        )
+    return _solve(observations, prior, tuple(which), names, width, noise)
+
+
+def _solve(
+    observations: Sequence[Observation],
+    prior: Constants,
+    which: tuple[str, ...],
+    names: tuple[str, ...],
+    width: float,
+    noise: float,
+) -> Calibration:
     least, count = noise, len(observations)
 
     def constants(x: Array) -> Constants:
@@ -119,27 +133,8 @@ def fit(
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, left_out)
 
 
-def _check(
-    observations: Sequence[Observation], prior: Constants, which: Sequence[str], width: float, noise: float
-) -> None:
-    if not observations:
-        raise UserError("there is nothing to fit to: no run has a measured time")
-    if unknown := [name for name in which if name not in NAMES]:
-        raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    if not which:
-        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
-    if not any(getattr(prior, name) > 0 for name in which):
-        raise UserError(
-            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
-        )
-    if not (width > 0 and noise > 0):
-        raise UserError(f"the prior's width and the noise must be above zero, not {width} and {noise}")
-
-
 def _slopes(weighted: Residuals, x: Array) -> Array:
     """Derivatives (residuals constants), by differences."""
-    import numpy as np
-
     here = weighted(x)
     return np.stack([(weighted(x + way) - here) / DIFFERENCE for way in DIFFERENCE * np.eye(len(x))], axis=1)
 
@@ -148,8 +143,6 @@ def _minimum(weighted: Residuals, count: int, width: float) -> Array:
     """Minimise from the prior, and for each constant that the data do not determine there from both sides as well.
     Where the device is busy longer than the host, a somewhat slower host changes nothing, and a much slower one
     everything."""
-    import numpy as np
-
     start = np.zeros(count)
     best, here = _descend(weighted, start), weighted(start)
     slopes = _slopes(weighted, best)
@@ -164,8 +157,6 @@ def _minimum(weighted: Residuals, count: int, width: float) -> Array:
 
 def _descend(weighted: Residuals, x: Array) -> Array:
     """Minimise the sum of squares (Levenberg-Marquardt): Gauss-Newton steps, shorter the less the last one helped."""
-    import numpy as np
-
     r, slopes, damping = weighted(x), _slopes(weighted, x), 1e-3
     for _ in range(STEPS):
         damped = np.diag(np.sqrt(damping * np.sum(slopes**2, axis=0)))

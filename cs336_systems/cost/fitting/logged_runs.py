@@ -14,6 +14,7 @@ from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.runs import TrainingRun, read_run
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import flag
 from cs336_systems.presets import ModelConfig
 
 # Options of `fit` and Megatron-LM's names of them.
@@ -40,7 +41,6 @@ _ARGUMENTS = {
 _SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "seq_length")
 _OLDER = {"seq_length": "encoder_seq_length"}  # names in other versions or kinds of model
 _LONG = 4096  # tokens; scores of longer sequences do not fit into memory
-_DEGREES = ("tp", "pp", "dp", "micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -63,33 +63,28 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     logged = replace(logged, arguments=logged.arguments | _as_arguments(given.options))
     lacking = [name for name in _SHAPE if logged.number(name, *_OLDER.get(name, "").split()) is None]
     if lacking:
-        flags = {argument: f"--{name.replace('_', '-')}" for name, argument in _ARGUMENTS.items()}
-        raise UserError(
-            f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: "
-            f"give {', '.join(flags[name] for name in lacking)}"
-        )
+        flags = [flag(name) for name, argument in _ARGUMENTS.items() if argument in lacking]
+        raise UserError(f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: give {', '.join(flags)}")
     if given.system is None:
         raise UserError(f"{logged.name}: a log does not say on what machine it was written: give --system")
     fused, why = _fused(logged, given)
     run = read_run(_row(logged, given) | {"gpu": given.system.name, "attention": fused}, logged.name)
-    config, plan = run.config, run.plan
+    config, plan, options = run.config, run.plan, given.options
     bert = "bert" in logged.arguments.get("tokenizer_type", "").lower()
     if bert:
         config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
-    if logged.says("untie_embeddings_and_output_weights") and not bert:
+    elif logged.says("untie_embeddings_and_output_weights"):
         config = config.override(tied_head=False)
-    precision = given.options.get("precision")
-    narrow = precision != "fp32" if precision else logged.says("fp16") or logged.says("bf16")
-    plan = plan.override(overlap=given.options.get("overlap") or _overlap(logged), width=2 if narrow else 4)
+    narrow = options["precision"] != "fp32" if options.get("precision") else logged.says("fp16") or logged.says("bf16")
+    plan = plan.override(overlap=options.get("overlap") or _overlap(logged), width=2 if narrow else 4)
     if experts := logged.number("num_experts", "num_moe_experts"):
         mixture = replace(config.mixture, top_k=logged.number("moe_router_topk") or config.mixture.top_k)
-        every = logged.number("moe_layer_freq") or 1
+        every, spread = (logged.number(each) or 1 for each in ("moe_layer_freq", "expert_model_parallel_size"))
         config = config.override(num_experts=experts, expert_every=every, mixture=mixture)
-        spread = logged.number("expert_model_parallel_size") or 1
         plan = plan.override(ep=spread, dp=plan.dp // spread)
-    config = config.override(**{name: given.options.get(name) for name in ("feed_forward", "dropout", "kernels")})
+    config = config.override(**{name: options.get(name) for name in ("feed_forward", "dropout", "kernels")})
     notes = [_taken(config, plan, why)]
-    notes += ["--size is not used, since the log has arguments"] * ("size" in given.options)
+    notes += ["--size is not used, since the log has arguments"] * ("size" in options)
     return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
 
 
@@ -111,33 +106,33 @@ def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
 
 def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """A run whose log has times, and perhaps a line of degrees, but no arguments."""
-    system, said = given.system, _said_degrees(logged)
     options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
+    said = _degrees(logged) | {"global_batch": logged.batch}
     said = {name: value for name, value in said.items() if value and name not in options}
-    unsaid = [name for name in _DEGREES if name not in said and name not in given.options]
-    flags = ", ".join(f"--{name.replace('_', '-')}" for name in unsaid)
-    if given.model is None or given.plan is None or system is None:
-        missing = ["--size (what ran)"] * (given.model is None) + ["--system (on what machine)"] * (system is None)
+    unsaid = [name for name in ("tp", "pp", "dp", "micro_batch_size") if name not in said and name not in given.options]
+    flags = ", ".join(map(flag, unsaid))
+    if given.model is None or given.plan is None or given.system is None:
+        missing = ["--size (what ran)"] * (given.model is None)
+        missing += ["--system (on what machine)"] * (given.system is None)
         raise UserError(
             f"{logged.name} has times, but not the arguments of Megatron-LM: give {' and '.join(missing)}"
             f"{f'; not given either, and then 1: {flags}' if flags else ''}"
         )
-    plan = given.plan.override(**said)
-    plan.check(given.model, given.model.context_length)
+    plan, seq = given.plan.override(**said), given.model.context_length
+    plan.check(given.model, seq)
     seconds = logged.seconds
     if seconds is None and logged.sample_ms:
         seconds = logged.sample_ms * plan.global_batch / 1e3
     notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
-    return TrainingRun(logged.name, given.model, plan, given.model.context_length, system, seconds, notes)
+    return TrainingRun(logged.name, given.model, plan, seq, given.system, seconds, notes)
 
 
-def _said_degrees(logged: LoggedRun) -> dict[str, int | None]:
+def _degrees(logged: LoggedRun) -> dict[str, int | None]:
     return {
         "tp": logged.number("tensor_model_parallel_size", "model_parallel_size"),
         "pp": logged.number("pipeline_model_parallel_size"),
         "cp": logged.number("context_parallel_size"),
         "dp": logged.number("data_parallel_size"),
-        "global_batch": logged.batch,
     }
 
 
@@ -166,10 +161,10 @@ def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
 
 def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
     """The keys of a list of runs."""
-    tp = logged.number("tensor_model_parallel_size", "model_parallel_size") or 1
-    pp, cp = logged.number("pipeline_model_parallel_size") or 1, logged.number("context_parallel_size") or 1
+    degrees = _degrees(logged)
+    tp, pp, cp = (degrees[axis] or 1 for axis in ("tp", "pp", "cp"))
     world = logged.number("world_size") or tp * pp * cp
-    dp = logged.number("data_parallel_size") or world // (tp * pp * cp)
+    dp = degrees["dp"] or world // (tp * pp * cp)
     if tp * pp * cp * dp != world:
         raise UserError(f"{logged.name}: world_size {world} is not tp {tp} x pp {pp} x cp {cp} x dp {dp}")
     words = given.vocab_size or logged.vocabulary()
@@ -178,9 +173,8 @@ def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
     micro = logged.number("micro_batch_size", "batch_size")
     layers = logged.number("num_layers")
     within = logged.number("num_layers_per_virtual_pipeline_stage")
-    chunks = logged.number("virtual_pipeline_model_parallel_size") or (
-        layers // pp // within if layers and within else 1
-    )
+    chunks = logged.number("virtual_pipeline_model_parallel_size")
+    chunks = chunks or (layers // pp // within if layers and within else 1)
     # Version 1 has no microbatches: its batch_size is a replica's.
     older = micro * dp if micro and logged.number("micro_batch_size") is None else None
     batch = given.options.get("batch_size") or logged.batch or older

@@ -26,7 +26,6 @@ from cs336_systems.cost.step_time import (
     stage_kinds,
     stage_seconds,
     stage_weights,
-    step_time,
 )
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig, preset
@@ -36,8 +35,8 @@ WHAT: tuple[What, ...] = get_args(What)
 
 # Timers of gradient reduction, in the order of versions: 2.0 to 2.7, 3.0 to core 0.4, since then.
 _GRADIENTS = ("backward-params-all-reduce", "grads-all-reduce", "all-grads-sync")
-# Timers of checks for infinities, which wait for the slowest rank, by version.
-_CHECKS = ("optimizer-unscale-and-check-inf",)
+_WIDTHS = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # bytes of an activation by precision
+_CHECK = "optimizer-unscale-and-check-inf"  # which waits for the slowest rank
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,20 @@ def observe_step(run: TrainingRun) -> Iterator[Observation]:
         yield _observation(run, "step", run.seconds, partial(_step, run))
 
 
+def _step(run: TrainingRun, constants: Constants) -> float:
+    return run.step(constants).total
+
+
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
-    """Forward and backward of all microbatches, on the last stage or, `over_ranks`, the slowest."""
-    return _observation(run, "compute", seconds, partial(_compute, run, None if over_ranks else run.plan.pp - 1))
+    """Forward and backward of all microbatches, without messages between stages, on the last stage or, `over_ranks`,
+    the slowest."""
+
+    def predict(constants: Constants) -> float:
+        stages = stage_kinds(run.config, run.plan) if over_ranks else [run.plan.pp - 1]
+        each = [stage_seconds(run.config, run.plan, run.seq, one, run.system, constants) for one in stages]
+        return run.plan.microbatches * max(sum(spent) - spent.messages for spent in each)
+
+    return _observation(run, "compute", seconds, predict)
 
 
 def observe_timers(
@@ -118,44 +128,29 @@ def observe_timers(
     `over_ranks` timers are the slowest stage's, others the last one's. Gradients have `gradient_width` bytes; where
     they travel behind backward, in shards, or not at all, their timer measures something else and is left out.
     """
+    plan, system, last = run.plan, run.system, (run.config, run.plan, run.seq, run.plan.pp - 1)
+
+    def reduced(constants: Constants) -> float:
+        """One all-reduce after backward of the last stage's weights, which has those of the head."""
+        shared, owned, _ = stage_weights(*last)
+        return sum(
+            group_seconds("all-reduce", gradient_width * weights, ranks, local, system, constants)
+            for weights, ranks, local in replica_groups(plan, shared, owned, system.node)
+        )
+
     ahead, back = (milliseconds.get(f"{way}-compute", 0.0) for way in ("forward", "backward"))
     if ahead and back:
         yield observe_compute(run, (ahead + back) / 1e3, over_ranks)
     summed = next((milliseconds[name] for name in _GRADIENTS if milliseconds.get(name)), None)
-    if summed and run.plan.replicas > 1 and run.plan.overlap == "none" and not run.plan.zero:
-        yield _observation(run, "gradients", summed / 1e3, partial(_gradients, run, gradient_width))
-    stepped = milliseconds.get("optimizer", 0.0) - sum(milliseconds.get(name, 0.0) for name in _CHECKS)
+    if summed and plan.replicas > 1 and plan.overlap == "none" and not plan.zero:
+        yield _observation(run, "gradients", summed / 1e3, reduced)
+    stepped = milliseconds.get("optimizer", 0.0) - milliseconds.get(_CHECK, 0.0)
     if stepped > 0:
-        yield _observation(run, "optimizer", stepped / 1e3, partial(_optimizer, run))
+        yield _observation(run, "optimizer", stepped / 1e3, lambda used: optimizer_seconds(*last, system, used))
 
 
 def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
     return Observation(run.id, what, seconds, predict, run.system.name, run.notes)
-
-
-def _step(run: TrainingRun, constants: Constants) -> float:
-    return step_time(run.config, run.plan, run.seq, run.system, constants).total
-
-
-def _compute(run: TrainingRun, stage: int | None, constants: Constants) -> float:
-    """All microbatches of a stage, or of the slowest: forward and backward without messages between stages."""
-    stages = stage_kinds(run.config, run.plan) if stage is None else [stage]
-    each = [stage_seconds(run.config, run.plan, run.seq, one, run.system, constants) for one in stages]
-    return run.plan.microbatches * max(sum(spent) - spent.messages for spent in each)
-
-
-def _gradients(run: TrainingRun, width: int, constants: Constants) -> float:
-    """One all-reduce after backward of the last stage's weights, which has those of the head."""
-    plan, system = run.plan, run.system
-    shared, owned, _ = stage_weights(run.config, plan, run.seq, plan.pp - 1)
-    return sum(
-        group_seconds("all-reduce", width * weights, ranks, local, system, constants)
-        for weights, ranks, local in replica_groups(plan, shared, owned, system.node)
-    )
-
-
-def _optimizer(run: TrainingRun, constants: Constants) -> float:
-    return optimizer_seconds(run.config, run.plan, run.seq, run.plan.pp - 1, run.system, constants)
 
 
 def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:
@@ -177,7 +172,10 @@ def _of_pass(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]
         context_length=about["context"],
     )
     name = f"{about['size']} {batch} x {about['context']} {about['precision']} {about['mode']}"
-    plan, seconds = Plan(micro_batch=batch, global_batch=batch, width=_width(about)), median(row["samples_ms"]) / 1e3
+    plan, seconds = (
+        Plan(micro_batch=batch, global_batch=batch, width=_WIDTHS[about["precision"]]),
+        median(row["samples_ms"]) / 1e3,
+    )
     flops, bandwidth, device = metrics["peak_flops_per_s"], metrics["bandwidth_bytes_per_s"], row["environment"]
     cores, alone = int(device["cores"]) if device["device_type"] == "cpu" else 1, Link(0.0, bandwidth)
     system = System(str(device["device"]), flops, flops, 1.0, bandwidth, 0.0, cores, 1, alone, alone)
@@ -224,13 +222,8 @@ def _plan(degrees: Mapping[str, Any], choices: Mapping[str, Any], micro_batch: i
         zero=choices["zero"],
         micro_batch=micro_batch,
         global_batch=batch,
-        width=_width(choices),
+        width=_WIDTHS[choices["precision"]],
     )
-
-
-def _width(choices: Mapping[str, Any]) -> int:
-    """Bytes of an activation."""
-    return 4 if choices["precision"] in ("fp32", "tf32") else 2
 
 
 def _as_predicted(model: ModelConfig) -> ModelConfig:

@@ -1,8 +1,8 @@
 """The roofline notebook that this model grew from, kept as it printed: what each operator of one transformer layer
 computes, reads, writes, keeps and sends on one GPU of a tensor-parallel group.
 
-It is the ideal that a first model should be: closed forms, nothing fitted. What its physics lacks is computed in
-`differences.py`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+It is the ideal that a first model should be: closed forms, nothing fitted. What its physics lacks is said in
+`differences.txt`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
 github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 
@@ -97,22 +97,20 @@ class Operator:
         return self.kept + self.gradients + self.weights * (2 if self.rereads_weights else 1)
 
 
+def _product(rows: int, inner: int, columns: int) -> int:
+    """FLOPs of a matrix product: `inner` multiplications per element, and one addition less."""
+    return rows * columns * (2 * inner - 1)
+
+
 def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -> Operator:
     """`(batch seq) inputs -> (batch seq) outputs` with a matrix `inputs outputs`, here this GPU's part of it. Backward
     is two products of the same size: dX = dY W^T and dW = X^T dY."""
     rows = config.batch * config.seq
     x, y, w = (config.element_bytes * n for n in (rows * inputs, rows * outputs, (inputs + bias) * outputs))
+    ahead = _product(rows, inputs, outputs) + bias * rows * outputs
+    back = _product(rows, outputs, inputs) + _product(inputs, rows, outputs) + bias * rows * outputs
     return Operator(
-        name,
-        flops_forward=_product(rows, inputs, outputs) + bias * rows * outputs,
-        flops_backward=_product(rows, outputs, inputs) + _product(inputs, rows, outputs) + bias * rows * outputs,
-        read=x,
-        written=y,
-        kept=x,
-        gradients=x + y,
-        weights=w,
-        rereads_weights=True,
-        tensor_cores=True,
+        name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, rereads_weights=True, tensor_cores=True
     )
 
 
@@ -131,55 +129,32 @@ def dropout(config: Notebook, name: str, elements: int) -> Operator:
 def layer_norm(config: Notebook, name: str, rows: int) -> Operator:
     """`rows d_model`, each row normalised, scaled and shifted. Backward is not counted as reading the scale."""
     elements = rows * config.d_model
-    size = elements * config.element_bytes
+    size, flops = elements * config.element_bytes, (9 * elements, 13 * elements - 4 * rows)
     weights = 2 * config.d_model * config.element_bytes
-    return Operator(
-        name, 9 * elements, 13 * elements - 4 * rows, read=size, written=size, kept=size, gradients=2 * size,
-        weights=weights,
-    )  # fmt: skip
+    return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size, weights=weights)
 
 
 def softmax(config: Notebook, name: str, rows: int) -> Operator:
     """`rows seq`, one row a query of a head."""
     elements = rows * config.seq
-    size = elements * config.element_bytes
-    return Operator(
-        name, 3 * elements - rows, 4 * elements - rows, read=size, written=size, kept=size, gradients=2 * size
-    )
+    size, flops = elements * config.element_bytes, (3 * elements - rows, 4 * elements - rows)
+    return Operator(name, *flops, read=size, written=size, kept=size, gradients=2 * size)
 
 
 def logits(config: Notebook, name: str, heads: int) -> Operator:
     """`(batch heads) seq head_dim` queries with as many keys -> `(batch heads) seq seq`, no mask, whole in memory."""
     pairs, seq, dim = config.batch * heads, config.seq, config.head_dim
     scores, q = (pairs * seq * width * config.element_bytes for width in (seq, dim))
-    return Operator(
-        name,
-        flops_forward=pairs * _product(seq, dim, seq),
-        flops_backward=2 * pairs * _product(seq, seq, dim),
-        read=q,
-        read_other=q,
-        written=scores,
-        kept=2 * q,
-        gradients=scores + 2 * q,
-        tensor_cores=True,
-    )
+    flops = pairs * _product(seq, dim, seq), 2 * pairs * _product(seq, seq, dim)
+    return Operator(name, *flops, q, scores, kept=2 * q, gradients=scores + 2 * q, read_other=q, tensor_cores=True)
 
 
 def attend(config: Notebook, name: str, heads: int) -> Operator:
     """`(batch heads) seq seq` probabilities with the values -> `(batch heads) seq head_dim`. Reading dY is left out."""
     pairs, seq, dim = config.batch * heads, config.seq, config.head_dim
     scores, v = (pairs * seq * width * config.element_bytes for width in (seq, dim))
-    return Operator(
-        name,
-        flops_forward=pairs * _product(seq, seq, dim),
-        flops_backward=pairs * (_product(seq, dim, seq) + _product(seq, seq, dim)),
-        read=scores,
-        read_other=v,
-        written=v,
-        kept=scores + v,
-        gradients=scores + v,
-        tensor_cores=True,
-    )
+    flops = pairs * _product(seq, seq, dim), pairs * (_product(seq, dim, seq) + _product(seq, seq, dim))
+    return Operator(name, *flops, scores, v, kept=scores + v, gradients=scores + v, read_other=v, tensor_cores=True)
 
 
 def mlp_operators(config: Notebook) -> tuple[Operator, ...]:
@@ -200,7 +175,6 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
     """Self-attention on one GPU: `num_heads / tp` heads, between sequence-parallel norms and dropout."""
     rows, heads = config.batch * config.seq, config.num_heads // config.tp
     own_rows, own_width = rows // config.tp, config.d_model // config.tp
-    own_stream = own_rows * config.d_model
     return _on_a_group(
         config,
         replace(layer_norm(config, "layer_norm_1", own_rows), forward_collective="allgather"),
@@ -210,14 +184,9 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
         dropout(config, "dropout_softmax", config.batch * heads * config.seq**2),
         attend(config, "attend", heads),
         replace(linear(config, "v_proj", own_width, config.d_model, True), forward_collective="reducescatter"),
-        replace(dropout(config, "dropout", own_stream), backward_collective="allgather"),
+        replace(dropout(config, "dropout", own_rows * config.d_model), backward_collective="allgather"),
         replace(layer_norm(config, "layer_norm_2", own_rows), forward_collective="allgather"),
     )
-
-
-def _product(rows: int, inner: int, columns: int) -> int:
-    """FLOPs of a matrix product: `inner` multiplications per element, and one addition less."""
-    return rows * columns * (2 * inner - 1)
 
 
 def _on_a_group(config: Notebook, *operators: Operator) -> tuple[Operator, ...]:

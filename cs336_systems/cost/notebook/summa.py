@@ -16,7 +16,6 @@ All counts are in elements. Received elements are counted once, as a broadcast i
 takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide those of the matrices.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt
 from typing import Literal, get_args
@@ -112,31 +111,21 @@ def block_cost(grid: Grid, rows: int, d_model: int, d_ff: int) -> Cost:
     heads. Left out: the sums of norms over rows that are cut, two numbers per row.
     """
     shapes = ((d_model, 3 * d_model), (d_model, d_model), (d_model, d_ff), (d_ff, d_model))
-    return total(product_cost(grid, rows, k, n, gathers=not index % 2) for index, (k, n) in enumerate(shapes))
-
-
-def total(costs: Iterable[Cost]) -> Cost:
-    """Of products that follow each other on the same ranks: sums, and the largest buffers."""
-    each = list(costs)
+    each = [product_cost(grid, rows, k, n, gathers=not index % 2) for index, (k, n) in enumerate(shapes)]
     flops, received, held = (sum(getattr(cost, name) for cost in each) for name in ("flops", "received", "held"))
-    return Cost(each[0].ranks, flops, received, held, max(cost.buffers for cost in each))
+    return Cost(grid.ranks, flops, received, held, max(cost.buffers for cost in each))
 
 
 def grids(ranks: int) -> tuple[Grid, ...]:
     """Every grid of so many ranks: a line always, layers of squares of at least 2 x 2, a cube if there is one."""
     found = [Grid("1d", ranks)]
-    for side in range(isqrt(ranks), 1, -1):
-        depth, rest = divmod(ranks, side * side)
-        if rest:
-            continue
+    for side in (each for each in range(isqrt(ranks), 1, -1) if ranks % each**2 == 0):
+        depth = ranks // side**2
         if depth == 1:
             found.append(Grid("2d", side))
-            continue
-        if side % depth == 0:
-            found.append(Grid("2.5d", side, depth))
-        found.append(Grid("tesseract", side, depth))
-        if depth == side:
-            found.append(Grid("3d", side))
+        else:
+            kinds: tuple[Kind, ...] = ("2.5d", "tesseract") if side % depth == 0 else ("tesseract",)
+            found += [Grid(kind, side, depth) for kind in kinds] + [Grid("3d", side)] * (depth == side)
     return tuple(found)
 
 

@@ -4,16 +4,15 @@ of the forward time that is communication.
 An operator takes the longer of its arithmetic and its memory traffic, and then its collective, which nothing hides.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum
 from typing import Any
 
-from cs336_systems.cost.notebook.physics import Collective, Notebook, Operator, attention_operators, mlp_operators
+from cs336_systems.cost.notebook.physics import Notebook, Operator, attention_operators, mlp_operators
 
 Cell = float | str | None
 
-# The notebook's columns in its order, by section.
+# The notebook's columns in its order, by section, and their units by their first word.
 _COLUMNS = (
     "layer",
     "flops_fwd activation_in_mem activation_in_other_mem activation_out_mem activation_buffer weights_mem "
@@ -23,21 +22,16 @@ _COLUMNS = (
     "t_comp_fwd t_mem_fwd t_comp_bwd t_mem_bwd intensity t_fwd t_bwd",
     "comm_topology t_comm_fwd t_comm_bwd t_total_fwd t_total_bwd frac_t_comm_fwd frac_t_comm_bwd",
 )
+_TEXTS = {"layer": "", "comm_topology": "", "comm_bwd_type": "", "comm_fwd_type": "", "comm_size": "GPUs"}
+_UNITS = {"flops": "TFLOP", "t": "ms", "intensity": "ratio", "frac": "ratio"}
 SUMMED = (
     *("activation_buffer", "weights_mem", "weights_grad_mem", "flops_fwd", "flops_bwd"),
     *("t_total_fwd", "t_total_bwd", "t_comm_fwd", "t_comm_bwd"),
 )
-
-
-def _unit(column: str) -> str:
-    if column in ("layer", "comm_topology") or column.endswith("_type"):
-        return ""
-    begin = column.partition("_")[0]
-    units = {"flops": "TFLOP", "t": "ms", "intensity": "ratio", "frac": "ratio"}
-    return "GPUs" if column == "comm_size" else units.get(begin, "GB")
-
-
-SECTIONS = tuple([(name, _unit(name)) for name in section.split()] for section in _COLUMNS)
+SECTIONS = tuple(
+    [(name, _TEXTS.get(name, _UNITS.get(name.partition("_")[0], "GB"))) for name in section.split()]
+    for section in _COLUMNS
+)
 UNITS = {name: unit for section in SECTIONS for name, unit in section}
 COLUMNS = tuple(UNITS)
 
@@ -78,73 +72,57 @@ def show(cell: Cell) -> str:
     return cell if isinstance(cell, str) else str(round(cell, 6))
 
 
-def show_total(value: float) -> str:
-    """A total as the notebook prints it: six decimals."""
-    return f"{value:.6f}"
-
-
 def notebook_tables(config: Notebook | None = None) -> dict[str, Table]:
     """`mlp` and `attention` of one configuration, by default the notebook's own: cells in TFLOP, GB and ms."""
     config = config or Notebook()
     return {
-        "mlp": table("MLP", config, mlp_operators(config)),
-        "attention": table("self-attention", config, attention_operators(config)),
+        name: Table(title, tuple(operator_row(config, each) for each in operators), config.num_layers)
+        for name, title, operators in (
+            ("mlp", "MLP", mlp_operators(config)),
+            ("attention", "self-attention", attention_operators(config)),
+        )
     }
 
 
-def table(title: str, config: Notebook, operators: Sequence[Operator]) -> Table:
-    """A table of these operators, which may be other ones than the notebook's."""
-    return Table(title, tuple(operator_row(config, each) for each in operators), config.num_layers)
-
-
 def operator_row(config: Notebook, operator: Operator) -> dict[str, Cell]:
-    """One operator's cells by column name."""
+    """One operator's cells by column name. The volume of a collective is the whole stream's, for either verb."""
+    topology = "nvlink" if config.tp <= config.nvlink_size else "ib"
+    link = config.nvlink_rate if topology == "nvlink" else config.network_rate
+    sends = operator.forward_collective or operator.backward_collective
     row: dict[str, Cell] = {
         "layer": operator.name,
-        "flops_fwd": operator.flops_forward * 1e-12,
         "activation_in_mem": operator.read * 1e-9,
         "activation_in_other_mem": operator.read_other * 1e-9,
         "activation_out_mem": operator.written * 1e-9,
         "activation_buffer": operator.kept * 1e-9,
         "weights_mem": operator.weights * 1e-9,
-        "total_mem_fwd": operator.forward_bytes * 1e-9,
-        "flops_bwd": operator.flops_backward * 1e-12,
         "activation_grad_mem": operator.gradients * 1e-9,
         "weights_grad_mem": operator.weights * 1e-9,
-        "total_mem_bwd": operator.backward_bytes * 1e-9,
+        "comm_size": float(config.tp) if sends else None,
+        "comm_topology": topology if sends else None,
     }
-    sends = operator.forward_collective or operator.backward_collective
-    row["comm_size"] = float(config.tp) if sends else None
-    row["comm_topology"] = _topology(config) if sends else None
-    _add_pass(row, "fwd", config, operator.tensor_cores, operator.forward_collective)
-    _add_pass(row, "bwd", config, operator.tensor_cores, operator.backward_collective)
+    ways = {
+        "fwd": (operator.flops_forward, operator.forward_bytes, operator.forward_collective),
+        "bwd": (operator.flops_backward, operator.backward_bytes, operator.backward_collective),
+    }
+    for way, (operations, nbytes, collective) in ways.items():
+        flops, moved, volume = operations * 1e-12, nbytes * 1e-9, config.stream_bytes * 1e-9
+        compute = flops / (config.matrix_rate if operator.tensor_cores else config.vector_rate) * 1e3
+        memory, send = moved / config.memory_rate * 1e3, volume / link * 1e3 if collective else 0.0
+        row |= {
+            f"flops_{way}": flops,
+            f"total_mem_{way}": moved,
+            f"comm_{way}": volume if collective else None,
+            f"comm_{way}_type": collective,
+            f"t_comp_{way}": compute,
+            f"t_mem_{way}": memory,
+            f"t_{way}": max(compute, memory),
+            f"t_comm_{way}": send,
+            f"t_total_{way}": max(compute, memory) + send,
+            f"frac_t_comm_{way}": send / (max(compute, memory) + send),
+        }
     row["intensity"] = number(row["t_comp_fwd"]) / number(row["t_mem_fwd"])
     return {column: row[column] for column in COLUMNS}
-
-
-def _add_pass(
-    row: dict[str, Cell], which: str, config: Notebook, tensor_cores: bool, collective: Collective | None
-) -> None:
-    """Volume and times of forward (`fwd`) or backward (`bwd`). The volume is the whole stream's, for either verb."""
-    volume = config.stream_bytes * 1e-9
-    rate = config.nvlink_rate if _topology(config) == "nvlink" else config.network_rate
-    compute = number(row[f"flops_{which}"]) / (config.matrix_rate if tensor_cores else config.vector_rate) * 1e3
-    memory = number(row[f"total_mem_{which}"]) / config.memory_rate * 1e3
-    send = volume / rate * 1e3 if collective else 0.0
-    row |= {
-        f"comm_{which}": volume if collective else None,
-        f"comm_{which}_type": collective,
-        f"t_comp_{which}": compute,
-        f"t_mem_{which}": memory,
-        f"t_{which}": max(compute, memory),
-        f"t_comm_{which}": send,
-        f"t_total_{which}": max(compute, memory) + send,
-        f"frac_t_comm_{which}": send / (max(compute, memory) + send),
-    }
-
-
-def _topology(config: Notebook) -> str:
-    return "nvlink" if config.tp <= config.nvlink_size else "ib"
 
 
 def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:

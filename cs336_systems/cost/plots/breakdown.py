@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, new_figure, tidy
 from cs336_systems.cost.runs import PUBLISHED, read_runs
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import StepTime
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
@@ -43,8 +43,7 @@ class Bar(NamedTuple):
 def published() -> list[Bar]:
     """The runs of `data/published_runs.json` that arXiv:2205.05198 has in table 5."""
     runs = [run for run in read_runs(PUBLISHED) if run.id.startswith(KORTHIKANTI)]
-    steps = [step_time(run.config, run.plan, run.seq, run.system) for run in runs]
-    return [Bar(run.id.removeprefix(KORTHIKANTI), step, run.seconds) for run, step in zip(runs, steps, strict=True)]
+    return [Bar(run.id.removeprefix(KORTHIKANTI), run.step(), run.seconds) for run in runs]
 
 
 def multiples(step: StepTime) -> dict[str, float]:

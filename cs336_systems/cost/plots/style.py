@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.domain import fitted
+from cs336_systems.cost.domain import MACHINES
 from cs336_systems.cost.machines import System
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
@@ -39,7 +39,7 @@ def new_figure(width: float, height: float, systems: Sequence[System], heading: 
     figure = import_module("matplotlib.figure").Figure(figsize=(width, height), layout="constrained")
     if heading:
         figure.suptitle(heading, fontsize="medium")
-    if names := [system.name for system in systems if system.name not in fitted().machines]:
+    if names := [system.name for system in systems if system.name not in MACHINES]:
         note = f"predicted; {plot_text(', '.join(names))}: figures of data sheets, no run was fitted"
         figure.supxlabel(note, x=0.01, ha="left", color=GREY, fontsize="small")
     return figure
