@@ -8,15 +8,12 @@ have shapes and a device but no numbers:
         model = fake_model(TransformerLM(config, "meta"), "cpu")
         with Observer(parameters=model.parameters()) as seen:
             seen.begin("forward")
-            loss = lm_loss(model, tokens, tokens)
-            seen.begin("backward")
-            loss.backward()
-    seen.phases["backward"].flops
+            lm_loss(model, tokens, tokens)
+    seen.phases["forward"].flops
 
 Fake tensors take the path of their device, through autocast and torch's fused attention; plain meta tensors know
-neither. Fake experts get rows as from a balanced router. Of a fused kernel the operator is counted and
-not the memory that it uses inside, such as the logits of one chunk of tokens in the fused cross entropy. Collectives
-are not counted: see `comm.record`.
+neither. Fake experts get rows as from a balanced router. Memory inside a fused kernel is not seen, such as the logits
+of one chunk of tokens in the fused cross entropy. Collectives are not counted: see `comm.record`.
 """
 
 import math
@@ -107,13 +104,6 @@ class Counts:
         return sum(size * count for size, count in self.made.items() if size >= least)
 
 
-@dataclass(eq=False)
-class _Saved:
-    """A tensor that a node of autograd's graph keeps for backward."""
-
-    tensor: Tensor
-
-
 class Observer(TorchDispatchMode):
     """Counts what runs inside `with`, phase by phase.
 
@@ -132,8 +122,8 @@ class Observer(TorchDispatchMode):
         self._before: dict[int, int] = {}  # the same when the phase began
         self._changes: list[tuple[int, int]] = []  # (number, bytes more) since then
         self._kinds: dict[int, str] = {}
-        self._saved: Counter[int] = Counter()  # nodes of autograd's graph that keep a storage, by its number
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
+        self._saved = Counter[int]()  # nodes of autograd's graph that keep a storage, by its number
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved())
         for kind, tensors in held.items():
             self.label(kind, tensors)
 
@@ -207,9 +197,12 @@ class Observer(TorchDispatchMode):
         self._set_size(number, 0)
         del self._numbers[address], self._sizes[number]
 
-    def _pack(self, tensor: Tensor) -> _Saved:
-        # A holder tells when autograd lets go; the storage may live on, in a transfer of another thread.
-        number, saved = self._number(tensor), _Saved(tensor)
+    def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        # A function of its own tells when autograd lets go; the storage may live on, in a transfer of another thread.
+        def saved() -> Tensor:
+            return tensor
+
+        number = self._number(tensor)
         self._saved[number] += 1
         weakref.finalize(saved, self._saved.subtract, [number])
         return saved

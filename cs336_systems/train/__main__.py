@@ -19,9 +19,7 @@ import torch
 
 from cs336_systems.comm import Group, Place, agree, current_place, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
-from cs336_systems.cost import Hardware, Mode, count_parameters
-from cs336_systems.cost.capacity import require_fit as require_step_fits
-from cs336_systems.cost.capacity import require_layout_fits
+from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
@@ -44,17 +42,14 @@ OF_A_MACHINE = {"data", "vocab_file", "out", "weights", "log_file", "device", "n
 
 
 def require_one_recipe(recipe: Recipe, world: Group) -> None:
-    """Ranks that were started one by one may have been given different options: different collectives would meet.
-
-    Raises UserError on every rank, naming the first option that differs.
-    """
+    """Raises UserError on every rank, naming the first option that differs, if ranks that were started one by one were
+    given different options: different collectives would meet."""
     mine = {name: str(value) for name, value in recipe.options().items() if name not in OF_A_MACHINE}
     first, *others = map(json.loads, agree("options", json.dumps(mine, allow_nan=False), world))
     for rank, theirs in enumerate(others, 1):
-        for name, value in theirs.items():
-            if value != first.get(name):
-                both = f"{flag(name)} {value} and rank 0 with {flag(name)} {first.get(name)}"
-                raise UserError(f"rank {rank} was started with {both}: give all ranks the same options")
+        if name := next((name for name, value in theirs.items() if value != first.get(name)), None):
+            both = f"{flag(name)} {theirs[name]} and rank 0 with {flag(name)} {first.get(name)}"
+            raise UserError(f"rank {rank} was started with {both}: give all ranks the same options")
 
 
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
@@ -74,10 +69,10 @@ def introduce(trainer: Trainer, hardware: Hardware) -> str:
 
 
 def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
-    """Run a recipe on every rank; rank 0 prints what came of it. Returns the log's last record.
+    """Run a recipe on every rank; rank 0 prints the outcome. Returns the log's last record.
 
-    Ranks that torchrun has `restarted` go on with the run that it began. Raises UserError for a run that cannot be
-    made, or whose loss diverges.
+    Ranks that torchrun has `restarted` resume the run that it began. Raises UserError for a run that cannot be made, or
+    whose loss diverges.
     """
     world, device = default_group(), choose_device(recipe.launch.device)
     require_one_recipe(recipe, world)
@@ -89,10 +84,9 @@ def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
 
 
 def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
-    run, device, world = trainer.recipe.run, trainer.device, trainer.mesh.world
+    recipe, run, device, world = trainer.recipe, trainer.recipe.run, trainer.device, trainer.mesh.world
     say = partial(console.console(quiet=world.rank() > 0).print, soft_wrap=True)
-    precision = trainer.recipe.model.precision
-    hardware = probe(device, precision, device_name(device), budget=0.2)
+    hardware = probe(device, recipe.model.precision, device_name(device), budget=0.2)
     say(introduce(trainer, hardware))
     checkpoints = RunCheckpoints(trainer, say) if run.out else None
     done = checkpoints.restore() if checkpoints and run.resume else 0
@@ -106,9 +100,13 @@ def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
     with open_log(run.log_path, world, done) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
+        # Of all ranks, which share cores on a CPU.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        share = cores / (torch.get_num_threads() * current_place().local_world_size)
+        per_second = hardware.matmul_flops * world.size() * (1.0 if device.type == "cuda" else min(1.0, share))
         # FLOPs of microbatches, since the capacity of an expert is a group's.
         flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)
-        loop = Loop(trainer, log, peak, flops, hardware.matmul_flops * devices(trainer), checkpoints, done)
+        loop = Loop(trainer, log, say, peak, flops / per_second, checkpoints, done)
         try:
             complete = loop.run(stopping)
         except UserError:  # of all ranks: let a save beside training come to its end
@@ -126,17 +124,8 @@ def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
     return final
 
 
-def devices(trainer: Trainer) -> float:
-    """The ranks' computing power as a multiple of one rank's: their number, or less if they share cores."""
-    ranks = trainer.mesh.world.size()
-    if trainer.device.type == "cuda":
-        return ranks
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return ranks * min(1.0, cores / (torch.get_num_threads() * current_place().local_world_size))
-
-
 def usable_by_rank(recipe: Recipe, ranks: int) -> int:
-    """Bytes that each of so many ranks could use if they were started now; those on a CPU share its memory."""
+    """Bytes that each of so many ranks could use now; those on a CPU share its memory."""
     if recipe.launch.device == "cpu" or not torch.cuda.device_count():
         return usable_memory(torch.device("cpu")) // ranks
     # A child asks the GPU, since no rank could be forked from a process that has.
@@ -165,9 +154,9 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
         return fullest(recipe.change(context=seq), config, sized)
 
     if ranks == 1:
-        require_step_fits(name, config, layout.micro_batch, seq, "step", needs, usable, modes=())
+        capacity.require_fit(name, config, layout.micro_batch, seq, "step", needs, usable, modes=())
     else:
-        require_layout_fits(name, config, layout, seq, needs(config, layout.micro_batch, seq), usable)
+        capacity.require_layout_fits(name, config, layout, seq, needs(config, layout.micro_batch, seq), usable)
 
 
 def work(place: Place, recipe: Recipe) -> None:
@@ -179,23 +168,20 @@ def work(place: Place, recipe: Recipe) -> None:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            raise UserError(
-                "out of memory although it was counted to fit; lower --micro-batch-size or --context, or recompute"
-            ) from error
+            advice = "lower --micro-batch-size or --context, or recompute"
+            raise UserError(f"out of memory although it was counted to fit; {advice}") from error
 
 
 class TrainCommand(click.Command):
-    """A command that lists its options by group, and also understands Megatron-LM's names of them."""
+    """A command that lists its options by group, and also understands Megatron-LM's names of them. See click."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """See click."""
         words, notes = translate(args)
         for note in notes:
             click.echo(f"note: {note}", err=True)
         return super().parse_args(ctx, list(words))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """See click."""
         records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
         for group in GROUPS:
             with formatter.section(f"Options: {group}"):

@@ -1,12 +1,10 @@
-"""Batches of a run's objective, for training and evaluation, each a function of the seed and its number.
-
-Both kinds have a `name`, the text's `sha256`, the number of `tokens` in the training text, the `targets` of a global
-batch (None where that varies) and the `vocab_size`. `rank` and `ranks` are a rank's position among those that read
-different rows.
-"""
+"""Batches of a run's objective, for training and evaluation."""
 
 import hashlib
 import json
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ import torch
 from cs336_systems.comm import Group, agree
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, check_length, lm_batch, load_corpus
+from cs336_systems.data.documents import Documents
 from cs336_systems.data.tokenizer import Tokenizer, tokenizer_from_json
 from cs336_systems.errors import UserError
 from cs336_systems.train.recipe import Recipe
@@ -21,59 +20,57 @@ from cs336_systems.train.recipe import Recipe
 LEARNED_PIECES = 4096  # of a WordPiece vocabulary for a model that has none of its own
 
 
-class LanguageBatches:
+Rows = Callable[[int, int, int], Batch]  # of a batch by its number, for `rank` of `ranks` that read different rows
+
+
+class Batches(NamedTuple):
+    """Text as batches, each a function of the seed and its number."""
+
+    name: str
+    sha256: str
+    tokens: int  # in the training text
+    vocab_size: int
+    targets: int | None  # in a global batch; None where that varies
+    batch: Rows
+    validation: Rows | None  # of the text that is kept for evaluation, if there is any
+
+
+def language_batches(recipe: Recipe, rows: int) -> Batches:
     """Text as bytes, or random tokens: the target is the next token. The last tenth is kept for evaluation."""
+    config = recipe.model_config()
+    seq = recipe.seq(config)
+    corpus = load_corpus(recipe.data.files, config.vocab_size, seq)
+    training, held_out = corpus.split(0.1)
+    check_length(training, seq)
 
-    def __init__(self, recipe: Recipe, batch: int) -> None:
-        config = recipe.model_config()
-        self.seed, self.rows, self.seq = recipe.run.seed, batch, recipe.seq(config)
-        corpus = load_corpus(recipe.data.files, config.vocab_size, self.seq)
-        self.training, self.held_out = corpus.split(0.1)
-        check_length(self.training, self.seq)
-        self.name, self.sha256, self.tokens = self.training.name, corpus.sha256, len(self.training.tokens)
-        self.vocab_size, self.targets = config.vocab_size, batch * self.seq
-
-    def batch(self, step: int, rank: int, ranks: int, corpus: Corpus | None = None) -> Batch:
-        """This rank's rows of a step's batch, of the training text."""
-        tokens, targets = lm_batch(corpus or self.training, step, self.seed, self.rows, self.seq, rank, ranks)
+    def batch(text: Corpus, number: int, rank: int, ranks: int) -> Batch:
+        tokens, targets = lm_batch(text, number, recipe.run.seed, rows, seq, rank, ranks)
         return Batch(tokens, targets, torch.arange(rank * len(tokens), (rank + 1) * len(tokens)))
 
-    def validation(self, number: int, rank: int, ranks: int) -> Batch | None:
-        """This rank's rows of a batch of the text that is kept for evaluation; None if there is none."""
-        return self.batch(number, rank, ranks, self.held_out) if len(self.held_out.tokens) > self.seq else None
+    validation = partial(batch, held_out) if len(held_out.tokens) > seq else None
+    known = training.name, corpus.sha256, len(training.tokens), config.vocab_size, rows * seq
+    return Batches(*known, partial(batch, training), validation)
 
 
-class BertBatches:
+def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Pairs of stretches of text with masked tokens. Documents are divided by `--split`."""
+    tokenizer, data = shared_tokenizer(recipe, group), recipe.data
+    config = recipe.model_config(tokenizer.vocab_size)
+    splits = load_documents(data.files, tokenizer, data.split)
 
-    def __init__(self, recipe: Recipe, batch: int, group: Group) -> None:
-        tokenizer = shared_tokenizer(recipe, group)
-        config = recipe.model_config(tokenizer.vocab_size)
-        data, seq = recipe.data, recipe.seq(config)
-        splits = load_documents(data.files, tokenizer, data.split)
-        training = splits.training
-        arguments = tokenizer, seq, recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
-        self.rows, self.vocab_size, self.targets = batch, tokenizer.vocab_size, None
-        self.training = BertData(training, *arguments)
-        self.held_out = BertData(splits.validation, *arguments) if len(splits.validation) else None
-        first, last = (int(training.sentences[training.documents[end]]) for end in (0, -1))
-        self.name, self.tokens = training.name, last - first
-        self.sha256 = hashlib.sha256(np.ascontiguousarray(training.tokens[first:last]).tobytes()).hexdigest()
+    def batches(documents: Documents) -> Rows:
+        settings = recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
+        text = BertData(documents, tokenizer, recipe.seq(config), *settings)
+        return lambda number, rank, ranks: text.batch(number, rows, rank, ranks)
 
-    def batch(self, step: int, rank: int, ranks: int) -> Batch:
-        """This rank's rows of a step's batch."""
-        return self.training.batch(step, self.rows, rank, ranks)
-
-    def validation(self, number: int, rank: int, ranks: int) -> Batch | None:
-        """See `LanguageBatches`."""
-        return self.held_out.batch(number, self.rows, rank, ranks) if self.held_out is not None else None
+    text, validation = splits.training, batches(splits.validation) if len(splits.validation) else None
+    first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
+    sha256 = hashlib.sha256(np.ascontiguousarray(text.tokens[first:last]).tobytes()).hexdigest()
+    return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)
 
 
 def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
-    """The recipe's tokenizer, the same on every rank: rank 0 makes it, which may mean to learn it from the text.
-
-    Raises UserError on every rank if that cannot be.
-    """
+    """The recipe's tokenizer, which rank 0 makes, perhaps from the text. Raises UserError on every rank."""
     preset, data, made = recipe.model.preset.model, recipe.data, {}
     learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
     largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
@@ -97,6 +94,6 @@ def most_tokens(recipe: Recipe) -> int | None:
     return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None
 
 
-def make_batches(recipe: Recipe, batch: int, group: Group) -> LanguageBatches | BertBatches:
+def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """The batches of the recipe's objective. Every rank must call this."""
-    return BertBatches(recipe, batch, group) if recipe.model.is_bert else LanguageBatches(recipe, batch)
+    return bert_batches(recipe, rows, group) if recipe.model.is_bert else language_batches(recipe, rows)

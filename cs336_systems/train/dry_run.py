@@ -69,7 +69,7 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
 
 
 def closing(recipe: Recipe, config: ModelConfig, layout: Layout) -> list[str]:
-    """The work of a step, the schedule, drawn if there are stages, and what sequence parallelism saves."""
+    """The work of a step and the schedule, drawn if there are stages."""
     seq, together = recipe.seq(config), layout.global_batch // layout.micro_batch
     model, hardware = (together * flops for flops in microbatch_flops(recipe, config, layout.micro_batch))
     spent = f", {format_count(hardware)}FLOP computed" if hardware > model else ""
@@ -78,16 +78,11 @@ def closing(recipe: Recipe, config: ModelConfig, layout: Layout) -> list[str]:
         f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch} a replica"
     ]
     if layout.pp > 1:
-        arguments = layout.schedule, layout.pp, layout.microbatches, layout.chunks
-        idle = bubble_fraction(*arguments)
+        simulation = simulate(schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+        idle = bubble_fraction(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
         lines.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
-        simulation = simulate(schedule(*arguments))
         columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
         lines += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
-    if layout.tp > 1:
-        without, with_it = (block_bytes(recipe, config, replace(layout, sequence=each)) for each in (False, True))
-        both = f"{format_bytes(with_it)} a microbatch for backward with --sequence-parallel, {format_bytes(without)}"
-        lines.append(f"a block keeps {both} without")
     return lines
 
 
@@ -102,10 +97,3 @@ def microbatch_flops(recipe: Recipe, config: ModelConfig, rows: int) -> tuple[in
         plain = observe(recipe, replace(config, recompute="none", mixture=mixture), alone).work
         model = plain["forward"].flops + plain["backward"].flops
     return model, hardware
-
-
-def block_bytes(recipe: Recipe, config: ModelConfig, layout: Layout) -> int:
-    """Bytes that one block keeps for the backward of one microbatch on each tp rank: what a third adds to two."""
-    one = replace(layout, pp=1, dp=1, ep=1, chunks=1, schedule="1f1b", zero=0, global_batch=layout.micro_batch)
-    deep, shallow = (observe(recipe, replace(config, num_layers=layers), one).kept for layers in (3, 2))
-    return deep - shallow

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import IO, Any, Self
 
@@ -33,11 +32,10 @@ class StopSignal:
     """SIGTERM, as a scheduler sends it before it takes the machine away, caught inside the block if `active`: all ranks
     stop after the same step. Another one, a second later or more, ends the process.
 
-    A rank that gets the signal writes the step after which all are to stop into the store; the others look there after
-    every step. It must be a step that no rank has passed. After step k every rank has taken part in the gradient norm
-    of step k, so none can end step k + 1 before this rank begins it: they stop after k + 1. On a GPU the host runs
-    ahead of that norm by at most `STEPS_AHEAD` steps, which are added. A signal before the first step, while a model is
-    built or read, is agreed on when all ranks are ready for that step.
+    A rank that gets the signal writes the step after which all are to stop into the store, where the others look after
+    every step. No rank may have passed it. After step k every rank has taken part in the gradient norm of step k, so
+    none can end step k + 1 before this rank begins it: they stop after k + 1. On a GPU the host runs ahead of that norm
+    by at most `STEPS_AHEAD` steps, which are added. A signal before the first step is agreed on when all are ready.
     """
 
     def __init__(self, group: Group, ahead: int = 0, active: bool = True) -> None:
@@ -73,23 +71,18 @@ class StopSignal:
 
 @dataclass(eq=False)
 class Loop:
-    """The steps of a recipe that are left after the first `done`, with a log line every `log_every` of them, an
-    evaluation every `eval_interval` and a checkpoint every `save_every`.
-
-    `flops` are the model's in a step, and `peak` how many all ranks can compute in a second: for the utilisation (MFU).
-    """
+    """The steps of a recipe that are left after the first `done`, with their log lines, evaluations and checkpoints."""
 
     trainer: Trainer
     log: IO[str]
+    say: Callable[[str], object]  # prints a line on rank 0
     memory: PeakMemory
-    flops: float
-    peak: float
+    least_seconds: float  # of a step's FLOPs on all ranks at their peak, for the utilisation (MFU)
     checkpoints: RunCheckpoints | None = None
     done: int = 0
 
     def __post_init__(self) -> None:
         self.recipe, self.world = self.trainer.recipe, self.trainer.mesh.world
-        self.out = console.console(quiet=self.world.rank() > 0)
         self.ahead = STEPS_AHEAD if self.trainer.device.type == "cuda" else 0
         self.unchecked: deque[tuple[int, Step]] = deque()
         self.saving: int | None = None  # the step of a save under way
@@ -99,13 +92,10 @@ class Loop:
 
     def run(self, stop: StopSignal) -> bool:
         """Take the steps; returns False if SIGTERM ended them early, after a save of the state if there was a step.
-
-        Raises UserError when the loss or its gradient is no longer a number, and for a last checkpoint that cannot be
-        written.
-        """
+        Raises UserError for a loss or gradient that is no number, and a last checkpoint that cannot be written."""
         run, steps = self.recipe.run, range(self.done + 1, self.recipe.run.steps + 1)
-        expected = len(steps) * self.flops / self.peak
-        with console.progress("training", run.steps, expected, self.world.rank() > 0, self.done) as advance:
+        expected, quiet = len(steps) * self.least_seconds, self.world.rank() > 0
+        with console.progress("training", run.steps, expected, quiet, self.done) as advance:
             # Who is late now must not seem slow in the first step.
             if any(agree("ready for the first step, or told to stop", "stop" if stop.told else "", self.world)):
                 steps = steps[:0]
@@ -131,41 +121,41 @@ class Loop:
         return self.done >= run.steps
 
     def _save(self, number: int, last: bool) -> None:
-        """Save, or begin to with --background-save. If that fails, say so and go on, for there are earlier checkpoints:
-        not with the last. Several steps in a row that were left out may mean that the weights are ruined."""
-        assert self.checkpoints is not None
+        """Save, or begin to with --background-save, unless steps in a row were left out: the weights may be ruined."""
         if self.trainer.overflows > 1:
             why = f"the last {self.trainer.overflows} gradients were inf or NaN; earlier checkpoints are as they were"
             write_line({"step": number, "save_failed": why}, self.log)
-            self.out.print(f"step {number} is not saved: {why}", soft_wrap=True)
+            self.say(f"step {number} is not saved: {why}")
             return
         began = time.perf_counter()
         self.finish_save()
         self.saving, self.save_seconds = number, 0.0
-        self._go_on_saving(partial(self.checkpoints.save, number), last)
-        if last or not self.recipe.run.background_save:
-            self.finish_save(last)
+        self.finish_save(last, begin=True)
         self.start += time.perf_counter() - began
 
-    def finish_save(self, last: bool = False) -> None:
-        """Wait for a save under way, and log what has come of it. Raises SaveError if the `last` one failed."""
-        if self.checkpoints is not None and self.saving is not None:
-            self._go_on_saving(self.checkpoints.saver.finish, last)
-        if self.saving is not None:
-            write_line({"step": self.saving, "saved": True, "save_seconds": self.save_seconds}, self.log)
-            self.saving = None
-
-    def _go_on_saving(self, action: Callable[[], object], last: bool) -> None:
-        step, began = self.saving, time.perf_counter()
+    def finish_save(self, last: bool = False, begin: bool = False) -> None:
+        """Wait for a save under way, or `begin` one, and log what has come of it. There are earlier checkpoints: raises
+        SaveError only if the `last` one failed."""
+        if self.checkpoints is None or self.saving is None:
+            return
+        began, number = time.perf_counter(), self.saving
+        wait = last or not begin or not self.recipe.run.background_save
         try:
-            action()
+            if begin:
+                self.checkpoints.save(number)
+            if wait:
+                self.checkpoints.saver.finish()
         except SaveError as error:
             self.saving = None
-            write_line({"step": step, "save_failed": str(error)}, self.log)
+            write_line({"step": number, "save_failed": str(error)}, self.log)
             if last:
                 raise
-            self.out.print(f"step {step}: {error}", soft_wrap=True)
+            self.say(f"step {number}: {error}")
+            return
         self.save_seconds += time.perf_counter() - began
+        if wait:
+            self.saving = None
+            write_line({"step": number, "saved": True, "save_seconds": self.save_seconds}, self.log)
 
     def _require_finite(self, number: int, step: Step | None = None) -> None:
         """Check a step's gradient norm, on a GPU that of some steps ago, so that the host need not wait; without a step
@@ -178,13 +168,12 @@ class Loop:
             if math.isfinite(norm) or step_then.skipped:
                 continue
             mine = "" if torch.isfinite(step_then.losses).all() else "not finite"
-            answers = agree("whose loss is finite", mine, self.world)
-            bad = [str(rank) for rank, answer in enumerate(answers) if answer]
+            bad = [str(rank) for rank, said in enumerate(agree("whose loss is finite", mine, self.world)) if said]
             which = f"the loss of rank{'s' * (len(bad) > 1)} {', '.join(bad)}"
+            which = which if bad else "the gradient, unlike the loss,"
             raise UserError(
-                f"{which if bad else 'the gradient, unlike the loss,'} is not finite in step {number} (gradient norm "
-                f"{norm}); lower --lr (now {self.recipe.optimizer.lr:g}), or leave such steps out with "
-                "--on-nonfinite skip"
+                f"{which} is not finite in step {number} (gradient norm {norm}); lower --lr (now "
+                f"{self.recipe.optimizer.lr:g}), or leave such steps out with --on-nonfinite skip"
             )
 
     def _report(self, number: int) -> None:
@@ -195,7 +184,7 @@ class Loop:
         if taken and not math.isfinite(lm + pair):  # although its gradient was
             lr = self.recipe.optimizer.lr
             raise UserError(f"the loss is {lm + pair} after {number} steps; lower --lr (now {lr:g})")
-        mfu, tokens = self.flops / seconds / self.peak, batch * trainer.seq / seconds
+        mfu, tokens = self.least_seconds / seconds, batch * trainer.seq / seconds
         line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
         line["peak_memory"] = self.memory.read()  # of rank 0
@@ -213,25 +202,24 @@ class Loop:
             line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
                 name: [None if math.isnan(each) else each / steps for each in values] for name, values in times.items()
             }
-            self.out.print(iteration_line(line, self.recipe.run.steps, batch), soft_wrap=True)
-            self.out.print(timer_line(times, steps, kind == "minmax"), soft_wrap=True)
+            self.say(iteration_line(line, self.recipe.run.steps, batch))
+            self.say(timer_line(times, steps, kind == "minmax"))
         write_line(line, self.log)
-        loss = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
-        loss += f"  balance {routing['balance']:.2f}" if routing else ""
-        loss += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
-        self.note = f"{loss}  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
+        self.note = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
+        self.note += f"  balance {routing['balance']:.2f}" if routing else ""
+        self.note += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
+        self.note += f"  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
         self.since, self.start = [], time.perf_counter()
 
     def _evaluate(self, number: int) -> None:
         began = time.perf_counter()
-        losses = self.trainer.validate()
-        if losses is None:
+        if (losses := self.trainer.validate()) is None:
             return
         line = {"step": number, "validation_loss": losses[0]}
         line |= {"validation_sop_loss": losses[1]} if self.recipe.model.is_bert else {}
         write_line(line, self.log)
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
-        self.out.print(f"step {number}: {shown}")
+        self.say(f"step {number}: {shown}")
         self.start += time.perf_counter() - began
 
 

@@ -17,7 +17,6 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.host.meta import QuickMeta
 from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.layout import Layout, Observation, Transfer, Work
-from cs336_systems.model.heads import Losses
 from cs336_systems.presets import ModelConfig
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
@@ -97,7 +96,9 @@ class RankStep:
         self.phase, self.counted, part = "after", 0, self.part
         self.seen.counts = self.counts["after"]
         with record() as self.events:
-            self.pipeline.run(microbatches, total_loss, part.dropout_keys(0, 0, microbatches), part.no_sync)
+            keys = part.dropout_keys(0, 0, microbatches)
+            loss = lambda of: of.tokens if of.pair is None else of.tokens + of.pair  # noqa: E731
+            self.pipeline.run(microbatches, loss, keys, part.no_sync)
             part.finish_gradient_synchronization()
             part.add_shared()
             part.norm()
@@ -152,11 +153,6 @@ class RankStep:
         peak = self.seen.peak()
         peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
         return Observation(part.parameters, at_rest, activations[0], max(activations), peak, work, self.traffic)
-
-
-def total_loss(losses: Losses) -> Tensor:
-    """The scalar that backward begins with."""
-    return losses.tokens if losses.pair is None else losses.tokens + losses.pair
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:

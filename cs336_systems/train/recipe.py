@@ -39,7 +39,7 @@ class Recipe:
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """The recipe with these options, by the names that the command line has for them."""
+        """The recipe with these options, by the names of the command line."""
         return cls().change(**options)
 
     def change(self, **options: Any) -> Self:

@@ -28,11 +28,10 @@ TEMPERATURE = 0.8  # of a sample
 def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
     """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
 
-    It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
-    which will be taken again. Raises UserError, on every rank, where it cannot be written.
+    A run that goes on after `done` steps appends to it, less what was written of later steps, which will be taken
+    again. Raises UserError, on every rank, where it cannot be written.
     """
-    file, problem = None, ""
-    path = path if group.rank() == 0 else Path(os.devnull)
+    file, problem, path = None, "", path if group.rank() == 0 else Path(os.devnull)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if done and path.is_file():
@@ -53,8 +52,7 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
 
 
 def _up_to(text: str, done: int) -> str:
-    """The lines of a log that tell of the first `done` steps; one that was cut short by a kill is left out, or is no
-    record at all, and so is the last one of a run, and where an earlier one went on after more steps."""
+    """The lines of a log about the first `done` steps, without those cut short by a kill and the last one of a run."""
     lines = []
     for line in text.splitlines():
         try:
@@ -102,8 +100,8 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
-    loss that is no number."""
+    """The log's last record, of a run of so many steps. Every rank must call this. Raises UserError for a loss that is
+    no number."""
     world, losses = trainer.mesh.world, trainer.validate()
     memory = torch.zeros(world.size(), dtype=torch.float64, device=trainer.device)
     memory[world.rank()] = peak.read() or 0
@@ -139,11 +137,8 @@ def sample_text(
 
 
 def sample(trainer: Trainer) -> str | None:
-    """A sample of text from the trained model; None for random tokens, for a BERT, and with pipeline stages.
-
-    Every rank must call this.
-    """
-    recipe = trainer.recipe
+    """A sample of text from the trained model; None for random tokens, a BERT, and pipeline stages."""
+    recipe, run = trainer.recipe, trainer.recipe.run
     if recipe.model.is_bert or list(recipe.data.files) == ["random"] or trainer.stage.stages > 1:
         return None
 
@@ -155,7 +150,7 @@ def sample(trainer: Trainer) -> str | None:
         return trainer.part.wrappers[0](Batch(padded, None))[:, : tokens.shape[1]]
 
     trainer.stage.eval()
-    return sample_text(logits, trainer.device, trainer.seq, recipe.run.prompt, recipe.run.sample_bytes, recipe.run.seed)
+    return sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)
 
 
 def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:

@@ -69,8 +69,7 @@ class Timers:
             yield
 
     def milliseconds(self) -> dict[str, float]:
-        """This rank's sums by name, of timers that have ended a lap, in the order of first use. Waits for the device if
-        there are events to be read."""
+        """This rank's sums by name, of timers that have ended a lap. Waits for the device if events are to be read."""
         if any(isinstance(lap, tuple) for laps in self.laps.values() for lap in laps):
             torch.cuda.synchronize(self.device)
         for name, laps in self.laps.items():
@@ -82,8 +81,7 @@ class Timers:
         self.laps = {name: [] for name in self.laps}
 
     def by_rank(self) -> dict[str, list[float]]:
-        """The milliseconds of every timer on each rank of the group, NaN where a rank has not used it; the same on
-        every rank, each of which must call this."""
+        """Every timer's milliseconds on each rank, NaN where one has not used it. Every rank must call this."""
         own = self.milliseconds()
         if self.group is None:
             return {name: [value] for name, value in own.items()}

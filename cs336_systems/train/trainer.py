@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.comm import Mesh, all_reduce, at_step
-from cs336_systems.data.corpus import Batch, count_targets
+from cs336_systems.data.corpus import count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import choose_device
 from cs336_systems.model.heads import Losses
@@ -36,16 +36,12 @@ MOST_OVERFLOWS = 10  # steps in a row that were left out, at the lowest loss sca
 
 
 class Step(NamedTuple):
-    """Outcome of an optimizer step.
+    """Outcome of an optimizer step."""
 
-    `losses` (2,) are this rank's share of the losses of tokens and of sentence pairs, which add up over all ranks,
-    `norm` the gradient's before clipping; `skipped` if that is not finite and the update was left out.
-    """
-
-    losses: Tensor
-    norm: Tensor
+    losses: Tensor  # (2,) this rank's share of the losses of tokens and of sentence pairs, which add up over all ranks
+    norm: Tensor  # of the gradient before clipping
     rate: float
-    skipped: bool
+    skipped: bool  # the norm was not finite, and the update left out
 
 
 class Trainer:
@@ -87,7 +83,11 @@ class Trainer:
         part = self.part
         with self.timer("batch-generator"):
             batch = self.batches.batch(step, *self.data_rank).to(self.device)
-            counted = self._count_targets(batch)
+            if self.batches.targets is not None:
+                counted = torch.tensor(float(self.batches.targets), device=self.device)
+            else:  # it varies: the global batch's
+                counted = count_targets(batch).float()
+                all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
             microbatches = batch.split(self.micro_batch)
             keys = part.dropout_keys(self.recipe.run.seed, step, microbatches)
         set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
@@ -153,9 +153,8 @@ class Trainer:
         self.skipped = int(state["skipped"])  # not how many in a row: what follows may be done otherwise
 
     def routing(self) -> dict[str, float]:
-        """The balancing loss of the last microbatch, 1 if balanced and nothing is padding, the mean over expert layers
-        and ranks, and the share of choices that were dropped (not known by einsum); nothing without experts. Every rank
-        must call it."""
+        """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks, and the
+        share of choices that were dropped (not known by einsum); nothing without experts."""
         if not self.config.num_experts:
             return {}
         total = torch.zeros(4, dtype=torch.float64, device=self.device)
@@ -168,37 +167,27 @@ class Trainer:
         balance, count, kept, wanted = total.tolist()
         return ({"balance": balance / count} if count else {}) | ({"dropped": 1 - kept / wanted} if wanted else {})
 
-    def _count_targets(self, batch: Batch) -> Tensor:
-        """Targets in the global batch, a scalar."""
-        if self.batches.targets is not None:
-            return torch.tensor(float(self.batches.targets), device=self.device)
-        counted = count_targets(batch).float()
-        all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
-        return counted
-
     def _share(self, losses: Losses, counted: Tensor) -> Tensor:
         """Contribution of some rows to the global batch's mean losses, (2,): of targets, and of sentence pairs."""
         pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
         return torch.stack((losses.tokens / counted, pair))
 
     def mean_losses(self, steps: list[Step]) -> list[float]:
-        """The global losses of tokens and pairs, averaged over steps, NaN over none: the one wait for the device
-        between two logs."""
-        losses = [each.losses for each in steps]
-        total = (torch.stack(losses).mean(0) if losses else torch.full((2,), torch.nan, device=self.device)).double()
+        """The global losses of tokens and pairs, averaged over steps, NaN over none. Waits for the device."""
+        losses = torch.stack([each.losses for each in steps]) if steps else torch.empty((0, 2), device=self.device)
+        total = losses.mean(0).double()
         all_reduce(total, self.mesh.world, "losses", "sum").wait()
         return total.tolist()
 
     @torch.no_grad()
     def validate(self) -> list[float] | None:
         """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
-        if self.batches.validation(0, *self.data_rank) is None:
+        if (rows_of := self.batches.validation) is None:
             return None
         self.stage.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.run.eval_iters):
-            batch = self.batches.validation(number, *self.data_rank)
-            assert batch is not None
+            batch = rows_of(number, *self.data_rank)
             for losses in self.evaluation.run(batch.to(self.device).split(self.micro_batch), None):
                 sums[0] += losses.tokens
                 sums[1] += 0.0 if losses.pair is None else losses.pair

@@ -8,7 +8,7 @@ from cs336_systems.cost.closed_forms import block_activations, parameter_bytes, 
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.traffic import sent
-from cs336_systems.train.dry_run import block_bytes, microbatch_flops
+from cs336_systems.train.dry_run import microbatch_flops
 from cs336_systems.train.observation import observe, observe_traffic
 from cs336_systems.train.recipe import Recipe
 
@@ -65,7 +65,9 @@ def test_a_block_keeps_what_the_paper_says(recompute, tp):
     recipe = Recipe.of(size="bert-345m", precision="fp16", context=s, recompute=recompute)
     for sequence in (False, True)[: 1 + (tp > 1)]:
         layout = Layout(tp=tp, micro_batch=b, global_batch=b, sequence=sequence, vocabulary_multiple=128 * tp)
-        seen = block_bytes(recipe, config, layout)
+        # One block's: what a third adds to two.
+        deep, shallow = (observe(recipe, replace(config, num_layers=layers), layout).kept for layers in (3, 2))
+        seen = deep - shallow
         paper = block_activations(s, b, h, a, tp, sequence, recompute)
         softmax = 2 * a * s * s * b / tp if recompute == "none" else 0
         # Two numbers a token, twice; the meta device has LayerNorm's in the stream's precision or in float32.

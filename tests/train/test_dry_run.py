@@ -109,7 +109,6 @@ def test_the_tables_of_a_dry_run():
     assert "│ 0 │ pp │ send │ 4 │" in said
     assert "│ 1 │ ends │ all-reduce │ 1 │" in said
     assert "1f1b: idle 20.0% of the pipeline's time, if stages are equal" in said
-    assert "with --sequence-parallel" in said
     recomputed = shown(1, size="tiny", recompute="segments")
     assert "collectives" not in recomputed
     assert "FLOP computed; 1 microbatch of 16 a replica" in recomputed
