@@ -35,10 +35,6 @@ SLOW = (
     *("benchmarks/test_e2e::test_the_file_itself", "benchmarks/test_allreduce::test_under_torchrun"),
     *("model/test_transformer::test_compiles", "kernels/test_flash_attention::test_compiles"),
     *("kernels/test_weighted_sum::test_compiles", "benchmarks/test_moe_eval::", "benchmarks/test_leaderboard::"),
-    *(
-        "train/test_train::test_bad_input_is_one_line_and_exit_code_2[arguments7",
-        "train/test_dry_run::test_a_rank_of_hu",
-    ),
     *(f"benchmarks/test_e2e::{name}" for name in ("test_an_explicit_mode", "test_a_model_with_exp", "test_all_sizes")),
     *(f"benchmarks/test_memory::{name}" for name in ("test_all_sizes_end", "test_residuals_are_counted")),
     *("benchmarks/test_profiling_run::test_what_cannot_be_is_one_line[options7", "benchmarks/test_checkpoints::"),

@@ -26,11 +26,12 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import flag, format_count
 from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
+from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig
 from cs336_systems.train.batches import most_tokens
-from cs336_systems.train.dry_run import dry_run, fullest
 from cs336_systems.train.loop import STEPS_AHEAD, Loop, StopSignal
 from cs336_systems.train.megatron import translate
+from cs336_systems.train.observation import dry_run, fullest
 from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe, recipe_options
 from cs336_systems.train.run_folder import RunCheckpoints, load_weights, run_folder
 from cs336_systems.train.run_log import conclude, final_record, header, open_log, write_line
@@ -133,6 +134,15 @@ def usable_by_rank(recipe: Recipe, ranks: int) -> int:
         return child.submit(usable_memory, torch.device("cuda", find_place().local_rank)).result()
 
 
+def least_memory(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Bytes by part of a rank's share of the whole model's state: the fullest rank needs no less."""
+    parameters = sum(count_parameters(config).values()) // (layout.tp * layout.pp * layout.ep)
+    width, state = (2, 12) if recipe.model.half else (4, 8)  # bytes a parameter
+    parts = {"parameters": (width, 3), "gradients": (width, 2), "optimizer state": (state, 1)}  # since which ZeRO stage
+    shares = {part: size / (layout.data if layout.zero >= stage else 1) for part, (size, stage) in parts.items()}
+    return {part: int(parameters * share) for part, share in shares.items()} | {"activations": 0}
+
+
 def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
     """Raises UserError, saying what would fit, for a run that needs more than the `usable` bytes of a rank.
 
@@ -142,14 +152,9 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
     name, seq = recipe.model.name, recipe.seq(config)
 
     def needs(config: ModelConfig, batch: int, seq: int, mode: Mode = "step") -> dict[str, int]:
-        # To observe a huge model takes long, and is left out where a rank's share of the state alone does not fit.
-        parameters = sum(count_parameters(config).values()) // (layout.tp * layout.pp * layout.ep)
-        width, moments = (2, 12) if recipe.model.half else (4, 8)
-        sizes = {"parameters": width, "gradients": width, "optimizer state": moments}  # bytes a parameter
-        shards = [layout.data if layout.zero >= stage else 1 for stage in (3, 2, 1)]
-        least = {part: parameters * size // n for (part, size), n in zip(sizes.items(), shards, strict=True)}
-        if sum(least.values()) > usable:
-            return least | {"activations": 0}
+        # To observe a huge model takes long, and is left out where the state alone does not fit.
+        if sum((least := least_memory(recipe, config, layout)).values()) > usable:
+            return least
         sized = replace(layout, micro_batch=batch, global_batch=batch * layout.data * layout.microbatches)
         return fullest(recipe.change(context=seq), config, sized)
 

@@ -1,13 +1,9 @@
 """A rank's part of a model that is laid out over a mesh, with its data-parallel wrappers and optimizers.
 
-The order of `Assembly` is that of the strategies: blocks are divided into pipeline stages, a stage's matrices are split
-over tensor-parallel ranks, its experts over expert-parallel ones, and ZeRO replicates or shards the rest over
-data-parallel ranks. Experts have fewer replicas than dense parameters, and so a wrapper and an optimizer of their own:
-
-    dense parameters    replicas on all data-parallel ranks, dp x ep
-    experts             replicas on the dp ranks that have the same ones
-
-In stage 3 experts are sharded as in stage 2: FSDP would gather again what expert parallelism has split.
+Blocks are divided into pipeline stages, a stage's matrices are split over tensor-parallel ranks, its experts over
+expert-parallel ones, and ZeRO replicates or shards the rest over data-parallel ranks. Experts have a wrapper and an
+optimizer of their own, as they have fewer replicas than dense parameters: dp ranks, not dp x ep. In stage 3 they are
+sharded as in stage 2: FSDP would gather again what expert parallelism has split.
 
 After the wrappers' synchronisation some sums remain, and the global norm counts every gradient once:
 

@@ -106,11 +106,11 @@ class Loop:
                 self.since.append(step)
                 self._require_finite(number, step)
                 last = stop.after(number) or number == run.steps
-                save = self.checkpoints is not None and (last or _every(run.save_every, number))
-                if save or last or _every(run.log_every, number):  # a run goes on where a line ends
+                save = self.checkpoints is not None and (last or number % (run.save_every or math.inf) == 0)
+                if save or last or number % run.log_every == 0:  # a run goes on where a line ends
                     self._require_finite(number)  # which names rank and step, as a mean over steps cannot
                     self._report(number)
-                if _every(run.eval_interval, number):
+                if number % (run.eval_interval or math.inf) == 0:
                     self._evaluate(number)
                 if save:
                     self._save(number, last)
@@ -221,7 +221,3 @@ class Loop:
         shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
         self.say(f"step {number}: {shown}")
         self.start += time.perf_counter() - began
-
-
-def _every(interval: int | None, number: int) -> bool:
-    return interval is not None and number % interval == 0

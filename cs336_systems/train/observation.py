@@ -1,28 +1,34 @@
-"""One rank's step of a layout, observed: the library runs alone as that rank, on the meta device.
+"""One rank's step of a layout, observed, and the tables of a dry run: the library runs alone, on the meta device.
 
 Nothing is sent and no number is computed, so that a rank of 256 takes seconds. Everything else is what training does:
 the parts of `Assembly`, the schedule, the hooks, the verbs. An expert layer's router counts as balanced.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
+from rich.console import Group as Stacked
 from torch import Tensor
 
 from cs336_systems.comm import Event, Mesh, fake_ranks, record
 from cs336_systems.data.corpus import Batch
+from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.meta import QuickMeta
 from cs336_systems.host.observe import Counts, Observer
+from cs336_systems.host.table import Table
 from cs336_systems.layout import Layout, Observation, Transfer, Work
+from cs336_systems.model.heads import Losses
 from cs336_systems.presets import ModelConfig
+from cs336_systems.schedule import LEGEND, bubble_fraction, schedule, simulate
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
 KINDS = ("bucket", "buffer", "replicated")
+LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
 AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"}  # some axes have the same ranks
 
 
@@ -95,10 +101,12 @@ class RankStep:
         self.kept: list[int] = []
         self.phase, self.counted, part = "after", 0, self.part
         self.seen.counts = self.counts["after"]
+
+        def loss(losses: Losses) -> Tensor:
+            return losses.tokens if losses.pair is None else losses.tokens + losses.pair
+
         with record() as self.events:
-            keys = part.dropout_keys(0, 0, microbatches)
-            loss = lambda of: of.tokens if of.pair is None else of.tokens + of.pair  # noqa: E731
-            self.pipeline.run(microbatches, loss, keys, part.no_sync)
+            self.pipeline.run(microbatches, loss, part.dropout_keys(0, 0, microbatches), part.no_sync)
             part.finish_gradient_synchronization()
             part.add_shared()
             part.norm()
@@ -174,3 +182,85 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     along = (axis for axis in order if getattr(mesh, axis).group_name == event.group)
     axis = "pp" if message else AXIS_OF.get(what) or next(along)
     return Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)
+
+
+def dry_run(recipe: Recipe, ranks: int) -> Stacked:
+    """The tables to print. Raises UserError for a layout that does not divide."""
+    config = recipe.model_config()
+    recipe.check_layout(config, ranks)
+    layout = recipe.layout(ranks)
+    stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]
+    shown = [memory_table(recipe, config, layout, stages).table()]
+    if ranks > 1:
+        shown.append(traffic_table(layout, stages).table())
+    return Stacked(*shown, *closing(recipe, config, layout))
+
+
+def fullest(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Bytes by part at the fullest moment of the rank that needs most: of the first stage, which keeps most
+    microbatches, or the last, which has the logits."""
+    peaks = (observe(recipe, config, layout, stage * layout.tp * layout.data).peak for stage in {0, layout.pp - 1})
+    return max(peaks, key=lambda peak: sum(peak.values()))
+
+
+def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Sequence[Observation]) -> Table:
+    """Parameters and memory of a rank of each stage; the first data-parallel rank has most."""
+    note = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}" + f" x ep {layout.ep}" * bool(config.num_experts)
+    note += f", ZeRO stage {layout.zero}, {recipe.model.precision}, {config.vocab_size:,} words. "
+    if config.num_experts:
+        number, layers = config.num_experts // layout.ep, config.expert_layers
+        note += f"{number} of {config.num_experts} experts a rank, in {layers} layer{'s' * (layers > 1)}; balanced. "
+    note += "Counted, not measured; workspace is what is needed for a moment on top, memory the most at once."
+    rows = []
+    for stage, seen in enumerate(stages):
+        cells = map(format_bytes, (*seen.memory().values(), sum(seen.peak.values())))
+        rows.append([str(stage), format_count(seen.parameters, "B"), *cells])
+    title = f"{recipe.model.name}: parameters and memory of a rank"
+    return Table(title, ["stage", "count", *stages[0].memory(), "memory"], rows, note)
+
+
+def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
+    """The collectives and messages of a step of each stage's rank, by axis of the mesh and verb."""
+    rows = []
+    for stage, seen in enumerate(stages):
+        calls, sizes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for transfer, times in seen.traffic.items():
+            calls[transfer.axis, transfer.verb] += times
+            sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
+        rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
+    note = "ends: the first and the last stage, which share the tied embedding; world: all ranks."
+    if layout.ep > 1:
+        note += " data: dp and ep together. How many rows travel to experts is counted as if the router were balanced."
+    title = "A step's collectives and messages on one rank of each stage"
+    return Table(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
+
+
+def closing(recipe: Recipe, config: ModelConfig, layout: Layout) -> list[str]:
+    """The work of a step and the schedule, drawn if there are stages."""
+    seq, together = recipe.seq(config), layout.global_batch // layout.micro_batch
+    model, hardware = (together * flops for flops in microbatch_flops(recipe, config, layout.micro_batch))
+    spent = f", {format_count(hardware)}FLOP computed" if hardware > model else ""
+    lines = [
+        f"a step of {layout.global_batch} x {seq} tokens: {format_count(model)}FLOP{spent}; "
+        f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch} a replica"
+    ]
+    if layout.pp > 1:
+        simulation = simulate(schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
+        idle = bubble_fraction(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
+        lines.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
+        columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
+        lines += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
+    return lines
+
+
+def microbatch_flops(recipe: Recipe, config: ModelConfig, rows: int) -> tuple[int, int]:
+    """(model, hardware) FLOPs of a microbatch of `rows` sequences in one process: what the model asks for, three times
+    its forward, and what is computed, with what backward repeats and with experts' empty slots and one-hot products."""
+    alone = Layout(micro_batch=rows, global_batch=rows)
+    work = observe(recipe, config, alone).work
+    hardware = model = work["forward"].flops + work["backward"].flops
+    if config.recompute != "none" or config.num_experts:
+        mixture = replace(config.mixture, dispatch="sort", capacity_factor=0.0)
+        plain = observe(recipe, replace(config, recompute="none", mixture=mixture), alone).work
+        model = plain["forward"].flops + plain["backward"].flops
+    return model, hardware

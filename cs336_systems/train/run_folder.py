@@ -139,7 +139,8 @@ class RunCheckpoints:
         if saved["scaler"].keys() != (mine := self.trainer.state()["scaler"]).keys():
             # --loss-scale has made a constant of what was found by trial, or undone it.
             saved = saved | {"scaler": mine}
-        self.trainer.load_state(saved)
+        self.trainer.scaler.load_state_dict(saved["scaler"])
+        self.trainer.skipped = int(saved["skipped"])  # not how many in a row: what follows may be done otherwise
         restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
         return checkpoint.step

@@ -69,7 +69,7 @@ class Timers:
             yield
 
     def milliseconds(self) -> dict[str, float]:
-        """This rank's sums by name, of timers that have ended a lap. Waits for the device if events are to be read."""
+        """This rank's sums of laps that have ended. Waits for the device if events are to be read."""
         if any(isinstance(lap, tuple) for laps in self.laps.values() for lap in laps):
             torch.cuda.synchronize(self.device)
         for name, laps in self.laps.items():

@@ -147,11 +147,6 @@ class Trainer:
         """The state besides tensors that the steps so far have changed, as JSON for a checkpoint."""
         return {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint. Raises UserError for a loss scaler of another kind."""
-        self.scaler.load_state_dict(state["scaler"])
-        self.skipped = int(state["skipped"])  # not how many in a row: what follows may be done otherwise
-
     def routing(self) -> dict[str, float]:
         """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks, and the
         share of choices that were dropped (not known by einsum); nothing without experts."""

@@ -8,8 +8,7 @@ from cs336_systems.cost.closed_forms import block_activations, parameter_bytes, 
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.traffic import sent
-from cs336_systems.train.dry_run import microbatch_flops
-from cs336_systems.train.observation import observe, observe_traffic
+from cs336_systems.train.observation import microbatch_flops, observe, observe_traffic
 from cs336_systems.train.recipe import Recipe
 
 SEQ = 8

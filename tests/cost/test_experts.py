@@ -21,7 +21,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.layout import Layout
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig, model_preset
-from cs336_systems.train.dry_run import dry_run, fullest
+from cs336_systems.train.observation import dry_run, fullest
 from cs336_systems.train.recipe import Recipe
 from tests.cost.test_cost import loss_of
 

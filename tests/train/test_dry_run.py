@@ -1,19 +1,21 @@
 """What a rank holds and computes: observed on the meta device, and on real ranks with real tensors."""
 
 import time
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 import torch
 from rich.console import Console
 
+from cs336_systems.cost import count_parameters
 from cs336_systems.host.observe import Observer
 from cs336_systems.layout import Layout
 from cs336_systems.model import routing as gating
 from cs336_systems.presets import model_preset
+from cs336_systems.train.__main__ import least_memory
 from cs336_systems.train.assembly import Assembly
-from cs336_systems.train.dry_run import dry_run
-from cs336_systems.train.observation import RankStep, batches, observe
+from cs336_systems.train.observation import RankStep, batches, dry_run, fullest, observe
 from cs336_systems.train.recipe import Recipe
 from tests.support.ranks import run
 from tests.support.traffic_cases import BERT, GPT, LLAMA, SEQ, config_of, in_turn, mesh_of, settings
@@ -76,6 +78,22 @@ def test_real_ranks_hold_and_compute_what_one_observes():
             assert real == alone, (changes, degrees, rank)
 
 
+def test_the_fullest_moment_by_part():
+    """Few tokens: it is in the update, when all gradients are there."""
+    recipe = Recipe.of(context=SEQ)
+    parts = fullest(recipe, config_of(ODD), Layout())
+    seen = observe(recipe, config_of(ODD), Layout())
+    assert {part: parts[part] for part in seen.state} == seen.state
+    assert list(parts) == ["parameters", "gradients", "optimizer state", "activations"]
+
+
+@pytest.mark.parametrize(("changes", "degrees", "precision"), CASES)
+def test_the_state_alone_is_no_more_than_what_the_fullest_rank_needs(changes, degrees, precision):
+    recipe, layout = Recipe.of(context=SEQ, precision=precision), Layout(**settings(2, **degrees))
+    least = least_memory(recipe, config_of(changes), layout)
+    assert 0 < sum(least.values()) <= sum(fullest(recipe, config_of(changes), layout).values())
+
+
 def test_bert_345m_on_two_by_two():
     """Megatron's padding to 128 tp: 29,056 words become 29,184. The last stage has the tied embedding as well."""
     layout = Layout(tp=2, pp=2, vocabulary_multiple=256, global_batch=2)
@@ -90,9 +108,12 @@ def test_bert_345m_on_two_by_two():
 def test_a_rank_of_hundreds_is_observed_in_seconds():
     recipe = Recipe.of(size="gpt3-175b", context=64, tp=8, pp=8, zero=1, sequence_parallel=True, pad_vocabulary=1024)
     layout = Layout(8, 8, 4, sequence=True, zero=1, global_batch=4 * 512, vocabulary_multiple=1024)
-    seen = observe(recipe, recipe.model_config(), layout, 255)
+    config = replace(recipe.model_config(), num_layers=16)
+    seen = observe(recipe, config, layout, 255)
     assert layout.ranks == 256
-    assert 8 * 8 * seen.parameters == pytest.approx(175e9, rel=0.05)
+    # As if all eight stages had the tied embedding, as the last has.
+    eight = sum(count_parameters(config).values()) + 7 * config.vocab_size * config.d_model
+    assert 8 * 8 * seen.parameters == pytest.approx(eight, rel=0.01)
     assert sum(n for each, n in seen.traffic.items() if each.axis == "pp") == 2 * layout.microbatches
 
 

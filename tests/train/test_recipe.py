@@ -253,6 +253,17 @@ def test_a_run_that_does_not_fit_is_refused_before_any_rank_is_started(monkeypat
     assert "tiny with microbatches of 1 x 16 at tp 1 x pp 1 x dp 2 needs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_no_batch_would_fit_is_refused_without_being_observed(monkeypatch, capsys, ranks):
+    monkeypatch.setattr(training, "usable_memory", lambda device: ranks * 2**39)
+    monkeypatch.setattr(training, "fullest", lambda *arguments: pytest.fail("the model was observed"))
+    line = ["--size", "gpt3-175b", "--data", "random", "--device", "cpu", "--batch-size", "8", "--context", "32"]
+    assert run_command(main, [*line, "--nproc", str(ranks), "--zero", "2", "--precision", "bf16"]) == 2
+    said, gradients = capsys.readouterr().err, {1: "325.2 GiB", 4: "81.3 GiB"}[ranks]
+    assert f"(parameters 325.2 GiB, gradients {gradients}, optimizer state " in said
+    assert ("; use a smaller --size" in said) is (ranks == 1)
+
+
 def test_a_vocabulary_that_the_text_decides_is_counted_at_its_largest(tmp_path):
     (tmp_path / "pieces").write_text("[PAD]\na\nb\n")
     assert most_tokens(Recipe.of(objective="bert")) is None
