@@ -5,7 +5,10 @@ that it calls, so a product's time includes the copies that it needs.
 """
 
 import re
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.profiling.names import Modules, kind_of, kinds_of, parse_tag, without_layer_numbers
@@ -55,21 +58,26 @@ class Row:
     def add(self, column: str, amount: int) -> None:
         setattr(self, column, getattr(self, column) + amount)
 
-    def of(self, whole: "Row") -> "Row":
-        """This row with its shares of a whole."""
-        self.share, self.of_forward = share(self.total, whole.total), share(self.forward, whole.forward)
-        return self
-
 
 @dataclass
 class ModuleRow(Row):
     """A module, or `modules` of them whose names differ in numbers only. The times are its own operators', without
     those of the modules inside; `inclusive` has these too."""
 
-    kind: str = ""
     modules: int = 0
     calls: int = 0
     inclusive: Row = field(default_factory=lambda: Row(""))
+
+
+def _group(trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str]) -> dict[str, Row]:
+    """The time of all operators by the names that each counts for, with shares of the whole step."""
+    rows, whole = dict[str, Row](), Row("")
+    for node in timeline(trace).busy:
+        for row in (whole, *(rows.setdefault(name, Row(name)) for name in names(node))):
+            row.add(column(node), node.time)
+    for row in rows.values():
+        row.share, row.of_forward = share(row.total, whole.total), share(row.forward, whole.forward)
+    return rows
 
 
 def _column(node: Node) -> str:
@@ -96,50 +104,33 @@ def _part(node: Node) -> str:
 
 def part_rows(trace: Trace) -> list[Row]:
     """The whole step by part, the longest first; each nanosecond is in one row only."""
-    rows, whole = dict[str, Row](), Row("")
-    for node in timeline(trace).busy:
-        name = _part(node)
-        for row in (rows.setdefault(name, Row(name)), whole):
-            row.add(_column(node), node.time)
-    return sorted((row.of(whole) for row in rows.values() if row.total), key=lambda row: (-row.total, row.name))
+    rows = _group(trace, lambda node: [_part(node)], _column).values()
+    return sorted((row for row in rows if row.total), key=lambda row: (-row.total, row.name))
 
 
 def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
     """One row for each module by its qualified name, the longest with all inside it first. The modules of all blocks
     share a row, `blocks.*.attention`. Shares are of the whole step, so inclusive ones do not add up."""
-    rows, whole = dict[str, ModuleRow](), Row("")
-    known: dict[Modules, list[ModuleRow]] = {}  # the rows of a node's modules, each once, the innermost's first
-    names: dict[str, set[str]] = {}
-    for node in timeline(trace).busy:
-        column = _column(node)
-        whole.add(column, node.time)
-        if not node.modules:
-            continue
-        if node.modules not in known:
-            inside: dict[str, ModuleRow] = {}
-            for name, class_name in reversed(node.modules):
-                short = without_layer_numbers(name)
-                inside[short] = rows.setdefault(short, ModuleRow(short, kind=kind_of(class_name)))
-                names.setdefault(short, set()).add(name)
-            known[node.modules] = list(inside.values())
-        own = known[node.modules][0]
-        tagged = node.span.category == "user_annotation" and parse_tag(node.span.name)
-        own.calls += bool(tagged and node.phase != "backward")
-        own.add(column, node.time)
-        for row in known[node.modules]:
-            row.inclusive.add(column, node.time)
-    for name, row in rows.items():
-        row.modules = len(names[name])
-        row.of(whole)
-        row.inclusive.of(whole)
-    return sorted(rows.values(), key=lambda row: (-row.inclusive.total, row.name))[:limit]
+
+    @lru_cache(None)
+    def short(modules: Modules) -> list[str]:
+        return list(dict.fromkeys(without_layer_numbers(name) for name, _ in reversed(modules)))
+
+    inclusive = _group(trace, lambda node: short(node.modules), _column)
+    own = _group(trace, lambda node: short(node.modules)[:1], _column)
+    names, calls = dict[str, set[str]](), Counter[str]()
+    for node in (node for node in timeline(trace).busy if node.modules):
+        name = short(node.modules)[0]
+        names.setdefault(name, set()).add(node.modules[-1][0])
+        calls[name] += node.is_tag and node.phase != "backward"
+    rows = [ModuleRow(**vars(own[n]), modules=len(names[n]), calls=calls[n], inclusive=inclusive[n]) for n in own]
+    return sorted(rows, key=lambda row: (-row.inclusive.total, row.name))[:limit]
 
 
 @once
-def _labelled(trace: Trace) -> list[tuple[Node, str, str]]:
-    """Every operator with the label of the outermost one around it that has one, and that one's name."""
+def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
+    """For every operator, by identity, the label of the outermost one around it that has one, and that one's name."""
     found: dict[int | None, tuple[str, str]] = {None: ("", "")}
-    result = []
     for node in timeline(trace).busy:
         name = node.span.name
         label, operator = found[id(node.outer) if node.outer is not None else None]
@@ -150,24 +141,23 @@ def _labelled(trace: Trace) -> list[tuple[Node, str, str]]:
             if name in SOFTMAXES and node.inside("attention"):
                 label = SOFTMAX
         found[id(node)] = label, operator
-        result.append((node, label, operator))
-    return result
+    return found
 
 
 def share_rows(trace: Trace) -> list[Row]:
     """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any: the
     time to launch and to wait for them, not what they do meanwhile. `forward` and `backward` are the phases."""
+    labels = _labels(trace)
     classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
     norms = classes.pop() if len(classes) == 1 else "norms"
-    rows = {name: Row(name) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)}
-    whole = Row("")
-    for node, label, _ in _labelled(trace):
-        counted = [whole, *([rows[label]] if label else [])]
-        if label != COLLECTIVES and node.inside("norm"):
-            counted.append(rows[norms])
-        for row in counted:
-            row.add(node.phase if node.phase in ("forward", "backward") else "other", node.time)
-    return [row.of(whole) for row in rows.values() if row.total or row.name not in (FUSED_ATTENTION, COLLECTIVES)]
+
+    def names(node: Node) -> list[str]:
+        label = labels[id(node)][0]
+        return [label] * bool(label) + [norms] * (label != COLLECTIVES and node.inside("norm"))
+
+    rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
+    found = [rows.get(name, Row(name)) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)]
+    return [row for row in found if row.total or row.name not in (FUSED_ATTENTION, COLLECTIVES)]
 
 
 def attention_rows(trace: Trace) -> list[Row]:
@@ -178,7 +168,9 @@ def attention_rows(trace: Trace) -> list[Row]:
     """
     rows: dict[str, Row] = {}
     seen_softmax: dict[str, bool] = {}
-    for node, label, operator in _labelled(trace):
+    labels = _labels(trace)
+    for node in timeline(trace).busy:
+        label, operator = labels[id(node)]
         modules = [name for name, kind in node.modules if kind_of(kind) == "attention"]
         if not modules:
             continue

@@ -7,7 +7,7 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from cs336_systems.profiling.names import Modules, kinds_of
+from cs336_systems.profiling.names import Modules, kinds_of, parse_tag
 from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace
 
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
@@ -48,6 +48,11 @@ class Node:
     def recomputed(self) -> bool:
         """True for forward work that backward repeats."""
         return self.phase == "backward" and self.direction == "forward" and bool(self.modules)
+
+    @property
+    def is_tag(self) -> bool:
+        """True for a module's forward."""
+        return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
 
     def inside(self, kind: str) -> bool:
         """True if one of its modules is of a kind, `attention` for example."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_iter
 
 from cs336_systems.host.observe import Observer, fake_model
 from cs336_systems.model.precision import autocast
@@ -85,10 +86,15 @@ class _Keeper(Observer):
         self.kept: dict[int, Residual] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = self._count
+        self._note((args, kwargs), "")  # made before
         result = super().__torch_dispatch__(function, types, args, kwargs)
-        self.made |= dict.fromkeys(range(before + 1, self._count + 1), function.overloadpacket.__name__.strip("_"))
+        self._note(result, function.overloadpacket.__name__.strip("_"))
         return result
+
+    def _note(self, values: Any, maker: str) -> None:
+        for each in tree_iter(values):
+            if isinstance(each, Tensor):
+                self.made.setdefault(self._number(each), maker)
 
     @contextmanager
     def running(self, tag: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cs336_systems.profiling.collectives import Flight, flights
 from cs336_systems.profiling.intervals import Interval, intersection
-from cs336_systems.profiling.names import ENGINE, kind_of, parse_tag, step_number
+from cs336_systems.profiling.names import ENGINE, kind_of, step_number
 from cs336_systems.profiling.overlap import activity, waits_of
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Span, Trace
@@ -71,9 +71,8 @@ def _blocks(trace: Trace) -> list[Box]:
     found: list[Box] = []
     for node in timeline(trace).nodes:
         span = node.span
-        tagged = span.category == "user_annotation" and parse_tag(span.name)
         name = next((name for name, kind in reversed(node.modules) if kind_of(kind) == "block"), "")
-        if not name or not (tagged or span.name.startswith(ENGINE)):
+        if not name or not (node.is_tag or span.name.startswith(ENGINE)):
             continue
         if found and found[-1].name == name and found[-1].kind == node.direction:
             found.append(Box(found.pop().start, max(span.end, node.end), name, node.direction))

@@ -93,7 +93,7 @@ def test_modules_with_and_without_those_inside():
     assert (outer.forward, outer.inclusive.forward) == (76_000, 100_000)
     assert (outer.backward, outer.inclusive.backward) == (44_000, 44_000)
     assert (query.forward, query.inclusive.forward, query.backward) == (24_000, 24_000, 0)
-    assert (outer.kind, outer.modules, outer.calls) == ("attention", 1, 2)
+    assert (outer.modules, outer.calls) == (1, 2)
     assert rows["model"].inclusive.total == 196_000 + 96_000
     assert rows["model"].inclusive.share == pytest.approx(292 / 400)
     assert next(iter(rows)) == "model"

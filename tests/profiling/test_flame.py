@@ -112,23 +112,14 @@ def test_recompute_stands_below_the_backward_of_its_block():
 
 
 def test_operators_without_tags():
-    trace = trace_of(
-        span("aten::mm", 0, 5),
-        span(f"{ENGINE}MmBackward0", 6, 9),
-        span("MmBackward0", 7, 8),
-    )
+    trace = trace_of(span("aten::mm", 0, 5), span(f"{ENGINE}MmBackward0", 6, 9), span("MmBackward0", 7, 8))
     assert stacks(flames(trace)) == {"main thread;aten::mm": 5000, "main thread;MmBackward0": 3000}
     assert [each.paint for each in flames(trace)[0].root.children.values()] == ["other", "backward"]
 
 
 def test_paints_and_calls():
     step = flames(two_steps())[0].root.children["step"]
-    assert [each.paint for each in step.children.values()] == [
-        "forward",
-        "backward",
-        "communication",
-        "optimizer",
-    ]
+    assert [each.paint for each in step.children.values()] == ["forward", "backward", "communication", "optimizer"]
     accumulate = step.children["backward"].children["AccumulateGrad"]
     assert (accumulate.paint, accumulate.calls) == ("backward", 2)
     gloo = flames(two_steps())[1].root.children["gloo:all_reduce"]

@@ -53,12 +53,7 @@ def peak_in(memory: MemoryTimeline, start: int, end: int) -> int:
     return memory.totals[memory.highest_in(start, end)]
 
 
-STEP = [
-    span("step 0", 0, 1000),
-    span("forward", 0, 300),
-    span("backward", 300, 700),
-    span("optimizer", 700, 1000),
-]
+STEP = [span("step 0", 0, 1000), span("forward", 0, 300), span("backward", 300, 700), span("optimizer", 700, 1000)]
 
 
 def test_levels_phases_and_peak_of_a_step_made_by_hand():
@@ -152,13 +147,7 @@ def test_memory_freed_without_an_allocation_was_there_from_the_start():
     found = memory_timeline(made([event(10, 50, 7), event(20, 2, -30), event(30, 1, -100)], held))
     assert found.totals == [130, 137, 107, 7]
     assert found.totals[0] == 130
-    assert found.levels[0] == {
-        "parameters": 0,
-        "gradients": 100,
-        "optimizer state": 0,
-        "activations": 0,
-        "other": 30,
-    }
+    assert found.levels[0] == {"parameters": 0, "gradients": 100, "optimizer state": 0, "activations": 0, "other": 30}
     # An earlier profile of the same process left it another size in torch's books: what was held counts.
     assert memory_timeline(made([event(30, 1, -64)], held)).totals == [100, 0]
 

@@ -63,10 +63,7 @@ def test_intervals():
         ([kernel(NCCL, 0, 100, 20), kernel("gemm", 100, 200)], 0),
         ([kernel(NCCL, 0, 100, 20), kernel("gemm", 50, 200)], 0.5),
         # Two streams of computation and two of communication: 90 of 140.
-        (
-            [kernel(NCCL, 0, 100, 20), kernel(NCCL, 60, 140, 21), kernel("a", 10, 70), kernel("b", 50, 100, 8)],
-            90 / 140,
-        ),
+        ([kernel(NCCL, 0, 100, 20), kernel(NCCL, 60, 140, 21), kernel("a", 10, 70), kernel("b", 50, 100, 8)], 90 / 140),
         ([kernel(NCCL, 0, 100, 20), kernel("Memcpy HtoD", 0, 100, 7, "gpu_memcpy")], 0),
         ([kernel(NCCL, 0, 100, 20), event("nccl:all_reduce", 0, 400, 7, "gpu_user_annotation", stream=7)], 0),
         ([kernel(NCCL, 0, 100, 20), event("cudaLaunchKernel", 0, 50, 3, "cuda_runtime")], 0),

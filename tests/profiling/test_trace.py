@@ -15,16 +15,7 @@ BASE = 1_790_857_026_000_000_000
 
 
 def slice_(name: str, start: float, duration: float, category: str = "cpu_op", tid: object = 1, **args) -> dict:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 7,
-        "tid": tid,
-        "ts": start,
-        "dur": duration,
-        "args": args,
-    }
+    return {"ph": "X", "cat": category, "name": name, "pid": 7, "tid": tid, "ts": start, "dur": duration, "args": args}
 
 
 def chrome(*events: dict, **top) -> dict:
