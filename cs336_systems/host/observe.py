@@ -21,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any, Self, TypeVar
 
 import torch
@@ -117,7 +117,7 @@ class Observer(TorchDispatchMode):
         self.counts = Counts()
         self.rows: int | None = None  # of fake numbers, how many at most are not zero
         self._numbers: dict[int, int] = {}  # of live storages, by address: addresses are used again, numbers are not
-        self._next = count(1)
+        self._count = 0
         self._sizes: dict[int, int] = {}  # bytes of live storages, by number
         self._before: dict[int, int] = {}  # the same when the phase began
         self._changes: list[tuple[int, int]] = []  # (number, bytes more) since then
@@ -184,7 +184,8 @@ class Observer(TorchDispatchMode):
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address not in self._numbers:
-            number = self._numbers[address] = next(self._next)
+            self._count += 1
+            number = self._numbers[address] = self._count
             self._set_size(number, storage.nbytes())
             weakref.finalize(storage, self._freed, address, number)
         return self._numbers[address]
