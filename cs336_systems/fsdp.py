@@ -23,15 +23,7 @@ from torch import Tensor, nn
 from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
-from cs336_systems.buffers.sharded_parameter import (
-    GatherOrder,
-    ShardedParameter,
-    WeightProxy,
-    cast,
-    compute_in,
-    shard_weights,
-    tensors_with_gradient,
-)
+from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -47,8 +39,7 @@ class FSDP(Wrapper):
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
-    are registered and every output counts in the loss. Raises UserError, on every rank, if the ranks' modules differ,
-    and CommError if their collectives differ.
+    are registered and every output counts in the loss.
     """
 
     gradients = Sharded(in_flight=2)
@@ -62,30 +53,27 @@ class FSDP(Wrapper):
     ) -> None:
         super().__init__(f"compute dtype {compute_dtype}", module, group, ignored)
         self.compute_dtype = compute_dtype
-        self.layers = shard_weights(module, compute_dtype, self.guard)
-        self.sharded = list(dict.fromkeys(weight for _, weight in self.layers))
+        self.order = shard_weights(module, compute_dtype, self.guard)
+        self.sharded = list(dict.fromkeys(self.order.weights))
         shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
         replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
         self.buckets = [GradBucket(ps, self.group, f"replicated gradients {i}") for i, ps in enumerate(replicated)]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
-        self.order = GatherOrder([weight for _, weight in self.layers])
         self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
         self.reduced: set[ShardedParameter] = set()  # in this backward
         self.reducing: deque[GradBucket] = deque()  # launched last; others have finished, and their buffers are free
         self.guard.protect((*self.bucket_of, *shards))
-        for number, (layer, weight) in enumerate(self.layers):
+        for number, (layer, weight) in enumerate(zip(self.order.layers, self.order.weights, strict=True)):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, number, weight))
-            layer.__dict__["_parameters"] = WeightProxy(layer._parameters, partial(self._lend, weight))
+            weight.lend_by(self._lend, layer)
         for weight in (weight for weight in self.sharded if weight.trainable):
             weight.full.register_hook(weak_hook(self._before_gradient, weight))
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_replicated_gradient))
-        if compute_dtype is not None:
-            compute_in(compute_dtype, module, {layer for layer, _ in self.layers})
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
@@ -101,9 +89,9 @@ class FSDP(Wrapper):
             output = self.module(*inputs, **kwargs)
         finally:
             self.in_forward = False
-        self.order.forward_to(len(self.layers))
+        self.order.forward_to(end := len(self.order.layers))
         if torch.is_grad_enabled():
-            self.order.passed_back = self.order.gathered_back = len(self.layers)
+            self.order.passed_back = self.order.gathered_back = end
         for weight in self.sharded:
             weight.reshard()
         for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():

@@ -155,8 +155,10 @@ class Guard:
 
     def check_watched(self) -> None:
         """Raises UserError if the gradient of the watched shard was dropped or written to."""
-        shard, gradient, version = self.watched or (None, None, 0)
-        if shard is not None and (shard.grad is not gradient or gradient._version != version):
+        if self.watched is None:
+            return
+        shard, gradient, version = self.watched
+        if shard.grad is not gradient or gradient._version != version:
             raise fault(
                 "gradients were changed or dropped before finish_gradient_synchronization() had delivered them all: "
                 "call that first, or zero_grad() of the wrapper to drop them"

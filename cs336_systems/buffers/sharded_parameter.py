@@ -96,6 +96,10 @@ class ShardedParameter:
         for module in self.modules:
             module._parameters["weight"] = self.full
 
+    def lend_by(self, lend: Callable[["ShardedParameter"], nn.Parameter | None], layer: nn.Module) -> None:
+        """Let code outside a layer that reads its weight get what `lend` gives for it."""
+        layer.__dict__["_parameters"] = WeightProxy(layer._parameters, partial(lend, self))
+
     def reshard(self) -> None:
         """Free the whole weight; the modules see the shard."""
         if self.work is not None:
@@ -126,14 +130,14 @@ class ShardedParameter:
 
 
 class GatherOrder:
-    """Positions in the list of the layers' `weights`, in which a tied weight stands once for each of its layers.
+    """Positions in the list of `layers` and their `weights`, in which a tied weight stands once for each of its layers.
 
     Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
     not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.
     """
 
-    def __init__(self, weights: Sequence[ShardedParameter]) -> None:
-        self.weights = weights
+    def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ShardedParameter]) -> None:
+        self.layers, self.weights = layers, weights
         self.first = {weight: number for number, weight in reversed([*enumerate(weights)])}
         self.gathered = 0  # layers before this one have been gathered in this forward
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
@@ -176,11 +180,9 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad]
 
 
-def shard_weights(
-    module: nn.Module, compute_dtype: torch.dtype | None, guard: Guard
-) -> list[tuple[nn.Module, ShardedParameter]]:
-    """Replace the 2-D `weight` of every layer by this rank's rows: the layers in the order in which they are
-    registered, each with its sharded parameter, which tied layers share."""
+def shard_weights(module: nn.Module, compute_dtype: torch.dtype | None, guard: Guard) -> GatherOrder:
+    """Replace the 2-D `weight` of every layer by this rank's rows; the order is that in which layers are registered,
+    and tied layers share a sharded parameter."""
     layers_of: dict[nn.Parameter, list[nn.Module]] = {}
     for layer in module.modules():
         weight = layer._parameters.get("weight")
@@ -195,7 +197,10 @@ def shard_weights(
         sharded = ShardedParameter(weight, layers, name, compute_dtype or weight.dtype, guard.group)
         sharded_of |= dict.fromkeys(layers, sharded)
     guard.remember_structure({sharded.shard: sharded.full for sharded in sharded_of.values()})
-    return [(layer, sharded_of[layer]) for layer in module.modules() if layer in sharded_of]
+    if compute_dtype is not None:
+        compute_in(compute_dtype, module, sharded_of.keys())
+    ordered = [layer for layer in module.modules() if layer in sharded_of]
+    return GatherOrder(ordered, [sharded_of[layer] for layer in ordered])
 
 
 def compute_in(dtype: torch.dtype, module: nn.Module, layers: Set[nn.Module]) -> None:

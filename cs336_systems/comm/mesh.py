@@ -39,8 +39,8 @@ class Mesh:
         self.groups: dict[tuple[int, ...], Group | None] = {tuple(range(world.size())): world}
         self.tp, self.pp, self.ep, self.dp = (self._along(axis) for axis in ("tp", "pp", "ep", "dp"))
         self.data, self.model = self._along("dp", "ep"), self._along("pp", "tp")
-        ends = [(stages[0], stages[-1]) for stages in self._lines("pp")] if self.pp.size() > 1 else []
-        self.ends = self._join(ends, self.groups)
+        ends: list[tuple[int, ...]] = [(stages[0], stages[-1]) for stages in self._lines("pp")]
+        self.ends = self._join(ends, self.groups) if self.pp.size() > 1 else None
         # NCCL has no tags: messages between two ranks match in the order of posting. Activations and gradients, up and
         # down the stages, may overtake each other, so each kind has its own connection; gloo's tags keep them apart.
         apart = self.pp.size() > 1 and not has_tags(world)
