@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ GOOD = 80_000  # nanoseconds of an interval that is small enough to stop
 NEVER = 2**62
 
 
-@dataclass(frozen=True)
-class Offset:
+class Offset(NamedTuple):
     """This rank's clock is `nanoseconds` ahead of rank 0's, plus or minus `bound`."""
 
     nanoseconds: int
@@ -68,10 +67,9 @@ def narrow(rounds: Iterable[tuple[int, int, int]]) -> Offset:
     """
     low, high, mark, idle = -NEVER, NEVER, 2 * NEVER, 0
     for sent, theirs, answered in rounds:
-        low, high = max(low, sent - theirs), min(high, answered - theirs)
+        low, high, idle = max(low, sent - theirs), min(high, answered - theirs), idle + 1
         if low > high:
             low, high, mark = sent - theirs, answered - theirs, 2 * NEVER
-        idle += 1
         if high - low < 0.9 * mark:
             mark, idle = high - low, 0
         if high - low < GOOD or idle >= PATIENCE:

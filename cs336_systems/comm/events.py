@@ -45,24 +45,18 @@ class Event:
         return record_function(f"{what} {self.verb} {self.group}#{number} {self.label}".rstrip())
 
 
-_records: list[list[Event]] = []
+records: list[list[Event]] = []  # those that are open
 
 
 @contextmanager
 def record() -> Iterator[list[Event]]:
     """Lists every collective that this rank launches inside the block, in order."""
     events: list[Event] = []
-    _records.append(events)
+    records.append(events)
     try:
         yield events
     finally:
-        _records[:] = [each for each in _records if each is not events]
-
-
-def log(event: Event) -> None:
-    """Append a collective to every open record."""
-    for events in _records:
-        events.append(event)
+        records[:] = [each for each in records if each is not events]
 
 
 def is_profiling() -> bool:

@@ -1,13 +1,8 @@
 """Uneven all-to-all of rows with autograd: the backward of an all-to-all is the all-to-all with the counts swapped.
 
 It has two halves, `Exchange(...)` and `wait()`, so that computation between them overlaps it: in forward and, because
-autograd runs nodes in reverse order, in backward as well.
-
-    forward     begin  ...  wait             computation between begin and wait in forward
-    backward    wait   ...  begin            has its backward between begin and wait too
-
-An empty tensor, the ticket, connects the two halves in the graph, because rows that arrive may have another shape than
-rows that leave.
+autograd runs nodes in reverse order, in backward as well. An empty tensor, the ticket, connects the two halves in the
+graph, because rows that arrive may have another shape than rows that leave.
 """
 
 from collections.abc import Sequence

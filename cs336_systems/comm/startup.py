@@ -6,6 +6,7 @@ torchrun, Slurm or the parent that forked it tells a process its place; otherwis
 import ctypes
 import os
 import re
+import secrets
 import signal
 import socket
 import sys
@@ -132,7 +133,8 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
     message, joined = "", [f"joined/{rank}" for rank in range(place.world_size)]
     if place.world_size > 1:
         recorder.open(place.rank, place.machine, store)
-    if store.add(f"claims/{place.rank}", 1) > 1:
+    claim = secrets.token_hex(8)
+    if store.set_first(f"claims/{place.rank}", claim) != claim:
         message = f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
     else:
         store.set(joined[place.rank], str(place.world_size))
@@ -173,8 +175,7 @@ def distributed(
     if device.type == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     if place.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
-        names = {name for _, name in socket.if_nameindex()}
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in names else "lo0"
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", open_store(place, limit))
     try:
         _connect(store, backend, place, limit)

@@ -1,11 +1,8 @@
 """Store of the ranks for text, in which they find each other, with a time limit for every answer.
 
 It is a file of one machine, or at an address and port; ranks of one machine use the loopback address, so that nothing
-listens to the network.
-
-Rank 0 may hold the store. If it is stopped, its machine keeps the connection open and no answer comes, for which
-torch's TCPStore has no time limit. So a thread asks one question after the other, and the caller waits for it until
-the limit.
+listens to the network. Rank 0 may hold it. If that is stopped, its machine keeps the connection open and no answer
+comes, for which torch's TCPStore has no time limit. So a thread asks, and the caller waits for it until the limit.
 """
 
 import os
@@ -79,10 +76,6 @@ class TimedStore:
     def set(self, key: str, text: str) -> None:
         """Set a key to any text."""
         ask(self.limit, self.store.set, key, text.encode(errors=LONE))
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter that starts at zero; returns the sum."""
-        return int(ask(self.limit, self.store.add, key, amount))
 
     def set_first(self, key: str, text: str) -> str:
         """Set a key unless it is set; returns its text."""

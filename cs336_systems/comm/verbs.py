@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.comm.agreement import comm_error
-from cs336_systems.comm.events import Event, log
+from cs336_systems.comm.events import Event, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
 from cs336_systems.comm.group import Group, count
 from cs336_systems.comm.store import first_line
@@ -34,7 +34,8 @@ class Work:
         self.event, self.group, self.number, self.entry = event, group, number, -1
         self.pending: Sequence[dist.Work | None] = ()
         self.finish: Callable[[], object] | None = None
-        log(event)
+        for events in records:
+            events.append(event)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -110,7 +111,7 @@ def _tag(kind: str, group: Group) -> tuple[int, int]:
 
 @contextmanager
 def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: str = "") -> Iterator[Work]:
-    """A collective that starts inside the block, unless the group has one rank: counted, and listed in open records."""
+    """A collective, counted, that starts inside the block unless the group has one rank."""
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
     work = Work(event, group, count(group))
     with work.launching() if group.size() > 1 else nullcontext():
