@@ -118,7 +118,6 @@ class DataParallel(Wrapper):
                 bucket.expect_all()
 
     def kept_gradients(self) -> list[LocalGradient]:
-        """This rank's part of every parameter's synchronised gradient, as views."""
         found = {each.parameter: each for bucket in self.buckets for each in bucket.local_gradients()}
         return [found[parameter] for parameter in self.guard.trainable if parameter in found]
 
@@ -161,7 +160,7 @@ class OverlappedDDP(DataParallel):
 
 
 class BucketedDDP(DataParallel):
-    """Buckets of up to `bucket_size_mb` (10^6 bytes; None: one bucket), each as soon as it is complete."""
+    """Buckets of up to `bucket_size_mb`, each as soon as it is complete."""
 
     def __init__(
         self,

@@ -213,7 +213,6 @@ class FSDP(Wrapper):
         yield
 
     def kept_gradients(self) -> list[LocalGradient]:
-        """This rank's part of every parameter's synchronised gradient, as views."""
         sharded = [LocalGradient(w.shard, w.shard.grad, True) for w in self.sharded if w.shard.grad is not None]
         return sharded + [LocalGradient(p, p.grad, False) for p in self.bucket_of if p.grad is not None]
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout, ParameterBuffer, Part, plan_buckets
+from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
-from cs336_systems.buffers.state import gather_state, slice_state
+from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.elementwise import require_elementwise

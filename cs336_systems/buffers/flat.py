@@ -1,16 +1,13 @@
-"""Flat buffers: where tensors live in one, which slice a rank owns and updates, and how parameters are grouped."""
+"""Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
-
-from cs336_systems.comm import Group, all_gather, broadcast
-from cs336_systems.errors import UserError
+from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
 
@@ -30,14 +27,6 @@ class Piece:
     def of(self, tensor: Tensor) -> Tensor:
         """These elements of a tensor: (numel,), or the tensor itself if they are all."""
         return tensor if self.numel == tensor.numel() else tensor.reshape(-1)[self.start : self.stop]
-
-
-class Part(NamedTuple):
-    """A rank's piece of a parameter `owner`, and `tensor`, a view of it that an optimizer steps."""
-
-    owner: nn.Parameter
-    piece: Piece
-    tensor: nn.Parameter
 
 
 @dataclass(frozen=True)
@@ -116,42 +105,3 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
             group.clear()
         group.append(p)
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
-
-
-class ParameterBuffer:
-    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`.
-    `equal`: the ranks' slices have one size."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
-        self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
-        self.index = {parameter: i for i, parameter in enumerate(parameters)}
-        self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
-        with torch.no_grad():
-            for parameter in parameters:
-                parameter.data = self.view(self.flat, parameter).copy_(parameter)
-        for piece in layout.pieces(group.rank()):
-            owner = parameters[piece.index]
-            self.parts.append(Part(owner, piece, nn.Parameter(piece.of(owner.data), requires_grad=False)))
-
-    def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A parameter's view of a buffer of this layout."""
-        return self.layout.view(flat, self.index[parameter])
-
-    def check_in_place(self) -> None:
-        """Raises UserError if a parameter has left the buffer: updates would no longer reach it."""
-        for p in self.parameters:
-            if p.numel() and (p.data_ptr() != self.view(self.flat, p).data_ptr() or p.dtype != self.flat.dtype):
-                raise UserError(
-                    f"a parameter of shape {tuple(p.shape)} was moved or cast after the sharded optimizer was "
-                    "made; move the model first, then make the optimizer"
-                )
-
-    def all_gather(self, flat: Tensor | None = None, label: str = "updated parameters") -> None:
-        """Gather all ranks' slices of a buffer of this layout, by default of the parameters."""
-        flat = self.flat if flat is None else flat
-        if self.equal:
-            all_gather(flat, self.group, label).wait()
-            return
-        slices = enumerate(self.layout.shard(flat, rank) for rank in range(self.group.size()))
-        for work in [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]:
-            work.wait()

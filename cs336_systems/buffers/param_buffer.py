@@ -1,4 +1,5 @@
-"""State of a sharded optimizer, gathered and sliced.
+"""A parameter buffer: parameters in one flat buffer that is divided over the ranks, each of which updates its slice,
+and the state of the optimizer that does so, gathered and sliced.
 
 Whole state has the numbers of the unsharded optimizer, so it loads at any number of ranks. A tensor that is shaped like
 its part of a parameter is sharded as the parameter is; any other value (a step count, a factor) belongs to the
@@ -7,17 +8,65 @@ parameter as a whole and comes from the first rank that has it.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import ParameterBuffer, Part
-from cs336_systems.comm import agree, broadcast
+from cs336_systems.buffers.flat import FlatLayout, Piece
+from cs336_systems.comm import Group, agree, all_gather, broadcast
+from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {str(each): each for each in (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)}
+
+
+class Part(NamedTuple):
+    """A rank's piece of a parameter `owner`, and `tensor`, a view of it that an optimizer steps."""
+
+    owner: nn.Parameter
+    piece: Piece
+    tensor: nn.Parameter
+
+
+class ParameterBuffer:
+    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`.
+    `equal`: the ranks' slices have one size."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
+        self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
+        self.index = {parameter: i for i, parameter in enumerate(parameters)}
+        self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.data = self.view(self.flat, parameter).copy_(parameter)
+        for piece in layout.pieces(group.rank()):
+            owner = parameters[piece.index]
+            self.parts.append(Part(owner, piece, nn.Parameter(piece.of(owner.data), requires_grad=False)))
+
+    def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
+        """A parameter's view of a buffer of this layout."""
+        return self.layout.view(flat, self.index[parameter])
+
+    def check_in_place(self) -> None:
+        """Raises UserError if a parameter has left the buffer: updates would no longer reach it."""
+        for p in self.parameters:
+            if p.numel() and (p.data_ptr() != self.view(self.flat, p).data_ptr() or p.dtype != self.flat.dtype):
+                raise UserError(
+                    f"a parameter of shape {tuple(p.shape)} was moved or cast after the sharded optimizer was "
+                    "made; move the model first, then make the optimizer"
+                )
+
+    def all_gather(self, flat: Tensor | None = None, label: str = "updated parameters") -> None:
+        """Gather all ranks' slices of a buffer of this layout, by default of the parameters."""
+        flat = self.flat if flat is None else flat
+        if self.equal:
+            all_gather(flat, self.group, label).wait()
+            return
+        slices = enumerate(self.layout.shard(flat, rank) for rank in range(self.group.size()))
+        for work in [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]:
+            work.wait()
 
 
 @torch.no_grad()
