@@ -18,23 +18,7 @@ from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.layout import Layout
 
 __all__ = [
-    "MODES",
-    "Hardware",
-    "Layout",
-    "Mode",
-    "Plan",
-    "Search",
-    "StepTime",
-    "System",
-    "backward_flops",
-    "count_parameters",
-    "forward_flops",
-    "least_forward_flops",
-    "memory",
-    "predict",
-    "predict_step",
-    "recompute_flops",
-    "search",
-    "step_time",
-    "system_preset",
-]
+    "MODES", "Hardware", "Layout", "Mode", "Plan", "Search", "StepTime", "System", "backward_flops", "count_parameters",
+    "forward_flops", "least_forward_flops", "memory", "predict", "predict_step", "recompute_flops", "search",
+    "step_time", "system_preset",
+]  # fmt: skip

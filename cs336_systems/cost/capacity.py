@@ -31,12 +31,10 @@ def memory(
 
 
 def describe_parts(parts: Mapping[str, int]) -> str:
-    """`parameters 9.6 GiB, optimizer state 19.1 GiB`: the parts that are not zero."""
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
 
 
 def halvings(count: int) -> Iterator[int]:
-    """Half, a quarter and so on, down to one."""
     while count > 1:
         count //= 2
         yield count

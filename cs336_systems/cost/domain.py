@@ -66,7 +66,6 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System, constant
 
 
 def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants) -> Iterator[str]:
-    """Memory, the host, and machines without a fitted run."""
     stage, parts = peak_bytes(config, plan, seq)
     need, there = sum(parts.values()), usable_memory(system)
     if need > there:

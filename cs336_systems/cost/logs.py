@@ -78,7 +78,6 @@ class LoggedRun:
 
     @property
     def at_last_batch(self) -> list[Report]:
-        """Reports of the last batch size."""
         return [each for each in self.reports if (each.batch or self.batch) == self.batch]
 
     def steady(self, first: bool = False) -> list[Report]:
@@ -175,7 +174,6 @@ def _continues(line: str, following: str) -> bool:
 
 
 def _read_line(run: LoggedRun, line: str) -> None:
-    """Read one line that is not an argument."""
     notes = run.notes
     if match := _WORLD.search(line):
         run.arguments.setdefault("world_size", match[1])

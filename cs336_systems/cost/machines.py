@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
@@ -93,9 +93,8 @@ def nearest_system(name: str) -> System | None:
     """The machine that a run's own words mean: a known name that they begin with, or its family with "H100-SXM5-80GB",
     and of two A100 the one with 80 GB unless they say 40; None for words that name no known family."""
     asked = name.lower().replace("_", "-").replace(" ", "-")
-    for known in sorted(SYSTEMS, key=len, reverse=True):
-        if asked == known or asked.startswith(f"{known}-"):
-            return SYSTEMS[known]
+    if found := [known for known in SYSTEMS if asked == known or asked.startswith(f"{known}-")]:
+        return SYSTEMS[max(found, key=len)]
     if "a100" in asked:
         return SYSTEMS["a100-40gb" if "40" in asked.replace("a100", "") else "a100-80gb"]
     families = {"v100": "v100-32gb-dgx2", "theta": "thetagpu", "h100": "h100", "h200": "h200", "b200": "b200"}
@@ -120,26 +119,22 @@ def check_out(path: Path | None) -> None:
     """Raise UserError where a file could not be written, which is better known before minutes of work than after."""
     if path is None:
         return
-    if path.is_dir():
-        problem = "it is a folder"
-    elif not path.parent.is_dir():
-        problem = f"there is no folder {path.parent}"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        problem = "permission denied"
-    else:
-        return
-    raise UserError(f"cannot write {path}: {problem}; name another file with --out")
+    problems = {
+        "it is a folder": path.is_dir(),
+        f"there is no folder {path.parent}": not path.parent.is_dir(),
+        "permission denied": not os.access(path if path.exists() else path.parent, os.W_OK),
+    }
+    if problem := next((problem for problem, there in problems.items() if there), None):
+        raise UserError(f"cannot write {path}: {problem}; name another file with --out")
 
 
-def write_machine(path: Path, system: System) -> None:
-    """Write a machine as JSON. Raises UserError for a file that cannot be written."""
-    _write(path, asdict(system))
-
-
-def save_constants(path: Path, constants: Constants, about: Mapping[str, Any] | None = None) -> None:
-    """Write the constants as JSON that a person can edit, and beside them what else is to be kept about their origin.
-    Raises UserError for a file that cannot be written."""
-    _write(path, {"constants": asdict(constants), **(about or {})})
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a machine, or constants beside what is to be kept of their origin, as JSON that a person can edit. Raises
+    UserError for a file that cannot be written."""
+    try:
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
 
 
 def read_machine(path: Path) -> System:
@@ -154,13 +149,13 @@ def read_machine(path: Path) -> System:
         if not isinstance(found[tier], dict) or set(found[tier]) != {"latency", "bandwidth"}:
             raise UserError(f"{path}: {tier} needs latency and bandwidth, not {found[tier]!r}")
         found[tier] = {name: _figure(path, name, value) for name, value in found[tier].items()}
-    if found["overlap"] not in get_args(Overlap):
-        raise UserError(f"{path}: overlap must be one of {', '.join(get_args(Overlap))}, not {found['overlap']!r}")
-    if not isinstance(found["name"], str):
-        raise UserError(f"{path}: name must be text, not {found['name']!r}")
+    wanted = {"overlap": (f"one of {', '.join(get_args(Overlap))}", found["overlap"] in get_args(Overlap))}
+    wanted["name"] = "text", isinstance(found["name"], str)
     for name in ("sources", "measured"):
-        if not isinstance(found[name], dict):
-            raise UserError(f"{path}: {name} must be an object of names and values, not {found[name]!r}")
+        wanted[name] = "an object of names and values", isinstance(found[name], dict)
+    for name, (what, right) in wanted.items():
+        if not right:
+            raise UserError(f"{path}: {name} must be {what}, not {found[name]!r}")
     if unknown := set(found["measured"]) - set(NAMES):
         raise UserError(f"{path} measured {', '.join(sorted(unknown))}, which the cost model does not know")
     found["measured"] = {name: _figure(path, name, value) for name, value in found["measured"].items()}
@@ -182,13 +177,6 @@ def load_constants(path: Path) -> Constants:
     if unknown := sorted(set(values) - set(NAMES)):
         raise UserError(f"{path} has {', '.join(unknown)}, but the constants are {', '.join(NAMES)}")
     return replace(CONSTANTS, **{name: _figure(path, name, value) for name, value in values.items()})
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
 
 
 def _read(path: Path, otherwise: str, hint: str = "") -> Any:

@@ -143,12 +143,10 @@ class Timing:
 
     @property
     def seconds(self) -> float:
-        """Seconds of kernels and collectives, one after another."""
         return self.busy + self.network
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte that is read or written."""
         return self.flops / self.nbytes if self.nbytes else 0.0
 
     @property
@@ -162,7 +160,6 @@ class Timing:
         return max(0.0, host * self.kernels - self.busy)
 
     def record(self) -> dict[str, Any]:
-        """As JSON."""
         seconds = {f"{name}_seconds": getattr(self, name) for name in ("compute", "memory", "launch", "network")}
         counts = {"flops": self.flops, "bytes": self.nbytes, "intensity": self.intensity, "seconds": self.seconds}
         return {**counts, **seconds, "bound": self.bound}
@@ -177,7 +174,6 @@ class TimedOperator:
     backward: Timing
 
     def record(self) -> dict[str, Any]:
-        """As JSON; bytes sent are those of the whole tensor."""
         one = self.operator
         return {
             "operator": one.name,
@@ -220,7 +216,6 @@ class TimedPart:
 
     @property
     def name(self) -> str:
-        """Of the kind."""
         return GROUPS[self.group]
 
 

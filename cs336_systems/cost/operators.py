@@ -56,12 +56,10 @@ class Operator:
 
     @property
     def flops(self) -> tuple[float, float]:
-        """(forward, backward) FLOPs."""
         return sum(kernel.flops for kernel in self.forward), sum(kernel.flops for kernel in self.backward)
 
     @property
     def nbytes(self) -> tuple[float, float]:
-        """(forward, backward) bytes read and written."""
         return sum(kernel.nbytes for kernel in self.forward), sum(kernel.nbytes for kernel in self.backward)
 
 
@@ -75,7 +73,6 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank's part of the sequences."""
         return self.plan.micro_batch * self.seq // self.plan.cp
 
     @property
@@ -288,6 +285,5 @@ def vocabulary_rows(rank: Rank) -> int:
 
 
 def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
-    """Operators of a block or of an end of the model."""
     ends = {"embedding": embedding_operators, "head": head_operators}
     return ends[group](rank) if group in ends else block_operators(rank, group == "sparse")

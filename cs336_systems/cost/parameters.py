@@ -22,11 +22,6 @@ def expert_parameters(config: ModelConfig) -> int:
     return experts + (feed_forward_parameters(config, config.d_ff) if config.mixture.shared_expert else 0)
 
 
-def branch_parameters(config: ModelConfig, layer: int) -> int:
-    """Parameters of a layer after its attention: a dense feed-forward or experts."""
-    return expert_parameters(config) if config.has_experts(layer) else feed_forward_parameters(config, config.d_ff)
-
-
 def largest_parameter(config: ModelConfig) -> int:
     """Elements of the largest parameter; an expert layer stacks those of all its experts."""
     wide = [config.vocab_size, config.d_ff]

@@ -59,7 +59,6 @@ class Plan:
 
     @property
     def schedule(self) -> str:
-        """The name of the pipeline schedule."""
         return "interleaved" if self.chunks > 1 else "1f1b"
 
     @property
@@ -79,7 +78,6 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches that a replica takes in a step."""
         return self.global_batch // (self.micro_batch * self.data)
 
     def short(self) -> str:
@@ -91,7 +89,6 @@ class Plan:
         return " ".join(words)
 
     def override(self, **changes: Any) -> "Plan":
-        """The same with changes, checked anew."""
         return replace(self, **changes)
 
     def alone(self) -> "Plan":

@@ -194,18 +194,13 @@ def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
     and in stages 2 and 3 the gradients of one before they are scattered."""
     if plan.zero < 2 or plan.replicas == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
         return 0.0
-    sizes = []
+    rank, sizes = Rank(config, plan.alone(), seq), []
     for group, times in stage_groups(config, plan, stage):
         each = unit(config, plan.alone(), seq, group)
-        tied = _tied(config, plan, seq) if group == "head" else 0
+        tied = vocabulary_rows(rank) * config.d_model if group == "head" and config.tied_head and plan.pp == 1 else 0
         sizes += [each.shared - tied + (each.owned if plan.cp * plan.dp > 1 else 0.0)] * min(times, 2)
     sizes.sort(reverse=True)
     return (plan.width * sum(sizes[:2]) if plan.zero == 3 else 0.0) + GRADIENT * sizes[0]
-
-
-def _tied(config: ModelConfig, plan: Plan, seq: int) -> int:
-    """Weights of the head that are the embedding's, on one stage."""
-    return vocabulary_rows(Rank(config, plan.alone(), seq)) * config.d_model if config.tied_head and plan.pp == 1 else 0
 
 
 def _segment(config: ModelConfig, plan: Plan) -> int:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from cs336_systems.comm import Place, all_reduce, distributed
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.machines import SECONDS, System, check_out, write_machine
+from cs336_systems.cost.machines import SECONDS, System, check_out, write_json
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.cost.probe import best_seconds, first_touch_seconds, launch_seconds
 from cs336_systems.errors import UserError
@@ -221,7 +222,7 @@ def main(device: str | None, budget: float, out: Path, errors: Path | None) -> N
         check_out(out)
         chosen = choose_device(device)
         with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
-            write_machine(out, probe_system(chosen, budget, advance))
+            write_json(out, asdict(probe_system(chosen, budget, advance)))
     except UserError as error:
         if not errors:
             raise

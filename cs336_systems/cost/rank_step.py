@@ -17,7 +17,6 @@ DATA = ("dp", "data", "world")
 
 
 def work_seconds(work: Work, hardware: Hardware) -> float:
-    """Seconds of computing."""
     busy = work.flops / hardware.matmul_flops + work.moved / hardware.bandwidth
     return busy + hardware.waiting(work.operators, busy) + hardware.first_touch * work.new
 

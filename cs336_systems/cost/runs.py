@@ -6,6 +6,7 @@ understood. What is not understood counts as absent, and a note says so.
 """
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -25,39 +26,8 @@ LITTLE = 0.25  # of the microbatches: a pipeline with more other stages takes lo
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST = 10**15
 
-REQUIRED = {
-    "h": "d_model",
-    "a": "heads",
-    "L": "layers",
-    "s": "tokens of a sequence",
-    "V": "vocabulary",
-    "tp": "tensor-parallel ranks",
-    "pp": "pipeline stages",
-    "dp": "data-parallel replicas; may be left out where gpus is given",
-    "gbs": "sequences of a step",
-}
-# Key: what it is; what is taken where it is absent, null, 0 or not understood.
-DEFAULTS = {
-    "id": "name; its place in the list",
-    "gpu": f"accelerator; {DEFAULT_SYSTEM}, also for a name of no known family",
-    "gpus": "accelerators; always tp x pp x dp x cp, another number is noted",
-    "nvs": "accelerators of a node; the machine's",
-    "network": "bytes/s out of an accelerator to other nodes; the machine's",
-    "mbs": f"sequences of a microbatch; the fastest of {', '.join(map(str, MICRO_BATCHES))} that divides and fits",
-    "vpp": f"chunks of a stage; 1, or one a layer if pp - 1 is more than {LITTLE} of all microbatches (of mbs 1)",
-    "recompute": "none, selective or full; full on V100 and A100, none on newer accelerators",
-    "sp": "sequence parallelism; where blocks are not recomputed, and s divides over tp x cp",
-    "cp": "context-parallel ranks; 1",
-    "zero": "ZeRO stage; 0 on V100 and A100, 1 on newer accelerators, whose frameworks shard the optimizer",
-    "kv": "heads of keys and values; a",
-    "ffn": "width of the feed-forward; 4 h. Another than 4 h is a gated one",
-    "gated": "whether the feed-forward is; by ffn",
-    "attention": "flash or unfused; unfused where V100 or A100 recompute, without gates, kv, ZeRO 3 or s over 4096",
-    "experts": "of every layer; none. The ranks of ep are among those of dp",
-    "top_k": "experts that a token is sent to; 2",
-    "ep": "expert-parallel ranks; 1, also without experts",
-    "t_iter_s": "measured seconds of a step; the run is only predicted",
-}
+_KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
+REQUIRED, DEFAULTS = _KEYS["required"], _KEYS["others"]
 WORDS = {"recompute": ("none", "selective", "full"), "attention": ("flash", "unfused")}
 FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -91,32 +61,29 @@ def _understood(key: str, value: Any) -> Any:
     """A value of the key's kind, or None. Raises UserError for a count that is none."""
     if key in ("id", "gpu"):
         return value if isinstance(value, str) or key == "id" else None
+    word, number = str(value).strip().lower(), _number(value)
     if key in WORDS:
-        word = value.strip().lower() if isinstance(value, str) else None
-        return word if word in WORDS[key] else None
+        return word if word in WORDS[key] and isinstance(value, str) else None
     if key in ("sp", "gated"):
-        return FLAGS.get(str(value).strip().lower())
-    number = _number(value)
+        return FLAGS.get(word)
     if key == "zero":
         return int(number) if number in (0, 1, 2, 3) else None
     if key == "t_iter_s":
-        return float(number) if number and 0 < number <= MOST else None
-    if not number and key not in REQUIRED:
+        return number if number and 0 < number <= MOST else None
+    if number is None or (number == 0 and key not in REQUIRED):
         return None
-    if number is not None and (not 1 <= number <= MOST or number != int(number)):
+    if not 1 <= number <= MOST or number != int(number):
         raise UserError(f"{key} must be a whole number from 1 to {MOST:.0e}, not {value}")
-    return None if number is None else int(number)
+    return int(number)
 
 
 def _number(value: Any) -> float | None:
     """A number, or a string of digits as one; None for anything else, also for NaN and Infinity, which Python reads."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
     try:
-        number = float(value)
-    except (ValueError, OverflowError):
+        number = None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         return None
-    return number if isfinite(number) else None
+    return number if number is not None and isfinite(number) else None
 
 
 @dataclass(frozen=True)
@@ -133,7 +100,6 @@ class TrainingRun:
     key: object = None  # its id as it was given, a number perhaps
 
     def step(self, constants: Constants = CONSTANTS) -> StepTime:
-        """The predicted time of its step."""
         return step_time(self.config, self.plan, self.seq, self.system, constants)
 
 
@@ -163,15 +129,13 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
         row, notes = tidy(given)
         system = _system(row, notes)
         config = _config(row, system)
-        plan = _plan(row, config, system)
-        plan.check(config, config.context_length)
+        plan, seq = _plan(row, config, system), config.context_length
+        plan.check(config, seq)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     if row.get("gpus", plan.ranks) != plan.ranks:
         notes.append(f"gpus {row['gpus']} is not tp x pp x dp x cp = {plan.ranks}, which is taken")
-    return TrainingRun(
-        name, config, plan, config.context_length, system, row.get("t_iter_s"), tuple(notes), row.get("id", name)
-    )
+    return TrainingRun(name, config, plan, seq, system, row.get("t_iter_s"), tuple(notes), row.get("id", name))
 
 
 def _system(row: dict[str, Any], notes: list[str]) -> System:
@@ -243,10 +207,9 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System) -> Plan:
 
     if "mbs" in row:
         return plan(row["mbs"])
-    rounds = pp if row.get("vpp", 1) > 1 else 1  # interleaved stages take their microbatches in rounds
+    rounds, seq = pp if row.get("vpp", 1) > 1 else 1, config.context_length  # interleaved stages go around
     # Where no size divides, the plan of 1 says why.
     plans = [plan(size) for size in MICRO_BATCHES if batch % (dp * size * rounds) == 0] or [plan(1)]
-    seq = config.context_length
     plans[0].check(config, seq)
     able = [each for each in plans if fits(config, each, seq, system)] or plans[:1]  # the first needs least memory
     return min(able, key=lambda each: step_time(config, each, seq, system).total)

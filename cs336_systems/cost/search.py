@@ -61,12 +61,10 @@ class Candidate:
 
     @property
     def rate(self) -> float:
-        """Tokens per second, all ranks together."""
         return self.plan.global_batch * self.step.seq / self.step.total
 
     @property
     def values(self) -> dict[str, Any]:
-        """The value of each of `AXES`."""
         return choices(self.step.config, self.plan, self.placement)
 
     @property
@@ -93,7 +91,6 @@ class Loss:
 
     @property
     def why(self) -> str:
-        """In words."""
         if self.best is None:
             return f"does not fit: {format_bytes(self.more)} too much at least"
         step = self.best.step
@@ -129,7 +126,6 @@ class Search:
 
     @property
     def tried(self) -> int:
-        """Configurations; degrees that do not divide count once each, whatever would go with them."""
         return self.indivisible.total() + self.too_large + self.running
 
 

@@ -6,13 +6,15 @@ named without which fewest accelerators are enough.
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, refused
+from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Degrees, Space
+from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 
 
@@ -69,17 +71,11 @@ def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
         # Gradients of ZeRO 2 are split only where a single microbatch is all: a large one may need less.
         if choice.micro_batch > small and choice.zero != 2:
             continue
-        if _need(space, degrees, choice) <= most:
-            return True
+        config = space.config.override(recompute=choice.recompute)
+        with suppress(UserError):  # it does not divide
+            if sum(peak_bytes(config, space.plan(degrees, choice), space.seq)[1].values()) <= most:
+                return True
     return False
-
-
-def _need(space: Space, degrees: Degrees, choice: Choice) -> float:
-    """Bytes of the fullest rank; infinite for what does not divide."""
-    config = space.config.override(recompute=choice.recompute)
-    if refused(lambda: space.plan(degrees, choice).check(config, space.seq)):
-        return float("inf")
-    return sum(peak_bytes(config, space.plan(degrees, choice), space.seq)[1].values())
 
 
 def _more(space: Space, system: System) -> str:

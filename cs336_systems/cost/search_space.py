@@ -31,8 +31,6 @@ _CUTS: tuple[tuple[str, Any, str, str], ...] = (
 
 
 class Degrees(NamedTuple):
-    """Ranks along each axis."""
-
     tp: int = 1
     pp: int = 1
     dp: int = 1
@@ -72,14 +70,15 @@ class Space:
         """Degrees whose product is the number of accelerators, the usual ones first."""
         low = [n for n in range(1, isqrt(self.gpus) + 1) if self.gpus % n == 0]
         divisors = sorted({*low, *(self.gpus // n for n in low)})
-        found = []
-        for tp in divisors:
-            for pp in (n for n in divisors if self.gpus // tp % n == 0):
-                for cp in (n for n in divisors if self.gpus // (tp * pp) % n == 0):
-                    rest = self.gpus // (tp * pp * cp)
-                    experts = [n for n in divisors if rest % n == 0] if self.config.num_experts else [1]
-                    found += [Degrees(tp, pp, rest // ep, cp, ep) for ep in experts]
-        held = [each for each in found if all(self._allows(name, getattr(each, name)) for name in Degrees._fields)]
+
+        def of(count: int) -> list[int]:
+            return [n for n in divisors if count % n == 0]
+
+        spread = ((tp, pp, cp) for tp in divisors for pp in of(self.gpus // tp) for cp in of(self.gpus // (tp * pp)))
+        rests = ((tp, pp, cp, self.gpus // (tp * pp * cp)) for tp, pp, cp in spread)
+        experts = self.config.num_experts
+        found = [Degrees(tp, pp, n // ep, cp, ep) for tp, pp, cp, n in rests for ep in (of(n) if experts else [1])]
+        held = [each for each in found if all(self._allows(*pair) for pair in each._asdict().items())]
         return sorted(held, key=lambda each: (each.tp > self.node, each.cp, each))
 
     def refusal(self, degrees: Degrees) -> str:
@@ -117,7 +116,10 @@ class Space:
 
     def size(self) -> int:
         """Configurations in all; degrees that do not divide count once each."""
-        return sum(1 if self.refusal(each) else self._count(each) for each in self.layouts())
+        return sum(
+            1 if self.refusal(each) else prod(map(len, self._lists(each))) * len(self.placements(each))
+            for each in self.layouts()
+        )
 
     def within(self, limit: int) -> tuple["Space", list[str]]:
         """(the space cut to about `limit` configurations, what was left out in words); fixed choices are never cut."""
@@ -135,9 +137,6 @@ class Space:
         """The choice with other microbatches and chunks."""
         micro_batches, chunks, *_ = self._lists(degrees)
         return (choice._replace(micro_batch=m, chunks=n) for m, n in product(micro_batches, chunks))
-
-    def _count(self, degrees: Degrees) -> int:
-        return prod(len(each) for each in self._lists(degrees)) * len(self.placements(degrees))
 
     def _lists(self, degrees: Degrees) -> list[list[Any]]:
         """The values of each field of `Choice`: microbatches in powers of two, chunks that cut a stage evenly, ..."""

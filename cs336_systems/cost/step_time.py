@@ -48,7 +48,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
         return sum(self.parts.values())
 
     @property

@@ -13,7 +13,7 @@ from cs336_systems.cost.fitting.calibration import fit, mean_error, worst_error
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import Observation, observe_log, observe_step
 from cs336_systems.cost.logs import read_log
-from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, save_constants, system_preset
+from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, system_preset, write_json
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun
 from cs336_systems.cost.step_time import step_time
@@ -181,7 +181,7 @@ def test_bad_requests():
 
 def test_constants_in_a_file(tmp_path):
     path = tmp_path / "c.json"
-    save_constants(path, replace(CONSTANTS, memory=0.123456789), {"fitted": ["memory"]})
+    write_json(path, {"constants": asdict(replace(CONSTANTS, memory=0.123456789)), "fitted": ["memory"]})
     assert load_constants(path) == replace(CONSTANTS, memory=0.123456789)
     path.write_text('{"constants": {"host": 1e-4}}')
     assert load_constants(path) == replace(CONSTANTS, host=1e-4)
@@ -204,7 +204,7 @@ def test_constants_in_a_file(tmp_path):
     with pytest.raises(UserError, match="cannot read"):
         load_constants(tmp_path / "none.json")
     with pytest.raises(UserError, match="cannot write"):
-        save_constants(tmp_path / "none" / "c.json", CONSTANTS)
+        write_json(tmp_path / "none" / "c.json", {})
 
 
 def test_the_command(tmp_path, capsys):

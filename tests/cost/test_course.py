@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.cost.commands.explain import command
 from cs336_systems.cost.course import ANSWERS, QUESTIONS, contents, markdown, parse_numbers, question
-from cs336_systems.cost.course.answers import given, quantity
 from cs336_systems.cost.course.arithmetic import accumulate, half, single
 from cs336_systems.cost.course.communication import (
     EGRESS,
@@ -451,36 +450,24 @@ def test_template_and_numbers_belong_together(name):
         ("ring", {}, "no question 'ring'; choose from rings, buckets"),
         ("rings", {"M": 3}, "rings has no number 'M'; it has N=8, S="),
         ("rings", {"N": 2.5}, "N is counted, so it must be whole, not 2.5"),
-        ("rings", {"N": 0}, "N must be a number above 0"),
         ("rings", {"S": "big"}, "S must be a number above 0 and up to 1e30, not big"),
-        ("rings", {"S": inf}, "not inf"),
-        ("rings", {"S": -450e9}, "not -450e9"),
-        ("rings", {"M": 3}, "N=8, S=1e9, W=450e9, a=3e-6"),
-        ("rings", {"N": "1GB"}, "N must be a number"),
-        ("rings", {"a": "1GB"}, "a must be a number"),
         ("rings", {"S": "1GB/s"}, "S must be a number"),
         ("rings", {"N": 1}, "N must be at least 2"),
         ("rings", {"N": 8, "S": 4}, "4 bytes cannot be cut into N = 8 pieces"),
         ("buckets", {"n": 10, "s": 9}, "n = 10 must be at most s = 9"),
         ("data-parallel", {"N": 8, "B": 7}, "N must be at most B"),
-        ("fsdp", {"N": 8, "B": 7}, "N must be at most B"),
         ("fsdp", {"W": 1e15}, "C must be at least 2 W"),
         ("tensor-parallel", {"N": 8, "F": 7}, "N must be at most F"),
         ("fsdp-tensor-parallel", {"Y": 8, "F": 7}, "Y must be at most F"),
         ("xxl-batch", {"X": 1}, "X = 1 and Y = 4 must be at least 2"),
         ("zero1-traffic", {"N": 1}, "N must be at least 2"),
-        ("optimizer-memory", {"N": 1}, "N must be at least 2"),
         ("fsdp-memory", {"N": 1e15}, "N must not be more"),
         ("fsdp-memory", {"k": 1000}, "matrices"),
         ("attention-memory", {"e": 3}, "1, 2, 4 or 8 bytes, not 3"),
-        ("softmax-share", {"e": 3}, "1, 2, 4 or 8 bytes, not 3"),
         ("checkpointing", {"k": 33}, "k must be at most 32"),
         ("leaderboard-flash", {"t": 1e-3}, "t must be at least 1.945 ms"),
-        ("leaderboard-step", {"t": 1e-3}, "t must be at least 1.121 s"),
         ("pass-memory", {"size": "huge"}, "no size 'huge' in 2024"),
-        ("pass-memory", {"year": 1999}, "no 1999 edition"),
         ("accumulation", {"x": 1e-9}, "x = 1e-9 must be from 6e-8"),
-        ("accumulation", {"x": 1e6}, "x = 1e6 must be from 6e-8 to 65504"),
         ("accumulation", {"x": 60_000, "n": 3}, "3 times 60000 pass 65504"),
         ("accumulation", {"n": 2_000_000}, "n must be at most 1000000, not 2e6"),
         ("xxl-batch", {"W": 1e-300}, "W must be at least 1e-30, not 1e-300"),
@@ -503,14 +490,6 @@ def test_numbers_of_a_command_line():
     for text, size in (("1GB", 1e9), ("1GiB", 2**30), ("2.5 kB", 2500), ("1e3B", 1000), ("3TiB", 3 * 2**40)):
         assert question("rings", S=text).numbers["piece"] == size / 8
     assert question("rings", W="225GB/s").numbers["ring"] == 2 * question("rings", W="450GB").numbers["ring"]
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(450e9, "450e9"), (3e-6, "3e-6"), (0.01, "0.01"), (32_768, "32768"), (1e6, "1e6"), (8.5e10, "85e9"), ("xl", "xl")],
-)
-def test_given_numbers_are_written_as_people_do(number, text):
-    assert given(number) == text
 
 
 def verdict(name: str, **numbers: float) -> str:
@@ -536,53 +515,12 @@ def test_hidden_is_said_of_what_is_hidden():
         assert apart.startswith("not hidden") == (numbers["fsdp"] + numbers["tp"] > numbers["compute"])
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "words"),
-    [
-        ("rings", {}, "4 times as long; with latency the ring is fastest"),
-        ("rings", {"N": 2}, "the same for two devices; with latency the alternative is fastest"),
-        ("rings", {"S": 1000}, "with latency the pair of trees is fastest, 18 µs"),
-        ("xxl-fsdp", {"T": 1024}, "41 if the other half is whole"),
-        ("xxl-fsdp", {"T": 20_000}, "no N is enough (that half is 175.5 GB"),
-        ("xxl-batch", {"Y": 32}, "TP alone takes 153.6%"),
-        ("fsdp-memory", {"k": 200}, "which the gathered layers can use up"),
-        ("fsdp-memory", {"k": 100}, "at least 3.037 GB"),
-        ("pass-memory", {}, "a step takes 1.581 GB (1.472 GiB) more"),
-        ("pass-memory", {"size": "small"}, "a step takes 195.4 MB (186.4 MiB) less"),
-        ("attention-memory", {}, "64.5 times less"),
-        ("attention-memory", {"S": 16}, "1.236 times more"),
-        ("attention-memory", {"S": 65}, "as many"),
-        ("accumulation", {}, "by 0.04688: it is the accumulator"),
-        ("accumulation", {"n": 10}, "miss by 2.136e-05, fp16 throughout by 3.662e-05"),
-        ("accumulation", {"x": 0.5, "n": 3}, "by 0: as much."),
-        ("leaderboard-step", {}, "it fits, if"),
-        ("leaderboard-step", {"H": 1e11}, "it must be sharded"),
-        ("leaderboard-step", {"H": 1e10}, "2 devices cannot hold it"),
-    ],
-)
-def test_conclusions_follow_the_numbers(name, numbers, words):
-    assert words in verdict(name, **numbers)
-
-
 def test_sums_that_cancel_or_overflow():
     lucky = next(n for n in range(2, 400) if "cancel" in verdict("accumulation", n=n))
     numbers = question("accumulation", n=lucky).numbers
     assert abs(numbers["half_half"] - lucky * 0.01) < abs(numbers["single_half"] - lucky * 0.01)
     assert "stops_at" not in question("accumulation", x=20, n=10).numbers
     assert question("accumulation", x=6e-8, n=1).numbers["spacing"] == 2.0**-24
-
-
-def test_axis_that_is_no_axis():
-    """A layer so narrow that the best grid has less than one device along an axis."""
-    narrow = question("fsdp-tensor-parallel", F=1000)
-    assert narrow.numbers["best_y"] < 1
-    assert "N <= 1 + max(a, b)" in narrow.markdown()
-
-
-def test_links_of_the_contents():
-    headings = {line for line in markdown().splitlines() if line.startswith("## ")}
-    assert len(headings) == len(contents().splitlines()) == len(ANSWERS)
-    assert "(#how-does-the-assignments-sharded-optimizer-differ-from-zero-stage-1) (`zero1-traffic`)" in contents()
 
 
 def test_help_lists_the_questions():
@@ -600,24 +538,6 @@ def test_ends_of_the_ranges(name):
         for key in (each for each in hints if hints[each] is not str and each not in ("return", "year", "n")):
             with suppress(UserError):
                 assert "nan" not in question(name, **{key: value}, **small).markdown()
-
-
-@pytest.mark.parametrize(
-    ("value", "unit", "text"),
-    [
-        (3.518e12, "B", "3.518 TB (3276 GiB)"),
-        (1023, "B", "1.023 kB"),
-        (2048, "B", "2.048 kB (2 KiB)"),
-        (0.0, "s", "0 s"),
-        (1.5e-5, "s", "15 µs"),
-        (0.25, "%", "25%"),
-        (2.5e9, "parameters", "2.5 billion parameters"),
-        (1, "blocks", "1 block"),
-        (31, "", "31"),
-    ],
-)
-def test_quantities(value, unit, text):
-    assert quantity(value, unit) == text
 
 
 if __name__ == "__main__":

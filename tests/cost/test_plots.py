@@ -1,7 +1,6 @@
 """The pictures of the cost model: the numbers behind each."""
 
 from dataclasses import replace
-from math import inf
 
 import pytest
 
@@ -9,7 +8,7 @@ from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import Constants, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
-from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling, style
+from cs336_systems.cost.plots import breakdown, degrees, roofline, scaling
 from cs336_systems.cost.step_time import stage_weights, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import model_preset
@@ -48,20 +47,6 @@ def test_points_take_as_long_as_a_block_does_and_lie_under_the_attainable_roof()
     assert all(point.rate <= attainable.at(point.intensity) < peak.at(point.intensity) for point in found)
     wide = roofline.roofs(replace(plan, width=4), A100)[0]
     assert wide.flops == A100.wide_flops
-
-
-def test_a_roof_bends_at_its_ridge():
-    roof = roofline.Roof(2e12, 3e14)
-    assert roof.ridge == 150
-    assert [roof.at(place) for place in (75, 150, inf)] == [1.5e14, 3e14, 3e14]
-
-
-def test_labels_name_what_takes_its_share_of_the_time():
-    def point(name, seconds):
-        return roofline.Point(name, "forward", 1.0, 1.0, seconds, True)
-
-    found = [point("a", 0.5), point("b", 0.004), point("a", 0.25), point("c", 0.246)]
-    assert roofline.labels(found) == {"a": "a, 75%", "c": "c, 25%"}
 
 
 def test_experts_are_on_the_roofline_of_a_model_that_has_them():
@@ -171,13 +156,3 @@ def test_the_first_degree_at_which_communication_takes_longer():
 
 
 # What the pictures have in common.
-
-
-def test_labels_keep_their_distance_and_stay_near():
-    assert style.spread([0.0, 1.0, 5.0], 1.0) == [0.0, 1.0, 5.0]
-    assert style.spread([2.0, 2.0], 1.0) == [1.5, 2.5]
-    assert style.spread([3.0, 1.0, 1.2], 1.0) == pytest.approx([3.0, 0.6, 1.6])
-    # The third pushes the block of the first two down.
-    assert style.spread([0.0, 0.5, 1.0], 1.0) == pytest.approx([-0.5, 0.5, 1.5])
-    assert style.spread([0.0, 0.2, 1.5], 1.0) == pytest.approx([1.7 / 3 - 1, 1.7 / 3, 1.7 / 3 + 1])
-    assert style.spread([], 1.0) == []

@@ -13,7 +13,7 @@ from cs336_systems.cost import probe_system as probing
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.commands import probe as command
-from cs336_systems.cost.machines import Constants, System, read_machine, write_machine
+from cs336_systems.cost.machines import Constants, System, read_machine, write_json
 from cs336_systems.cost.operator_time import TILE, kernel_seconds, new_bytes, product_rate
 from cs336_systems.cost.operators import Kernel, sweep
 from cs336_systems.cost.probe_system import TimedGemm, fit_law
@@ -68,12 +68,12 @@ def test_large_results_are_given_new_memory():
 
 
 def test_a_machine_is_kept_in_a_file(tmp_path):
-    write_machine(tmp_path / "m.json", LAPTOP)
+    write_json(tmp_path / "m.json", asdict(LAPTOP))
     found = read_machine(tmp_path / "m.json")
     assert found == LAPTOP
     assert (found.measured, found.sources) == (LAPTOP.measured, LAPTOP.sources)
     with pytest.raises(UserError, match="name another file"):
-        write_machine(tmp_path / "no" / "m.json", LAPTOP)
+        write_json(tmp_path / "no" / "m.json", asdict(LAPTOP))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def predicted(capsys: pytest.CaptureFixture[str], *where: str) -> float:
 
 
 def test_the_commands_predict_for_it(tmp_path, capsys, monkeypatch):
-    write_machine(tmp_path / "m.json", LAPTOP)
+    write_json(tmp_path / "m.json", asdict(LAPTOP))
     seconds = predicted(capsys, "--machine-file", str(tmp_path / "m.json"))
     slower = replace(LAPTOP, measured=LAPTOP.measured | {"ramp": 500.0})
-    write_machine(tmp_path / "slow.json", slower)
+    write_json(tmp_path / "slow.json", asdict(slower))
     assert predicted(capsys, "--machine-file", str(tmp_path / "slow.json")) > 1.2 * seconds  # its own constants count
     monkeypatch.setattr("cs336_systems.cost.machines.probe_here", lambda: LAPTOP)
     assert predicted(capsys, "--system", "HERE") == seconds
@@ -174,7 +174,7 @@ def probe_case(rank: int, world: int, folder: str, out: str) -> None:
     """In a process of its own, for ranks are forked from one that has run no tensor code."""
     probing.CPU_SIZES, probing.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16
     probing.COPIED, probing.HEADS, probing.ROUNDS, probe.FRESH_BYTES = {"cpu": 2**16}, 1, 2, 2**20
-    write_machine(probing.Path(out), probing.probe_system(torch.device("cpu"), 0.05))
+    write_json(probing.Path(out), asdict(probing.probe_system(torch.device("cpu"), 0.05)))
 
 
 def test_this_machine_has_figures(tmp_path):

@@ -39,16 +39,7 @@ def test_a_run_is_read_into_model_plan_and_machine():
 
 EMPTY = dict.fromkeys(DEFAULTS)
 KINDS = {"id": 7, "gpu": "abacus"} | dict.fromkeys(set(DEFAULTS) - {"id", "gpu"}, "much")
-NUMBERS = {
-    "cp": 0,
-    "kv": 0,
-    "ep": 0,
-    "experts": 0,
-    "vpp": 0,
-    "mbs": 0,
-    "nvs": float("inf"),
-    "ffn": float("nan"),
-}
+NUMBERS = dict.fromkeys(("cp", "kv", "ep", "experts", "vpp", "mbs"), 0) | {"nvs": float("inf"), "ffn": float("nan")}
 UNKNOWN = {"colour": "red", "note": {"a": [1]}, "lr": None}
 
 
@@ -69,10 +60,6 @@ def test_what_strangers_write_is_understood():
     assert read_run(RUN | texts | words) == read_run(RUN | plain)
     assert read_run(RUN | plain | {"sp": 0}).plan == read_run(RUN | plain | {"sp": False}).plan
     assert not read_run(RUN | plain | {"sp": 0}).plan.sequence
-
-
-def test_an_unknown_accelerator_is_noted():
-    assert read_run(RUN | {"gpu": "MI300X"}).notes == ("gpu 'MI300X' is not known: A100-80GB is taken",)
 
 
 def test_a_microbatch_that_is_not_said_leaves_interleaved_stages_their_rounds():
@@ -125,22 +112,15 @@ def test_a_pipeline_that_takes_long_to_fill_is_interleaved_a_layer_at_a_time():
 BAD = [
     ({"h": None, "gbs": None}, "h, gbs missing: a run needs h, a, L"),
     ({"h": "wide"}, "h (d_model) must be a number, not 'wide'"),
-    ({"h": True}, "h (d_model) must be a number, not True"),
     ({"L": float("inf")}, "L (layers) must be a number, not inf"),
     ({"L": 2.5}, "L must be a whole number"),
-    ({"dp": 0}, "dp must be a whole number from 1"),
     ({"cp": -1}, "cp must be a whole number from 1"),
     ({"L": 10**30}, "L must be a whole number from 1 to 1e+15"),
-    ({"gpus": 1.5}, "gpus must be a whole number"),
     ({"a": 12}, "d_model 1024 is not a multiple of num_heads 12"),
     ({"tp": 3}, "16 heads do not divide over tp 3"),
-    ({"kv": 3}, "num_heads 16 is not a multiple of num_kv_heads 3"),
     ({"gbs": 63}, "63 sequences is not a multiple of micro-batch 1 x dp 4 = 4: use 60 or 64"),
-    ({"mbs": 3}, "micro-batch 3 x dp 4 = 12: use 60 or 72"),
-    ({"cp": 3}, "does not divide over cp 3"),
     ({"pp": 27, "mbs": 1}, "24 layers are too few for pp 27"),
     ({"ep": 3, "experts": 6}, "dp 4 is not a multiple of ep 3"),
-    ({"experts": 6, "ep": 4}, "6 experts do not divide over ep 4"),
     ({"experts": 4, "top_k": 3}, "1 or 2 experts, not 3"),
 ]
 
@@ -212,7 +192,6 @@ def test_published_runs_are_shown_by_family(capsys):
     ("text", "says"),
     [
         ("{", "is not JSON"),
-        ("", "is not JSON"),
         ("\xff", "cannot be read"),
         ("[]", "holds an empty list, and no run"),
         ("3", "must hold a list of runs"),
@@ -229,22 +208,3 @@ def test_a_file_that_cannot_be_used_gets_one_line(capsys, tmp_path, text, says, 
     status, out, err = validate(capsys, file, *flags)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert says in err
-
-
-def test_a_file_that_is_not_there_gets_one_line(capsys, tmp_path):
-    status, out, err = validate(capsys, tmp_path / "none.json", "--json")
-    assert (status, out, err.count("\n")) == (2, "", 1)
-    assert "cannot be read" in err
-
-
-def test_other_constants_give_other_seconds(capsys, tmp_path):
-    file, constants = tmp_path / "runs.json", tmp_path / "constants.json"
-    file.write_text(json.dumps([RUN]))
-    constants.write_text(json.dumps({"constants": {"product": 0.46}}))
-    found = [
-        json.loads(validate(capsys, file, "--json", *more)[1])[0]["predicted_s"]
-        for more in ([], ["--constants", constants])
-    ]
-    run = read_run(RUN)
-    assert found[0] == step_time(run.config, run.plan, run.seq, run.system).total
-    assert found[0] < found[1] < 2 * found[0]

@@ -202,13 +202,6 @@ def test_a_model_that_fits_nowhere():
         search(MODEL.override(num_layers=4), 250, SMALL, 7, 12)
 
 
-def test_words_of_a_loss():
-    winner = found(MODEL).best[0]
-    assert Loss("zero", 0, winner, 1.2, "recompute", 0.1).why == "more is run again"
-    assert Loss("zero", 0, winner, 1.0, "", 0.0).why == "the winner has it"
-    assert Loss("zero", 0, None, inf, "memory", 2**30).why == "does not fit: 1.0 GiB too much at least"
-
-
 def test_why_stages_are_uneven():
     def why(layers: int, vocab: int) -> str:
         config = MODEL.override(num_layers=layers, vocab_size=vocab)

@@ -1,7 +1,7 @@
 """Where a search finds nothing that runs: its advice, followed, finds something; and whose constants times are of."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -10,7 +10,7 @@ from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import plot
 from cs336_systems.cost.commands.request import MachineOptions, ModelOptions
 from cs336_systems.cost.commands.search import SearchOptions, command
-from cs336_systems.cost.machines import CONSTANTS, save_constants, system_preset, write_machine
+from cs336_systems.cost.machines import CONSTANTS, system_preset, write_json
 from cs336_systems.cost.plots import degrees
 from cs336_systems.cost.search import search
 from cs336_systems.cost.search_advice import gpus_needed, option
@@ -105,7 +105,7 @@ def test_options_are_those_of_the_command():
 def test_constants_are_measured_ones_unless_a_file_has_others(tmp_path):
     assert MachineOptions().constants_for(A100) == CONSTANTS
     assert MachineOptions().constants_for(OWN) == replace(CONSTANTS, **OWN.measured) != CONSTANTS
-    save_constants(tmp_path / "c.json", replace(CONSTANTS, host=1e-3), {})
+    write_json(tmp_path / "c.json", {"constants": {"host": 1e-3}})
     assert MachineOptions(constants=tmp_path / "c.json").constants_for(OWN) == replace(CONSTANTS, host=1e-3)
 
 
@@ -115,7 +115,7 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     monkeypatch.setattr(plot, "_write", lambda figure, out: None)
     monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append((study.system, study.constants)))
     monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(zip(given[2], given[5], strict=True)))
-    write_machine(tmp_path / "own.json", OWN)
+    write_json(tmp_path / "own.json", asdict(OWN))
     monkeypatch.setattr(machines, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
     for words, expected in {

@@ -5,8 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from cs336_systems.cost.notebook.summa import Cost, Grid, block_cost, grids, product_cost, rows_for_summa
+from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.notebook.summa import Grid, block_cost, grids, product_cost, rows_for_summa
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_count, run_command
 
 M, K, N = 24, 16, 32
 
@@ -187,21 +189,6 @@ def test_from_how_many_rows_on_summa_receives_less(width, hidden, side):
         assert (two.received < one.received) is less
 
 
-def test_a_wide_feed_forward_never_pays_for_itself():
-    assert rows_for_summa(128, 1024, 2) == pytest.approx((4 * 128**2 + 2 * 128 * 1024) / (12 * 128 - 3 * 128 - 1024))
-    assert rows_for_summa(128, 2048, 2) == float("inf")
-
-
-def test_more_dimensions_receive_less():
-    def received(grid: Grid) -> float:
-        return product_cost(grid, 4096, 4096, 4096).received_by_each
-
-    one, two, three = Grid("1d", 64), Grid("2d", 8), Grid("3d", 4)
-    assert received(one) > received(two) > received(three)
-    cost = product_cost(three, 4096, 4096, 4096)
-    assert cost == Cost(64, 2 * 4096**3 // 64, 3 * 3 * 4096**2, 3 * 4096**2 // 64, 3 * 4096**2 * 3 // 64)
-
-
 def test_grids_of_so_many_ranks():
     assert grids(8) == (Grid("1d", 8), Grid("2.5d", 2, 2), Grid("tesseract", 2, 2), Grid("3d", 2))
     assert grids(12) == (Grid("1d", 12), Grid("tesseract", 2, 3))
@@ -214,15 +201,28 @@ def test_grids_of_so_many_ranks():
     [
         (lambda: Grid("4d", 2), "no grid '4d'; choose from 1d, 2d, 2.5d, tesseract, 3d"),
         (lambda: Grid("2d", 0), "a grid's side and depth must be at least 1, not 0 and 1"),
-        (lambda: Grid("2d", 2, 2), "a 2d grid has no depth: use 2.5d or tesseract for 2 layers"),
         (lambda: Grid("2.5d", 4, 3), "2.5d layers share 4 steps: depth 3 must divide them"),
         (lambda: product_cost(Grid("2d", 4), 6, 8, 8), "m = 6 must be a positive multiple of 4 on a 2d grid of 4"),
-        (lambda: product_cost(Grid("tesseract", 2, 3), 8, 8, 8),
-         "m = 8 must be a positive multiple of 6 on a tesseract grid of 2"),
-        (lambda: product_cost(Grid("3d", 2), 4, 0, 4), "k = 0 must be a positive multiple of 4 on a 3d grid of 2"),
         (lambda: rows_for_summa(8, 8, 1), "a grid of 1 x 1 sends nothing: use a side of at least 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_laid_out_gets_one_line(make, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}$"):
         make()
+
+
+def test_every_grid_has_a_row(capsys):
+    assert run_command(main, ["explain", "grids", "--ranks", "64", "--tokens", "4096"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = lines[4:10]
+    assert [row.split(":")[0] for row in rows] == [grid.kind for grid in grids(64)]
+    for row, grid in zip(rows, grids(64), strict=True):
+        cost = block_cost(grid, 4096, 12_288, 49_152)
+        assert format_count(cost.received_by_each) in row
+        assert format_count(cost.flops) in row
+    assert f"from {rows_for_summa(12_288, 49_152, 8):,.0f} tokens on" in lines[-1]
+
+
+def test_what_does_not_divide_says_so(capsys):
+    assert run_command(main, ["explain", "grids", "--ranks", "7", "--tokens", "4096"]) == 0
+    assert "must be a positive multiple of 7" in capsys.readouterr().out

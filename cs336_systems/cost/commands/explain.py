@@ -111,7 +111,6 @@ def grids_command(ranks: int, tokens: int, **given: Any) -> None:
 
 
 def _answer(name: str, numbers: tuple[str, ...]) -> None:
-    """Print one worked question."""
     screen, text = console.console(), question(name, **parse_numbers(numbers)).markdown()
     if screen.is_terminal:
         screen.print(Markdown(text))

@@ -30,6 +30,7 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 
 AXES = {"tp": "tensor-parallel", "cp": "context-parallel", "ep": "expert-parallel"}
 PASSES = ("forward", "backward", "recompute")
+SCATTERED = "reduce-scattered, and weights gathered"
 
 
 class Derivation:
@@ -61,95 +62,65 @@ class Derivation:
 
 
 def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
-    """Numbers and tables of the derivation of `step_time`, from a model's FLOPs to the last second. Raises UserError as
-    `step_time` does."""
+    """Numbers and tables of the derivation of `step_time`, from a model's FLOPs to the last second: those of the
+    template are named as the variables here. Raises UserError as `step_time` does."""
     found = Derivation(request)
-    plan, step, constants = found.plan, found.step, found.constants
+    tables = {"kernels": _kernels(found), "axes": _axes(found), "collectives": _collectives(found)}
+    return _totals(found) | _product(found) | _between(found), tables
+
+
+def _totals(found: Derivation) -> dict[str, Any]:
+    """FLOPs, passes of a microbatch, AdamW, and the sum."""
+    request, plan, system, constants = found.request, found.plan, found.system, found.constants
+    step, stage, parts, peak = found.step, found.stage, found.step.parts, found.peak
     flops = forward_flops(request.config, 1, request.seq)
-    memory_rate = found.system.bandwidth * constants.memory
-    terms = {way: [(part.times, getattr(part, way).busy) for part in found.parts] for way in PASSES}
-    numbers = {
-        "request": request,
-        "plan": plan,
-        "system": found.system,
-        "constants": constants,
-        "step": step,
-        "parts": step.parts,
-        "stage": found.stage,
-        "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
-        "sequence_flops": step.model_flops / plan.global_batch,
-        "peak": found.peak,
-        "least": step.model_flops / (plan.ranks * found.peak),
-        **_product(found),
-        "terms": {
-            way: " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in busy if one) or None
-            for way, busy in terms.items()
-        },
-        "all": {way: plan.microbatches * getattr(found.stage, way) for way in PASSES},
-        "rerun": "attention's core" if request.config.recompute == "attention" else "whole blocks",
-        "collectives": "" if found.axes else None,
-        "cut": plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None,
-        **_between(found),
-        "adamw_bytes": optimizer_bytes(plan),
-        "adamw_moved": step.parts["optimizer"] * memory_rate,
-        "memory_rate": memory_rate,
-        "zero": plan.zero > 0,
-        "sum": " + ".join(f"{seconds:.4g}" for seconds in step.parts.values() if seconds),
+    sequence_flops, least = step.model_flops / plan.global_batch, step.model_flops / (plan.ranks * peak)
+    busy = {way: [(part.times, getattr(part, way).busy) for part in found.parts] for way in PASSES}
+    terms = {
+        way: " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in each if one) or None
+        for way, each in busy.items()
     }
-    return numbers, {"kernels": _kernels(found), "axes": _axes(found), "collectives": _collectives(found)}
+    rerun = "attention's core" if request.config.recompute == "attention" else "whole blocks"
+    collectives = "" if found.axes else None
+    cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
+    memory_rate, adamw_bytes, zero = system.bandwidth * constants.memory, optimizer_bytes(plan), plan.zero > 0
+    adamw_moved = parts["optimizer"] * memory_rate
+    return locals() | {
+        "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
+        "all": {way: plan.microbatches * getattr(stage, way) for way in PASSES},
+        "sum": " + ".join(f"{seconds:.4g}" for seconds in parts.values() if seconds),
+    }
 
 
 def _product(found: Derivation) -> dict[str, Any]:
     """Both sides of the roofline of the largest product."""
-    operator, product = found.largest_product()
     system, constants = found.system, found.constants
+    operator, product = found.largest_product()
+    batched, rows, tile = product.number > 1, product.number * product.rows, TILE
     waves = product.number * product.rows * product.columns / (TILE * system.processors)
+    full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)
     rate, kernel = product_rate(product, system, constants), timing([product], [], found.plan, system, constants)
-    return {
-        "operator": operator,
-        "product": product,
-        "batched": product.number > 1,
-        "rows": product.number * product.rows,
-        "waves": waves,
-        "tile": TILE,
-        "full": waves / (waves + constants.wave),
-        "long": product.inner / (product.inner + constants.ramp),
-        "rate": rate,
-        "rate_share": rate / found.peak,
-        "compute": product.flops / rate,
-        "moving": product.nbytes / (system.bandwidth * constants.memory),
-        "kernel": kernel,
-        "compute_bound": kernel.compute > 0,
-    }
+    rate_share, compute = rate / found.peak, product.flops / rate
+    moving, compute_bound = product.nbytes / (system.bandwidth * constants.memory), kernel.compute > 0
+    return locals()
 
 
 def _between(found: Derivation) -> dict[str, Any]:
     """Messages and the bubble of a pipeline, and collectives of data parallelism."""
     request, plan, step, constants = found.request, found.plan, found.step, found.constants
-    weights = sum(stage_weights(request.config, plan, request.seq, step.stage)[:2])
-    work = sum(found.stage) * plan.microbatches
-    unhidden, stage = plan.override(overlap="none"), (request.seq, step.stage, found.stage)
-    verbs = {0: "all-reduced", 3: "reduce-scattered, and weights gathered for each pass"}
+    config, seq, verbs = request.config, request.seq, {0: "all-reduced", 3: f"{SCATTERED} for each pass"}
+    pipeline, messages, others, chunked = "" if plan.pp > 1 else None, 2 * plan.chunks, plan.pp - 1, plan.chunks > 1
+    message = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
+    hides, work = plan.overlap == "all" and chunked, sum(found.stage) * plan.microbatches
+    bubble_share, ideal = step.parts["bubble"] / work, others / (plan.microbatches * plan.chunks)
     sends = step.parts["data-parallel"] > 0
-    return {
-        "pipeline": "" if plan.pp > 1 else None,
-        "messages": 2 * plan.chunks,
-        "message": plan.width * plan.micro_batch * request.seq * request.config.d_model / (plan.cp * plan.tp),
-        "hides": plan.overlap == "all" and plan.chunks > 1,
-        "others": plan.pp - 1,
-        "chunked": plan.chunks > 1,
-        "bubble_share": step.parts["bubble"] / work,
-        "work": work,
-        "ideal": (plan.pp - 1) / (plan.microbatches * plan.chunks),
-        "replicas": "" if sends else None,
-        "weights": weights,
-        "gradients": GRADIENT * weights,
-        "verb": verbs.get(plan.zero, "reduce-scattered, and weights gathered"),
-        "alone": data_parallel_seconds(request.config, unhidden, *stage, found.system, constants),
-        "overlaps": plan.overlap != "none",
-        "bucket": bucket_size(plan.replicas),
-        "tied": "" if sends and plan.pp > 1 and request.config.tied_head else None,
-    }
+    replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
+    weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
+    gradients, verb = GRADIENT * weights, verbs.get(plan.zero, SCATTERED)
+    unhidden = plan.override(overlap="none")
+    alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system, constants)
+    overlaps, bucket = plan.overlap != "none", bucket_size(plan.replicas)
+    return locals()
 
 
 def _kernels(found: Derivation) -> Table:
@@ -184,7 +155,6 @@ def _axes(found: Derivation) -> Table:
 
 
 def _collectives(found: Derivation) -> Table:
-    """Collectives of one block or end of the model in each pass, by axis."""
     rows = []
     for axis in found.axes:
         for part in found.parts:

@@ -16,7 +16,7 @@ from cs336_systems.cost.commands.request import FILE, MachineOptions, ModelOptio
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit, mean_error, worst_error
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
-from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, save_constants
+from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, write_json
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, options, setting
@@ -74,7 +74,7 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     for line in summary(result, fitted, apart):
         screen.print(line, soft_wrap=True)
     if asked.out:
-        save_constants(asked.out, result.constants, _about(result, fitted))
+        write_json(asked.out, _record(result, fitted))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
 
 
@@ -162,8 +162,9 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
     return lines
 
 
-def _about(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]:
+def _record(result: Calibration, fitted: Sequence[Observation]) -> dict[str, Any]:
     return {
+        "constants": asdict(result.constants),
         "fitted": list(result.which),
         "prior": asdict(result.prior),
         "relative_uncertainty": {name: exp(each) - 1 for name, each in result.deviation.items()},

@@ -20,11 +20,6 @@ from cs336_systems.host.console import flag
 from cs336_systems.presets import model_preset
 
 SEED = "seed"  # the preset of the notebook
-# Its names of the options that it has.
-SIZES = {name: name for name in ("num_layers", "d_model", "d_ff", "num_heads", "tp")} | {
-    "context": "seq",
-    "micro_batch_size": "batch",
-}
 MACHINE = "A100-40GB"  # whose data sheet the notebook has
 LAYER_UNITS = {
     "forward computes": "TFLOP",
@@ -45,18 +40,14 @@ KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's ta
 
 
 def asked_notebook(context: click.Context) -> Notebook | None:
-    """The notebook with the sizes on the command line; None for another preset. Raises UserError for options that it
-    does not have."""
+    """The notebook, which has its own sizes; None for another preset. Raises UserError for options that it lacks."""
     if context.params["size"].lower() != SEED:
         return None
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    asked = [name for name, source in sources.items() if source == ParameterSource.COMMANDLINE]
-    given = {name: context.params[name] for name in asked if name not in ("size", "as_json")}
-    if strange := [name for name in given if name not in SIZES]:
-        raise UserError(f"the notebook knows nothing of {flag(strange[0])}; it has {', '.join(map(flag, SIZES))}")
-    if "d_model" in given:
-        given.setdefault("d_ff", 4 * given["d_model"])
-    return Notebook(**{SIZES[name]: value for name, value in given.items()})
+    given = {name for name, source in sources.items() if source == ParameterSource.COMMANDLINE}
+    if strange := sorted(given - {"size", "as_json"}):
+        raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
+    return Notebook()
 
 
 def print_notebook(screen: Console, notebook: Notebook) -> None:
@@ -107,7 +98,6 @@ def _grid(columns: list[str], title: str) -> Table:
 
 
 def notebook_records(notebook: Notebook) -> dict[str, Any]:
-    """All of it for a program."""
     differences = [asdict(each) for each in DIFFERENCES]
     return {"rows": as_records(notebook), "differences": differences, "layer": compared(notebook)}
 

@@ -44,6 +44,5 @@ def new_table(
 
 
 def print_warnings(screen: Console, warnings: Iterable[str]) -> None:
-    """A line for each warning."""
     for line in warnings:
         screen.print(Text.assemble(("warning:", "yellow"), f" {line}"))

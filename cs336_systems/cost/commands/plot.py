@@ -139,7 +139,6 @@ def _write(figure: Any, out: Path) -> None:
 
 
 def _warned(request: Request) -> Request:
-    """Print warnings about the prediction on stderr."""
     for line in request.warnings():
         click.echo(printable(f"note: {line}"), err=True)
     return request

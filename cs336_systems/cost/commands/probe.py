@@ -1,5 +1,6 @@
 """`probe`: this machine, measured in seconds, as the machine that the other commands predict for."""
 
+from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 from typing import Literal
@@ -8,7 +9,7 @@ import click
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.machines import SECONDS, System, check_out, probe_here, write_machine
+from cs336_systems.cost.machines import SECONDS, System, check_out, probe_here, write_json
 from cs336_systems.cost.operator_time import TILE
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
@@ -23,7 +24,7 @@ def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: flo
     check_out(out)
     system = probe_here(budget, device)
     if out:
-        write_machine(out, system)
+        write_json(out, asdict(system))
     screen = console.console()
     screen.print(figures(system))
     used = f"--machine-file {out}" if out else "--system here (or keep it: probe --out FILE)"

@@ -157,17 +157,14 @@ class Request:
 
     @property
     def seq(self) -> int:
-        """Tokens in a sequence."""
         return self.config.context_length
 
     @property
     def args(self) -> tuple[ModelConfig, Plan, int, System, Constants]:
-        """Arguments of a prediction."""
         return self.config, self.plan, self.seq, self.system, self.constants
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
         return sum(count_parameters(self.config).values())
 
     @property
@@ -181,7 +178,6 @@ class Request:
         return [timed_part(config, plan, seq, group, system, constants, times) for group, times in groups]
 
     def step(self) -> StepTime:
-        """The predicted time of a step."""
         return step_time(*self.args)
 
     def warnings(self) -> list[str]:
@@ -204,7 +200,6 @@ class Request:
         )
 
     def record(self) -> dict[str, Any]:
-        """For a program."""
         model = {**asdict(self.config), "parameters": self.parameters}
         name = self.title.removesuffix(", changed")
         return {"preset": name, "model": model, "plan": asdict(self.plan), "system": self.system.name}

@@ -77,7 +77,6 @@ class SearchOptions:
     limit: int = setting(LIMIT, "Configurations; a larger space is cut, and the answer says by what.", type=COUNT)
 
     def fixed(self) -> dict[str, Any]:
-        """Choices held at one value."""
         held = {axis: getattr(self, axis) for axis in ("tp", "pp", "dp", "cp", "ep", "chunks", "zero")}
         held |= {"micro_batch": self.micro_batch_size, "sequence": self.sequence_parallel}
         return {axis: value for axis, value in held.items() if value is not None}
@@ -135,7 +134,6 @@ class SearchRequest:
         return training(self.tokens, each.rate, each.plan.ranks) if self.tokens else None
 
     def record(self, each: Candidate) -> dict[str, Any]:
-        """A configuration for a program."""
         whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
         return {
             "seconds": each.step.total,
@@ -172,11 +170,7 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
                 "choice": each.axis,
                 "value": choice_text(each.axis, each.value),
                 "factor": each.factor if each.best else None,
-                "net": each.net,
-                "part": each.part,
-                "more": each.more,
-                "gain": each.gain,
-                "less": each.less,
+                **{name: getattr(each, name) for name in ("net", "part", "more", "gain", "less")},
                 "forced_by_memory": each.forced,
                 "why": each.why,
                 "best": each.best and asked.record(each.best),
@@ -187,7 +181,6 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
 
 
 def choice_text(axis: str, value: Any) -> str:
-    """The value of a choice, as it is printed."""
     if axis == "recompute":
         return RECOMPUTE_NAMES[value]
     return ("yes" if value else "no") if axis == "sequence" else str(value)

@@ -14,10 +14,9 @@ from cs336_systems.cost.template import Value, fields, fill, kept_lines
 from cs336_systems.errors import UserError
 
 TEMPLATES = Path(__file__).parent / "templates"
-_SCALES = (1e15, 1e12, 1e9, 1e6, 1e3, 1.0, 1e-3, 1e-6, 1e-9)
-_PREFIXES = tuple(zip(_SCALES, ("P", "T", "G", "M", "k", "", "m", "µ", "n"), strict=True))
+_PREFIXES = dict(zip("PTGMk", (1e15, 1e12, 1e9, 1e6, 1e3), strict=True)) | {"": 1.0, "m": 1e-3, "µ": 1e-6, "n": 1e-9}
 _COUNTED = ("parameters", "tokens", "tensors", "devices", "buckets", "layers", "blocks")
-_WORDS = ((1e12, " trillion"), (1e9, " billion"), (1e6, " million"), (1.0, ""))
+_WORDS = {" trillion": 1e12, " billion": 1e9, " million": 1e6, "": 0.0}
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,6 @@ class Question:
 
     @property
     def title(self) -> str:
-        """The heading."""
         return self.template.splitlines()[0].removeprefix("## ")
 
     @property
@@ -57,7 +55,6 @@ class Question:
 
     @property
     def fields(self) -> list[str]:
-        """Names of the numbers."""
         return list(dict.fromkeys(re.findall(r"{(\w+)", self.template)))
 
     def unit(self, symbol: str) -> str:
@@ -127,11 +124,11 @@ def quantity(value: float | str, unit: str = "") -> str:
     if unit == "decimals":
         return f"{value:.4f}"
     if unit in _COUNTED:
-        size, word = next(each for each in _WORDS if abs(value) >= each[0] or each[0] == 1.0)
-        return f"{_digits(value / size)}{word} {unit if value != 1 else unit[:-1]}"
+        word, size = next(each for each in _WORDS.items() if abs(value) >= each[1])
+        return f"{_digits(value / (size or 1.0))}{word} {unit if value != 1 else unit[:-1]}"
     if unit in ("%", "x"):
         return f"{_digits(100 * value)}%" if unit == "%" else f"{_digits(value)} times"
-    size, prefix = next((each for each in _PREFIXES if abs(value) >= each[0]), (1.0, ""))
+    prefix, size = next((each for each in _PREFIXES.items() if abs(value) >= each[1]), ("", 1.0))
     text = f"{_digits(value / size)} {prefix}{unit}"
     if unit == "B" and abs(value) >= 1024:
         power = min(3, next(p for p in range(8, 0, -1) if abs(value) >= 1024**p))

@@ -62,12 +62,10 @@ class Calibration:
 
 
 def mean_error(logs: Sequence[float]) -> float:
-    """Mean of |predicted / measured - 1|, from the logarithms of these ratios."""
     return sum(abs(exp(each) - 1.0) for each in logs) / len(logs)
 
 
 def worst_error(logs: Sequence[float]) -> float:
-    """Largest |predicted / measured - 1|."""
     return max(abs(exp(each) - 1.0) for each in logs)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from cs336_systems.cost.logs import LoggedRun
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun, read_run
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
@@ -75,8 +75,9 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
         config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
     elif logged.says("untie_embeddings_and_output_weights"):
         config = config.override(tied_head=False)
+    overlap = "all" if logged.says("tp_comm_overlap") else "data" if logged.says("overlap_grad_reduce") else "none"
     narrow = options["precision"] != "fp32" if options.get("precision") else logged.says("fp16") or logged.says("bf16")
-    plan = plan.override(overlap=options.get("overlap") or _overlap(logged), width=2 if narrow else 4)
+    plan = plan.override(overlap=options.get("overlap") or overlap, width=2 if narrow else 4)
     if experts := logged.number("num_experts", "num_moe_experts"):
         mixture = replace(config.mixture, top_k=logged.number("moe_router_topk") or config.mixture.top_k)
         every, spread = (logged.number(each) or 1 for each in ("moe_layer_freq", "expert_model_parallel_size"))
@@ -89,7 +90,6 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
 
 
 def _as_arguments(options: Mapping[str, Any]) -> dict[str, str]:
-    """A user's options as arguments of a log."""
     found = {_ARGUMENTS[name]: str(value) for name, value in options.items() if name in _ARGUMENTS}
     return found | ({"group_query_attention": "True"} if "num_kv_heads" in options else {})
 
@@ -138,25 +138,24 @@ def _degrees(logged: LoggedRun) -> dict[str, int | None]:
 
 def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
     """("flash" or "unfused", why): by the user's option, the log's arguments, or the length of the sequence."""
-    if asked := given.options.get("attention"):
-        return "unfused" if asked == "naive" else "flash", f"--attention {asked}"
-    implementation = logged.arguments.get("transformer_impl", "None").lower()
-    backend = logged.arguments.get("attention_backend", "None").rsplit(".", 1)[-1].lower()
+    asked, arguments = given.options.get("attention"), logged.arguments
+    layers = arguments.get("transformer_impl", "None").lower()
+    backend = arguments.get("attention_backend", "None").rsplit(".", 1)[-1].lower()
     seq = logged.number("seq_length", "encoder_seq_length") or 0
-    if logged.says("use_flash_attn"):
-        return "flash", "use_flash_attn"
-    if backend in ("unfused", "local"):
-        return "unfused", f"attention_backend {backend}"
-    if implementation == "transformer_engine":
-        return "flash", f"transformer_impl {implementation}"
-    if backend in ("flash", "fused") or (backend == "auto" and implementation == "none"):
-        return "flash", f"attention_backend {backend}"
-    if "use_flash_attn" in logged.arguments or implementation != "none":
-        name = "use_flash_attn" if "use_flash_attn" in logged.arguments else "transformer_impl"
-        return "unfused", f"{name} {logged.arguments[name]}"
-    if seq > _LONG:
-        return "flash", f"assumed, since no argument says, of {seq} tokens"
-    return "unfused", "assumed, since no argument says; else give --attention flash"
+    flash = backend in ("flash", "fused") or (backend == "auto" and layers == "none")
+    name = "use_flash_attn" if "use_flash_attn" in arguments else "transformer_impl"
+    rules = (
+        (asked, "unfused" if asked == "naive" else "flash", f"--attention {asked}"),
+        (logged.says("use_flash_attn"), "flash", "use_flash_attn"),
+        (backend in ("unfused", "local"), "unfused", f"attention_backend {backend}"),
+        (layers == "transformer_engine", "flash", f"transformer_impl {layers}"),
+        (flash, "flash", f"attention_backend {backend}"),
+        (name in arguments and (name == "use_flash_attn" or layers != "none"), "unfused",
+         f"{name} {arguments.get(name)}"),
+        (seq > _LONG, "flash", f"assumed, since no argument says, of {seq} tokens"),
+        (True, "unfused", "assumed, since no argument says; else give --attention flash"),
+    )  # fmt: skip
+    return next((kind, why) for holds, kind, why in rules if holds)
 
 
 def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
@@ -181,6 +180,10 @@ def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
     if micro is None or batch is None:
         name = "micro_batch_size: give --micro-batch-size" if micro is None else "global_batch_size: give --batch-size"
         raise UserError(f"{logged.name}: the arguments in this log lack {name}")
+    # By version: `checkpoint_activations`, `activations_checkpoint_method`, then `recompute_granularity`.
+    older_full = logged.says("checkpoint_activations") or logged.says("activations_checkpoint_method")
+    recompute = logged.arguments.get("recompute_granularity", "None")
+    recompute = recompute if recompute in ("full", "selective") else "full" if older_full else "none"
     grouped = logged.number("num_query_groups") if logged.says("group_query_attention") else None
     return {
         "h": logged.number("hidden_size"),
@@ -198,22 +201,7 @@ def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
         "kv": grouped,
         "ffn": logged.number("ffn_hidden_size"),
         "gated": logged.says("swiglu"),
-        "recompute": given.options.get("recompute") or _recompute(logged),
+        "recompute": given.options.get("recompute") or recompute,
         "sp": logged.says("sequence_parallel"),
         "zero": given.options.get("zero", int(logged.says("use_distributed_optimizer"))),
     }
-
-
-def _recompute(logged: LoggedRun) -> str:
-    """By version: `checkpoint_activations`, `activations_checkpoint_method`, then `recompute_granularity`."""
-    asked = logged.arguments.get("recompute_granularity", "None")
-    if asked in ("full", "selective"):
-        return asked
-    older = logged.says("checkpoint_activations") or logged.says("activations_checkpoint_method")
-    return "full" if older else "none"
-
-
-def _overlap(logged: LoggedRun) -> Overlap:
-    if logged.says("tp_comm_overlap"):
-        return "all"
-    return "data" if logged.says("overlap_grad_reduce") else "none"

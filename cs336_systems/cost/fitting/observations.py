@@ -52,7 +52,6 @@ class Observation:
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
-    """log(predicted / measured)."""
     return log(each.predict(constants) / each.seconds)
 
 
@@ -204,7 +203,6 @@ def _of_layout(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observatio
 
 
 def _of_training(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
-    """A log of cs336_systems.train."""
     header = logged.header
     model = ModelConfig(**header["model"] | {"mixture": Mixture(**header["model"]["mixture"])})
     plan = _plan(header["mesh"], header["recipe"], header["micro_batch_size"], header["batch_size"])

@@ -23,7 +23,6 @@ class Difference:
 
 
 def differences() -> tuple[Difference, ...]:
-    """Every difference."""
     found: list[list[Any]] = []
     for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):

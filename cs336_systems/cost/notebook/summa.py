@@ -52,7 +52,6 @@ class Grid:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         power = {"1d": 1, "3d": 3}.get(self.kind, 2)
         return self.side**power * self.depth
 

@@ -38,7 +38,6 @@ class Share(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of the two together."""
         return self.communication / (self.communication + self.computing)
 
 

@@ -41,7 +41,6 @@ class Roof(NamedTuple):
         return self.flops / self.bandwidth
 
     def at(self, intensity: float) -> float:
-        """FLOP/s that can be had."""
         return min(self.flops, self.bandwidth * intensity)
 
 

@@ -20,7 +20,6 @@ GREY, PALE = "#555555", "#dddddd"
 
 
 def can_plot() -> bool:
-    """True where matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
