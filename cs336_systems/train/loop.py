@@ -171,10 +171,8 @@ class Loop:
             bad = [str(rank) for rank, said in enumerate(agree("whose loss is finite", mine, self.world)) if said]
             which = f"the loss of rank{'s' * (len(bad) > 1)} {', '.join(bad)}"
             which = which if bad else "the gradient, unlike the loss,"
-            raise UserError(
-                f"{which} is not finite in step {number} (gradient norm {norm}); lower --lr (now "
-                f"{self.recipe.optimizer.lr:g}), or leave such steps out with --on-nonfinite skip"
-            )
+            advice = f"lower --lr (now {self.recipe.optimizer.lr:g}), or leave such steps out with --on-nonfinite skip"
+            raise UserError(f"{which} is not finite in step {number} (gradient norm {norm}); {advice}")
 
     def _report(self, number: int) -> None:
         trainer, steps, batch = self.trainer, len(self.since), self.trainer.batch

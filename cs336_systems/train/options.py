@@ -83,18 +83,17 @@ class ExpertOptions:
     num_experts: int | None = of_preset("Experts of a layer; 0: none.", NATURAL, also=("--moe-expert-count",))
     expert_every: int | None = of_preset("Every k-th layer has experts.", COUNT, also=("--moe-freq",))
     expert_d_ff: int | None = setting(
-        None, "Width of an expert.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",)
+        None, "An expert's width.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",)
     )
     top_k: int | None = of_preset("Experts that a token is sent to.", click.IntRange(1, 2))
     second_expert: presets.SecondPolicy | None = of_preset(
-        "Training: choice of a token's second expert.", also=("--moe-second-expert-policy",)
+        "Training: a token's second expert is the second best, sampled, or kept with twice its weight as probability.",
+        also=("--moe-second-expert-policy",),
     )
     normalize_gates: presets.Normalize | None = of_preset("A token's two weights add up to 1 before or after drops.")
-    gating_fp32: bool | None = of_preset(
-        "The router computes in float32 at least.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32"
-    )
+    gating_fp32: bool | None = of_preset("Router in float32.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32")
     capacity_factor: float | None = of_preset(
-        "Training: an expert takes at most this x its share; 0: all.", NOT_NEGATIVE
+        "Training: an expert takes at most this x ceil(tokens / experts) choices; 0: all.", NOT_NEGATIVE
     )
     eval_fraction: float | None = of_preset(
         "Evaluation: most tokens of an expert; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
@@ -138,9 +137,7 @@ class DataOptions:
     lower_case: bool = setting(False, "BERT: WordPiece makes no difference between upper and lower case.")
     mask_prob: float = setting(0.15, "BERT: share of tokens to predict.", SHARE)
     short_seq_prob: float = setting(0.1, "BERT: share of samples that are shorter.", SHARE)
-    batch_size: int | None = setting(
-        None, "Sequences in a step.  [default: preset's, or a microbatch a replica]", COUNT
-    )
+    batch_size: int | None = setting(None, "Sequences in a step.  [default: preset's, or a microbatch each]", COUNT)
     micro_batch_size: int | None = setting(None, "Sequences at once.  [default: a rank's, or a quarter a stage]", COUNT)
     context: int | None = of_preset("Tokens in a sequence.", COUNT)
 
@@ -165,9 +162,7 @@ class OptimizerOptions:
     loss_scale_window: int = setting(1000, "fp16: steps without overflow until the scale doubles.", COUNT)
     hysteresis: int = setting(2, "fp16: overflows until the scale is halved.", COUNT)
     min_loss_scale: float = setting(1.0, "fp16: the lowest scale.", POSITIVE)
-    on_nonfinite: Literal["stop", "skip"] = setting(
-        "stop", "On inf or NaN end the run, or skip the step, as fp16 does."
-    )
+    on_nonfinite: Literal["stop", "skip"] = setting("stop", "On inf or NaN end the run or skip the step, as fp16 does.")
 
     def learning_rate(self, update: int) -> float:
         """Learning rate of an optimizer update, counted from 0. Raises UserError for a schedule that cannot be."""

@@ -45,10 +45,8 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
                 make_folder(recipe.run.checkpoints)  # what stands in the way is better known now than at the first save
                 clean(recipe.run.checkpoints)
                 if (found := list_checkpoints(recipe.run.checkpoints)) and not resume:
-                    raise UserError(
-                        f"{recipe.run.out} holds a run with a checkpoint {found[-1].name}: go on from it with "
-                        "--resume, or name another folder with --out DIR"
-                    )
+                    advice = "go on from it with --resume, or name another folder with --out DIR"
+                    raise UserError(f"{recipe.run.out} holds a run with a checkpoint {found[-1].name}: {advice}")
                 lock.sign(f"process {os.getpid()}, {launcher}")
             except UserError as error:
                 problem = str(error)
@@ -118,11 +116,8 @@ class RunCheckpoints:
         SaveError, of an earlier save as well."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
-        state: dict[str, Any] = {
-            "trainer": trainer.state(),
-            "identity": identity(trainer),
-            "computed": computed(trainer),
-        }
+        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer)}
+        state["trainer"] = trainer.state()
         state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
         self.saver.start(step, pieces + random, scalars | more, state)
 
@@ -154,10 +149,8 @@ class RunCheckpoints:
             return problem
         differing = _differing(checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}")
         if problem := next(filter(None, agree("which run this is", "".join(differing[:1]), self.world)), ""):
-            raise UserError(
-                f"{self.folder.parent} holds another run: {problem} now; resume with what it began with, or name "
-                "another folder with --out DIR"
-            )
+            advice = "resume with what it began with, or name another folder with --out DIR"
+            raise UserError(f"{self.folder.parent} holds another run: {problem} now; {advice}")
         random = random_problem(checkpoint, self.world.rank(), self.trainer.device)
         return self.state.problem(checkpoint) or random
 

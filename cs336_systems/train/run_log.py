@@ -106,11 +106,8 @@ def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory)
     memory = torch.zeros(world.size(), dtype=torch.float64, device=trainer.device)
     memory[world.rank()] = peak.read() or 0
     all_gather(memory, world, "peak memory").wait()
-    final: dict[str, Any] = {
-        "steps": steps,
-        "seconds": seconds,
-        "peak_memory": [memory.min().item(), memory.max().item()],
-    }
+    least, most = memory.min().item(), memory.max().item()
+    final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [least, most]}
     if losses and not math.isfinite(sum(losses)):
         raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
     final["validation_loss"] = None if losses is None else losses[0]
@@ -157,9 +154,8 @@ def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss = trainer.recipe, final["validation_loss"]
     said = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
-    said += "validation loss " + (
-        "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
-    )
+    reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
+    said += f"validation loss {reached}"
     if "validation_sop_loss" in final:
         said += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert
