@@ -1,8 +1,7 @@
 """Counts of a program as it runs: FLOPs, operators, traffic, memory kept for backward, new and peak memory.
 
-An `Observer` is entered around any code and sees each operator that torch's dispatcher starts below autograd. The code
-may run on real tensors, on the meta device or, for models that no memory here holds, on fake ones (`fake_model`), which
-have shapes and a device but no numbers:
+An `Observer` sees each operator that torch's dispatcher starts below autograd, on real tensors, on the meta device or,
+for models that no memory here holds, on fake ones (`fake_model`), which have shapes and a device but no numbers:
 
     with FakeTensorMode():
         model = fake_model(TransformerLM(config, "meta"), "cpu")
@@ -105,11 +104,8 @@ class Counts:
 
 
 class Observer(TorchDispatchMode):
-    """Counts what runs inside `with`, phase by phase.
-
-    `held` names storages that exist before, by kind: parameters, optimizer state. All others are "activations", until
-    `label` gives them another kind; gradients are known only when backward has made them.
-    """
+    """Counts what runs inside `with`, phase by phase. `held` names storages that exist before, by kind: parameters,
+    optimizer state. All others are "activations" until `label` gives them another kind, as gradients after backward."""
 
     def __init__(self, **held: Iterable[Tensor]) -> None:
         super().__init__()

@@ -75,11 +75,9 @@ def observe_passes(
     device: str = "cpu",
     keeps_gradients: bool = False,
 ) -> Passes:
-    """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there.
-
-    The optimizer has its state already. With `keeps_gradients` the gradients of the step before are there until the
-    next are added to them, as in a wrapper's flat buffers. Raises UserError for what the model refuses.
-    """
+    """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there; the optimizer
+    has its state already. With `keeps_gradients` the gradients of the step before are there until the next are added to
+    them, as in a wrapper's flat buffers. Raises UserError for what the model refuses."""
     with FakeTensorMode():
         model, tokens, targets, rows = _fake(config, batch, seq, device)
         parameters, optimizer = list(model.parameters()), AdamW(model.parameters())

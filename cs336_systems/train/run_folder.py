@@ -101,9 +101,7 @@ def state_problem(checkpoint: Checkpoint) -> str:
 
 class RunCheckpoints:
     """Saves a trainer's run to its folder, and restores the newest checkpoint there. `say` prints a line for people.
-
-    Every rank must construct it and call its methods.
-    """
+    Every rank must construct it and call its methods."""
 
     def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
         run = trainer.recipe.run
@@ -122,10 +120,8 @@ class RunCheckpoints:
         self.saver.start(step, pieces + random, scalars | more, state)
 
     def restore(self) -> int:
-        """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
-
-        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused.
-        """
+        """Go on from the newest checkpoint that is whole: the number of steps done, 0 without any checkpoint. Raises
+        UserError for a run with another model, text, seed or batch, and if every checkpoint is refused."""
         checkpoint = open_newest(self.folder, self.world, self._problem, self.say)
         if checkpoint is None:
             return 0
@@ -141,10 +137,8 @@ class RunCheckpoints:
         return checkpoint.step
 
     def _problem(self, checkpoint: Checkpoint) -> str:
-        """The reason why a checkpoint cannot be used; "" if it can.
-
-        Raises UserError, on every rank, if it is of another run: an older checkpoint there would be, too.
-        """
+        """The reason why a checkpoint cannot be used; "" if it can. Raises UserError, on every rank, for one of another
+        run: an older checkpoint there would be, too."""
         if problem := state_problem(checkpoint):
             return problem
         differing = _differing(checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}")
@@ -173,10 +167,8 @@ def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[s
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
-    """Begin with the parameters of a plain safetensors file. Every rank must call this.
-
-    Raises UserError, on every rank, for those of another model, of which one stage alone may know.
-    """
+    """Begin with the parameters of a plain safetensors file. Every rank must call this. Raises UserError, on each, for
+    those of another model, of which one stage alone may know."""
     state = RunState(trainer)
     try:
         source = open_plain(path)

@@ -8,11 +8,8 @@ A rank's part of a parameter in each kind of layout:
     ZeRO 1, 2        a run of the flattened box, of the optimizer's state
     ZeRO 3           rows of it, of the parameter as well
 
-Nothing is gathered: a rank writes from its own memory, and reads the boxes that it needs.
-
-Training draws nothing from the random number generators: weights, batches and dropout are functions of the seed and a
-position, the same in every layout. Code that does draw from them, an augmentation say, still resumes bit for bit at the
-same number of ranks.
+Nothing is gathered: a rank writes from its own memory, and reads the boxes that it needs. Training draws nothing from
+the random number generators, but code that does, an augmentation say, resumes bit for bit at the same number of ranks.
 """
 
 import random
@@ -32,17 +29,13 @@ from cs336_systems.train.trainer import Trainer
 
 
 class Slot(NamedTuple):
-    """A tensor that an optimizer of this rank steps.
-
-    `like` is that tensor, and its state has the same shape. It holds the elements from `first` on of this rank's part
-    of the parameter `name`. `sharded`: other ranks hold other elements.
-    """
+    """A tensor that an optimizer of this rank steps."""
 
     optimizer: torch.optim.Optimizer
-    like: Tensor
-    name: str
-    first: int
-    sharded: bool
+    like: Tensor  # that tensor, of whose shape its state is
+    name: str  # of the parameter
+    first: int  # element of this rank's part of the parameter with which it begins
+    sharded: bool  # other ranks hold other elements
 
 
 class RunState:
@@ -133,10 +126,8 @@ class RunState:
         return ""
 
     def _state_problem(self, source: Checkpoint, name: str) -> str:
-        """The reason why a parameter's optimizer state is not one that its optimizer makes; "" if it is.
-
-        A parameter that has had no gradient has no state.
-        """
+        """The reason why a parameter's optimizer state is not one that its optimizer makes; "" if it is, or if there is
+        none, as of a parameter that has had no gradient."""
         kinds = {kind: each for kind, each in source.tensors[name].items() if kind != VALUE}
         scalars = source.scalars.get(name, {})
         if not kinds and not scalars:
@@ -170,10 +161,7 @@ class RunState:
 
     @torch.no_grad()
     def restore(self, source: Checkpoint) -> None:
-        """Take this rank's part of a checkpoint that fits: parameters, and the optimizer's state if there is one.
-
-        Nothing stays of the state before.
-        """
+        """Take this rank's part of a checkpoint that fits. Nothing stays of the state before."""
         for parameter in self.parameters.values():
             parameter.copy_(self._read(source, self._slot(parameter, self.optimizers[0]), VALUE))
         for slot in self.slots():

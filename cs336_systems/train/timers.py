@@ -22,9 +22,8 @@ class Timers:
         with timers.collective("backward-params-all-reduce"): ...
         print(timer_line(timers.by_rank(), steps))
 
-    Timers may be nested (the outer one includes the inner) and repeated. On a GPU a timer marks the stream with events,
-    read by the report only: the host never waits, and the time is that of the stream, including gaps in which the host
-    was late. A report lists `names` first. `clock` returns nanoseconds.
+    Timers may be nested and repeated. On a GPU a timer marks the stream with events, read by the report only: the host
+    never waits, and gaps in which it was late count. A report lists `names` first. `clock` returns nanoseconds.
     """
 
     def __init__(
@@ -57,11 +56,8 @@ class Timers:
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Time a block with a collective that ends in it, and as `name`-wait how long this rank waited for the others.
-
-        A tiny all-reduce lines the ranks up first, since a collective that begins before the last rank is there counts
-        that rank's lateness as its own time. The wait includes the latency of that all-reduce.
-        """
+        """Time a block with a collective that ends in it, and as `name`-wait how long this rank waited for the others:
+        a tiny all-reduce lines the ranks up first. The wait includes its latency."""
         with self(f"{name}-wait"):
             if self.group is not None:
                 all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
