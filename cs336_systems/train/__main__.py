@@ -173,8 +173,8 @@ def work(place: Place, recipe: Recipe) -> None:
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
-            problem = "out of memory although it was counted to fit; lower --micro-batch-size or --context, or recompute"
-            raise UserError(problem) from error
+            reason = "out of memory although it was counted to fit; lower --micro-batch-size or --context, or recompute"
+            raise UserError(reason) from error
 
 
 class TrainCommand(click.Command):
