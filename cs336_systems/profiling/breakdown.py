@@ -47,7 +47,7 @@ class Row:
     backward: int = 0
     other: int = 0  # the optimizer, synchronisation, and what lies between the phases
     share: float = 0.0
-    of_forward: float = 0.0  # share of the forward pass
+    of_forward: float = 0.0  # share of the forward pass, or of attention's
     forward_flops: int = 0
     backward_flops: int = 0
 
@@ -192,6 +192,9 @@ def attention_rows(trace: Trace) -> list[Row]:
             row.add(direction, node.time)
             row.add(f"{direction}_flops", flops)
     order = (SOFTMAX, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, REST)
+    whole = sum(row.forward for row in rows.values() if row.name != PRODUCTS)
+    for row in rows.values():
+        row.of_forward = share(row.forward, whole)
     return [rows[name] for name in order if name in rows]
 
 

@@ -15,8 +15,8 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "%": percent,
     "share": "{:.1%}".format,
     "count": lambda count: format_count(count) if count else "",
+    "speed": lambda flops: format_count(flops * 1e9) if flops else "",  # a second, of those in a nanosecond
     "bytes": format_bytes,
-    "exact": "{:,}".format,
     "ratio": "{:.2f}".format,
     "ms or -": lambda time: "-" if time is None else f"{time / 1e6:.3f}",
     "% or -": lambda share: "-" if share is None else f"{100 * share:.1f} %",
@@ -29,11 +29,12 @@ def sheet(title: str, rows: Sequence[object], columns: str, note: str = "", name
     `columns` are separated by ";". A field may lie in another (`inclusive.forward`) or be a quotient (`total/calls`); a
     column whose format ends in ? is left out where it has only zeros.
     """
-    made: dict[str, list[str]] = {}
+    heads, cells = list[str](), list[list[str]]()
     for column in columns.split(";"):
         head, fields, form, optional = re.fullmatch(r"\s*(.+): (\S+) (.+?)(\??)", column).groups()  # type: ignore[union-attr]
         above, *below = (list(map(attrgetter(field), rows)) for field in fields.split("/"))
-        values = [a / b for a, b in zip(above, *below, strict=True)] if below else above
+        values = [a / b if b else 0 for a, b in zip(above, *below, strict=True)] if below else above
         if any(values) or not optional:
-            made[head] = list(map(FORMATS[form], values))
-    return Table(title, list(made), [list(cells) for cells in zip(*made.values(), strict=True)], note, names)
+            heads.append(head)
+            cells.append(list(map(FORMATS[form], values)))
+    return Table(title, heads, list(zip(*cells, strict=True)), note, names)

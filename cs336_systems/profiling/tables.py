@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.console import Console
 
-from cs336_systems.host.console import format_count
-from cs336_systems.host.table import Table, milliseconds, percent
-from cs336_systems.profiling.breakdown import PRODUCTS, attention_rows, module_rows, part_rows, share_lines, share_rows
+from cs336_systems.host.table import Table
+from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines, share_rows
 from cs336_systems.profiling.names import PHASES
-from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows, share
+from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.sheet import sheet
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace, uncollected
@@ -55,6 +54,11 @@ MODULES = (
     "recomputed: inclusive.recomputed ms?; backward: inclusive.backward ms; total: inclusive.total ms;"
     "share: inclusive.share %; own forward: forward ms; own backward: backward ms; own share: share %"
 )
+ATTENTION = (
+    "part of attention: name text; forward: forward ms; share of it: of_forward %; FLOPs: forward_flops count;"
+    "FLOP/s: forward_flops/forward speed; backward: backward some; FLOPs: backward_flops count;"
+    "FLOP/s: backward_flops/backward speed"
+)
 SPREADS = (
     "name: name text; min: least ms; mean: mean ms; max: most ms; max on rank: most_rank text;"
     "imbalance: imbalance ratio"
@@ -94,16 +98,21 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
     mine = traces[0]
-    sort = sort_of(mine)
-    lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {_clock(mine)}", ""]
+    sort, clock = sort_of(mine), _clock(mine)
+    lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
     lines += [*(f"- {line}" for line in share_lines(mine)), ""]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
     whole = "Operators, whole step, by"
     tables = [
-        _attention_table(mine),
+        sheet(
+            "Softmax beside the products of attention",
+            attention_rows(mine),
+            ATTENTION,
+            ATTENTION_NOTE.format(clock=clock),
+        ),
         _parts_table(mine),
-        sheet("Modules", module_rows(mine, WRITTEN), MODULES, MODULES_NOTE.format(clock=_clock(mine))),
+        sheet("Modules", module_rows(mine, WRITTEN), MODULES, MODULES_NOTE.format(clock=clock)),
         *_spread_tables(traces, WRITTEN),
         sheet(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, OPERATORS_NOTE),
         sheet(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
@@ -175,24 +184,6 @@ def _clock(trace: Trace) -> str:
 
 def _parts_table(trace: Trace) -> Table:
     return sheet("Parts of the step", part_rows(trace), PARTS, PARTS_NOTE.format(clock=_clock(trace)))
-
-
-def _attention_table(trace: Trace) -> Table:
-    """Softmax beside the products of attention, time and FLOPs."""
-    rows = attention_rows(trace)
-    heads = ["part of attention", "forward", "share of it", "FLOPs", "FLOP/s", "backward", "FLOPs", "FLOP/s"]
-    whole = sum(row.forward for row in rows if row.name != PRODUCTS)
-
-    def speed(flops: int, time: int) -> list[str]:
-        return [format_count(flops), format_count(flops / time * 1e9)] if flops and time else ["", ""]
-
-    cells = []
-    for row in rows:
-        forward = [milliseconds(row.forward), percent(share(row.forward, whole))]
-        backward = [milliseconds(row.backward) if row.backward else "", *speed(row.backward_flops, row.backward)]
-        cells.append([row.name, *forward, *speed(row.forward_flops, row.forward), *backward])
-    note = ATTENTION_NOTE.format(clock=_clock(trace))
-    return Table("Softmax beside the products of attention", heads, cells, note, names=True)
 
 
 def _phases(trace: Trace) -> list[tuple[str, int]]:

@@ -8,6 +8,7 @@ from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
 from cs336_systems.profiling.memory_picture import thin, write_memory_picture
 from cs336_systems.profiling.memory_table import filling_peak, largest, memory_markdown
 from cs336_systems.profiling.trace import parse
+from tests.support.chrome_events import event as chrome_event
 
 MAIN, OTHER = 1, 2  # threads
 
@@ -18,23 +19,14 @@ def event(time: int, address: int, nbytes: int, total: int = 0, cuda: bool = Fal
 
 
 def span(name: str, start: int, end: int, category: str = "user_annotation") -> dict:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "pid": 1,
-        "tid": MAIN,
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "args": {},
-    }
+    return chrome_event(name, start / 1000, (end - start) / 1000, (1, MAIN), category)
 
 
 def made(events: Iterable[dict], held: Iterable = (), marks: Iterable = (), spacing: int = 10**5) -> Trace:
     """A trace in which address n stands for n times the spacing, so that blocks do not overlap."""
     events = copy.deepcopy(list(events))
     for each in events:
-        if "Addr" in each["args"]:
+        if each["ph"] == "i":
             each["args"]["Addr"] *= spacing
     ours = {
         "held": [[category, address * spacing, nbytes, device] for category, address, nbytes, device in held],

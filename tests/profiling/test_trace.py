@@ -10,12 +10,13 @@ import pytest
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.nesting import nest
 from cs336_systems.profiling.trace import Span, once, parse, read_trace, trace_files, uncollected, write_json
+from tests.support.chrome_events import event
 
 BASE = 1_790_857_026_000_000_000
 
 
 def slice_(name: str, start: float, duration: float, category: str = "cpu_op", tid: object = 1, **args) -> dict:
-    return {"ph": "X", "cat": category, "name": name, "pid": 7, "tid": tid, "ts": start, "dur": duration, "args": args}
+    return event(name, start, duration, (7, tid), category, **args)
 
 
 def chrome(*events: dict, **top) -> dict:

@@ -4,6 +4,7 @@ import json
 
 from cs336_systems.profiling.flame import collapsed, speedscope
 from cs336_systems.profiling.trace import parse
+from tests.support.chrome_events import event
 
 ENGINE = "autograd::engine::evaluate_function: "
 
@@ -11,17 +12,9 @@ ENGINE = "autograd::engine::evaluate_function: "
 def span(name, start, end, thread=1, category=None, **args):
     """A span in microseconds, an operator unless its name or `category` says otherwise."""
     operator = "::" in name or name.endswith("Backward0")
-    kind = category or ("cpu_op" if operator else "user_annotation")
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": kind,
-        "ts": start,
-        "dur": end - start,
-        "pid": 7,
-        "tid": thread,
-        "args": args,
-    }
+    return event(
+        name, start, end - start, (7, thread), category or ("cpu_op" if operator else "user_annotation"), **args
+    )
 
 
 def frame(name, start, end):

@@ -1,6 +1,7 @@
 """Traces of several ranks made by hand, in the words of torch.profiler. Times are microseconds."""
 
 from cs336_systems.profiling.trace import OURS, Trace, parse
+from tests.support.chrome_events import event
 
 BASE, SECOND = 1_790_000_000 * 10**9, 10**9
 PID, MAIN, GLOO = 77, 77, 80  # the same process on every rank, as in containers
@@ -8,8 +9,7 @@ PID, MAIN, GLOO = 77, 77, 80  # the same process on every rank, as in containers
 
 def slice_(name: str, start: float, end: float, tid: int = MAIN, cat: str = "cpu_op", **args) -> dict:
     """Times in microseconds."""
-    event = {"ph": "X", "cat": cat, "name": name, "pid": PID, "tid": tid, "ts": float(start), "dur": float(end - start)}
-    return event | {"args": args}
+    return event(name, float(start), float(end - start), (PID, tid), cat, **args)
 
 
 def note(name: str, start: float, end: float) -> dict:
@@ -34,15 +34,7 @@ def flow(number: int, start: float, end: float, kind: str = "fwdbwd") -> list[di
 
 def memory(time: float, nbytes: int) -> dict:
     args = {"Device Type": 0, "Device Id": -1, "Addr": 5, "Bytes": nbytes, "Total Allocated": 0}
-    return {
-        "ph": "i",
-        "cat": "cpu_instant_event",
-        "s": "t",
-        "name": "[memory]",
-        "pid": PID,
-        "tid": MAIN,
-        "ts": time,
-    } | {"args": args}
+    return {"ph": "i", "s": "t", "name": "[memory]", "pid": PID, "tid": MAIN, "ts": time, "args": args}
 
 
 def trace(rank: int, *events, world: int = 2, host: str = "", groups=(), base: int = BASE, **ours) -> Trace:
