@@ -1,9 +1,9 @@
 """Base of the data-parallel wrappers, and its guard: checks that protect users, at named points of ddp.py and fsdp.py.
 
 on construction      every parameter has values, and the ranks' modules are equal
-before_forward       no parameter was replaced, cast or unfrozen since
+before_forward       no parameter was replaced, cast or unfrozen since, and no shard has a gradient hook
 before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
-on_gradient          note a second backward before the synchronisation, which reduces every bucket twice
+on_gradient          note a second backward that reduces before the synchronisation: every bucket is reduced twice
 before_finish        as before forward, and no gradient was dropped
 finished             optimizers may step
 """
@@ -39,7 +39,7 @@ class Guard:
         self.wrapper, self.module, self.group, self.ignored, self.gradients = wrapper, module, group, ignored, gradients
         self.synchronised = True
         self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
-        self.again = False  # true if one of them has come twice, so that every bucket is to be reduced twice
+        self.again = False  # true if one of them has come twice
         self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
         self.hooks: list[RemovableHandle] = []
         for name, parameter in self._named():
@@ -101,7 +101,6 @@ class Guard:
                 _guards_of[parameter] = others
 
     def before_forward(self) -> None:
-        """Raises UserError if the module has changed, or has a gradient hook that would never run."""
         self._check_unchanged()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard])
@@ -132,18 +131,15 @@ class Guard:
             )
 
     def before_gradient(self, parameter: nn.Parameter) -> None:
-        """Raises UserError if the parameter's gradient was dropped while it was being reduced."""
         self.synchronised = False
         self._refuse_dropped(self.arrived & {parameter})
 
     def on_gradient(self, parameter: nn.Parameter, reduces: bool) -> None:
-        """Note a gradient that has come, in a backward that reduces or in one that only accumulates."""
         self.again |= parameter in self.arrived
         if reduces:
             self.arrived.add(parameter)
 
     def before_finish(self) -> None:
-        """Raises UserError if the module has changed, or gradients were dropped since backward."""
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
 
@@ -173,7 +169,6 @@ class Guard:
         return again
 
     def finished(self) -> None:
-        """Let optimizers step."""
         self.synchronised, self.watched = True, None
 
     def reset(self) -> None:

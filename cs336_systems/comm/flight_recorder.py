@@ -71,39 +71,42 @@ class Ring:
     in the oldest entry, which is never shown. `pid` and `started` identify the process of another rank."""
 
     def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, started: str = "") -> None:
-        self.shared, self.pid, self.started = np.frombuffer(memory, RING, 1)[0], pid, started
+        self.token, self.written, self.steps, slots = (
+            np.frombuffer(memory, RING, 1)[name] for name in RING.names or ()
+        )
+        self.slots, self.states, self.changed = slots[0], slots[0]["state"], slots[0]["changed"]
+        self.pid, self.started = pid, started
         self.turns = itertools.count()  # whose next() no other thread interrupts
         if not started:
             self.at_step(NO_STEP)
 
     @property
     def step(self) -> int:
-        return int(self.shared["step"])
+        return int(self.steps[0])
 
     def at_step(self, step: int) -> None:
         """Set the current training step."""
-        self.shared["step"] = step
+        self.steps[0] = step
 
     def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int) -> int:
         """Write an entry for an operation that starts; returns its number in the ring."""
         turn = next(self.turns)
-        texts = (text.encode(errors="replace") for text in (verb, group, dtype, label))
-        self.shared["slots"][turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), *texts)
-        self.shared["written"] = turn + 1
+        texts = verb.encode(), group.encode(), dtype.encode(), label.encode(errors="replace")
+        self.slots[turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), *texts)
+        self.written[0] = turn + 1
         return turn
 
     def advance(self, turn: int, state: int) -> None:
         """Set the state of an entry, unless it has been overwritten."""
-        if self.shared["written"] - turn <= SLOTS:
-            slot = self.shared["slots"][turn % SLOTS]
-            slot["state"], slot["changed"] = state, monotonic()
+        if self.written[0] - turn <= SLOTS:
+            self.states[turn % SLOTS], self.changed[turn % SLOTS] = state, monotonic()
 
     def entries(self, count: int = SHOWN) -> list[Entry]:
         """The latest entries, oldest first."""
-        written = int(self.shared["written"])
+        written = int(self.written[0])
         found = []
         for turn in range(max(0, written - min(count, SLOTS - 1)), written):
-            *numbers, verb, group, dtype, label = self.shared["slots"][turn % SLOTS].item()
+            *numbers, verb, group, dtype, label = self.slots[turn % SLOTS].item()
             found.append(Entry(*numbers, *map(_text, (verb, group, dtype, label))))
         return found
 
@@ -179,7 +182,7 @@ class Recorder:
             self.file = os.memfd_create(f"flight of rank {rank}")
             os.ftruncate(self.file, RING.itemsize)
         self.mine = Ring(mmap.mmap(self.file, RING.itemsize))
-        self.mine.shared["token"] = token.encode()
+        self.mine.token[0] = token.encode()
         store.set(f"flight/{rank}", f"{os.getpid()} {born(os.getpid())} {self.file} {token}")
 
     def attach(self, store: TimedStore) -> None:

@@ -53,11 +53,10 @@ def _run(worker: Worker, place: Place, arguments: tuple[Any, ...], threads: int,
 
 
 def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience: float = PATIENCE) -> None:
-    """Run `worker(place, *arguments)` in `nproc` processes and wait for all.
+    """Run `worker(place, *arguments)` in `nproc` processes and wait for all. A CPU rank has cores / nproc threads.
 
-    Each CPU rank computes with cores / nproc threads, at least one. SIGTERM is passed on to the ranks, which are killed
-    unless they end within `patience` seconds. The first failure stops the other ranks. Raises UserError with its line,
-    RuntimeError with its traceback, or KeyboardInterrupt for ranks that a signal ended.
+    SIGTERM is passed on to the ranks, which are killed unless they end within `patience` seconds. The first failure
+    stops the other ranks. Raises UserError with its line, RuntimeError with its traceback, or KeyboardInterrupt.
     """
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
@@ -142,11 +141,8 @@ def _join(processes: list[BaseProcess], deadline: float) -> None:
 def start_ranks(
     worker: Worker, device: str | None, nproc: int | None, *arguments: Any, patience: float = PATIENCE
 ) -> None:
-    """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` ranks here.
-
-    `device` None means a GPU if there is one. `patience`: seconds that ranks started here may take to end after
-    SIGTERM. Raises UserError, also instead of CommError.
-    """
+    """Run `worker(place, *arguments)` on the ranks that torchrun or Slurm started, or start `nproc` ranks here, by
+    default on a GPU if there is one. Raises UserError, also instead of CommError."""
     here = find_place()
     if here.world_size > 1 and nproc:
         raise UserError(f"--nproc {nproc} would start ranks, but {here.world_size} were started already: drop it")
@@ -161,10 +157,8 @@ def start_ranks(
 
 
 def run_command_on_ranks(command: click.Command) -> int:
-    """Run a command line on every rank that torchrun started; only the first rank of each machine prints.
-
-    Not only rank 0: a machine that cannot reach it must say so. The traceback of a defect is printed by every rank.
-    """
+    """Run a command line on every rank that torchrun started. The first rank of each machine prints: a machine that
+    cannot reach rank 0 must say so. The traceback of a defect is printed by every rank."""
     with suppress(UserError):  # the command finds its place, too, and reports what is wrong with it
         if not is_first_of_machine():
             with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):

@@ -116,9 +116,8 @@ def progress(
     """A bar with the time left; in a file or a pipe a line every few seconds. Yields `advance(note)`, to be called
     after each of `total` steps of which some may be `done`; the seconds are those of the rest."""
     left, out = _TimeLeft(total, expected_seconds, done), console(stderr=True)
-    names = ("{task.description}", "{task.fields[left]}", "{task.fields[note]}")
-    words, time_left, notes = (TextColumn(name, markup=False) for name in names)
-    time_left.style = "cyan"
+    words, notes = (TextColumn(name, markup=False) for name in ("{task.description}", "{task.fields[note]}"))
+    time_left = TextColumn("{task.fields[left]}", style="cyan", markup=False)
     columns = (words, BarColumn(bar_width=24), MofNCompleteColumn(), time_left, notes)
     next_line = time.monotonic() + PLAIN_SECONDS / 2
     with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as bar:
