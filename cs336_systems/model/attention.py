@@ -50,10 +50,7 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, like: Tensor) -> Tensor | None:
     """Bias of the scores, broadcastable to (batch heads seq seq): 0 at visible keys, else the lowest finite number
-    (minus infinity would turn a row without any visible key into NaN); None where every key is visible.
-
-    padding_mask is (batch seq), True at real tokens.
-    """
+    (minus infinity would turn a row without any visible key into NaN); None where every key is visible."""
     lowest, bias = torch.finfo(like.dtype).min, None
     if config.causal:
         hidden = torch.ones(seq, seq, dtype=torch.bool, device=like.device).triu(1)
@@ -67,9 +64,8 @@ def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, l
 def naive_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same.
-
-    `dropout` is applied to the weights (batch heads query key)."""
+    """softmax(q k^T / sqrt(head_dim) + bias) v, every score kept: (batch heads seq head_dim) -> the same; `dropout` is
+    applied to the weights (batch heads query key)."""
     scores = einsum(q, k, "batch heads query dim, batch heads key dim -> batch heads query key")
     scores = scores / math.sqrt(q.shape[-1])
     if bias is not None:
@@ -82,11 +78,8 @@ def naive_attention(
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
-
-    `layer` is its number in the model. Under tensor parallelism its weights have the rows of some heads only, of which
-    the first is `first_head`.
-    """
+    """Multi-head self-attention of a layer, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
+    Under tensor parallelism its weights have the rows of some heads only, of which the first is `first_head`."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()

@@ -13,15 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cs336_systems.presets import FeedForwardKind, ModelConfig
+from cs336_systems.presets import ModelConfig
 from kernels.swiglu import SwiGLUFunction
-
-
-def activate(kind: FeedForwardKind, fused: bool, up: Tensor, gate: Tensor | None) -> Tensor:
-    """Activation of the hidden layer (... d_ff), of one projection or, if gated, of two."""
-    if gate is not None:
-        return SwiGLUFunction.apply(gate, up) if fused else F.silu(gate) * up
-    return F.gelu(up, approximate="tanh" if kind == "gelu-tanh" else "none")
 
 
 class FeedForward(nn.Module):
@@ -42,17 +35,22 @@ class FeedForward(nn.Module):
         self.down = make(hidden, config.d_model, bias=config.bias)
 
     def forward(self, x: Tensor, *counts: Tensor) -> Tensor:
-        gate = self.gate(x, *counts) if self.kind == "swiglu" else None
-        return self.down(activate(self.kind, self.fused, self.up(x, *counts), gate), *counts)
+        gate = (self.gate(x, *counts),) if self.kind == "swiglu" else ()
+        return self.down(self.activate(self.up(x, *counts), *gate), *counts)
+
+    def activate(self, up: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Activation of the hidden layer (... d_ff), of one projection or, if gated, of two."""
+        if gate is not None:
+            return SwiGLUFunction.apply(gate, up) if self.fused else F.silu(gate) * up
+        return F.gelu(up, approximate="tanh" if self.kind == "gelu-tanh" else "none")
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x, whose gradient is multiplied by `factor`."""
-    if factor == 1.0 or not (x.requires_grad and torch.is_grad_enabled()):
-        return x
-    scaled = x.view_as(x)
-    scaled.register_hook(lambda gradient: gradient * factor)
-    return scaled
+    if factor != 1.0 and x.requires_grad and torch.is_grad_enabled():
+        x = x.view_as(x)
+        x.register_hook(lambda gradient: gradient * factor)
+    return x
 
 
 def even_shares(rows: int, experts: int) -> list[int]:
@@ -122,12 +120,11 @@ class Experts(FeedForward):
     def one_by_one(self, slots: Tensor) -> Tensor:
         """A loop over experts, as in fairseq: slots (experts rows d_model) -> the same."""
         layers = []
-        for layer in (getattr(self, name) for name in ("up", "down", "gate") if hasattr(self, name)):
+        for layer in (getattr(self, name) for name in ("down", "up", "gate") if hasattr(self, name)):
             weight, bias = layer.scaled()
             # Unbound once: indexing would make a gradient as large as all experts' for each of them.
             layers.append(zip(weight.unbind(), [None] * len(weight) if bias is None else bias.unbind(), strict=True))
         outputs = []
-        for rows, up, down, *gate in zip(slots.unbind(), *layers, strict=True):
-            hidden = activate(self.kind, self.fused, F.linear(rows, *up), F.linear(rows, *gate[0]) if gate else None)
-            outputs.append(F.linear(hidden, *down))
+        for rows, down, *projections in zip(slots.unbind(), *layers, strict=True):
+            outputs.append(F.linear(self.activate(*(F.linear(rows, *each) for each in projections)), *down))
         return torch.stack(outputs)

@@ -25,8 +25,8 @@ class Losses(NamedTuple):
 
 
 class BertHeads(nn.Module):
-    """BERT's two heads (arXiv:1810.04805, section 3.1): the transform before the masked tokens' logits, and the
-    classifier of sentence pairs: (batch seq d_model) -> (batch seq d_model) and logits (batch 2)."""
+    """BERT's transform before the masked tokens' logits, and its classifier of sentence pairs (arXiv:1810.04805,
+    section 3.1): (batch seq d_model) -> (batch seq d_model) and logits (batch 2)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

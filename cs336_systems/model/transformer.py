@@ -38,21 +38,20 @@ from kernels.rmsnorm import TritonRMSNormFunction
 class RMSNorm(nn.Module):
     """`kernels.reference.rmsnorm` or its fused form, with the gain as a parameter: (... d_model) -> (... d_model)."""
 
-    def __init__(self, d_model: int, eps: float, fused: bool) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(d_model))
-        self.eps, self.fused = eps, fused
+        self.weight, self.eps = nn.Parameter(torch.empty(config.d_model)), config.norm_eps
+        self.norm: Callable[..., Tensor] = TritonRMSNormFunction.apply if config.kernels == "triton" else rmsnorm
 
     def forward(self, x: Tensor) -> Tensor:
-        norm: Callable[..., Tensor] = TritonRMSNormFunction.apply if self.fused else rmsnorm
-        return norm(x, self.weight, self.eps)
+        return self.norm(x, self.weight, self.eps)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
     """The normalisation that the configuration names."""
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
-    return RMSNorm(config.d_model, config.norm_eps, fused=config.kernels == "triton")
+    if config.norm == "rmsnorm":
+        return RMSNorm(config)
+    return nn.LayerNorm(config.d_model, eps=config.norm_eps, bias=config.bias)
 
 
 class Embedding(nn.Module):
@@ -97,24 +96,22 @@ class Block(nn.Module):
         self.feed_forward = MoELayer(config, layer) if config.has_experts(layer) else FeedForward(config)
 
     def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
-        def dropped(y: Tensor, branch: str) -> Tensor:
-            p, start = self.dropout if self.training else 0.0, self.part * y.shape[1]
-            return drop(y, p, shared.key, f"blocks.{self.layer}.{branch}", (start,))
-
-        x = x + dropped(self.attention(self.attention_norm(x), shared), "attention branch")
+        p, site, starts = self.dropout if self.training else 0.0, f"blocks.{self.layer}", (self.part * x.shape[1],)
+        y = self.attention(self.attention_norm(x), shared)
+        x = x + drop(y, p, shared.key, f"{site}.attention branch", starts)
         routed = (shared.real, shared.key) if isinstance(self.feed_forward, MoELayer) else ()
-        return x + dropped(self.feed_forward(self.feed_forward_norm(x), *routed), "feed-forward branch")
+        y = self.feed_forward(self.feed_forward_norm(x), *routed)
+        return x + drop(y, p, shared.key, f"{site}.feed-forward branch", starts)
 
 
 def initial_weight(
     config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device, first_expert: int = 0
 ) -> Tensor:
     """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a rank
-    can make its part of a model without the rest.
+    can make its part of a model without the rest; each expert (experts ...), from number `first_expert` on, by itself.
 
     Weights are normal with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers),
-    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero. Each of
-    several experts (experts ...) has a name of its own, with its number; the number of the first is `first_expert`.
+    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero.
     """
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
@@ -125,11 +122,12 @@ def initial_weight(
         deviation = config.d_model**-0.5
     elif name.endswith(("attention.out.weight", "down.weight")):
         deviation = 0.02 / math.sqrt(2 * config.num_layers)
-    value, experts = torch.empty(shape, device=device), ".experts." in name
-    generator = torch.Generator(value.device)
-    for number, part in enumerate(value if experts else [value], first_expert):
-        digest = hashlib.blake2b(f"{seed} {name}{f' {number}' if experts else ''}".encode(), digest_size=7).digest()
-        part.normal_(std=deviation, generator=generator.manual_seed(int.from_bytes(digest, "little")))
+    value = torch.empty(shape, device=device)
+    numbered = {f" {n}": part for n, part in enumerate(value, first_expert)} if ".experts." in name else {"": value}
+    for number, part in numbered.items():
+        digest = hashlib.blake2b(f"{seed} {name}{number}".encode(), digest_size=7).digest()
+        generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest, "little"))
+        part.normal_(std=deviation, generator=generator)
     return value
 
 
@@ -179,11 +177,10 @@ class TransformerLM(nn.Module):
         Raises UserError for a sequence longer than the context, and for a padding mask with flash attention.
         """
         if targets is not None and targets.shape != tokens.shape:
-            given, wanted = tuple(targets.shape), tuple(tokens.shape)
-            raise UserError(f"targets have shape {given}, tokens {wanted}; one a token is meant")
+            shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
+            raise UserError(f"{shapes}; one a token is meant")
         x = self.embed(tokens, token_types)
-        x = self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask))
-        return self.finish(x, targets)
+        return self.finish(self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask)), targets)
 
     def embed(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
         """First part: tokens (batch seq) -> (batch seq d_model)."""
