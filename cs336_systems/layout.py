@@ -8,7 +8,7 @@ padded until it divides, so that all other ranks of a stage have tensors of the 
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
@@ -17,30 +17,9 @@ from cs336_systems.schedule import blocks_of, bubble_fraction
 TIED = "embedding.tokens.weight"
 
 
-class Spread(Protocol):
-    """Degrees of parallelism and a batch in sequences."""
-
-    @property
-    def pp(self) -> int: ...
-    @property
-    def dp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def chunks(self) -> int: ...
-    @property
-    def zero(self) -> int: ...
-    @property
-    def schedule(self) -> str: ...
-    @property
-    def micro_batch(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-
-
-def check_spread(spread: Spread, counts: tuple[str, ...]) -> None:
-    """Raises UserError, with the numbers, for one of the `counts` below one, a stage of ZeRO that does not exist, and a
-    batch or a schedule that does not divide."""
+def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
+    """Raises UserError, with the numbers, for one of the `counts` of a `Layout`, or a plan of its kind, below one, a
+    stage of ZeRO that does not exist, and a batch or a schedule that does not divide."""
     for name in counts:
         if getattr(spread, name) < 1:
             raise UserError(f"{name} must be at least 1, not {getattr(spread, name)}")
@@ -50,10 +29,8 @@ def check_spread(spread: Spread, counts: tuple[str, ...]) -> None:
     if batch % together:
         below = batch // together * together
         near = f"{below} or {below + together}" if below else str(together)
-        raise UserError(
-            f"a global batch of {batch} sequences is not a multiple of micro-batch {spread.micro_batch} x dp "
-            f"{spread.dp}{f' x ep {spread.ep}' if spread.ep > 1 else ''} = {together}: use {near}"
-        )
+        product = f"{spread.micro_batch} x dp {spread.dp}{f' x ep {spread.ep}' if spread.ep > 1 else ''} = {together}"
+        raise UserError(f"a global batch of {batch} sequences is not a multiple of micro-batch {product}: use {near}")
     if spread.chunks > 1 and spread.pp == 1:
         raise UserError(f"{spread.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
     bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit
@@ -83,7 +60,6 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """tp pp dp ep."""
         return self.tp * self.pp * self.data
 
     @property
@@ -132,10 +108,8 @@ def check_experts(config: ModelConfig, ranks: int) -> None:
     if ranks > 1 and not config.num_experts:
         raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
     if config.num_experts % ranks:
-        raise UserError(
-            f"{config.num_experts} experts do not divide over ep {ranks}: choose an ep that divides "
-            f"{config.num_experts}"
-        )
+        count = config.num_experts
+        raise UserError(f"{count} experts do not divide over ep {ranks}: choose an ep that divides {count}")
 
 
 def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:
@@ -152,10 +126,8 @@ def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
     """The vocabulary with padding to a multiple. Raises UserError if that does not divide over the ranks."""
     padded = -(-vocab_size // multiple) * multiple
     if padded % ranks:
-        raise UserError(
-            f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple}), does not divide over tp "
-            f"{ranks}: pad it to a multiple of {ranks}"
-        )
+        size = f"a vocabulary of {vocab_size}, padded to {padded} (a multiple of {multiple})"
+        raise UserError(f"{size}, does not divide over tp {ranks}: pad it to a multiple of {ranks}")
     return padded
 
 

@@ -141,10 +141,8 @@ class ModelConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), not {self.dropout}")
         if self.attention == "flash" and (self.dropout or self.head_dim > 128):
-            raise UserError(
-                f"attention flash has no dropout and heads of 128 at most, not dropout {self.dropout} and heads of "
-                f"{self.head_dim}; use sdpa"
-            )
+            numbers = f"not dropout {self.dropout} and heads of {self.head_dim}"
+            raise UserError(f"attention flash has no dropout and heads of 128 at most, {numbers}; use sdpa")
         if self.bert_heads and not (self.tied_head and self.bias):
             raise UserError("bert_heads need tied_head=True and bias=True, as BERT has them")
         _check_choices(self)
@@ -189,12 +187,10 @@ COURSE_YEARS = (2024, 2025, 2026)
 DEFAULT_YEAR = 2024
 
 # name: (d_model, d_ff, num_layers, num_heads)
-_SMALL_TO_LARGE = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20)}
-_COURSE_SHAPES = {
-    2024: _SMALL_TO_LARGE | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)},
-    2025: _SMALL_TO_LARGE | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)},
-    2026: _SMALL_TO_LARGE | {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 36)},
-}
+_TO_LARGE = {"small": (768, 3072, 12, 12), "medium": (1024, 4096, 24, 16), "large": (1280, 5120, 36, 20)}
+_TO_2_7B = _TO_LARGE | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)}
+_TO_10B = _TO_LARGE | {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 36)}
+_COURSE_SHAPES = {2024: _TO_2_7B, 2025: _TO_2_7B, 2026: _TO_10B}
 
 
 def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> Preset:
@@ -223,6 +219,10 @@ _FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512).ove
     dropout=0.1,
     mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05),
 )
+_LLAMA_70B = replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64)
+_LLAMA_405B = replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128)
+_MOE_TWIN = replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4)
+_TWIN = "the same experts, layers and tokens at a twelfth of the width: equal counts and ratios on a laptop"
 
 # The same in every year.
 _PRESETS = {
@@ -230,18 +230,10 @@ _PRESETS = {
     "bert-345m": Preset(_BERT, 4, "Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128"),
     "gpt3-175b": Preset(_GPT, 1, "arXiv:2005.14165, table 2.1"),
     "llama-8b": Preset(_LLAMA, 1, "arXiv:2407.21783, table 3"),
-    "llama-70b": Preset(
-        replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64), 1, "arXiv:2407.21783, table 3"
-    ),
-    "llama-405b": Preset(
-        replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128), 1, "arXiv:2407.21783, table 3"
-    ),
+    "llama-70b": Preset(_LLAMA_70B, 1, "arXiv:2407.21783, table 3"),
+    "llama-405b": Preset(_LLAMA_405B, 1, "arXiv:2407.21783, table 3"),
     "fairseq-moe-15b": Preset(_FAIRSEQ_MOE, 1, "fairseq (branch moe) en_moe_lm_15b; the vocabulary size is assumed"),
-    "fairseq-moe-twin": Preset(
-        replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4),
-        1,
-        "the same experts, layers and tokens at a twelfth of the width: equal counts and ratios on a laptop",
-    ),
+    "fairseq-moe-twin": Preset(_MOE_TWIN, 1, _TWIN),
 }
 
 
@@ -258,24 +250,17 @@ def preset_names(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
 
 
 def preset(name: str, year: int = DEFAULT_YEAR) -> Preset:
-    """The named model with its batch size and source.
-
-    Raises UserError for a name that the year does not have, saying where it exists.
-    """
+    """The named model with its batch size and source; the course's sizes differ by edition (`xl` of 2026 is the 2.7B of
+    2025). Raises UserError for a name that the year does not have, saying where it exists."""
     known = {each.lower(): each for each in preset_names(year)}
     if name.lower() not in known:
         elsewhere = [str(other) for other in COURSE_YEARS if name.lower() in map(str.lower, preset_names(other))]
         hint = f" ({name} exists with --year {elsewhere[0]})" if elsewhere else ""
         raise UserError(f"no size {name!r} in {year}; choose from {', '.join(known.values())}{hint}")
     name = known[name.lower()]
-    if name in _PRESETS:
-        return _PRESETS[name]
-    return _course_preset(year, *_COURSE_SHAPES[year][name])
+    return _PRESETS.get(name) or _course_preset(year, *_COURSE_SHAPES[year][name])
 
 
 def model_preset(name: str, year: int = DEFAULT_YEAR) -> ModelConfig:
-    """The named model's shape; the course's sizes differ by edition (`xl` of 2026 is the 2.7B of 2025).
-
-    Raises UserError for a name that the year does not have.
-    """
+    """The shape of the named `preset`."""
     return preset(name, year).model

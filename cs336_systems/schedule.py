@@ -123,7 +123,7 @@ def sends_to(stage: int, action: Action, stages: int, chunks: int) -> tuple[int,
 
 @dataclass(frozen=True)
 class Timed:
-    """Start and end of an action on a stage, in the unit of the times given to `simulate`."""
+    """Start and end of an action on a stage."""
 
     stage: int
     action: Action
@@ -178,19 +178,16 @@ class Simulation:
                 start, end = (margin + round(time * scale) for time in (each.start, each.end))
                 letter = ascii_lowercase[each.action.chunk % len(ascii_lowercase)]
                 forward, backward = "><" if self.chunks == 1 else (letter, letter.upper())
-                number = str(each.action.microbatch) if len(str(each.action.microbatch)) < end - start else ""
-                mark = forward if each.action.kind == "forward" else backward
-                line = line.ljust(start, ".") + number.ljust(end - start, mark)
+                number, mark = str(each.action.microbatch), forward if each.action.kind == "forward" else backward
+                line = line.ljust(start, ".") + (number * (len(number) < end - start)).ljust(end - start, mark)
             lines.append(line.ljust(margin + round(self.makespan * scale), "."))
         return "\n".join(lines)
 
 
 def simulate(
-    schedules: Sequence[Sequence[Action]],
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 2.0,
-    transfer: float = 0.0,
-) -> Simulation:
+    schedules: Sequence[Sequence[Action]], forward: float | Sequence[float] = 1.0,
+    backward: float | Sequence[float] = 2.0, transfer: float = 0.0,
+) -> Simulation:  # fmt: skip
     """Play the lists of all stages, each action as soon as its stage is free and its input has arrived.
 
     `forward` and `backward` are the times of one microbatch in a whole stage, all chunks together, in any unit: one
@@ -209,9 +206,8 @@ def simulate(
             raise UserError(f"{kind} must be a time above 0, or one for each of the {stages} stages, not {time}")
     timeline: list[list[Timed]] = [[] for _ in schedules]
     ends: dict[tuple[int, Action], float] = {}
-    moved = True
-    while moved:
-        moved = False
+    while True:
+        count = len(ends)
         for stage, actions in enumerate(schedules):
             for action in actions[len(timeline[stage]) :]:
                 source = receives_from(stage, action, stages, chunks)
@@ -221,7 +217,8 @@ def simulate(
                 start = max(arrival, timeline[stage][-1].end if timeline[stage] else 0.0)
                 ends[stage, action] = start + times[action.kind][stage] / chunks
                 timeline[stage].append(Timed(stage, action, start, ends[stage, action]))
-                moved = True
+        if len(ends) == count:
+            break
     stuck = [
         f"stage {stage} cannot run {row[len(done)]} before stage {source[0]} has run {source[1]}"
         for stage, (row, done) in enumerate(zip(schedules, timeline, strict=True))
@@ -267,10 +264,8 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
         forwards.append(Action("forward", microbatch, chunk))
         backwards.append(Action("backward", microbatch, chunks - 1 - chunk))
     ahead = _warm_up(name, stage, stages, microbatches, chunks)
-    warm_up = forwards[:ahead]
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))  # one forward, one backward
-    cool_down = backwards[len(forwards) - ahead :]
-    return chain(warm_up, steady, cool_down)
+    return chain(forwards[:ahead], steady, backwards[len(forwards) - ahead :])
 
 
 def _next_to(stage: int, action: Action, stages: int, chunks: int, step: int) -> tuple[int, Action] | None:

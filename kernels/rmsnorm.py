@@ -10,7 +10,7 @@ needs it again after the norm: with ADD the kernels write both at once, and back
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
@@ -26,7 +26,7 @@ from kernels.launch import (
     runs_triton,
     tl,
 )
-from kernels.rmsnorm_wide import halves_backward_kernel, slices_backward, wide_forward_kernel
+from kernels.rmsnorm_wide import halves_backward_kernel, row_mean_kernel, wide_forward_kernel
 
 
 @jit
@@ -55,16 +55,17 @@ def forward_kernel(
 
 @jit
 def backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
+    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
     COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    SLICED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """dL/dx_j = r (g_j w_j - x_j r^2 mean_i(g_i w_i x_i)) and a part of dL/dw_j = sum over rows of g_j x_j r.
 
     A program takes every num_programs-th block of rows, so that its sum for the weight stays in registers until it
     stores it as one row of `partial`: no atomics, the same bits every time. With ADD, the sum's gradient is added.
+    SLICED, it has some columns only, and the rows' means are given.
     """
-    column = tl.arange(0, BLOCK_COLUMNS)
+    column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     in_row = column < COLUMNS
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), dtype=tl.float32)
@@ -76,7 +77,10 @@ def backward_kernel(
         grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
         inverse_rms = tl.load(inverse_rms_ptr + row, mask=row < rows, other=0.0)
         if NEED_X:
-            mean = tl.sum(x * grad * weight[None, :], axis=1) * inverse_rms * inverse_rms / COLUMNS
+            if SLICED:
+                mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)
+            else:
+                mean = tl.sum(x * grad * weight[None, :], axis=1) * inverse_rms * inverse_rms / COLUMNS
             grad_x = (grad * weight[None, :] - x * mean[:, None]) * inverse_rms[:, None]
             if ADD:
                 grad_sum = tl.load(grad_sum_ptr + at, mask=inside, other=0.0, eviction_policy="evict_first")
@@ -85,7 +89,7 @@ def backward_kernel(
         if NEED_WEIGHT:
             total += grad * x * inverse_rms[:, None]
     if NEED_WEIGHT:
-        tl.store(partial_ptr + tl.program_id(0) * COLUMNS + column, tl.sum(total, axis=0), mask=in_row)
+        tl.store(partial_ptr + tl.program_id(0).to(tl.int64) * COLUMNS + column, tl.sum(total, axis=0), mask=in_row)
 
 
 @jit
@@ -135,7 +139,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dL/dx (... columns) and dL/dw (columns) of contiguous tensors, each empty where it is not needed."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    grad_x = torch.empty_like(x) if need_x else new_like(x, False)
+    grad_x = new_like(x, need_x)
     if not x.numel():
         return grad_x, torch.zeros_like(weight) if need_weight else new_like(weight, False)
     block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
@@ -146,17 +150,21 @@ def backward(
     blocks, side_by_side = -(-rows // block_rows), num_multiprocessors(x.device)
     programs = min(blocks, side_by_side * (32 // num_warps), max(side_by_side, blocks // 8))
     partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
-    arguments = (grad, x, weight, inverse_rms, grad_sum, grad_x, partial, rows)
-    constants: dict[str, Any] = {"COLUMNS": columns, "ADD": grad_sum is not None}
-    constants |= {"NEED_X": need_x, "NEED_WEIGHT": need_weight}
-    if columns > 2 * BACKWARD_COLUMNS:
-        slices_backward(*arguments, **constants)
-    elif columns > BACKWARD_COLUMNS:
-        constants["HALF"] = BACKWARD_COLUMNS
-        launch(halves_backward_kernel, (programs, 1, 1), *arguments, num_warps=num_warps, **constants)
+    inputs, outputs = (grad, x, weight, inverse_rms), (grad_sum, grad_x, partial, rows)
+    flags = {"COLUMNS": columns, "ADD": grad_sum is not None, "NEED_X": need_x, "NEED_WEIGHT": need_weight}
+    sliced, mean = columns > 2 * BACKWARD_COLUMNS, new_like(inverse_rms, columns > 2 * BACKWARD_COLUMNS)
+    if sliced:
+        block_rows, block_columns, num_warps = 1, 2048, 8
+        if need_x:
+            sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
+            launch(row_mean_kernel, (rows, 1, 1), *inputs, mean, num_warps=16, **sizes)
+    if columns <= BACKWARD_COLUMNS or sliced:
+        grid = (programs, -(-columns // block_columns), 1)
+        flags |= {"SLICED": sliced, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
+        launch(backward_kernel, grid, *inputs, mean, *outputs, num_warps=num_warps, **flags)
     else:
-        constants |= {"BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns}
-        launch(backward_kernel, (programs, 1, 1), *arguments, num_warps=num_warps, **constants)
+        grid, flags["HALF"] = (programs, 1, 1), BACKWARD_COLUMNS
+        launch(halves_backward_kernel, grid, *inputs, *outputs, num_warps=num_warps, **flags)
     return grad_x, column_sum(partial, weight.dtype) if need_weight else new_like(weight, False)
 
 
@@ -283,15 +291,3 @@ class RMSNormFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x = reference.rmsnorm_backward_x(grad, x, weight, ctx.eps) if need_x else None
         return grad_x, reference.rmsnorm_backward_g(grad, x, weight, ctx.eps) if need_weight else None, None
-
-
-class TritonRMSNorm(nn.Module):
-    """RMSNorm as a layer with its weight (d_model), which starts at one: (... d_model) -> the same."""
-
-    def __init__(self, d_model: int, eps: float = 1e-5, device: Any = None, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model, device=device, dtype=dtype))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return TritonRMSNormFunction.apply(x, self.weight, self.eps)

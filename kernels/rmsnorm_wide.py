@@ -1,15 +1,10 @@
 """RMSNorm's kernels for rows that do not fit the registers of a multiprocessor: each row is read twice, in chunks.
 
 The second reading goes backwards, to begin with what is still in the cache. Beyond 16,384 columns, backward gives that
-up: two kernels read everything from memory twice, which costs 5 / 3 of the traffic.
+up: `row_mean_kernel` reads everything once, `rmsnorm.backward_kernel` again in slices, for 5 / 3 of the traffic.
 """
 
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from kernels.launch import jit, launch, tl
+from kernels.launch import jit, tl
 
 
 @jit
@@ -108,45 +103,3 @@ def row_mean_kernel(
         products += x * grad * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     inverse_rms = tl.load(inverse_rms_ptr + tl.program_id(0))
     tl.store(mean_ptr + tl.program_id(0), tl.sum(products, axis=0) * inverse_rms * inverse_rms / COLUMNS)
-
-
-@jit
-def slice_backward_kernel(
-    grad_ptr, x_ptr, weight_ptr, inverse_rms_ptr, mean_ptr, grad_sum_ptr, grad_x_ptr, partial_ptr, rows,
-    COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """As `rmsnorm.backward_kernel`, of some columns of every num_programs(1)-th row, with the rows' means given."""
-    column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    inside = column < COLUMNS
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros((BLOCK_COLUMNS,), dtype=tl.float32)
-    for row in tl.range(tl.program_id(1), rows, tl.num_programs(1), num_stages=2):
-        at = tl.cast(row, tl.int64) * COLUMNS + column
-        x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        inverse_rms = tl.load(inverse_rms_ptr + row)
-        if NEED_X:
-            grad_x = (grad * weight - x * tl.load(mean_ptr + row)) * inverse_rms
-            if ADD:
-                grad_x += tl.load(grad_sum_ptr + at, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_x_ptr + at, grad_x, mask=inside, eviction_policy="evict_first")
-        total += grad * x * inverse_rms
-    if NEED_WEIGHT:
-        tl.store(partial_ptr + tl.program_id(1).to(tl.int64) * COLUMNS + column, total, mask=inside)
-
-
-def slices_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, grad_sum: Tensor | None, grad_x: Tensor,
-    partial: Tensor, rows: int, **constants: Any,
-) -> None:  # fmt: skip
-    """Launch the two kernels for very long rows; partial (programs columns) says how many programs share the rows."""
-    columns = x.shape[-1]
-    mean = torch.empty_like(inverse_rms)
-    if constants["NEED_X"]:
-        sizes = {"COLUMNS": columns, "BLOCK_COLUMNS": 8192}
-        launch(row_mean_kernel, (rows, 1, 1), grad, x, weight, inverse_rms, mean, num_warps=16, **sizes)
-    # Without sums to share, a program could take a row, but a grid's second axis ends at 65,535.
-    grid = (-(-columns // 2048), partial.shape[0] if constants["NEED_WEIGHT"] else min(rows, 1024), 1)
-    arguments = (grad, x, weight, inverse_rms, mean, grad_sum, grad_x, partial, rows)
-    launch(slice_backward_kernel, grid, *arguments, num_warps=8, **constants, BLOCK_COLUMNS=2048)

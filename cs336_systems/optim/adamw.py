@@ -23,13 +23,9 @@ class AdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-    ) -> None:
+        self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+    ) -> None:  # fmt: skip
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -73,22 +69,17 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Parameter groups: matrices decay, gains and biases do not, nor do the stacked biases of experts."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    matrices = {parameter for name, parameter in named if parameter.dim() >= 2 and not name.endswith("bias")}
-    return [
-        {"params": [p for _, p in named if p in matrices], "weight_decay": weight_decay},
-        {"params": [p for _, p in named if p not in matrices], "weight_decay": 0.0},
-    ]
+    groups: tuple[list[Tensor], list[Tensor]] = [], []
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            groups[parameter.dim() < 2 or name.endswith("bias")].append(parameter)
+    return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
 
 
 def learning_rate(
-    step: int,
-    peak: float,
-    floor: float,
-    warmup_steps: int,
-    decay_steps: int,
+    step: int, peak: float, floor: float, warmup_steps: int, decay_steps: int,
     shape: Literal["cosine", "linear"] = "cosine",
-) -> float:
+) -> float:  # fmt: skip
     """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, constant.
 
     `decay_steps` belongs to the schedule, not to the run: a run that is cut short or resumed follows the same curve.

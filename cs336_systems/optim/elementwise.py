@@ -7,22 +7,17 @@ from torch import nn
 
 from cs336_systems.errors import UserError
 
-ROWS, COLUMNS, CUT = 4, 6, 11
-
 
 def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, options: dict[str, Any]) -> torch.Tensor:
     """A 4 x 6 parameter (24,) after three steps, given whole or as two flat pieces."""
-
-    def views(flat: torch.Tensor) -> list[torch.Tensor]:
-        return [flat[:CUT], flat[CUT:]] if in_pieces else [flat.view(ROWS, COLUMNS)]
-
-    whole = torch.linspace(-1, 1, ROWS * COLUMNS, dtype=torch.float32).cos()
-    parameters = [nn.Parameter(view, requires_grad=False) for view in views(whole)]
+    whole = torch.linspace(-1, 1, 24, dtype=torch.float32).cos()
+    gradient = torch.linspace(-2, 3, 24, dtype=torch.float32).sin()
+    views = [(each[:11], each[11:]) if in_pieces else (each.view(4, 6),) for each in (whole, gradient)]
+    parameters = [nn.Parameter(view, requires_grad=False) for view in views[0]]
     optimizer = optimizer_cls(parameters, **options)
     for step in range(3):
-        gradient = torch.linspace(-2, 3, ROWS * COLUMNS, dtype=torch.float32).sin() * (step + 1)
-        for parameter, piece in zip(parameters, views(gradient), strict=True):
-            parameter.grad = piece.clone()
+        for parameter, piece in zip(parameters, views[1], strict=True):
+            parameter.grad = piece * (step + 1)
         optimizer.step()
     return whole
 

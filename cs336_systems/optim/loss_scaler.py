@@ -39,7 +39,7 @@ class LossScaler:
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint. Raises UserError for the state of another kind of scaler."""
+        """Continue from a checkpoint. Raises UserError for the state of another kind of scaler, or an invalid scale."""
         if state.keys() != set(self.saved):
             numbers = f"{sorted(state)}, this one {sorted(self.saved)}"
             raise UserError(f"the checkpoint's loss scaler has {numbers}: same precision?")
@@ -59,14 +59,9 @@ class DynamicLossScaler(LossScaler):
     saved = ("scale", "clean", "tolerance", "overflows")
 
     def __init__(
-        self,
-        initial: float = 2.0**32,
-        window: int = 1000,
-        hysteresis: int = 2,
-        floor: float = 1.0,
-        growth: float = 2.0,
-        backoff: float = 0.5,
-    ) -> None:
+        self, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2, floor: float = 1.0,
+        growth: float = 2.0, backoff: float = 0.5,
+    ) -> None:  # fmt: skip
         if not 0 < floor <= initial < math.inf:
             raise UserError(f"a loss scale of {initial} with floor {floor}: want 0 < floor <= scale, and a finite one")
         if window < 1 or hysteresis < 1:
@@ -80,7 +75,6 @@ class DynamicLossScaler(LossScaler):
 
     @property
     def at_floor(self) -> bool:
-        """True if the scale can fall no further."""
         return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
@@ -96,7 +90,6 @@ class DynamicLossScaler(LossScaler):
             self.scale *= self.growth
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue from a checkpoint. Raises UserError for the state of another kind of scaler, or an invalid scale."""
         super().load_state_dict(state)
         if not 0 < state["scale"] < math.inf:
             raise UserError(f"the checkpoint has a loss scale of {state['scale']}")

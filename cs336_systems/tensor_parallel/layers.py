@@ -5,16 +5,12 @@
 (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.) torch keeps a weight as (out in).
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cs336_systems.comm import Group, pairs
 from cs336_systems.errors import UserError
-
-Move = Callable[[Tensor], Tensor]
 
 
 def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
@@ -35,19 +31,15 @@ def split(parameter: Tensor, dim: int, group: Group, what: str, padded: int | No
 
 
 class ColumnParallelLinear(nn.Module):
-    """Some outputs of a linear layer: (... in) -> (... out/ranks), rows of its weight.
+    """Some outputs of a linear layer: (... in) -> (... out/ranks), rows of its weight."""
 
-    `enter` brings x to all ranks first; by default it is there already.
-    """
-
-    def __init__(self, linear: nn.Linear, group: Group, padded: int | None = None, enter: Move | None = None) -> None:
+    def __init__(self, linear: nn.Linear, group: Group, padded: int | None = None) -> None:
         super().__init__()
-        self.enter, outputs = enter, "outputs of a linear layer"
-        self.weight = split(linear.weight, 0, group, outputs, padded)
-        self.bias = None if linear.bias is None else split(linear.bias, 0, group, outputs, padded)
+        self.weight = split(linear.weight, 0, group, "outputs of a linear layer", padded)
+        self.bias = None if linear.bias is None else split(linear.bias, 0, group, "outputs of a linear layer", padded)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.enter(x) if self.enter else x, self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(pairs.SharesGroup, nn.Module):

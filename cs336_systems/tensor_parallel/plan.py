@@ -11,7 +11,6 @@ becomes a reduce-scatter and copy an all-gather, which together move as many byt
 keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2; `sequence.py`).
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,16 +24,10 @@ from cs336_systems.model.heads import TokenLoss
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import Block, TransformerLM, first_expert, initial_weight
 from cs336_systems.presets import ModelConfig
-from cs336_systems.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    Move,
-    RowParallelLinear,
-    RowParallelPart,
-    my_part,
-    split,
-)
+from cs336_systems.tensor_parallel import layers
+from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, RowParallelPart, split
 from cs336_systems.tensor_parallel.sequence import SequenceGather
-from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss, VocabParallelTiedHead
+from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
 @dataclass
@@ -63,7 +56,7 @@ class TensorParallel:
         """This rank's part of a tensor of the whole model, such as a parameter or its gradient."""
         if (dim := self.cut.get(name)) is None:
             return whole
-        return my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
+        return layers.my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The tensor of the whole model from the ranks' parts. Every rank must call this."""
@@ -89,7 +82,7 @@ class TensorParallel:
             self.partial.add(name)
         elif name.endswith(("attention.out.weight", "down.weight")):
             self.cut[name] = 1
-        elif any(f".{layer}." in name for layer in ("query", "key", "value", "up", "gate")) or of_vocabulary(name):
+        elif {"query", "key", "value", "up", "gate"} & {*name.split(".")} or of_vocabulary(name):
             self.cut[name] = 0
         elif sequence and name.startswith(("blocks.", "final_norm.")):
             self.partial.add(name)
@@ -131,27 +124,27 @@ def tensor_parallel(
 
 def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool) -> None:
     attention, feed_forward = block.attention, block.feed_forward
-    _split_columns(attention, ("query", "key", "value"), group)
+    _split_columns(attention, group)
     block.set_submodule("attention.out", RowParallelLinear(attention.out, group, sequence))
     attention.first_head = group.rank() * config.num_heads // group.size()
     block.part = group.rank() if sequence else 0
-    layers: dict[str, nn.Module] = {"attention": attention}
+    entered: dict[str, nn.Module] = {"attention": attention}
     if isinstance(feed_forward, MoELayer):
         _split_experts(feed_forward, group, sequence)
     else:
-        _split_columns(feed_forward, ("up", "gate"), group)
+        _split_columns(feed_forward, group)
         block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
-        layers["feed-forward"] = feed_forward
-    for label, module in layers.items():
+        entered["feed-forward"] = feed_forward
+    for label, module in entered.items():
         if sequence:
             # An input that is recomputed anyway need not be gathered a second time for backward.
             SequenceGather(group, label, again=config.recompute in ("none", "attention")).install(module)
         else:
-            module.register_forward_pre_hook(_enter(_entry(group, label, sequence)))
+            _enter(module, group, label, sequence)
 
 
-def _split_columns(module: nn.Module, names: tuple[str, ...], group: Group) -> None:
-    for name in names:
+def _split_columns(module: nn.Module, group: Group) -> None:
+    for name in ("query", "key", "value", "up", "gate"):
         if hasattr(module, name):
             setattr(module, name, ColumnParallelLinear(getattr(module, name), group))
 
@@ -171,21 +164,22 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
             linear.bias = split(linear.bias, 1, group, width)
     experts.down.bias_share = float(group.rank() == 0)
     if layer.shared is not None:
-        _split_columns(layer.shared, ("up", "gate"), group)
+        _split_columns(layer.shared, group)
         layer.shared.set_submodule("down", RowParallelPart(layer.shared.down, group))
     leave = partial(pairs.reduce_sequence, dim=1) if sequence else pairs.reduce
-    layer.register_forward_pre_hook(_enter(_entry(group, "experts", sequence)))
+    _enter(layer, group, "experts", sequence)
     layer.register_forward_hook(lambda module, args, y: leave(y, group=group, label="experts"))
     layer.copies = group.size()
 
 
-def _entry(group: Group, label: str, sequence: bool) -> Move:
-    """Bring a layer's whole input to every rank. A closure: with a partial, a copied model would copy the group."""
-    return lambda x: pairs.gather_sequence(x, 1, group, label) if sequence else pairs.copy(x, group, label)
+def _enter(module: nn.Module, group: Group, label: str, sequence: bool) -> None:
+    """Bring a module's whole input to every rank. A closure: with a partial, a copied model would copy the group."""
 
+    def enter(module: nn.Module, args: Any) -> Any:
+        x = pairs.gather_sequence(args[0], 1, group, label) if sequence else pairs.copy(args[0], group, label)
+        return x, *args[1:]
 
-def _enter(move: Move) -> Callable[[nn.Module, Any], Any]:
-    return lambda module, args: (move(args[0]), *args[1:])
+    module.register_forward_pre_hook(enter)
 
 
 def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> None:
@@ -195,11 +189,12 @@ def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> N
     if model.bert_heads is not None:
         # BERT's classifiers read the first token, and compute the same on every rank.
         if sequence:
-            model.bert_heads.register_forward_pre_hook(_enter(lambda x: pairs.gather(x, 1, group, "heads")))
+            model.bert_heads.register_forward_pre_hook(lambda module, args: (pairs.gather(args[0], 1, group, "heads"),))
         model.bert_heads.bias = split(model.bert_heads.bias, 0, group, "words", plan.padded)
         sequence = False
-    enter = _entry(group, "head", sequence)
     if model.head is None:
-        model.set_submodule("tied_head", VocabParallelTiedHead(enter))
+        assert model.tied_head is not None
+        _enter(model.tied_head, group, "head", sequence)
     else:
-        model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded, enter))
+        model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded))
+        _enter(model.get_submodule("head"), group, "head", sequence)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.comm import Group, all_reduce, pairs
 from cs336_systems.data.corpus import IGNORED
 from cs336_systems.errors import UserError
-from cs336_systems.tensor_parallel.layers import Move, split
+from cs336_systems.tensor_parallel.layers import split
 
 
 def check_words(words: Tensor, vocab_size: int, what: str) -> None:
@@ -48,17 +48,6 @@ class VocabParallelEmbedding(pairs.SharesGroup, nn.Module):
         foreign = (local < 0) | (local >= part)
         x = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign[..., None], 0.0)
         return pairs.reduce(x, self.group, "embedding")
-
-
-class VocabParallelTiedHead(nn.Module):
-    """Logits of this rank's words: x, weight (part d_model) -> (batch seq part). `enter` brings x to all ranks."""
-
-    def __init__(self, enter: Move) -> None:
-        super().__init__()
-        self.enter = enter
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(self.enter(x), weight, bias)
 
 
 class _CrossEntropy(torch.autograd.Function):

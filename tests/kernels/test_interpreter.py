@@ -124,7 +124,7 @@ def touched(monkeypatch):
     [
         (rmsnorm.forward_kernel, {"EPS": 1e-5, "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1024}),
         (rmsnorm_wide.wide_forward_kernel, {"EPS": 1e-5, "BLOCK_COLUMNS": 512}),
-        (rmsnorm.backward_kernel, {"NEED_X": True, "NEED_WEIGHT": False, "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1024}),
+        (rmsnorm.backward_kernel, {"NEED_X": True, "SLICED": False, "BLOCK_ROWS": 1, "BLOCK_COLUMNS": 1024}),
         (rmsnorm_wide.halves_backward_kernel, {"NEED_X": True, "NEED_WEIGHT": False, "HALF": 512}),
     ],
     ids=lambda value: getattr(getattr(value, "fn", None), "__name__", ""),
@@ -132,7 +132,7 @@ def touched(monkeypatch):
 def test_addresses_beyond_two_to_the_31(kernel, constants, touched):
     memory, columns, rows = torch.zeros(1), 1024, 2**22 + 1
     order = [name for name in kernel.arg_names if name.isupper()]
-    constants = {name: ({"COLUMNS": columns, "ADD": False} | constants)[name] for name in order}
+    constants = {name: ({"COLUMNS": columns, "ADD": False, "NEED_WEIGHT": False} | constants)[name] for name in order}
     others = {name: memory if name.endswith("_ptr") else rows for name in kernel.arg_names if name not in order}
     kernel[(1, 1, 1)](**others, **constants)
     end = memory.data_ptr() + ((rows - 1) * columns + columns - 1) * 4  # 2^32 elements away

@@ -13,7 +13,6 @@ from cs336_systems.tensor_parallel.layers import my_part
 from cs336_systems.tensor_parallel.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelLoss,
-    VocabParallelTiedHead,
 )
 from tests.support import ranks
 from tests.support.tolerances import bound, relative_error
@@ -68,7 +67,7 @@ def check_head_and_loss(vocab_size: int, padded: int, group, scale: float) -> No
         mine = [each.requires_grad_() for each in mine]
         loss = VocabParallelLoss(vocab_size, padded, group)
         with record() as events:
-            logits = VocabParallelTiedHead(lambda x: pairs.copy(x, group, "head"))(*mine)
+            logits = TiedHead()(pairs.copy(mine[0], group, "head"), *mine[1:])
             got = loss(logits, targets, reduction)
             (3 * got).backward()
         tokens = targets.numel()
