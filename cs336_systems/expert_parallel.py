@@ -49,26 +49,24 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
 
     def dispatch_slots(self, slots: Tensor) -> Tensor:
         """(experts slots d_model) of every rank -> (local (ranks slots) d_model), all slots of the experts here."""
-        ranks, even = self.group.size(), [self.local] * self.group.size()
-        received = Exchange(slots, even, even, self.group, "dispatch").wait()
-        return received.view(ranks, self.local, *slots.shape[1:]).transpose(0, 1).flatten(1, 2)
+        return self._exchange(slots, "dispatch").unflatten(0, (-1, self.local)).transpose(0, 1).flatten(1, 2)
 
     def combine_slots(self, slots: Tensor) -> Tensor:
         """The way back: (local (ranks slots) d_model) -> (experts slots d_model)."""
-        ranks, even = self.group.size(), [self.local] * self.group.size()
-        by_rank = slots.view(self.local, ranks, -1, slots.shape[-1]).transpose(0, 1).flatten(0, 1)
-        return Exchange(by_rank, even, even, self.group, "combine").wait()
+        by_rank = slots.unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 1)
+        return self._exchange(by_rank, "combine")
+
+    def _exchange(self, rows: Tensor, label: str) -> Tensor:
+        even = [self.local] * self.group.size()
+        return Exchange(rows, even, even, self.group, label).wait()
 
 
 class AllToAllDispatched(Dispatched):
     """Rows in an all-to-all, and counts (ranks local) of those that each rank sends to each expert here."""
 
-    def __init__(self, exchange: Exchange, counts: Tensor) -> None:
-        self.exchange, self.counts = exchange, counts
-
     def wait(self) -> tuple[Tensor, Tensor]:
         """Sort the received rows by expert; within an expert they are in the order of ranks."""
-        rows = self.exchange.wait()
+        rows = self.rows.wait()
         ranks, local = self.counts.shape
         expert = torch.arange(local, device=rows.device).repeat(ranks)
         self.order = expert.repeat_interleave(self.counts.flatten(), output_size=len(rows)).argsort(stable=True)
@@ -78,7 +76,7 @@ class AllToAllDispatched(Dispatched):
         """Send the experts' results back to the ranks of their tokens, in the order in which the rows were sent."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(inverse), device=inverse.device)
-        sent = self.exchange
+        sent: Exchange = self.rows
         return Exchange(rows.index_select(0, inverse), sent.taken, sent.given, sent.group, "combine").wait()
 
 
@@ -114,9 +112,8 @@ class ExpertParallel:
 
 def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
     """Split the experts of a model (or of a pipeline's stage), which every rank has whole, over a group, in place.
-
-    `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not divide.
-    """
+    `data` are the ranks that see different tokens (default: the group). Raises UserError if the experts do not
+    divide."""
     config, data = model.config, data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()

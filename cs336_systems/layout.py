@@ -39,9 +39,7 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
 @dataclass(frozen=True)
 class Layout:
     """The degrees of parallelism and the batch, in sequences; checked on construction as far as no model is needed.
-
-    Raises UserError, with the numbers, for degrees below one and a batch or schedule that does not divide.
-    """
+    Raises UserError, with the numbers, for degrees below one and a batch or schedule that does not divide."""
 
     tp: int = 1
     pp: int = 1

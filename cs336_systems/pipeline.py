@@ -75,11 +75,9 @@ class Stage(nn.Module):
 
 @dataclass
 class Pipeline:
-    """Runs microbatches through the stages of a mesh's pp axis; one stage alone accumulates gradients.
-
-    `module` is the stage or its data-parallel wrapper. Between blocks the sequence is split into `sequence` parts (by
-    sequence parallelism). `timer` times each part under its name in Megatron-LM.
-    """
+    """Runs microbatches through the stages of a mesh's pp axis; one stage alone accumulates gradients. `module` is the
+    stage or its data-parallel wrapper. Between blocks the sequence is split into `sequence` parts (by sequence
+    parallelism). `timer` times each part under its name in Megatron-LM."""
 
     stage: Stage
     module: nn.Module
@@ -89,18 +87,14 @@ class Pipeline:
     timer: Timer = lambda name: nullcontext()
 
     def run(
-        self,
-        microbatches: Sequence[Batch],
-        loss: Callable[[Losses], Tensor] | None,
+        self, microbatches: Sequence[Batch], loss: Callable[[Losses], Tensor] | None,
         keys: Sequence[DropoutKey] | None = None,
         accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> list[Losses]:
-        """Forward and backward of all microbatches; the last stage returns their losses in order, detached.
-
-        `loss` maps losses to the scalar that backward starts from; None runs forward only, without gradients.
-        `accumulate` surrounds every backward but the last, after which gradients may be reduced. Raises UserError for
-        a schedule that does not exist for these stages, chunks and microbatches.
-        """
+    ) -> list[Losses]:  # fmt: skip
+        """Forward and backward of all microbatches; the last stage returns their losses in order, detached. `loss` maps
+        losses to the scalar that backward starts from; None runs forward only, without gradients. `accumulate`
+        surrounds every backward but the last, after which gradients may be reduced. Raises UserError for a schedule
+        that does not exist for these stages, chunks and microbatches."""
         lists = schedule(self.name, self.stage.stages, len(microbatches), self.stage.chunks)
         execution = _Execution(self, microbatches, loss, keys, lists)
         actions = [each for each in lists[self.stage.stage] if loss is not None or each.kind == "forward"]
@@ -141,12 +135,16 @@ class _Execution:
                 self.post_recv(each)
         if action not in self.posted:
             return None
-        source, work, tensor = self.posted.pop(action)
-        other = "backward" if action.kind == "forward" else "forward"
-        alternates = before is not None and before.kind == other
-        with self.pipeline.timer(f"{other}-send-{action.kind}-recv" if alternates else f"{action.kind}-recv"):
+        (stage, awaited), work, tensor = self.posted.pop(action)
+        sends = f"{before.kind}-send-" if before is not None and before.kind != action.kind else ""
+        with self.pipeline.timer(f"{sends}{action.kind}-recv"):
             work.wait()
-        self.release_sent(*source)
+        done, sent, self.sent = self.lists[stage].index(awaited), self.sent, []
+        for to, place, message in sent:  # that stage has consumed those for actions before the one that it sent
+            if to == stage and place < done:
+                message.wait()
+            else:
+                self.sent.append((to, place, message))
         return tensor
 
     def post_recv(self, action: Action) -> None:
@@ -159,28 +157,17 @@ class _Execution:
             group = self.pipeline.mesh.channel(action.kind, source[0], stage.stage)
             self.posted[action] = source, receive(tensor, source[0], group, str(action)), tensor
 
-    def release_sent(self, stage: int, action: Action) -> None:
-        """Free messages to a stage that it has consumed: those for actions before `action`."""
-        done = self.lists[stage].index(action)
-        for to, place, work in self.sent:
-            if to == stage and place < done:
-                work.wait()
-        self.sent = [each for each in self.sent if each[0] != stage or each[1] >= done]
-
     def send(self, action: Action, result: Tensor | None, after: Action | None) -> None:
         """Send the action's result to the stage that needs it, and keep the tensor until it has left."""
         stage = self.pipeline.stage
         target = sends_to(stage.stage, action, stage.stages, stage.chunks)
-        if target is None:
+        if target is None or result is None:
             return
-        assert result is not None
-        result = result.detach().contiguous()
-        other = "backward" if action.kind == "forward" else "forward"
-        alternates = after is not None and after.kind == other
-        with self.pipeline.timer(f"{action.kind}-send-{other}-recv" if alternates else f"{action.kind}-send"):
+        receives = f"-{after.kind}-recv" if after is not None and after.kind != action.kind else ""
+        with self.pipeline.timer(f"{action.kind}-send{receives}"):
             group = self.pipeline.mesh.channel(action.kind, stage.stage, target[0])
-            place = self.lists[target[0]].index(target[1])
-            self.sent.append((target[0], place, send(result, target[0], group, str(target[1]))))
+            work = send(result.detach().contiguous(), target[0], group, str(target[1]))
+            self.sent.append((target[0], self.lists[target[0]].index(target[1]), work))
 
     def forward(self, action: Action, hidden: Tensor | None) -> Tensor | None:
         """Forward of a chunk: its output or, after the last chunk, None, with the losses kept."""

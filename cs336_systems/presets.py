@@ -39,10 +39,8 @@ def _check_choices(settings: Any) -> None:
 @dataclass(frozen=True)
 class Mixture:
     """How expert layers route tokens, in the words of GShard (Lepikhin et al., arXiv:2006.16668, section 2.2) and of
-    fairseq (branch moe); checked on construction.
-
-    Raises UserError for a choice that does not exist and a number out of range.
-    """
+    fairseq (branch moe); checked on construction. Raises UserError for a choice that does not exist and a number out of
+    range."""
 
     top_k: int = 2  # experts that a token is sent to; 1 is Switch Transformer's (arXiv:2101.03961)
     expert_d_ff: int = 0  # hidden width of an expert; 0: the model's d_ff
@@ -71,10 +69,8 @@ class Mixture:
 
     def capacity(self, tokens: int, experts: int, training: bool) -> int | None:
         """Slots of an expert for a group of tokens: rounded up in evaluation and down in training, at least one and at
-        most `tokens`; None for as many as are needed.
-
-        As in fairseq, the group is what one rank routes at once, and `experts` counts those of all ranks.
-        """
+        most `tokens`; None for as many as are needed. As in fairseq, the group is what one rank routes at once, and
+        `experts` counts those of all ranks."""
         # Rounded to what was meant first: in floats 0.05 x 2060 is more than 103, and 1.15 x 100 less than 115.
         if not training and self.eval_fraction:
             return min(tokens, max(1, ceil(round(self.eval_fraction * tokens, 6))))
@@ -91,10 +87,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a transformer and the implementation of each of its parts; checked on construction.
-
-    Raises UserError if the sizes do not divide or a choice does not exist.
-    """
+    """Shape of a transformer and the implementation of each of its parts; checked on construction. Raises UserError if
+    the sizes do not divide or a choice does not exist."""
 
     vocab_size: int
     context_length: int

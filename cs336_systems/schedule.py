@@ -36,19 +36,14 @@ class Action(NamedTuple):
 
 
 def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """GPipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2).
-
-    Backwards run in the order of the microbatches, so that gradients are added in the order of one process. Raises
-    UserError, as the others do, for a count below 1 and a stage that does not exist.
-    """
+    """GPipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2), these in the order of microbatches, as
+    one process adds gradients. Raises UserError, as the others do, for a count below 1."""
     return _one_stage("gpipe", stage, stages, microbatches, 1)
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     """1F1B: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
-
-    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory.
-    """
+    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory."""
     return _one_stage("1f1b", stage, stages, microbatches, 1)
 
 
@@ -63,20 +58,16 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iter
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved".
-
-    Raises UserError for another name, a count below 1, more than one chunk where the schedule has one, and
-    microbatches that are not a multiple of the stages where chunks are interleaved.
-    """
+    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved". Raises UserError for another name, a
+    count below 1, more than one chunk where the schedule has one, and microbatches that are not a multiple of the
+    stages where chunks are interleaved."""
     _check(name, stages, microbatches, chunks)
     return [list(_one_stage(name, stage, stages, microbatches, chunks)) for stage in range(stages)]
 
 
 def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int) -> range:
     """Layers of a stage's chunk: the model begins with chunk 0 of every stage, then chunk 1 of every stage, and so on.
-
-    Raises UserError if the layers do not divide evenly over all chunks of all stages, or the chunk does not exist.
-    """
+    Raises UserError if the layers do not divide evenly over all chunks of all stages, or the chunk does not exist."""
     _check("interleaved", stages, stages, chunks, stage)
     if not 0 <= chunk < chunks:
         raise UserError(f"chunk {chunk} does not exist: the {chunks} chunks of a stage are 0 to {chunks - 1}")
@@ -89,30 +80,24 @@ def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int)
 
 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle share of the pipeline's time for stages of equal speed and messages that take no time.
-
-    ((p - 1) / v) / (m + (p - 1) / v) for p stages, m microbatches and v chunks. arXiv:2104.04473, section 2.2, divides
-    the same idle time by the busy time instead of the whole: (p - 1) / (v m).
-    """
+    """Idle share of the pipeline's time for stages of equal speed and messages that take no time. ((p - 1) / v) / (m +
+    (p - 1) / v) for p stages, m microbatches and v chunks. arXiv:2104.04473, section 2.2, divides the same idle time by
+    the busy time instead of the whole: (p - 1) / (v m)."""
     _check(name, stages, microbatches, chunks)
     return (stages - 1) / (microbatches * chunks + stages - 1)
 
 
 def peak_live(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Largest number of forwards whose activations stage r holds at once, each of 1 / chunks of its layers.
-
-    m for GPipe, min(p - r, m) for 1F1B (arXiv:2104.04473, section 2.2.1); interleaved with v > 1 the warm-up plus one,
-    2 (p - 1 - r) + (v - 1) p + 1, but m v where m = p.
-    """
+    """Largest number of forwards whose activations stage r holds at once, each of 1 / chunks of its layers. m for
+    GPipe, min(p - r, m) for 1F1B (arXiv:2104.04473, section 2.2.1); interleaved with v > 1 the warm-up plus one, 2 (p -
+    1 - r) + (v - 1) p + 1, but m v where m = p."""
     _check(name, stages, microbatches, chunks, stage)
     return min(_warm_up(name, stage, stages, microbatches, chunks) + 1, microbatches * chunks)
 
 
 def receives_from(stage: int, action: Action, stages: int, chunks: int) -> tuple[int, Action] | None:
-    """Stage and action whose output this action receives; None where the input is the batch or the loss.
-
-    The last stage sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back.
-    """
+    """Stage and action whose output this action receives; None where the input is the batch or the loss. The last stage
+    sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back."""
     return _next_to(stage, action, stages, chunks, -1 if action.kind == "forward" else 1)
 
 
@@ -161,10 +146,8 @@ class Simulation:
 
     def drawing(self, width: int = 100) -> str:
         """Timeline as text, at most `width` columns: a row per stage, characters per action (`LEGEND`), dots for idle.
-
         The shortest action takes a whole number of columns, so that equal times look equal, unless `width` is too small
-        for that. An action too narrow for its number shows only its direction and chunk.
-        """
+        for that. An action too narrow for its number shows only its direction and chunk."""
         margin = len(f"stage {len(self.timeline) - 1} ")
         shortest = min(each.end - each.start for row in self.timeline for each in row)
         scale = max(width - margin, 1) / self.makespan
@@ -219,11 +202,10 @@ def simulate(
                 timeline[stage].append(Timed(stage, action, start, ends[stage, action]))
         if len(ends) == count:
             break
-    stuck = [
-        f"stage {stage} cannot run {row[len(done)]} before stage {source[0]} has run {source[1]}"
-        for stage, (row, done) in enumerate(zip(schedules, timeline, strict=True))
-        if len(done) < len(row) and (source := receives_from(stage, row[len(done)], stages, chunks))
-    ]
+    stuck = []
+    for stage, (row, done) in enumerate(zip(schedules, timeline, strict=True)):
+        if len(done) < len(row) and (source := receives_from(stage, row[len(done)], stages, chunks)):
+            stuck.append(f"stage {stage} cannot run {row[len(done)]} before stage {source[0]} has run {source[1]}")
     if stuck:
         raise ScheduleError(f"deadlock: {'; '.join(stuck)}")
     return Simulation(timeline, chunks)

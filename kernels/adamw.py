@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -115,9 +115,8 @@ class Tables:
         """The table `make(numbers)` on the device, copied from pinned memory without waiting for the GPU."""
         if name not in self.sent or self.sent[name][0] != numbers:
             host = make(numbers)
-            if self.kind.device.type == "cuda":
-                host = host.pin_memory().to(self.kind.device, non_blocking=True)
-            self.sent[name] = numbers, host
+            cuda = self.kind.device.type == "cuda"
+            self.sent[name] = numbers, host.pin_memory().to(self.kind.device, non_blocking=True) if cuda else host
         return self.sent[name][1]
 
     def launch(self, rows: Sequence[Sequence[int]], settings: list[tuple[float, ...]]) -> None:
@@ -215,13 +214,8 @@ class FusedAdamW(torch.optim.Optimizer):
             for name in MOMENTS if saved else ():  # as it was saved: torch cuts it down to the parameter's dtype
                 self.state[param][name] = saved[name].to(param.device, copy=True)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
         loss = None
         if closure is not None:

@@ -37,11 +37,9 @@ def cross_entropy_kernel(
     VOCAB: tl.constexpr, STRIDE: tl.constexpr, NEED_GRAD: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program takes one token: its loss, and with NEED_GRAD dL/dz_j = softmax(z)_j - [j = target] in place of z_j.
-
     The sum of exponentials, s, is kept relative to the largest logit so far, m, and rescaled when m grows (Milakov and
     Gimelshein, arXiv:1805.02867, algorithm 3): log sum_j exp(z_j) = m + log s. The second pass runs backwards, to find
-    in the cache what the first one read last.
-    """
+    in the cache what the first one read last."""
     row = tl.program_id(0).to(tl.int64)
     target = tl.load(targets_ptr + row)
     at = row * STRIDE
@@ -116,10 +114,10 @@ def in_chunks(
     size = min(tokens, chunk_tokens(vocab, d_model, hidden.element_size()))
     padded = -(-vocab // 64) * 64  # rows of 128 bytes or a multiple: cuBLAS and the kernel read and write them whole
     buffer = hidden.new_empty(size, padded)[:, :vocab]
-    losses = hidden.new_empty(tokens, dtype=torch.float32)
-    grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
-    make = torch.empty_like if tokens else torch.zeros_like
-    grad_weight = make(weight, dtype=torch.float32) if need_weight else weight.new_empty(0, dtype=torch.float32)
+    losses, grad_hidden = hidden.new_empty(tokens, dtype=torch.float32), new_like(hidden, need_hidden)
+    grad_weight = new_like(weight, need_weight, torch.float32)
+    if not tokens:
+        grad_weight.zero_()
     for first in range(0, tokens, max(1, size)):
         some = slice(first, first + size)
         chunk = hidden[some]
@@ -158,12 +156,11 @@ def _forward_op(
             return losses.sum() / kept, kept, grad_hidden, grad_weight
         wide = reference.widen(weight)
         loss = reference.cross_entropy(hidden, wide, targets, ignore_index)
-        grad_hidden, grad_weight = hidden.new_empty(0), wide.new_empty(0)
+        of_hidden, of_weight = hidden, wide
         if need_hidden or need_weight:
-            both = reference.cross_entropy_backward(kept, hidden, wide, targets, ignore_index)
-            grad_hidden = both[0] if need_hidden else grad_hidden
-            grad_weight = both[1] if need_weight else grad_weight
-        return loss, kept, grad_hidden, grad_weight
+            of_hidden, of_weight = reference.cross_entropy_backward(kept, hidden, wide, targets, ignore_index)
+        grad_hidden = of_hidden if need_hidden else new_like(hidden, False)
+        return loss, kept, grad_hidden, of_weight if need_weight else new_like(wide, False)
 
 
 @define("scaled", lambda x, _, dtype: new_like(x, dtype=dtype))

@@ -100,15 +100,14 @@ TILES = {
 
 def arithmetic(dtype: torch.dtype) -> str:
     """How products are computed: "half"; for float32, "tf32" where torch's own products may use it, else "ieee"."""
-    if dtype != torch.float32:
-        return "half"
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    single = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return single if dtype == torch.float32 else "half"
 
 
 def tile_of(name: str, dim: int, is_causal: bool, kind: str) -> Tile:
     """The tile of a pass ("forward", "keys" or "queries"); a sequence's bits must not depend on its batch."""
-    causal = f"causal {name}"
-    return TILES[causal if is_causal and (causal, kind) in TILES else name, kind][dim > 64]
+    causal = TILES.get((f"causal {name}", kind)) if is_causal else None
+    return (causal or TILES[name, kind])[dim > 64]
 
 
 def launch_pass(
@@ -146,16 +145,12 @@ def flash_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator: dL/dq, dL/dk and dL/dv, each empty where it is not needed."""
     if not runs_triton(q):
-        grads = reference.attention_backward(grad, q, k, v, o, log_sum_exp, is_causal)
-        needed = zip(grads, (need_q, need_kv, need_kv), strict=True)
-        grad_q, grad_k, grad_v = (each if need else new_like(each, False) for each, need in needed)
-        return grad_q, grad_k, grad_v
+        of_q, of_k, of_v = reference.attention_backward(grad, q, k, v, o, log_sum_exp, is_causal)
+        return of_q if need_q else new_like(q, False), *((of_k, of_v) if need_kv else (q.new_empty(0), q.new_empty(0)))
     grad, q, k, v, o, log_sum_exp = (each.contiguous() for each in (grad, q, k, v, o, log_sum_exp))
-    make = torch.empty_like if q.numel() and k.numel() else torch.zeros_like
-    grad_q = make(q) if need_q else new_like(q, False)
-    grad_k, grad_v = (make(k), make(v)) if need_kv else (new_like(k, False), new_like(v, False))
+    grad_q, grad_k, grad_v = new_like(q, need_q), new_like(k, need_kv), new_like(v, need_kv)
     if not (q.numel() and k.numel()):
-        return grad_q, grad_k, grad_v
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
     (queries, dim), batch = q.shape[-2:], q.shape[:-2].numel()
     padded = -(-queries // PADDING) * PADDING
     log2_sum_exp, row_dot = q.new_empty((2, batch, padded), dtype=torch.float32)
@@ -171,12 +166,10 @@ def flash_attention_backward(
 
 
 class FlashAttention2(torch.autograd.Function):
-    """`reference.attention` fused: apply(q, k, v, is_causal=False), q (... queries dim), k and v (... keys dim) ->
-    (... queries dim), all float32, float16 or bfloat16 (float64 takes the reference).
-
-    With is_causal, query i sees keys 0 to i. Keeps q, k, v, O and L for backward: memory linear in the sequence. Raises
-    TypeError for integers, ValueError for tensors that do not belong together or a dim above 128.
-    """
+    """`reference.attention` fused: apply(q, k, v, is_causal=False), q (... queries dim), k and v (... keys dim) -> (...
+    queries dim), all float32, float16 or bfloat16 (float64 takes the reference). With is_causal, query i sees keys 0 to
+    i. Keeps q, k, v, O and L for backward: memory linear in the sequence. Raises TypeError for integers, ValueError for
+    tensors that do not belong together or a dim above 128."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -192,7 +185,5 @@ class FlashAttention2(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_q, need_k, need_v, *_ = ctx.needs_input_grad
-        grad_q, grad_k, grad_v = flash_attention_backward(
-            grad, *ctx.saved_tensors, ctx.is_causal, need_q, need_k or need_v
-        )
-        return grad_q if need_q else None, grad_k if need_k else None, grad_v if need_v else None, None
+        gradients = flash_attention_backward(grad, *ctx.saved_tensors, ctx.is_causal, need_q, need_k or need_v)
+        return *gradients, None

@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]
 
 
 class _Missing:
-    """Stands in for `triton` and `tl` where Triton is not installed: has every attribute, none of any use."""
+    """In place of `triton` and `tl` where Triton is not installed: has every attribute, none of any use."""
 
     def __getattr__(self, name: str) -> "_Missing":
         return self
@@ -59,8 +59,7 @@ def jit(kernel: Any) -> Any:
 @cache
 def require_version(version: str) -> None:
     """Raises RuntimeError for a Triton that these kernels were never run with; it might compute something else."""
-    release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= release <= NEWEST:
+    if not OLDEST <= tuple(int(number) for number in re.findall(r"\d+", version)[:2]) <= NEWEST:
         spans = " to ".join(".".join(map(str, end)) for end in (OLDEST, NEWEST))
         raise RuntimeError(f"Triton {version} was never tried with these kernels ({spans} were); install one of those")
 
@@ -161,8 +160,7 @@ def launch(
         return
     values = tuple(constants.values())
     key = (kernel.fn, device.index, num_warps, num_stages, values, *map(_sort_of, args))
-    compiled = _compiled.get(key)
-    if compiled is None:
+    if (compiled := _compiled.get(key)) is None:
         if list(constants) != (expected := kernel.arg_names[len(args) :]):
             names = f"{expected}, in this order, not {list(constants)}"
             raise TypeError(f"{kernel.fn.__name__} takes the constants {names}")
@@ -170,7 +168,8 @@ def launch(
         _compiled[key] = (compiled.run, compiled.function, compiled.packed_metadata, compiled)  # which unloads if freed
         return
     run, function, metadata, _ = compiled
-    run(*grid, current_stream(device.index), function, metadata, None, None, None, *args, *values)
+    stream = triton.runtime.driver.active.get_current_stream(device.index)
+    run(*grid, stream, function, metadata, None, None, None, *args, *values)
 
 
 def _sort_of(argument: Tensor | int | float | None) -> Any:
@@ -188,11 +187,6 @@ def launch_over(kernel: Any, *tensors: Tensor, **flags: bool) -> None:
         unit = 16 if elements % 16 == 0 else 1
         constants, grid = {**flags, "UNIT": unit, "BLOCK": block}, (-(-elements // block), 1, 1)
         launch(kernel, grid, *tensors, elements // unit, num_warps=ELEMENTWISE_WARPS, **constants)
-
-
-def current_stream(device: int | None) -> int:
-    """The handle of torch's current stream on a device."""
-    return triton.runtime.driver.active.get_current_stream(device)
 
 
 @cache

@@ -32,20 +32,15 @@ def rmsnorm(x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
 
 
 def rmsnorm_backward_g(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
-    """dL/dg of `rmsnorm`: (d_model), in g's dtype, from dL/dy (... d_model).
-
-    dL/dg_j = sum over rows of dL/dy_j x_j r, for y_j depends on g_j only, and in every row.
-    """
+    """dL/dg of `rmsnorm`: (d_model), in g's dtype, from dL/dy (... d_model). dL/dg_j = sum over rows of dL/dy_j x_j r,
+    for y_j depends on g_j only, and in every row."""
     each_row = widen(grad_output) * widen(x) * inverse_rms(x, eps)
     return each_row.reshape(-1, x.shape[-1]).sum(dim=0).to(g.dtype)
 
 
 def rmsnorm_backward_x(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
-    """dL/dx of `rmsnorm`: (... d_model), in x's dtype, from dL/dy (... d_model).
-
-    dr/dx_j = -r^3 x_j / d_model, so that every y_i depends on x_j through r:
-    dL/dx_j = r g_j dL/dy_j - x_j r^3 mean_i(dL/dy_i g_i x_i)
-    """
+    """dL/dx of `rmsnorm`: (... d_model), in x's dtype, from dL/dy (... d_model). dr/dx_j = -r^3 x_j / d_model, so that
+    every y_i depends on x_j through r: dL/dx_j = r g_j dL/dy_j - x_j r^3 mean_i(dL/dy_i g_i x_i)"""
     wide, r = widen(x), inverse_rms(x, eps)
     scaled = widen(grad_output) * g
     return (r * scaled - wide * r**3 * (scaled * wide).mean(dim=-1, keepdim=True)).to(x.dtype)

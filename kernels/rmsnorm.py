@@ -59,12 +59,10 @@ def backward_kernel(
     COLUMNS: tl.constexpr, ADD: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     SLICED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx_j = r (g_j w_j - x_j r^2 mean_i(g_i w_i x_i)) and a part of dL/dw_j = sum over rows of g_j x_j r.
-
-    A program takes every num_programs-th block of rows, so that its sum for the weight stays in registers until it
-    stores it as one row of `partial`: no atomics, the same bits every time. With ADD, the sum's gradient is added.
-    SLICED, it has some columns only, and the rows' means are given.
-    """
+    """dL/dx_j = r (g_j w_j - x_j r^2 mean_i(g_i w_i x_i)) and a part of dL/dw_j = sum over rows of g_j x_j r. A program
+    takes every num_programs-th block of rows, so that its sum for the weight stays in registers until it stores it as
+    one row of `partial`: no atomics, the same bits every time. With ADD, the sum's gradient is added. SLICED, it has
+    some columns only, and the rows' means are given."""
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     in_row = column < COLUMNS
     weight = tl.load(weight_ptr + column, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
@@ -139,7 +137,7 @@ def backward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dL/dx (... columns) and dL/dw (columns) of contiguous tensors, each empty where it is not needed."""
     columns, rows = x.shape[-1], x.shape[:-1].numel()
-    grad_x = new_like(x, need_x)
+    grad_x = torch.empty_like(x) if need_x else new_like(x, False)
     if not x.numel():
         return grad_x, torch.zeros_like(weight) if need_weight else new_like(weight, False)
     block_columns = min(ceil_power_of_2(columns), BACKWARD_COLUMNS)
@@ -231,10 +229,8 @@ def check(weight: Tensor, **inputs: Tensor) -> None:
 
 
 class TritonRMSNormFunction(torch.autograd.Function):
-    """`reference.rmsnorm` fused: apply(x, weight, eps=1e-5), x (... d_model), weight (d_model) -> (... d_model).
-
-    Any mix of dtypes; y has x's. Keeps x, weight and 1 / rms for backward. Errors: see `check`.
-    """
+    """`reference.rmsnorm` fused: apply(x, weight, eps=1e-5), x (... d_model), weight (d_model) -> (... d_model). Any
+    mix of dtypes; y has x's. Keeps x, weight and 1 / rms for backward. Errors: see `check`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -247,9 +243,7 @@ class TritonRMSNormFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need_x, need_weight, *_ = ctx.needs_input_grad
-        grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, None, ctx.eps, need_x, need_weight)
-        return grad_x if need_x else None, grad_weight if need_weight else None, None
+        return *rmsnorm_backward(grad, *ctx.saved_tensors, None, ctx.eps, *ctx.needs_input_grad[:2]), None
 
 
 class TritonAddRMSNormFunction(torch.autograd.Function):
@@ -268,10 +262,9 @@ class TritonAddRMSNormFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_sum: Tensor) -> tuple[Tensor | None, ...]:
         need_x, need_residual, need_weight, *_ = ctx.needs_input_grad
-        need_sum = need_x or need_residual
-        grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, grad_sum, ctx.eps, need_sum, need_weight)
-        grad_residual = grad_x.to(ctx.residual_dtype) if need_residual else None
-        return grad_x if need_x else None, grad_residual, grad_weight if need_weight else None, None
+        needs = need_x or need_residual, need_weight
+        grad_x, grad_weight = rmsnorm_backward(grad, *ctx.saved_tensors, grad_sum, ctx.eps, *needs)
+        return grad_x, grad_x.to(ctx.residual_dtype), grad_weight, None
 
 
 class RMSNormFunction(torch.autograd.Function):

@@ -58,8 +58,8 @@ def _forward_op(gate: Tensor, up: Tensor) -> Tensor:
 def _backward_op(grad: Tensor, gate: Tensor, up: Tensor, need_gate: bool, need_up: bool) -> tuple[Tensor, Tensor]:
     grad, gate, up = grad.contiguous(), gate.contiguous(), up.contiguous()
     if not runs_triton(gate, up):
-        grad_gate, grad_up = reference.swiglu_backward(grad, gate, up)
-        return grad_gate if need_gate else new_like(gate, False), grad_up if need_up else new_like(up, False)
+        of_gate, of_up = reference.swiglu_backward(grad, gate, up)
+        return of_gate if need_gate else new_like(gate, False), of_up if need_up else new_like(up, False)
     grad_gate, grad_up = new_like(gate, need_gate), new_like(up, need_up)
     tensors = (grad, gate, up, grad_gate, grad_up)
     launch_over(swiglu_backward_kernel, *tensors, NEED_GATE=need_gate, NEED_UP=need_up)
@@ -79,7 +79,5 @@ class SwiGLUFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        need_gate, need_up = ctx.needs_input_grad
-        grad_gate, grad_up = _backward_op(grad, *ctx.saved_tensors, need_gate, need_up)
-        return grad_gate if need_gate else None, grad_up if need_up else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward_op(grad, *ctx.saved_tensors, *ctx.needs_input_grad)

@@ -26,11 +26,6 @@ def tiles(length: int, size: int) -> Iterator[slice]:
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
-def is_visible(query_tile: slice, key_tile: slice, is_causal: bool) -> bool:
-    """True if any query of the one tile sees any key of the other: its last query is not before the first key."""
-    return not is_causal or key_tile.start < query_tile.stop
-
-
 def scores(q: Tensor, k: Tensor, query_tile: slice, key_tile: slice, is_causal: bool) -> Tensor:
     """One tile of S = Q K^T / sqrt(dim), wide: (... query_tile key_tile), with minus infinity where j > i."""
     s = widen(q[..., query_tile, :]) @ widen(k[..., key_tile, :]).mT / math.sqrt(q.shape[-1])
@@ -60,8 +55,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
         total = torch.zeros_like(maximum)
         weighted = widen(output[..., query_tile, :])  # zero
         for key_tile in tiles(k.shape[-2], KEY_TILE):
-            if not is_visible(query_tile, key_tile, is_causal):
-                continue
+            if is_causal and key_tile.start >= query_tile.stop:
+                continue  # which no query of this tile sees
             s = scores(q, k, query_tile, key_tile, is_causal)
             larger = torch.maximum(maximum, s.amax(dim=-1))
             weights = (s - larger.unsqueeze(-1)).exp()
@@ -99,7 +94,7 @@ def backward(
     for key_tile in key_tiles if need_kv else ():
         total_k, total_v = widen(grad_k[..., key_tile, :]), widen(grad_v[..., key_tile, :])
         for query_tile in query_tiles:
-            if is_visible(query_tile, key_tile, is_causal):
+            if not is_causal or key_tile.start < query_tile.stop:
                 weights, grad_scores = tile_gradients(query_tile, key_tile)
                 total_v = total_v + weights.mT @ widen(grad[..., query_tile, :])
                 total_k = total_k + grad_scores.mT @ widen(q[..., query_tile, :])
@@ -107,7 +102,7 @@ def backward(
     for query_tile in query_tiles if need_q else ():
         total = widen(grad_q[..., query_tile, :])
         for key_tile in key_tiles:
-            if is_visible(query_tile, key_tile, is_causal):
+            if not is_causal or key_tile.start < query_tile.stop:
                 total = total + tile_gradients(query_tile, key_tile)[1] @ widen(k[..., key_tile, :])
         grad_q[..., query_tile, :] = (total / root).to(q.dtype)
     return grad_q, grad_k, grad_v
@@ -131,10 +126,8 @@ def check(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> None:
 
 class TiledAttentionFunction(torch.autograd.Function):
     """`reference.attention` in tiles: apply(q, k, v, is_causal=False), q (... queries dim), k and v (... keys dim) ->
-    (... queries dim), all of one dtype.
-
-    With is_causal, query i sees keys 0 to i. Keeps q, k, v, O and L for backward. Errors: see `check`.
-    """
+    (... queries dim), all of one dtype. With is_causal, query i sees keys 0 to i. Keeps q, k, v, O and L for backward.
+    Errors: see `check`."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -149,5 +142,4 @@ class TiledAttentionFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         need_q, need_k, need_v, *_ = ctx.needs_input_grad
         kept = (*ctx.saved_tensors, ctx.is_causal, need_q, need_k or need_v)
-        grad_q, grad_k, grad_v = backward(grad, *kept)
-        return grad_q if need_q else None, grad_k if need_k else None, grad_v if need_v else None, None
+        return *backward(grad, *kept), None

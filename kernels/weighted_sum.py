@@ -52,12 +52,10 @@ def backward_kernel(
     COLUMNS: tl.constexpr, NEED_X: tl.constexpr, NEED_WEIGHT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """dL/dx_ij = g_i w_j, and this program's part of dL/dw_j = sum_i g_i x_ij, where g_i is dL/dy_i.
-
-    Programs cannot see each other's registers. So each stores the sum over its own rows as one row of `partial`
-    (programs columns), and those are added up afterwards. Adding straight to dL/dw (`tl.atomic_add`) would do so in
-    whatever order programs finish: each run would give other last digits.
-    """
+    """dL/dx_ij = g_i w_j, and this program's part of dL/dw_j = sum_i g_i x_ij, where g_i is dL/dy_i. Programs cannot
+    see each other's registers. So each stores the sum over its own rows as one row of `partial` (programs columns), and
+    those are added up afterwards. Adding straight to dL/dw (`tl.atomic_add`) would do so in whatever order programs
+    finish: each run would give other last digits."""
     program = tl.program_id(0)
     row = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     start = row.to(tl.int64) * COLUMNS
@@ -128,10 +126,8 @@ class WeightedSumFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        need_x, need_weight = ctx.needs_input_grad
-        grad_x, grad_weight = _backward_op(grad, *ctx.saved_tensors, need_x, need_weight)
-        return grad_x if need_x else None, grad_weight if need_weight else None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return _backward_op(grad, *ctx.saved_tensors, *ctx.needs_input_grad)
 
 
 f_weightedsum = WeightedSumFunction.apply  # the name in the assignment

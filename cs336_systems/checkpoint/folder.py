@@ -114,10 +114,8 @@ class Lock(NamedTuple):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[Lock]:
-    """Hold the lock of a run's folder, which is made. It ends with the process, however that ends.
-
-    Raises UserError if another process holds it, or the folder cannot be written or locked.
-    """
+    """Hold the lock of a run's folder, which is made. It ends with the process, however that ends. Raises UserError if
+    another process holds it, or the folder cannot be written or locked."""
     try:
         make_folder(folder)
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

@@ -44,11 +44,9 @@ class Checkpoint:
 
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
-    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this.
-
-    Raises, the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may
-    pass, and is no reason to give it up.
-    """
+    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
+    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may pass, and
+    is no reason to give it up."""
     checkpoint, refused, unread = None, "", ""
     try:
         checkpoint = _open(folder, *((group.rank(), group.size()) if group else (0, 1)))
@@ -85,10 +83,8 @@ def open_newest(
     parent: Path, group: Group, accept: Callable[[Checkpoint], str], say: Callable[[str], object]
 ) -> Checkpoint | None:
     """The newest checkpoint of a folder that is whole and that `accept` gives no reason against; None if there is none.
-
     Every rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError
-    if there are checkpoints but all are refused, if one cannot be read, and if one that is refused keeps its name.
-    """
+    if there are checkpoints but all are refused, if one cannot be read, and if one that is refused keeps its name."""
 
     def names_there() -> list[str]:
         return [path.name for path in list_checkpoints(parent)]
@@ -132,10 +128,8 @@ def weights_hash(checkpoint: Checkpoint) -> str:
 
 
 def export_plain(checkpoint: Checkpoint, path: Path) -> int:
-    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are.
-
-    Raises UserError if the file exists or cannot be written.
-    """
+    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are. Raises
+    UserError if the file exists or cannot be written."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         if path.exists():

@@ -38,9 +38,7 @@ def to_text(manifest: dict[str, Any]) -> bytes:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked by itself and against the sizes of its files, which are not yet read.
-
-    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds.
-    """
+    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds."""
     where = f"{folder.name}/{NAME}"
     if kind_of(folder) != "folder":
         raise RefusedError(f"{folder.name} is no folder")

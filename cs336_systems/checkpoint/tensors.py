@@ -133,10 +133,8 @@ def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], d
 
 
 def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, Scalars]:
-    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters.
-
-    Raises RefusedError for files that do not agree, and for tensors that lack elements or have some twice.
-    """
+    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters. Raises
+    RefusedError for files that do not agree, and for tensors that lack elements or have some twice."""
     tensors: Tensors = {}
     scalars: Scalars = {}
     for path in paths:
@@ -195,10 +193,8 @@ def check_cover(what: str, entry: Entry) -> None:
 
 @torch.no_grad()
 def read_box(folder: Path, entry: Entry, target: Box) -> Tensor:
-    """A box of a tensor, put together from the pieces that touch it. The checkpoint must have been checked.
-
-    Raises ValueError for a box of a tensor of another shape.
-    """
+    """A box of a tensor, put together from the pieces that touch it. The checkpoint must have been checked. Raises
+    ValueError for a box of a tensor of another shape."""
     if target.shape != entry.shape:
         raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {entry.shape}")
     dtype = DTYPES[entry.dtype]

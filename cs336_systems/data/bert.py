@@ -50,12 +50,9 @@ class Sample(NamedTuple):
 
 class BertData:
     """Batches of one split, over any number of epochs. Each epoch shuffles the packed spans of sentences, and cuts,
-    swaps and masks them anew.
-
-    The spans are the same in every epoch (Megatron-LM draws new lengths), so that any sample can be made without the
-    epochs before it. `model_vocab_size` is the size of the model's embedding. Raises UserError for documents that give
-    no sample, and for sizes and ids that do not fit.
-    """
+    swaps and masks them anew. The spans are the same in every epoch (Megatron-LM draws new lengths), so that any sample
+    can be made without the epochs before it. `model_vocab_size` is the size of the model's embedding. Raises UserError
+    for documents that give no sample, and for sizes and ids that do not fit."""
 
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, seq_length: int, seed: int = 0, mask_prob: float = 0.15,
@@ -80,15 +77,13 @@ class BertData:
                 "sentence, a blank line ends a document); use a longer text or another split"
             )
         # Two epochs' orders are kept, since a batch may reach from one epoch into the next.
-        self._order = lru_cache(2)(lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self)))
-
-    def __len__(self) -> int:
-        """Samples in an epoch."""
-        return len(self.spans)
+        self._order = lru_cache(2)(
+            lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self.spans))
+        )
 
     def sample(self, index: int) -> Sample:
         """Sample number `index`, counted from 0 over all epochs."""
-        epoch, place = divmod(index, len(self))
+        epoch, place = divmod(index, len(self.spans))
         first, end, target_length = self.spans[self._order(epoch)[place]]
         rng = np.random.default_rng((SAMPLE, self.seed, index))
         sentences, tokens = self.documents.sentences, self.documents.tokens
@@ -105,9 +100,7 @@ class BertData:
 
     def hide(self, row: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """Choose tokens to predict, and mask, replace or keep them: tokens (seq) and targets (seq), IGNORED elsewhere.
-
-        A share `mask_prob` of the row, special tokens counted, is chosen, at least one token.
-        """
+        A share `mask_prob` of the row, special tokens counted, is chosen, at least one token."""
         chosen = choose_words(self.tokenizer.words(row), max(1, round(self.mask_prob * len(row))), rng)
         if not len(chosen):
             # No whole word is short enough, or all is white space, which bytes can be.
@@ -121,26 +114,20 @@ class BertData:
         return tokens, targets
 
     def batch(self, step: int, global_batch: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """This rank's rows of the global batch of one step, (global_batch/world_size seq); pair label 1: swapped.
-
-        Row r of it is sample step * global_batch + r. Raises UserError if the batch does not divide over the ranks.
-        """
+        """This rank's rows of the global batch of one step, (global_batch/world_size seq); pair label 1: swapped. Row r
+        of it is sample step * global_batch + r. Raises UserError if the batch does not divide over the ranks."""
         rows = rank_rows(global_batch, rank, world_size)
-        samples = [self.sample(step * global_batch + row) for row in rows]
-        tokens, targets, token_types, lengths, swapped = (
-            torch.tensor(np.stack(each)) for each in zip(*samples, strict=True)
-        )
+        columns = zip(*(self.sample(step * global_batch + row) for row in rows), strict=True)
+        tokens, targets, token_types, lengths, swapped = (torch.from_numpy(np.stack(each)) for each in columns)
         mask = torch.arange(self.seq_length) < lengths[:, None]
         return Batch(tokens, targets, torch.tensor(rows), token_types, mask, swapped.long())
 
 
 def pack(documents: Documents, max_tokens: int, short_seq_prob: float, seed: int) -> np.ndarray:
-    """Pack consecutive sentences into spans, (samples 3): first sentence, end, target length in tokens.
-
-    A span takes sentences of a document until it has `max_tokens`, or with probability `short_seq_prob` a random number
-    from 2 up, so that the model meets short rows too. It has two sentences at least, so a document's last sentence is
-    never left over alone (Megatron-LM v2.5, build_mapping).
-    """
+    """Pack consecutive sentences into spans, (samples 3): first sentence, end, target length in tokens. A span takes
+    sentences of a document until it has `max_tokens`, or with probability `short_seq_prob` a random number from 2 up,
+    so that the model meets short rows too. It has two sentences at least, so a document's last sentence is never left
+    over alone (Megatron-LM v2.5, build_mapping)."""
     lengths = np.diff(documents.sentences)
     rng = np.random.default_rng((PACKING, seed))
     # Every span takes two sentences, which bounds their number.
@@ -174,10 +161,8 @@ def truncate(a: np.ndarray, b: np.ndarray, max_tokens: int, rng: np.random.Gener
 
 def choose_words(words: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
     """Positions (count,) of whole words to predict, `budget` at most: n-grams of up to LONGEST_NGRAM words, P(n) ~ 1/n.
-
     words (seq,) numbers each position's word from 0, -1 outside. An n-gram longer than the rest of the budget loses
-    words from its end, and is skipped if its first word alone is too long.
-    """
+    words from its end, and is skipped if its first word alone is too long."""
     places = np.flatnonzero(words >= 0)
     count = int(words.max(initial=-1)) + 1
     starts = np.searchsorted(words[places], np.arange(count + 1)).tolist()
@@ -216,9 +201,7 @@ def make_tokenizer(
     kind: TokenizerKind, data: Sequence[str], vocab_size: int, split: str, vocab_file: Path | None, lower_case: bool
 ) -> Tokenizer:
     """Tokenizer that the options ask for; WordPiece without a vocabulary file is trained on the training split.
-
-    `random` data is token ids already. Raises UserError if it cannot be made or has more tokens than `vocab_size`.
-    """
+    `random` data is token ids already. Raises UserError if it cannot be made or has more tokens than `vocab_size`."""
     tokenizer: Tokenizer = ByteTokenizer()
     if list(data) == ["random"]:
         tokenizer = IdTokenizer(vocab_size)

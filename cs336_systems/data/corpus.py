@@ -20,11 +20,9 @@ STDLIB_CAP = 8_000_000  # bytes: hours of training on a laptop, and loaded in a 
 
 
 class Batch(NamedTuple):
-    """Rows of a global batch: tokens and targets (batch seq), int64; some targets may be IGNORED.
-
-    rows (batch,) are their indices in the global batch. For BERT also token_types (batch seq), the segment;
-    padding_mask (batch seq), True at real tokens; and pair_labels (batch,).
-    """
+    """Rows of a global batch: tokens and targets (batch seq), int64; some targets may be IGNORED. rows (batch,) are
+    their indices in the global batch. For BERT also token_types (batch seq), the segment; padding_mask (batch seq),
+    True at real tokens; and pair_labels (batch,)."""
 
     tokens: Tensor
     targets: Tensor | None = None
@@ -68,11 +66,9 @@ class Corpus:
 
 
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
-    """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes.
-
-    Every machine has it; it differs between Python versions, hence the hash. Raises UserError if Python was installed
-    without its source.
-    """
+    """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes. Every
+    machine has it; it differs between Python versions, hence the hash. Raises UserError if Python was installed without
+    its source."""
     root, paths, raw = Path(sysconfig.get_path("stdlib")), [], bytearray()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):
@@ -87,10 +83,8 @@ def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
 
 
 def file_corpus(paths: Sequence[Path]) -> Corpus:
-    """The bytes of the user's text files, in the order given.
-
-    Raises UserError for a file that is missing, unreadable, empty or not UTF-8 text.
-    """
+    """The bytes of the user's text files, in the order given. Raises UserError for a file that is missing, unreadable,
+    empty or not UTF-8 text."""
     pieces = []
     for path in paths:
         try:
@@ -118,10 +112,8 @@ def random_corpus(vocab_size: int, seed: int = 0, length: int = 4_000_000) -> Co
 
 
 def load_corpus(data: Sequence[str], vocab_size: int, context: int) -> Corpus:
-    """Corpus that `--data` names: files, `random`, or by default the standard library.
-
-    Raises UserError for text that the vocabulary cannot hold or that is shorter than one context and its target.
-    """
+    """Corpus that `--data` names: files, `random`, or by default the standard library. Raises UserError for text that
+    the vocabulary cannot hold or that is shorter than one context and its target."""
     if list(data) == ["random"]:
         return random_corpus(vocab_size)
     if vocab_size < 256:
@@ -152,9 +144,7 @@ def lm_batch(
     corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
 ) -> tuple[Tensor, Tensor]:
     """This rank's inputs and targets of one step, each (batch/world_size context): the target is the next token.
-
-    `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks.
-    """
+    `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks."""
     starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
     mine = starts[rank_rows(batch, rank, world_size)]
     window = corpus.tokens[mine[:, None] + np.arange(context + 1)].astype(np.int64)

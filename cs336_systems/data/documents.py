@@ -16,10 +16,8 @@ DEFAULT_SPLIT = "949,50,1"
 @dataclass(frozen=True)
 class Documents:
     """Sentence s is tokens[sentences[s] : sentences[s + 1]]; document d has sentences documents[d] to documents[d + 1].
-
     tokens (tokens,), sentences (count + 1,) and documents (count + 1,). Splits share tokens and sentences, so
-    `documents` need not begin at 0.
-    """
+    `documents` need not begin at 0."""
 
     tokens: np.ndarray
     sentences: np.ndarray
@@ -48,11 +46,9 @@ class Splits(NamedTuple):
 
 
 def split_points(weights: str, count: int) -> list[int]:
-    """Boundaries of the parts of `count` documents: [0, end of training, end of validation, count].
-
-    Each is the cumulative weight's share of `count`, rounded. Weights left out are 0. Raises UserError unless they are
-    one to three numbers from 0 up, one of them positive.
-    """
+    """Boundaries of the parts of `count` documents: [0, end of training, end of validation, count]. Each is the
+    cumulative weight's share of `count`, rounded. Weights left out are 0. Raises UserError unless they are one to three
+    numbers from 0 up, one of them positive."""
     try:
         numbers = [float(weight) for weight in weights.split(",")]
     except ValueError:

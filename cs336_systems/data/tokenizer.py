@@ -35,10 +35,8 @@ ASCII_WORD = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 ]")
 
 class Tokenizer(ABC):
     """Token ids below `vocab_size`; four are special, `pad`, `cls`, `sep` and `mask`, and never in encoded text.
-
     `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue the word of
-    the token before them.
-    """
+    the token before them."""
 
     arguments: tuple[Any, ...] = ()  # of the constructor, for `to_json`
 
@@ -78,9 +76,7 @@ class ByteTokenizer(Tokenizer):
 
 class IdTokenizer(Tokenizer):
     """Identity for data that is token ids already: each is a word, and the last four of the vocabulary are special.
-
-    Raises UserError for a vocabulary of special tokens only.
-    """
+    Raises UserError for a vocabulary of special tokens only."""
 
     def __init__(self, vocab_size: int) -> None:
         if vocab_size < 5:
@@ -95,11 +91,9 @@ class IdTokenizer(Tokenizer):
 
 class WordPieceTokenizer(Tokenizer):
     """WordPiece as in BERT (arXiv:1810.04805, section 3; arXiv:1609.08144, section 4.1): words are cut greedily into
-    the longest pieces of the vocabulary, and `##` marks a piece that is not the first of its word.
-
-    `pieces` are in the order of their ids. A word that cannot be cut is [UNK]. Lower-casing also strips accents. Raises
-    UserError for a repeated piece or a missing special token.
-    """
+    the longest pieces of the vocabulary, and `##` marks a piece that is not the first of its word. `pieces` are in the
+    order of their ids. A word that cannot be cut is [UNK]. Lower-casing also strips accents. Raises UserError for a
+    repeated piece or a missing special token."""
 
     def __init__(self, pieces: Sequence[str], lower_case: bool, name: str = "the vocabulary") -> None:
         ids = {piece: number for number, piece in enumerate(pieces)}
@@ -120,12 +114,10 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, sentences: Sequence[str], vocab_size: int, lower_case: bool) -> "WordPieceTokenizer":
-        """Learn at most `vocab_size` pieces from the sentences, evenly thinned to TRAINING_CHARACTERS.
-
-        The same sentences give the same pieces in every process: the library's trainer numbers continuing letters such
-        as `##a` in the order of a randomly seeded hash map, and breaks ties by those numbers, so they are given to it
-        in order, as if special. Raises UserError for a vocabulary that is too small.
-        """
+        """Learn at most `vocab_size` pieces from the sentences, evenly thinned to TRAINING_CHARACTERS. The same
+        sentences give the same pieces in every process: the library's trainer numbers continuing letters such as `##a`
+        in the order of a randomly seeded hash map, and breaks ties by those numbers, so they are given to it in order,
+        as if special. Raises UserError for a vocabulary that is too small."""
         if vocab_size < SMALLEST_VOCABULARY:
             least = f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least"
             raise UserError(f"{least}, not {vocab_size}; use bytes")
@@ -150,10 +142,8 @@ class WordPieceTokenizer(Tokenizer):
 
     @classmethod
     def from_file(cls, path: Path, lower_case: bool) -> "WordPieceTokenizer":
-        """Read a published vocabulary, one piece per line in the order of ids (BERT's `vocab.txt`).
-
-        Raises UserError for a file that cannot be read or is not such a vocabulary.
-        """
+        """Read a published vocabulary, one piece per line in the order of ids (BERT's `vocab.txt`). Raises UserError
+        for a file that cannot be read or is not such a vocabulary."""
         try:
             text = path.read_bytes().decode()
         except OSError as error:

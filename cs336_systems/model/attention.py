@@ -38,11 +38,9 @@ def rotary_table(config: ModelConfig, seq: int, like: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864) of x (... seq head_dim) by a `rotary_table`.
-
-    Coordinate i is paired with i + head_dim/2, as in GPT-NeoX and Llama; the paper pairs neighbours, which is the same
-    up to a permutation of the rows of the query and key weights.
-    """
+    """Rotary position embedding (arXiv:2104.09864) of x (... seq head_dim) by a `rotary_table`. Coordinate i is paired
+    with i + head_dim/2, as in GPT-NeoX and Llama; the paper pairs neighbours, which is the same up to a permutation of
+    the rows of the query and key weights."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

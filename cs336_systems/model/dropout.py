@@ -20,8 +20,7 @@ from torch import Tensor
 from cs336_systems.errors import UserError
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
-ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shift, factor
-LAST_SHIFT = 31
+ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, factor
 
 
 class DropoutKey(NamedTuple):
@@ -67,9 +66,7 @@ def drop(x: Tensor, p: float, key: DropoutKey | None, site: str, starts: Sequenc
 
 def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device: torch.device) -> Tensor:
     """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
-
-    None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows.
-    """
+    None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
     _check_rows("numbers", shape, key)
     words = _words(torch.Size(shape), key, site, [0] * (len(shape) - 1), device)
     return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
@@ -97,7 +94,6 @@ def _mix(words: Tensor) -> Tensor:
     for shift, factor in ROUNDS:
         words ^= (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)
         words *= _signed(factor)
-    words ^= (words >> LAST_SHIFT).bitwise_and_((1 << (64 - LAST_SHIFT)) - 1)
     return words
 
 

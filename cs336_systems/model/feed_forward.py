@@ -60,11 +60,9 @@ def even_shares(rows: int, experts: int) -> list[int]:
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Multiply each expert's rows by its matrix: x (rows in) in the order of experts, weight (experts out in), counts
-    (experts,) -> (rows out).
-
-    Under autocast the dtypes are those of a linear layer. torch has no grouped product for float64, nor for rows whose
-    size is no multiple of 16 bytes; there a loop over experts computes the same, and the host waits for the counts.
-    """
+    (experts,) -> (rows out). Under autocast the dtypes are those of a linear layer. torch has no grouped product for
+    float64, nor for rows whose size is no multiple of 16 bytes; there a loop over experts computes the same, and the
+    host waits for the counts."""
     casts = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
     if casts and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -84,9 +82,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 class GroupedLinear(nn.Module):
     """Linear layers of several experts: x (rows in) in the order of experts, counts (experts,) -> (rows out).
-
-    `bias_share` is the part of the bias that is added here, where the results of several ranks are added up.
-    """
+    `bias_share` is the part of the bias that is added here, where the results of several ranks are added up."""
 
     def __init__(self, experts: int, size_in: int, size_out: int, bias: bool) -> None:
         super().__init__()
@@ -108,10 +104,8 @@ class GroupedLinear(nn.Module):
 
 
 class Experts(FeedForward):
-    """Experts of a layer that are here, in the order of their numbers; `first` is the number of the first one.
-
-    x (rows d_model) in the order of experts, counts (experts,) rows of each -> (rows d_model).
-    """
+    """Experts of a layer that are here, in the order of their numbers; `first` is the number of the first one. x (rows
+    d_model) in the order of experts, counts (experts,) rows of each -> (rows d_model)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, config.num_experts)

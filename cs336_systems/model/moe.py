@@ -8,6 +8,7 @@ dispatcher by one that sends rows to the rank of their expert, and back.
 """
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
 
 
+@dataclass
 class Dispatched:
     """Rows on their way to their experts; in one process they are there."""
 
-    def __init__(self, rows: Tensor, counts: Tensor) -> None:
-        self.rows, self.counts = rows, counts
+    rows: Any
+    counts: Tensor
 
     def wait(self) -> tuple[Tensor, Tensor]:
         """Rows (rows d_model) in the order of the experts on this rank, and the number of each expert's (experts,)."""
@@ -78,11 +80,9 @@ def set_balance_scale(model: nn.Module, scale: float) -> None:
 
 
 class MoELayer(nn.Module):
-    """Mixture of experts in place of a feed-forward: (batch seq d_model) -> the same.
-
-    All tokens of one call are a group, which shares the experts' capacity. The balancing loss is added in backward, to
-    pass no pipeline stage: the gradient is that of a loss larger by aux_weight x `balance_scale` x it.
-    """
+    """Mixture of experts in place of a feed-forward: (batch seq d_model) -> the same. All tokens of one call are a
+    group, which shares the experts' capacity. The balancing loss is added in backward, to pass no pipeline stage: the
+    gradient is that of a loss larger by aux_weight x `balance_scale` x it."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class MoELayer(nn.Module):
         logits = self.logits(tokens)
         capacity = mixture.capacity(len(tokens), self.config.num_experts, self.training)
         if self.training and mixture.is_random:
-            noise = draw_noise(mixture, logits, (x.shape[0], x.shape[1]), key, f"blocks.{self.layer}.router")
+            noise = draw_noise(mixture, logits, x.shape[:2], key, f"blocks.{self.layer}.router")
         real = real.flatten() if real is not None and mixture.mask_padding else None
         run = self.by_einsum if mixture.dispatch == "einsum" else self.by_sort
         y, balance = run(tokens, logits, mixture, capacity, real, noise, self.average if self.training else None)
@@ -114,7 +114,7 @@ class MoELayer(nn.Module):
     def logits(self, tokens: Tensor) -> Tensor:
         """The router's scores (tokens experts), in float32 at least if `gating_fp32`."""
         if not self.mixture.gating_fp32:
-            return F.linear(tokens, self.router.weight)
+            return self.router(tokens)
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with nullcontext() if tokens.is_meta else torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(wide), self.router.weight.to(wide))

@@ -19,10 +19,8 @@ def one_hot_gate(
     logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
     noise: Noise | None = None, average: Average | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss.
-
-    Arguments as for `routing.gate`; without a capacity an expert has as many slots as there are tokens.
-    """
+    """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss. Arguments as for
+    `routing.gate`; without a capacity an expert has as many slots as there are tokens."""
     tokens, experts = logits.shape
     slots = tokens if capacity is None else capacity
     gates = F.softmax(logits, dim=1)

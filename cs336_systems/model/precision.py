@@ -11,9 +11,7 @@ from cs336_systems.presets import Precision
 
 def set_matmul_precision(device: torch.device, precision: Precision) -> None:
     """Allow or forbid TF32 in float32's matrix products, a switch of the whole process: set it before each timed run.
-
-    Raises UserError for TF32 without a GPU.
-    """
+    Raises UserError for TF32 without a GPU."""
     if precision == "tf32" and device.type != "cuda":
         raise UserError("tf32 is a format of NVIDIA GPUs; on a CPU use --precision fp32 or bf16")
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")

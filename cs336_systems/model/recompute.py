@@ -13,11 +13,8 @@ def recomputed(function: Callable[[int, int, Tensor], Tensor], first: int, last:
 
 
 def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
-    """Run blocks [first, last) as two recomputed halves, each of which does the same.
-
-    Not a closure in `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until the garbage
-    collector runs.
-    """
+    """Run blocks [first, last) as two recomputed halves, each of which does the same. Not a closure in `run_blocks`:
+    one that calls itself is a reference cycle, which would hold a mask until the garbage collector runs."""
     if last - first == 1:
         return run(first, last, x)
     middle = (first + last) // 2

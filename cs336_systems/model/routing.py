@@ -42,35 +42,29 @@ class Routing(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """Random numbers, uniform between 0 and 1, both excluded, for the second of two choices; None where the policy
-    needs none."""
+    """Random numbers, uniform in (0, 1), for the second of two choices; None where the policy needs none."""
 
     logits: Tensor | None  # (tokens experts), for `sampling`
     second: Tensor | None  # (tokens,), for `random`
 
 
-def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, int], key: DropoutKey | None, site: str) -> Noise:
+def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: DropoutKey | None, site: str) -> Noise:
     """Noise for logits `like` (tokens experts) of `shape` (batch seq) tokens: by place if there is a key, else from
     torch's generator. In float32 at least: bfloat16 would round one in 512 to 1."""
-    wide = torch.promote_types(like.dtype, torch.float32)
-
-    def uniform(*shape: int) -> Tensor:
-        if key is None:
-            return torch.rand(shape, device=like.device, dtype=wide).clamp_(min=torch.finfo(wide).tiny)
-        return keyed_uniform(shape, key, site, like.device).to(wide)
-
-    if mixture.second_policy == "sampling":
-        return Noise(uniform(*shape, like.shape[-1]).flatten(0, 1), None)
-    return Noise(None, uniform(*shape).flatten())
+    wide, sampling = torch.promote_types(like.dtype, torch.float32), mixture.second_policy == "sampling"
+    shape = (*shape, like.shape[-1]) if sampling else shape
+    if key is None:
+        noise = torch.rand(shape, device=like.device, dtype=wide).clamp_(min=torch.finfo(wide).tiny)
+    else:
+        noise = keyed_uniform(shape, key, site, like.device).to(wide)
+    return Noise(noise.flatten(0, 1), None) if sampling else Noise(None, noise.flatten())
 
 
 def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Noise | None) -> Tensor:
-    """The experts of every token, best first: logits and their softmax, gates (tokens experts) -> (top_k tokens).
-
-    As in fairseq, the first choice has the largest probability and the second the largest logit of the others; ties go
-    to the lower number. With noise for the logits the second choice is a sample of the router's distribution without
-    the first (Gumbel's trick).
-    """
+    """The experts of every token, best first: logits and their softmax, gates (tokens experts) -> (top_k tokens). As in
+    fairseq, the first choice has the largest probability and the second the largest logit of the others; ties go to the
+    lower number. With noise for the logits the second choice is a sample of the router's distribution without the first
+    (Gumbel's trick)."""
     first = gates.argmax(dim=-1)
     if mixture.top_k == 1:
         return first[None]
@@ -83,12 +77,9 @@ def gate(
     logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
     noise: Noise | None = None, average: Average | None = None,
 ) -> Routing:  # fmt: skip
-    """Route one group of tokens by their logits (tokens experts).
-
-    `capacity` is the number of an expert's slots, None for as many as are needed. `real` (tokens,) is False at padding.
-    `average` is for the balancing loss. The host waits for the device once, for the number of kept choices, and not at
-    all where nothing can be dropped.
-    """
+    """Route one group of tokens by their logits (tokens experts). `capacity` is the number of an expert's slots, None
+    for as many as are needed. `real` (tokens,) is False at padding. `average` is for the balancing loss. The host waits
+    for the device once, for the number of kept choices, and not at all where nothing can be dropped."""
     tokens, experts = logits.shape
     gates = logits.softmax(dim=-1)
     chosen = choose(logits.detach(), gates.detach(), mixture, noise)
@@ -143,12 +134,9 @@ def _sort(chosen: Tensor, wanted: Tensor, sureness: Tensor | None) -> tuple[Tens
 
 def balancing_loss(gates: Tensor, wanted: Tensor, average: Average | None = None) -> Tensor:
     """E sum_e (mean probability of e) (share of tokens whose first choice is e), a scalar, of gates (tokens experts)
-    and the number of first choices of each expert (experts,) (arXiv:2101.03961, section 2.2).
-
-    1 where the mean probabilities are equal, E where one expert is sure to get all tokens, and below 1 where many
-    tokens barely prefer an expert that the others are sure to avoid. As in fairseq, padding has probabilities but
-    makes no choice. `average` takes the mean share over ranks, so that the mean of their losses is that of one group.
-    """
+    and the number of first choices of each expert (experts,) (arXiv:2101.03961, section 2.2). 1 where the mean
+    probabilities are equal, E where one expert is sure to get all tokens. As in fairseq, padding has probabilities but
+    makes no choice. `average` takes the mean share over ranks: the losses' mean is one group's."""
     tokens = max(len(gates), 1)
     share = wanted.to(gates.dtype) / tokens
     return gates.shape[1] * (gates.sum(0) / tokens * (share if average is None else average(share))).sum()

@@ -82,10 +82,8 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: (batch seq d_model) -> the same.
-
-    `layer` is its number in the model. Under sequence parallelism x is the `part`-th of equal parts of the sequence.
-    """
+    """Pre-norm residual block: (batch seq d_model) -> the same. `layer` is its number in the model. Under sequence
+    parallelism x is the `part`-th of equal parts of the sequence."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
@@ -109,10 +107,8 @@ def initial_weight(
 ) -> Tensor:
     """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a rank
     can make its part of a model without the rest; each expert (experts ...), from number `first_expert` on, by itself.
-
     Weights are normal with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers),
-    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero.
-    """
+    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero."""
     if name.endswith("bias"):
         return torch.zeros(shape, device=device)
     if "norm." in name:
@@ -171,11 +167,9 @@ class TransformerLM(nn.Module):
         targets: Tensor | None = None,
     ) -> Tensor | BertOutput:  # fmt: skip
         """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the sentence pair's; or, with
-        targets (batch seq), the mean cross entropy in nats of those that are not IGNORED.
-
-        token_types (batch seq) are BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens.
-        Raises UserError for a sequence longer than the context, and for a padding mask with flash attention.
-        """
+        targets (batch seq), the mean cross entropy in nats of those that are not IGNORED. token_types (batch seq) are
+        BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens. Raises UserError for a
+        sequence longer than the context, and for a padding mask with flash attention."""
         if targets is not None and targets.shape != tokens.shape:
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
             raise UserError(f"{shapes}; one a token is meant")

@@ -81,10 +81,8 @@ def learning_rate(
     shape: Literal["cosine", "linear"] = "cosine",
 ) -> float:  # fmt: skip
     """Learning rate of a step (from 0): linear warm-up to the peak, decay to the floor at `decay_steps`, constant.
-
     `decay_steps` belongs to the schedule, not to the run: a run that is cut short or resumed follows the same curve.
-    Raises UserError for a warm-up longer than that.
-    """
+    Raises UserError for a warm-up longer than that."""
     if warmup_steps > decay_steps:
         raise UserError(f"a warm-up of {warmup_steps} steps ends after the decay, at step {decay_steps}")
     if step < warmup_steps:

@@ -24,9 +24,7 @@ def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, option
 
 def require_elementwise(optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
     """Try the optimizer on 24 numbers, whole and in two pieces. Raises UserError with its name if the results differ.
-
-    Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently.
-    """
+    Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently."""
     # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
     options = {key: value for key, value in options.items() if key != "capturable"} | {"lr": 0.1}
     optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # a wrong option speaks for itself

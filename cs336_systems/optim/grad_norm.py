@@ -19,11 +19,9 @@ class LocalGradient(NamedTuple):
 
 @torch.no_grad()
 def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
-    """Norm of all gradients as one vector, a float64 scalar equal on every rank.
-
-    `sharded` are this rank's shards; `replicated` are equal on every rank and count once. The ranks' norms are
-    gathered, not max-reduced, since a max reduction loses NaN. Every rank must call this if any gradient is sharded.
-    """
+    """Norm of all gradients as one vector, a float64 scalar equal on every rank. `sharded` are this rank's shards;
+    `replicated` are equal on every rank and count once. The ranks' norms are gathered, not max-reduced, since a max
+    reduction loses NaN. Every rank must call this if any gradient is sharded."""
     device = (*sharded, *replicated, torch.empty(0))[0].device
     # One dtype on all ranks: one that has no gradient could not know the others'.
     norms = torch.zeros(group.size(), dtype=torch.float64, device=device)

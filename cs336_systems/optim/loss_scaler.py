@@ -11,12 +11,10 @@ from cs336_systems.errors import UserError
 
 
 class LossScaler:
-    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do.
-
-    `update` is told after each backward if any gradient on any rank was inf or NaN. `overflows` counts these steps in a
-    row; if `at_floor`, the scale can fall no further, and more of them mean that training has diverged. Raises
-    UserError for a scale that is not positive and finite.
-    """
+    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do. `update` is
+    told after each backward if any gradient on any rank was inf or NaN. `overflows` counts these steps in a row; if
+    `at_floor`, the scale can fall no further, and more of them mean that training has diverged. Raises UserError for a
+    scale that is not positive and finite."""
 
     saved: tuple[str, ...] = ("overflows",)  # in a checkpoint; arguments of the constructor are not
 

@@ -40,12 +40,10 @@ class MasterAdamW(AdamW):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
     ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`: clipping over the loss scale.
-
-        The multiplier may be a scalar on the device, which the host need not wait for. Gradients are not changed, and
-        not checked for inf and NaN: the caller skips such a step. The closure, if any, is run before and its loss
-        returned. Raises UserError for a multiplier with axes, TypeError for a sparse gradient.
-        """
+        """Update every parameter by its gradient in fp32 times `multiplier`: clipping over the loss scale. The
+        multiplier may be a scalar on the device, which the host need not wait for. Gradients are not changed, and not
+        checked for inf and NaN: the caller skips such a step. The closure, if any, is run before and its loss returned.
+        Raises UserError for a multiplier with axes, TypeError for a sparse gradient."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
         loss = None

@@ -44,29 +44,18 @@ class ColumnParallelLinear(nn.Module):
 
 class RowParallelLinear(pairs.SharesGroup, nn.Module):
     """Some inputs of a linear layer: (batch seq in/ranks) -> the sum over the ranks (batch seq out), or with `sequence`
-    this rank's part of it along seq. The bias is whole, and is added once, to the sum."""
+    this rank's part of it along seq, or unless it `reduces` what this rank adds to a sum that the caller takes. The
+    bias is whole, and is added once: to the sum, or by the first rank."""
 
-    def __init__(self, linear: nn.Linear, group: Group, sequence: bool = False) -> None:
+    def __init__(self, linear: nn.Linear, group: Group, sequence: bool = False, reduces: bool = True) -> None:
         super().__init__()
-        self.group, self.sequence = group, sequence
+        self.group, self.sequence, self.reduces = group, sequence, reduces
         self.weight = split(linear.weight, 1, group, "inputs of a linear layer")
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.linear(x, self.weight)
+        if not self.reduces:
+            return y if self.bias is None else y + self.bias * float(self.group.rank() == 0)
         y = pairs.reduce_sequence(y, 1, self.group, "row") if self.sequence else pairs.reduce(y, self.group, "row")
         return y if self.bias is None else y + self.bias
-
-
-class RowParallelPart(nn.Module):
-    """A row-parallel layer without the sum over the ranks, which the caller takes: (... in/ranks) -> (... out). Only
-    the first rank adds the bias."""
-
-    def __init__(self, linear: nn.Linear, group: Group) -> None:
-        super().__init__()
-        self.weight = split(linear.weight, 1, group, "inputs of a linear layer")
-        self.bias, self.bias_share = linear.bias, float(group.rank() == 0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight)
-        return y if self.bias is None else y + self.bias * self.bias_share

@@ -25,19 +25,17 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import Block, TransformerLM, first_expert, initial_weight
 from cs336_systems.presets import ModelConfig
 from cs336_systems.tensor_parallel import layers
-from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, RowParallelPart, split
-from cs336_systems.tensor_parallel.sequence import SequenceGather
+from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, split
+from cs336_systems.tensor_parallel.sequence import gather_input
 from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
 @dataclass
 class TensorParallel:
-    """A model that is split, and how: parameters keep their names in the whole model.
-
-    `cut` maps names to the dimension along which they are split. `partial` are parameters that are whole on every rank
-    but whose gradient is a part of a sum over the group: routers, biases of experts' second layers and, under sequence
-    parallelism, whatever is computed of this rank's tokens only.
-    """
+    """A model that is split, and how: parameters keep their names in the whole model. `cut` maps names to the dimension
+    along which they are split. `partial` are parameters that are whole on every rank but whose gradient is a part of a
+    sum over the group: routers, biases of experts' second layers and, under sequence parallelism, whatever is computed
+    of this rank's tokens only."""
 
     model: TransformerLM
     group: Group
@@ -96,12 +94,10 @@ def of_vocabulary(name: str) -> bool:
 def tensor_parallel(
     model: TransformerLM, group: Group, sequence: bool = False, vocabulary_multiple: int = 1
 ) -> TensorParallel:
-    """Split a model, or a pipeline's stage, over a group, in place; before, every rank has the same whole model.
-
-    With `sequence` the stream between layers is split along the sequence, too. The vocabulary is padded to a multiple
-    of `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads,
-    d_ff or a vocabulary that do not divide.
-    """
+    """Split a model, or a pipeline's stage, over a group, in place; before, every rank has the same whole model. With
+    `sequence` the stream between layers is split along the sequence, too. The vocabulary is padded to a multiple of
+    `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads, d_ff
+    or a vocabulary that do not divide."""
     config = model.config
     check_divides(config, group.size())
     plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
@@ -138,7 +134,7 @@ def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool
     for label, module in entered.items():
         if sequence:
             # An input that is recomputed anyway need not be gathered a second time for backward.
-            SequenceGather(group, label, again=config.recompute in ("none", "attention")).install(module)
+            gather_input(module, group, label, again=config.recompute in ("none", "attention"))
         else:
             _enter(module, group, label, sequence)
 
@@ -150,12 +146,9 @@ def _split_columns(module: nn.Module, group: Group) -> None:
 
 
 def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
-    """Split the hidden width of a layer's experts.
-
-    All ranks route alike, and each computes a part of every output, so the layer's result is reduced once, not each
-    choice's. The paths behind the layer's input differ by rank, so the router's gradient is a part of a sum as well;
-    the balancing loss, which all ranks compute alike, counts by parts.
-    """
+    """Split the hidden width of a layer's experts. All ranks route alike, and each computes a part of every output, so
+    the layer's result is reduced once, not each choice's. The paths behind the layer's input differ by rank, so the
+    router's gradient is a part of a sum as well; the balancing loss, which all ranks compute alike, counts by parts."""
     experts, width = layer.experts, "of the experts' hidden width"
     for name in (name for name in ("up", "gate", "down") if hasattr(experts, name)):
         linear = getattr(experts, name)
@@ -165,7 +158,7 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
     experts.down.bias_share = float(group.rank() == 0)
     if layer.shared is not None:
         _split_columns(layer.shared, group)
-        layer.shared.set_submodule("down", RowParallelPart(layer.shared.down, group))
+        layer.shared.set_submodule("down", RowParallelLinear(layer.shared.down, group, reduces=False))
     leave = partial(pairs.reduce_sequence, dim=1) if sequence else pairs.reduce
     _enter(layer, group, "experts", sequence)
     layer.register_forward_hook(lambda module, args, y: leave(y, group=group, label="experts"))

@@ -4,6 +4,7 @@ Linear layers keep their input for backward. A whole sequence on every rank woul
 parallelism saves, so this rank's part is kept instead (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,31 +44,23 @@ class GatheredSequence:
         return whole
 
 
-class SequenceGather(pairs.SharesGroup):
-    """Gathers the input of a module, this rank's part (batch seq/ranks d_model) of the sequence; with `again`, a second
-    time in backward instead of keeping it."""
+def gather_input(module: nn.Module, group: Group, label: str, again: bool) -> None:
+    """Make a module's forward gather its first argument, this rank's part (batch seq/ranks d_model) of the sequence;
+    with `again`, a second time in backward instead of keeping it. Closures: a copied module shares the group."""
+    under_way: list[Any] = []  # a context for each forward
 
-    def __init__(self, group: Group, label: str, again: bool) -> None:
-        self.group, self.label, self.again = group, label, again
-        self.open: list[Any] = []  # a context per forward under way
-
-    def install(self, module: nn.Module) -> None:
-        """Make the module's forward gather its first argument."""
-        module.register_forward_pre_hook(self._before)
-        module.register_forward_hook(self._after, always_call=True)
-
-    def _before(self, module: nn.Module, args: Any) -> Any:
+    def before(module: nn.Module, args: Any) -> Any:
         part, *rest = args
-        whole = pairs.gather_sequence(part, 1, self.group, self.label)
-        if self.again and torch.is_grad_enabled():
-            gathered = GatheredSequence(part, whole, self.group, self.label)
-            context = torch.autograd.graph.saved_tensors_hooks(gathered.pack, gathered.unpack)
-            context.__enter__()
-            self.open.append(context)
-        else:
-            self.open.append(None)
+        whole = pairs.gather_sequence(part, 1, group, label)
+        gathered = GatheredSequence(part, whole, group, label)
+        hooks = torch.autograd.graph.saved_tensors_hooks(gathered.pack, gathered.unpack)
+        under_way.append(hooks if again and torch.is_grad_enabled() else nullcontext())
+        under_way[-1].__enter__()
         return (whole, *rest)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.open and (context := self.open.pop()) is not None:
-            context.__exit__(None, None, None)
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        if under_way:
+            under_way.pop().__exit__(None, None, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)

@@ -31,10 +31,7 @@ def check_words(words: Tensor, vocab_size: int, what: str) -> None:
 
 class VocabParallelEmbedding(pairs.SharesGroup, nn.Module):
     """Rows of an embedding: tokens (batch seq) -> (batch seq d_model), the sum over the ranks, of which each looks up
-    its own words.
-
-    Raises UserError for a token that is not in the vocabulary.
-    """
+    its own words. Raises UserError for a token that is not in the vocabulary."""
 
     def __init__(self, embedding: nn.Embedding, padded: int, group: Group) -> None:
         super().__init__()
@@ -83,11 +80,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelLoss(pairs.SharesGroup, nn.Module):
-    """`heads.TokenLoss` of logits (batch seq part) that are split over the ranks; equal on all of them.
-
-    Raises UserError for a target that is neither in the vocabulary nor IGNORED. The max reduction of the largest logit
-    may lose NaN, but the sum that follows does not.
-    """
+    """`heads.TokenLoss` of logits (batch seq part) that are split over the ranks; equal on all of them. Raises
+    UserError for a target that is neither in the vocabulary nor IGNORED. The max reduction of the largest logit may
+    lose NaN, but the sum that follows does not."""
 
     def __init__(self, vocab_size: int, padded: int, group: Group) -> None:
         super().__init__()

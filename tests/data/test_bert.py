@@ -114,7 +114,7 @@ def test_splits_are_whole_documents_in_order():
     assert [len(part) for part in parts] == [42, 12, 6]
     assert np.array_equal(np.concatenate([part.documents[:-1] for part in parts]), VARIED.documents[:-1])
     data = [counting_data(part) for part in parts]
-    seen = [{int(token) for i in range(len(each)) for token in original(each.sample(i))} for each in data]
+    seen = [{int(token) for i in range(len(each.spans)) for token in original(each.sample(i))} for each in data]
     bounds = VARIED.sentences[[part.documents[0] for part in parts]]
     for tokens, low, high in zip(seen, bounds, [*bounds[1:], len(VARIED.tokens)], strict=True):
         words = {token for token in tokens if token < len(VARIED.tokens)}
@@ -160,7 +160,7 @@ def test_a_sample_is_two_segments_of_a_stretch_and_says_their_order():
     data = counting_data(VARIED, seq_length=24)
     spans = {VARIED.sentences[first]: (first, end, target) for first, end, target in data.spans.tolist()}
     whole = 0
-    for index in range(len(data)):
+    for index in range(len(data.spans)):
         sample = data.sample(index)
         a, b = segments(data, sample)
         assert sample.token_types.tolist() == [0] * (len(a) + 2) + [1] * (len(b) + 1) + [0] * (24 - sample.length)
@@ -177,7 +177,7 @@ def test_a_sample_is_two_segments_of_a_stretch_and_says_their_order():
             whole += 1
             assert early[-1] + 1 == late[0]
             assert late[0] in VARIED.sentences
-    assert 0 < whole < len(data)
+    assert 0 < whole < len(data.spans)
 
 
 def test_half_of_the_samples_are_swapped_and_every_cut_is_as_likely():
@@ -320,8 +320,8 @@ def test_samples_consumed_are_what_counts():
     # 12 samples were consumed either way, and a batch may reach into the next epoch.
     one, other = data.batch(3, 4), data.batch(1, 12)
     assert torch.equal(one.tokens, other.tokens[:4])
-    across = data.batch(1, len(data) - 1)
-    assert across.tokens[1].tolist() == data.sample(len(data)).tokens.tolist()
+    across = data.batch(1, len(data.spans) - 1)
+    assert across.tokens[1].tolist() == data.sample(len(data.spans)).tokens.tolist()
 
 
 def test_a_sample_is_a_function_of_documents_seed_and_index():
@@ -341,7 +341,7 @@ def test_an_epoch_has_every_stretch_once_and_the_next_another_order_and_masks():
     data = counting_data(documents)
     orders, hidden = [], set()
     for epoch in range(3):
-        samples = [data.sample(i) for i in range(epoch * len(data), (epoch + 1) * len(data))]
+        samples = [data.sample(i) for i in range(epoch * len(data.spans), (epoch + 1) * len(data.spans))]
         order = [min(part[0] for part in segments(data, sample)) for sample in samples]
         assert sorted(order) == list(range(0, 320, 8))
         orders.append(order)

@@ -39,7 +39,8 @@ class FakeKernel:
 def kernel(monkeypatch):
     monkeypatch.setattr(launch, "INTERPRETED", False)
     monkeypatch.setattr(launch, "_compiled", {})
-    monkeypatch.setattr(launch, "current_stream", lambda device: "stream")
+    driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: "stream"))
+    monkeypatch.setattr(launch, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=driver)))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # what the tests' CPU tensors are on
     return FakeKernel()
 
