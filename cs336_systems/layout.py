@@ -70,11 +70,6 @@ class Layout:
         """That a replica takes in a step."""
         return self.global_batch // (self.micro_batch * self.data)
 
-    @property
-    def data_axis(self) -> str:
-        """The axis of the mesh over which dense parameters have replicas: "data" joins "dp" and "ep"."""
-        return "data" if self.ep > 1 else "dp"
-
     def check(self, config: ModelConfig, seq: int | None = None) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
         check_experts(config, self.ep)

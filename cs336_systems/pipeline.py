@@ -33,13 +33,10 @@ class OtherStage(nn.Module):
 
 class Stage(nn.Module):
     """One stage of a model, which is changed in place: some blocks, on the first stage the embedding, on the last the
-    head and the loss.
-
-    With a tied head the last stage has the embedding's weight, too; the gradients of the two copies are to be added.
-    `stage(batch, hidden, chunk, key)` runs a chunk of its blocks. hidden (rows seq d_model) is the output of the chunk
-    before, None for the first; the last chunk returns `Losses`, or logits for a batch without targets. Raises UserError
-    if the blocks do not divide over all chunks of all stages.
-    """
+    head and the loss. With a tied head the last stage has the embedding's weight, too; the gradients of the two copies
+    are to be added. `stage(batch, hidden, chunk, key)` runs a chunk of its blocks. hidden (rows seq d_model) is the
+    output of the chunk before, None for the first; the last chunk returns `Losses`, or logits for a batch without
+    targets. Raises UserError if the blocks do not divide over all chunks of all stages."""
 
     def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1) -> None:
         super().__init__()

@@ -49,11 +49,10 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
     """Interleaved 1F1B: a stage has several chunks of layers, and the pipeline fills and drains `chunks` times as fast.
-
     arXiv:2104.04473, section 2.2.2, as in Megatron-LM v2.5: for p stages, p microbatches pass one chunk, then the next
     chunk, and so on; raises UserError if microbatches are not a multiple of p. The warm-up of stage r is 2 (p - 1 - r)
-    + (v - 1) p forwards for v chunks, or all where microbatches == p. One chunk: 1F1B, for any number of microbatches.
-    """
+    + (v - 1) p forwards for v chunks, or all where microbatches == p. One chunk: 1F1B, for any number of
+    microbatches."""
     return _one_stage("interleaved", stage, stages, microbatches, chunks)
 
 

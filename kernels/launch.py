@@ -144,12 +144,10 @@ def launch(
     kernel: Any, grid: Grid, *args: Tensor | int | float | None, num_warps: int, num_stages: int = 1, **constants: Any
 ) -> None:
     """Run `grid` programs of a kernel on the device of its first argument; `constants` are its `tl.constexpr`
-    parameters, all of them and in its order, after the others.
-
-    `kernel[grid](...)` takes the host some ten microseconds per call, in which a GPU normalises a small batch. A
-    compiled kernel depends on its constants, the dtype and 16-byte alignment of each tensor, the width of each integer.
-    So it is found by these, and the driver's function is called directly. (Hooks of Triton's own profiler are not.)
-    """
+    parameters, all of them and in its order, after the others. `kernel[grid](...)` takes the host some ten microseconds
+    per call, in which a GPU normalises a small batch. A compiled kernel depends on its constants, the dtype and 16-byte
+    alignment of each tensor, the width of each integer. So it is found by these, and the driver's function is called
+    directly. (Hooks of Triton's own profiler are not.)"""
     if INTERPRETED:
         kernel[grid](*args, **constants)
         return

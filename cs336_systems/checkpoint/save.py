@@ -31,12 +31,10 @@ def save(
     parent: Path, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State, group: Group, keep: int = 2
 ) -> Path:
     """Write the checkpoint of a step to parent/step-...; of it and those before, the last `keep` (2 or more) stay.
-
     Every rank calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once.
     `state` is rank 0's: JSON without NaN. A checkpoint of the same step is left as it is. A rank's disk may be slow:
     the others wait for ten minutes, or for the group's timeout if that is longer. Raises SaveError on every rank, with
-    the reason, if any rank cannot write or the step's name is taken by what is no checkpoint.
-    """
+    the reason, if any rank cannot write or the step's name is taken by what is no checkpoint."""
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / step_name(step)

@@ -37,22 +37,16 @@ def dropout_key(seed: int, step: int, rows: Tensor) -> DropoutKey:
 
 
 def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
-    """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p.
-
-    x is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
+    """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
+    is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
     for those left out). `site` names the place in the model; 7 and "7" are the same. Backward keeps one byte per
     element. The mask depends neither on dtype nor on device; p is met to 2^-32. p = 0 returns x itself. Raises
-    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis.
-    """
+    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis."""
     if not 0 <= p < 1:
         raise UserError(f"dropout p must lie in [0, 1), not {p}")
-    starts = tuple(starts or ())
-    _check_rows("dropout", x.shape, key)
-    if len(starts) >= x.dim() or min(starts, default=0) < 0:
-        raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(x.shape)}")
+    words = _words("dropout", x.shape, key, site, tuple(starts or ()), x.device)
     if p == 0:
         return x
-    words = _words(x.shape, key, site, (*starts, *[0] * (x.dim() - 1 - len(starts))), x.device)
     keep = words >= min(round(p * 2**32) - 2**31, 2**31 - 1)
     return x * keep * (1 / (1 - p))  # a product with a bool keeps nothing but the bool for backward
 
@@ -67,18 +61,19 @@ def drop(x: Tensor, p: float, key: DropoutKey | None, site: str, starts: Sequenc
 def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device: torch.device) -> Tensor:
     """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
     None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
-    _check_rows("numbers", shape, key)
-    words = _words(torch.Size(shape), key, site, [0] * (len(shape) - 1), device)
+    words = _words("numbers", shape, key, site, (), device)
     return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
 
 
-def _check_rows(what: str, shape: Sequence[int], key: DropoutKey) -> None:
+def _words(
+    what: str, shape: Sequence[int], key: DropoutKey, site: int | str, starts: tuple[int, ...], device: torch.device
+) -> Tensor:
+    """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
     if len(shape) < 2 or len(key.rows) != shape[0]:
         raise UserError(f"{what} of shape {tuple(shape)} with a key of {len(key.rows)} rows: one a row is meant")
-
-
-def _words(shape: torch.Size, key: DropoutKey, site: int | str, starts: Sequence[int], device: torch.device) -> Tensor:
-    """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
+    if len(starts) >= len(shape) or min(starts, default=0) < 0:
+        raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(shape)}")
+    starts += (0,) * (len(shape) - 1 - len(starts))
     first, last = starts[-1], starts[-1] + shape[-1]
     axes = [(start, start + extent) for extent, start in zip(shape[1:-1], starts, strict=False)]
     number = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest(), "little", signed=True)

@@ -21,12 +21,12 @@ class LossScaler:
     def __init__(self, scale: float = 1.0) -> None:
         if not 0 < scale < math.inf:
             raise UserError(f"a loss scale must be positive and finite, not {scale}")
-        self.scale, self.overflows = scale, 0
+        self.scale, self.floor, self.overflows = scale, scale, 0
 
     @property
     def at_floor(self) -> bool:
         """True if the scale can fall no further."""
-        return True
+        return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
         """Count overflows in a row."""
@@ -66,14 +66,10 @@ class DynamicLossScaler(LossScaler):
             raise UserError(f"loss scale window {window} and hysteresis {hysteresis} must both be 1 at least")
         if not (1 < growth < math.inf and 0 < backoff < 1):
             raise UserError(f"a loss scale grows by more than 1, not {growth}, and falls by less than 1, not {backoff}")
-        self.window, self.hysteresis, self.floor, self.growth, self.backoff = window, hysteresis, floor, growth, backoff
         super().__init__(initial)
+        self.window, self.hysteresis, self.floor, self.growth, self.backoff = window, hysteresis, floor, growth, backoff
         self.clean = 0  # steps without overflow since the last overflow or growth
         self.tolerance = hysteresis  # the overflow that brings it to 0, and every one after, lowers the scale
-
-    @property
-    def at_floor(self) -> bool:
-        return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
         """Lower or raise the scale after a step; the caller skips one that overflowed."""

@@ -25,13 +25,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class MasterAdamW(AdamW):
-    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16.
-
-    A parameter in fp32 is its own master. The first step copies the parameter to its master; later steps overwrite the
+    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16. A
+    parameter in fp32 is its own master. The first step copies the parameter to its master; later steps overwrite the
     parameter with the rounded master, so load weights before the first step, or with a state that belongs to them.
     Options, groups and errors are `AdamW`'s. Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context
-    for each phase of a step, under Megatron-LM's names.
-    """
+    for each phase of a step, under Megatron-LM's names."""
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
