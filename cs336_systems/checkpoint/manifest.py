@@ -33,7 +33,8 @@ def digest(manifest: dict[str, Any]) -> str:
 
 def to_text(manifest: dict[str, Any]) -> bytes:
     """The file that a manifest becomes."""
-    return f"{json.dumps({'manifest': manifest, 'sha256': digest(manifest)}, indent=1)}\n".encode()
+    text = json.dumps({"manifest": manifest, "sha256": digest(manifest)}, indent=1, allow_nan=False)
+    return f"{text}\n".encode()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
