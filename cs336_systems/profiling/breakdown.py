@@ -82,11 +82,9 @@ def _group(trace: Trace, names: Callable[[Node], Iterable[str]], column: Callabl
 
 def _column(node: Node) -> str:
     """forward, recomputed, backward or other: the time of its module that an operator counts for."""
-    if node.direction == "backward":
+    if node.direction == "backward" or (node.phase == "backward" and not node.recomputed):
         return "backward"
-    if node.phase == "backward":
-        return "recomputed" if node.recomputed else "backward"
-    return "forward" if node.phase == "forward" else "other"
+    return "recomputed" if node.recomputed else "forward" if node.phase == "forward" else "other"
 
 
 def _part(node: Node) -> str:

@@ -21,7 +21,6 @@ from cs336_systems.profiling.names import (
     PHASES,
     ROOT,
     WRAPPER,
-    Modules,
     is_collective,
     parse_tag,
     step_number,
@@ -94,7 +93,7 @@ class Timeline:
 @once
 def timeline(trace: Trace) -> Timeline:
     """Nest a trace's spans, attribute them to phases and modules, and share out the time."""
-    nodes = _attribute(trace, nest_host(trace))
+    nodes = _attribute(trace)
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
     on_device, busy = any(node.kernels for node in computing), _share_out(computing)
@@ -106,36 +105,38 @@ def timeline(trace: Trace) -> Timeline:
     return Timeline(nodes, busy, apart, on_device, steps, phases)
 
 
-def _attribute(trace: Trace, lanes: dict[Lane, list[Node]]) -> list[Node]:
-    """Fill in phase, direction, modules and kernels of all nodes below some roots by lane; parents come first."""
+def _attribute(trace: Trace) -> list[Node]:
+    """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
+    nodes = [node for roots in nest_host(trace).values() for root in roots for node in root.walk()]
+    places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
     kernels: dict[int, list[Span]] = {}  # by the id of the operator that launched them
     for span in trace.spans:
         if span.category in DEVICE and (number := span.args.get("External id")) is not None:
             kernels.setdefault(number, []).append(span)
-    makers, engines = _makers(trace, lanes)
     phases = [span for span in trace.annotated if span.name in PHASES]
-    starts, phase_lanes = [span.start for span in phases], {span.lane for span in phases}
-    result: list[Node] = []
-    for lane, roots in lanes.items():
-        # Autograd's thread on a GPU works during the phases of the thread that waits for it.
-        follows = lane in engines and lane not in phase_lanes
-        for root in roots:
-            last = bisect(starts, root.span.start) - 1 if follows else -1
-            if last >= 0 and root.span.start < phases[last].end:
-                root.phase = phases[last].name
-            for node in root.walk():
-                if (up := node.parent) is not None:
-                    node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
-                if node.span.category == "user_annotation":
-                    _enter(node)
-                if id(node) in makers:
-                    node.phase = "backward" if node.phase == "other" else node.phase
-                    node.direction, node.modules = "backward", makers[id(node)]
-                # The runtime call that launched a kernel bears the same id as the operator around it.
-                if kernels and not node.span.category.startswith("cuda_"):
-                    node.kernels = tuple(kernels.get(node.span.args.get("External id", -1), ()))
-                result.append(node)
-    return result
+    starts = [span.start for span in phases]
+    engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
+    for node in nodes:
+        if (up := node.parent) is not None:
+            node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
+        elif node.span.lane in engines:
+            # Autograd's thread on a GPU works during the phases of the thread that waits for it.
+            last = bisect(starts, node.span.start) - 1
+            node.phase = phases[last].name if last >= 0 and node.span.start < phases[last].end else "other"
+        if node.span.category == "user_annotation":
+            _enter(node)
+        if node.span.name.startswith(ENGINE):
+            # torch draws a link from the operator of forward to what is directly inside the engine's node.
+            inside = [(child.span.lane, child.span.start) for child in node.children]
+            linked = [trace.links[place] for place in inside if place in trace.links]
+            source = next((places[place] for place in linked if place in places), None)
+            tags = [parse_tag(each.span.name) for each in source.outwards() if each.is_tag] if source else []
+            node.phase = "backward" if node.phase == "other" else node.phase
+            node.direction, node.modules = "backward", tuple(each for each in reversed(tags) if each)
+        # The runtime call that launched a kernel bears the same id as the operator around it.
+        if kernels and not node.span.category.startswith("cuda_"):
+            node.kernels = tuple(kernels.get(node.span.args.get("External id", -1), ()))
+    return nodes
 
 
 def _enter(node: Node) -> None:
@@ -150,28 +151,6 @@ def _enter(node: Node) -> None:
             around = tuple(m for m in around if m[0] in (ROOT, WRAPPER) or found[0].startswith(f"{m[0]}."))
         node.phase = "forward" if node.phase == "other" else node.phase
         node.direction, node.modules = "forward", (*around, found)
-
-
-def _makers(trace: Trace, lanes: dict[Lane, list[Node]]) -> tuple[dict[int, Modules], set[Lane]]:
-    """For every node of the autograd engine, by identity, the modules inside which its forward operator ran; and the
-    engine's lanes. torch draws a link from the operator to what is directly inside the engine's node."""
-    starts: dict[tuple[Lane, int], Node] = {}
-    wanted = set(trace.links.values())
-    engine: list[Node] = []
-    for lane, roots in lanes.items():
-        for node in (each for root in roots for each in root.walk()):
-            if (lane, node.span.start) in wanted:
-                starts[lane, node.span.start] = node  # of two that start together the inner one, which comes later
-            if node.span.name.startswith(ENGINE):
-                engine.append(node)
-    found: dict[int, Modules] = {}
-    for node in engine:
-        linked = [(child.span.lane, child.span.start) for child in node.children]
-        source = next((trace.links[place] for place in linked if place in trace.links), None)
-        around = reversed([*starts[source].outwards()]) if source in starts else ()
-        tags = [parse_tag(each.span.name) for each in around if each.span.category == "user_annotation"]
-        found[id(node)] = tuple(each for each in tags if each)
-    return found, {node.span.lane for node in engine}
 
 
 def _implied_phases(nodes: list[Node]) -> list[Span]:
