@@ -183,7 +183,7 @@ def test_the_fullest_moment_is_in_the_loss_or_after_it():
     assert strategy(replace(config, kernels="triton", **BERT), BATCH, SEQ, "nested").logits == logits
 
 
-@pytest.mark.parametrize("layers", [1, 5, 60, 200, 400])
+@pytest.mark.parametrize("layers", [1, 5, 60])
 def test_the_best_length_is_that_of_brute_force(layers):
     config = replace(SMALL, num_layers=layers)
     block, logits = observe_kept(replace(config, num_layers=1), BATCH, SEQ).blocks[0], 4 * BATCH * SEQ * 44
