@@ -196,9 +196,7 @@ def test_the_trouble_that_is_quoted_is_what_the_code_says():
         "cs336_systems/comm/launch.py": "the other ranks were stopped",
         "cs336_systems/host/machine.py": "but torch finds no CUDA device here; use --device cpu",
         "cs336_systems/comm/startup.py": "moves tensors between GPUs, and there is none here; use --backend gloo",
-        "cs336_systems/train/__main__.py": (
-            "out of memory although it was counted to fit; lower --micro-batch-size or --context"
-        ),
+        "cs336_systems/train/__main__.py": "out of memory although it was counted to fit; ",
         "kernels/launch.py": "kernels.reference computes instead, in plain torch",
         "cs336_systems/cost/capacity.py": "are usable; ",
         "benchmarks/harness.py": "noisy: standard deviation ",
