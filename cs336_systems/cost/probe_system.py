@@ -1,7 +1,7 @@
 """Measure this machine for the cost model: GEMMs of many sizes, memory, launching an operator, sending.
 
 A command of its own, because ranks are forked before any tensor code runs, and because a prediction loads no torch:
-`python -m cs336_systems.cost.probe_system --out FILE`, which `python -m cs336_systems.cost probe` starts.
+`python -m cs336_systems.cost.probe_system`, which `python -m cs336_systems.cost probe` starts.
 
 The fastest of many tries counts, since noise only ever adds: figures are of a machine that does nothing else.
 """
@@ -215,8 +215,8 @@ def _time_link(place: Place, kind: str, out: str) -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
 @click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0), help="Seconds, about.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File of the machine.")
-@click.option("--errors", type=click.Path(path_type=Path), help="File for the error message, in place of the screen.")
-def main(device: str | None, budget: float, out: Path, errors: Path | None) -> None:
+@click.option("--errors", required=True, type=click.Path(path_type=Path), help="File for the error message.")
+def main(device: str | None, budget: float, out: Path, errors: Path) -> None:
     """Measure this machine for `python -m cs336_systems.cost`, and write it to a file."""
     try:
         check_out(out)
@@ -224,8 +224,6 @@ def main(device: str | None, budget: float, out: Path, errors: Path | None) -> N
         with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
             write_json(out, asdict(probe_system(chosen, budget, advance)))
     except UserError as error:
-        if not errors:
-            raise
         errors.write_text(str(error))
         sys.exit(2)
 

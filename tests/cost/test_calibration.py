@@ -10,9 +10,7 @@ import pytest
 
 from cs336_systems.cost.commands.fit import command, summary
 from cs336_systems.cost.fitting.calibration import fit, mean_error, worst_error
-from cs336_systems.cost.fitting.logged_runs import LogOptions
-from cs336_systems.cost.fitting.observations import Observation, observe_log, observe_step
-from cs336_systems.cost.logs import read_log
+from cs336_systems.cost.fitting.observations import Observation, observe_step
 from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, system_preset, write_json
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun
@@ -125,33 +123,6 @@ def test_what_is_hidden_behind_another_is_found():
     found = fit([hidden], ONE, ("host", "memory"), noise=0.01)
     assert found.constants.host == pytest.approx(5.0, rel=0.02)
     assert found.constants.memory == 1.0
-
-
-def test_the_published_bert_runs():
-    """Figures of a Megatron-LM run on A100s: one set of constants from one GPU and from 32, then what they predict."""
-    given = LogOptions(A100)
-    found = {
-        (log_of.name, each.what): each for log_of in read_log(NOTES.read_text(), "notes")
-        for each in observe_log(log_of, given)
-    }  # fmt: skip
-    prior = replace(CONSTANTS, host=25e-6, inside=0.75, between=0.75)
-    one = fit([found["1 GPU", "compute"]], prior, ("host", "start"))
-    assert worst_error(one.before) > worst_error(one.after)
-    assert worst_error(one.after) < 0.03
-    # Sums of gradients reach a fraction of what the ports can do.
-    first = fit([found["32 GPUs", "gradients"]], prior, ("between",), width=2.0)
-    assert worst_error(first.before) > 0.8
-    assert first.constants.between < 0.1
-    off = {
-        gpus: each.predict(first.constants) / each.seconds - 1
-        for gpus in (64, 128) for each in [found[f"{gpus} GPUs", "gradients"]]
-    }  # fmt: skip
-    assert off == pytest.approx({64: -0.002, 128: -0.105}, abs=0.005)
-    # Host-bound, all of them: the data sheets leave the model far off, three constants bring it near.
-    timed = [each for each in found.values() if each.what != "optimizer"]
-    everything = fit(timed, prior, ("host", "inside", "between"))
-    assert mean_error(everything.after) < 0.5 * mean_error(everything.before)
-    assert everything.constants.host > 1.5 * prior.host
 
 
 def test_constants_that_are_zero_stay_and_others_are_fitted():

@@ -157,14 +157,6 @@ def test_the_ranks_of_a_group_share_the_work():
     assert row["t_comm_fwd"] == pytest.approx(1 * 2048 * 12288 * 2 / 100e9 * 1e3, rel=1e-15)
 
 
-def test_rows_of_a_batch():
-    one, three = notebook_tables(nb.Notebook()), notebook_tables(nb.Notebook(batch=3))
-    for name in one:
-        for column in ("activation_buffer", "t_comm_fwd", "t_comm_bwd", "flops_fwd"):
-            assert three[name].total(column) == pytest.approx(3 * one[name].total(column), rel=1e-14)
-        assert three[name].total("weights_mem") == one[name].total("weights_mem")
-
-
 def effect(name: str) -> str:
     return next(f"{each.notebook} | {each.right} | {each.effect}" for each in DIFFERENCES if each.name == name)
 

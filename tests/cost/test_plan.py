@@ -52,21 +52,6 @@ def test_degrees_that_do_not_fill_nodes_never_share_more_than_they_do():
             assert plan.local(axis, node=node) <= fewest_together(plan, (axis,), node), (plan, axis, node)
 
 
-def test_a_job_that_fits_one_node_is_in_one_node():
-    plan = Plan(tp=2, dp=3, global_batch=3)
-    assert plan.held(8) == {"tp": 2, "cp": 1, "ep": 1, "dp": 3, "pp": 1}
-
-
-@pytest.mark.parametrize(
-    ("order", "tp", "dp"),
-    [("tp cp ep dp pp", 4, 2), ("dp tp cp ep pp", 1, 8), ("pp tp dp cp ep", 4, 1), ("pp dp tp cp ep", 1, 4)],
-)
-def test_the_order_decides_what_a_node_of_eight_holds(order, tp, dp):
-    plan = Plan(tp=4, dp=8, pp=2, global_batch=8, order=tuple(order.split()))
-    assert (plan.local("tp", node=8), plan.local("dp", node=8)) == (tp, dp)
-    assert plan.local("tp", "dp", node=8) == tp * dp
-
-
 def test_layers_that_divide_lie_as_the_schedule_lays_them():
     plan = Plan(pp=4, chunks=3, global_batch=4)
     want = [[blocks_of(stage, chunk, 4, 3, 24) for chunk in range(3)] for stage in range(4)]

@@ -49,12 +49,6 @@ def test_points_take_as_long_as_a_block_does_and_lie_under_the_attainable_roof()
     assert wide.flops == A100.wide_flops
 
 
-def test_experts_are_on_the_roofline_of_a_model_that_has_them():
-    names = {p.operator for p in roofline.points(model_preset("fairseq-moe-15b"), Plan(), 2048, A100)}
-    assert {"router", "experts' up", "logits"} <= names
-    assert "up" not in names
-
-
 # What a step is made of.
 
 
@@ -146,13 +140,6 @@ def test_degrees_that_do_not_divide_are_left_out():
     moe = model_preset("fairseq-moe-15b")
     assert degrees.with_experts(moe) is moe
     assert degrees.with_experts(config).expert_layers == 16
-
-
-def test_the_first_degree_at_which_communication_takes_longer():
-    found = [degrees.Share(2, 1, 3), degrees.Share(4, 2, 2), degrees.Share(8, 3, 2), degrees.Share(16, 4, 1)]
-    assert degrees.crossing(found) == found[2]
-    assert degrees.crossing(found[:2]) is None
-    assert found[0].share == 0.25
 
 
 # What the pictures have in common.

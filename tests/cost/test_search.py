@@ -17,9 +17,9 @@ from cs336_systems.cost.commands.search import command
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import ORDER, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.search import BEST, Loss, Search, search
+from cs336_systems.cost.search import BEST, Search, search
 from cs336_systems.cost.search_advice import gpus_needed
-from cs336_systems.cost.search_space import AXES, MOST_GPUS, Degrees, Space, placement
+from cs336_systems.cost.search_space import AXES, Degrees, Space, placement
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -202,28 +202,11 @@ def test_a_model_that_fits_nowhere():
         search(MODEL.override(num_layers=4), 250, SMALL, 7, 12)
 
 
-def test_why_stages_are_uneven():
-    def why(layers: int, vocab: int) -> str:
-        config = MODEL.override(num_layers=layers, vocab_size=vocab)
-        got = search(config, SEQ, SMALL, 2, 8, fixed={"pp": 2, "chunks": 1})
-        return Loss("pp", 2, got.best[0], 1.1, "computing", 0.1).why
-
-    assert why(4, 1024) == "stages are uneven: the last has the head as well"
-    assert why(3, 8) == "stages are uneven: the busiest computes longer"  # two layers come first
-
-
 def test_the_overlap_is_the_machine_s():
     newer = replace(SMALL, overlap="all")
     for machine, asked, expected in ((SMALL, None, "data"), (newer, None, "all"), (newer, "none", "none")):
         got = search(MODEL, SEQ, machine, 2, 2, overlap=asked, fixed={"tp": 2})
         assert {each.plan.overlap for each in got.best} == {expected}
-
-
-def test_too_many_accelerators(capsys):
-    with pytest.raises(UserError, match=f"take {MOST_GPUS} at most"):
-        search(MODEL, SEQ, SMALL, MOST_GPUS + 1, 1)
-    assert run_command(command, ["--gpus", str(MOST_GPUS + 1)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -180,13 +180,6 @@ def test_buckets_grow_with_the_ranks_that_each_waits_for(dp, size):
     assert exposed == pytest.approx(2 * 4 * size * (dp - 1) / dp)
 
 
-def test_both_ends_sum_the_table_that_they_share():
-    plan, table = plan_of(m=3, pp=3, tp=2), 4 * GPT.vocab_size // 2 * GPT.d_model
-    assert data_parallel(plan, config=GPT) == pytest.approx(2 * table / 2)
-    assert data_parallel(plan, config=replace(GPT, tied_head=False)) == 0
-    assert data_parallel(plan_of(tp=2), config=GPT) == 0
-
-
 def test_adamw_moves_38_bytes_a_weight_that_a_rank_steps():
     """The gradient is read for its norm; gradient, weight and moments for the step, which writes the last three and the
     weight in 16 bits; the gradient is set to zero."""
