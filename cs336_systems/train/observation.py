@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from rich.console import Group as Stacked
@@ -45,18 +46,12 @@ def observe(
         sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
         few, more = (observe(recipe, config, replace(layout, global_batch=n), rank, mapped) for n in sizes)
 
-        def at(a: int, b: int) -> int:
-            return a + (b - a) * (m - 2 * pp) // pp
+        def at(a: Any, b: Any) -> Any:
+            if isinstance(b, dict):
+                return type(b)({key: at(a[key], value) for key, value in b.items()})
+            return type(b)(*map(at, a, b)) if isinstance(b, tuple) else a + (b - a) * (m - 2 * pp) // pp
 
-        return Observation(
-            few.parameters,
-            few.state,
-            few.kept,
-            at(few.activations, more.activations),
-            {part: at(few.peak.get(part, 0), n) for part, n in more.peak.items()},
-            {phase: Work(*map(at, few.work[phase], more.work[phase])) for phase in PHASES},
-            Counter({each: at(few.traffic[each], n) for each, n in more.traffic.items()}),
-        )
+        return Observation(**at(vars(few), vars(more)))
     with observed_rank(recipe, config, layout, rank) as step:
         # The optimizer makes its state in the first step.
         step.run(batches(config, recipe.seq(config), layout, pp if layout.chunks > 1 else 1))
