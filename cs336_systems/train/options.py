@@ -49,7 +49,9 @@ class ModelOptions:
     norm: presets.Norm | None = of_preset("Normalisation.")
     attention: presets.Attention | None = of_preset("Implementation of attention.")
     kernels: presets.Kernels | None = of_preset("Fused kernels for norm, gate and loss.")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting("fp32", "Of products; bf16 and fp16 of weights, too.")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
+        "fp32", "Of products, and in bf16 and fp16 of weights."
+    )
     recompute: presets.Recompute = setting("none", "What backward recomputes instead of keeping it.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", COUNT)
 
@@ -96,7 +98,7 @@ class ExpertOptions:
         "Training: an expert takes at most this x ceil(tokens / experts) choices; 0: all.", NOT_NEGATIVE
     )
     eval_fraction: float | None = of_preset(
-        "Evaluation: most tokens of an expert; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
+        "Evaluation: an expert's largest share; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
     )
     mask_padding: bool = setting(False, "Padding is sent to no expert.", also=("--use-moe-pad-mask",))
     prioritized: bool = setting(False, "The surest tokens come first.", also=("--moe-batch-prioritized-routing",))

@@ -55,13 +55,11 @@ def _up_to(text: str, done: int) -> str:
     """The lines of a log about the first `done` steps, without those cut short by a kill and the last one of a run."""
     lines = []
     for line in text.splitlines():
-        try:
+        with suppress(ValueError, RecursionError, AttributeError):  # of a line that is no record
             record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        step = record.get("step", record.get("resumed", 0)) if isinstance(record, dict) else None
-        if isinstance(step, int) and step <= done and "steps" not in record:  # which the last line has
-            lines.append(f"{line}\n")
+            step = record.get("step", record.get("resumed", 0))
+            if isinstance(step, int) and step <= done and "steps" not in record:  # which the last line has
+                lines.append(f"{line}\n")
     return "".join(lines)
 
 
