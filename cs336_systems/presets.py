@@ -159,7 +159,6 @@ class ModelConfig:
 
     @property
     def expert_d_ff(self) -> int:
-        """Hidden width of an expert."""
         return self.mixture.expert_d_ff or self.d_ff
 
     @property
@@ -188,13 +187,10 @@ _COURSE_SHAPES = {2024: _TO_2_7B, 2025: _TO_2_7B, 2026: _TO_10B}
 
 
 def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> Preset:
-    model = ModelConfig(10_000, 128, d_model, d_ff, num_layers, num_heads)
-    if year == 2024:
-        return Preset(model, batch_size=16, source="CS336 assignment 2, 2024 edition")
-    # From 2025 on the course's model has rotary positions, a gated feed-forward of the same d_ff and its own head.
-    context = 512 if year == 2026 else 128
-    model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False, context_length=context)
-    return Preset(model, batch_size=4, source=f"CS336 assignment 2, {year} edition")
+    model = ModelConfig(10_000, 512 if year == 2026 else 128, d_model, d_ff, num_layers, num_heads)
+    if year > 2024:  # since then rotary positions, a gated feed-forward of the same d_ff, and a head of its own
+        model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False)
+    return Preset(model, 16 if year == 2024 else 4, f"CS336 assignment 2, {year} edition")
 
 
 # vocab_size, context_length, d_model, d_ff, num_layers, num_heads; then what differs from the defaults.

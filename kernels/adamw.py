@@ -114,8 +114,7 @@ class Tables:
     def table(self, name: str, numbers: list[Any], make: Callable[[list[Any]], Tensor]) -> Tensor:
         """The table `make(numbers)` on the device, copied from pinned memory without waiting for the GPU."""
         if name not in self.sent or self.sent[name][0] != numbers:
-            host = make(numbers)
-            cuda = self.kind.device.type == "cuda"
+            host, cuda = make(numbers), self.kind.device.type == "cuda"
             self.sent[name] = numbers, host.pin_memory().to(self.kind.device, non_blocking=True) if cuda else host
         return self.sent[name][1]
 
@@ -127,11 +126,10 @@ class Tables:
         grads = self.table("grads", [row[5] for row in rows], addresses)
         values = self.table("settings", settings, partial(torch.tensor, dtype=torch.float32, device="cpu"))
         if programs.numel():
-            types = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in self.kind[1:3])
-            constants = dict(zip(("PARAM", "GRAD"), types, strict=True))
-            constants |= {"ALIGNED": self.kind.aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
-            tables = (programs, places, grads, values)
-            launch(adamw_kernel, (programs.shape[0], 1, 1), *tables, num_warps=NUM_WARPS, **constants)
+            param, grad = (getattr(tl, str(dtype).removeprefix("torch.")) for dtype in self.kind[1:3])
+            constants = {"PARAM": param, "GRAD": grad, "ALIGNED": self.kind.aligned, "CHUNK": CHUNK, "BLOCK": BLOCK}
+            grid = (programs.shape[0], 1, 1)
+            launch(adamw_kernel, grid, programs, places, grads, values, num_warps=NUM_WARPS, **constants)
 
 
 def program_table(sizes: list[int]) -> Tensor:

@@ -10,7 +10,7 @@ sequence's end cuts through. Tiles beyond the diagonal are never read. exp(S / s
 with scale = log2(e) / sqrt(dim), for the hardware's exponential is exp2.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,28 +73,20 @@ def forward_kernel(
     tl.store(log_sum_exp_ptr + row + query, log_sum_exp, mask=first_query + query < queries)
 
 
-class Tile(NamedTuple):
-    """How many queries and keys a program holds at a time, with how many warps and how many tiles on their way."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
-
-
-# By pass and arithmetic, for dim <= 64 and beyond: the largest tiles whose numbers stay in registers. The tensor cores
-# of sm_90 take 64 rows for each 4 warps; without them ("ieee") the operands, too, are held in registers.
+# Queries and keys that a program holds at a time, its warps, and how many tiles are on their way: by pass and
+# arithmetic, for dim <= 64 and beyond, the largest tiles whose numbers stay in registers. The tensor cores of sm_90 take
+# 64 rows for each 4 warps; without them ("ieee") the operands, too, are held in registers.
 TILES = {
-    ("forward", "half"): (Tile(128, 64, 4, 3), Tile(128, 128, 8, 3)),
-    ("causal forward", "half"): (Tile(128, 64, 4, 3), Tile(128, 64, 8, 3)),
-    ("keys", "half"): (Tile(64, 128, 8, 3), Tile(32, 128, 8, 3)),
-    ("queries", "half"): (Tile(128, 64, 8, 2), Tile(128, 64, 8, 2)),
-    ("forward", "tf32"): (Tile(128, 64, 8, 2), Tile(128, 32, 8, 2)),
-    ("keys", "tf32"): (Tile(32, 128, 8, 2), Tile(16, 32, 8, 2)),
-    ("queries", "tf32"): (Tile(128, 32, 8, 2), Tile(128, 32, 8, 2)),
-    ("forward", "ieee"): (Tile(64, 32, 8, 2), Tile(32, 16, 8, 2)),
-    ("keys", "ieee"): (Tile(32, 32, 8, 1), Tile(16, 32, 8, 1)),
-    ("queries", "ieee"): (Tile(64, 32, 8, 2), Tile(16, 32, 8, 2)),
+    ("forward", "half"): ((128, 64, 4, 3), (128, 128, 8, 3)),
+    ("causal forward", "half"): ((128, 64, 4, 3), (128, 64, 8, 3)),
+    ("keys", "half"): ((64, 128, 8, 3), (32, 128, 8, 3)),
+    ("queries", "half"): ((128, 64, 8, 2), (128, 64, 8, 2)),
+    ("forward", "tf32"): ((128, 64, 8, 2), (128, 32, 8, 2)),
+    ("keys", "tf32"): ((32, 128, 8, 2), (16, 32, 8, 2)),
+    ("queries", "tf32"): ((128, 32, 8, 2), (128, 32, 8, 2)),
+    ("forward", "ieee"): ((64, 32, 8, 2), (32, 16, 8, 2)),
+    ("keys", "ieee"): ((32, 32, 8, 1), (16, 32, 8, 1)),
+    ("queries", "ieee"): ((64, 32, 8, 2), (16, 32, 8, 2)),
 }
 
 
@@ -104,24 +96,20 @@ def arithmetic(dtype: torch.dtype) -> str:
     return single if dtype == torch.float32 else "half"
 
 
-def tile_of(name: str, dim: int, is_causal: bool, kind: str) -> Tile:
-    """The tile of a pass ("forward", "keys" or "queries"); a sequence's bits must not depend on its batch."""
-    causal = TILES.get((f"causal {name}", kind)) if is_causal else None
-    return (causal or TILES[name, kind])[dim > 64]
-
-
 def launch_pass(
     kernel: Any, name: str, tensors: tuple[Tensor, ...], q: Tensor, k: Tensor, is_causal: bool, **constants: Any
 ) -> None:
-    """Start a program for each tile of keys, in the pass of that name, or of queries, in the others."""
+    """Start a program for each tile of keys, in the pass of that name, or of queries, in "forward" and "queries". A
+    sequence's tile, and so its bits, do not depend on its batch."""
     (queries, dim), keys, kind = q.shape[-2:], k.shape[-2], arithmetic(q.dtype)
-    tile = tile_of(name, dim, is_causal, kind)
-    programs = -(-keys // tile.keys) if name == "keys" else -(-queries // tile.queries)
+    causal = TILES.get((f"causal {name}", kind)) if is_causal else None
+    block_queries, block_keys, num_warps, num_stages = (causal or TILES[name, kind])[dim > 64]
+    programs = -(-keys // block_keys) if name == "keys" else -(-queries // block_queries)
     grid = (q.shape[:-2].numel() * programs, 1, 1)
     constants |= {"SCALE": dim**-0.5, "DIM": dim, "IS_CAUSAL": is_causal}
     constants |= {"PRECISION": "tf32" if kind == "tf32" else "ieee", "BLOCK_DIM": max(16, ceil_power_of_2(dim))}
-    constants |= {"BLOCK_QUERIES": tile.queries, "BLOCK_KEYS": tile.keys}
-    launch(kernel, grid, *tensors, queries, keys, num_warps=tile.num_warps, num_stages=tile.num_stages, **constants)
+    constants |= {"BLOCK_QUERIES": block_queries, "BLOCK_KEYS": block_keys}
+    launch(kernel, grid, *tensors, queries, keys, num_warps=num_warps, num_stages=num_stages, **constants)
 
 
 @define("flash_attention", lambda q, *_: (new_like(q), reference.widen(q.new_empty(q.shape[:-1]))))

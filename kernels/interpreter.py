@@ -78,8 +78,9 @@ def mend_casts() -> None:
     InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
 
 
-def mend_arithmetic() -> None:
-    """Operations on one, two or three values, products of matrices, and sums."""
+def mend_interpreter() -> None:
+    """Mend the interpreter of this process; call once, after Triton was imported with TRITON_INTERPRET=1."""
+    mend_casts()
     for name in ("binary_op", "ternary_op", "unary_op", "create_fma", "create_rsqrt", "create_erf"):
         setattr(InterpreterBuilder, name, through_float32(getattr(InterpreterBuilder, name)))
     dot, reduce_sum = InterpreterBuilder.create_dot, ReduceOps.sum
@@ -95,12 +96,6 @@ def mend_arithmetic() -> None:
 
     InterpreterBuilder.create_dot = create_dot
     ReduceOps.sum = mended_sum
-
-
-def mend_interpreter() -> None:
-    """Mend the interpreter of this process; call once, after Triton was imported with TRITON_INTERPRET=1."""
-    mend_casts()
-    mend_arithmetic()
     patch, run = interpreter._patch_lang_tensor, interpreter.GridExecutor.__call__
 
     def patch_tensor(tensor: Any, *scope: Any) -> None:

@@ -150,7 +150,8 @@ def backward(
     partial = x.new_empty((programs, columns) if need_weight else 0, dtype=torch.float32)
     inputs, outputs = (grad, x, weight, inverse_rms), (grad_sum, grad_x, partial, rows)
     flags = {"COLUMNS": columns, "ADD": grad_sum is not None, "NEED_X": need_x, "NEED_WEIGHT": need_weight}
-    sliced, mean = columns > 2 * BACKWARD_COLUMNS, new_like(inverse_rms, columns > 2 * BACKWARD_COLUMNS)
+    sliced = columns > 2 * BACKWARD_COLUMNS
+    mean = new_like(inverse_rms, sliced)
     if sliced:
         block_rows, block_columns, num_warps = 1, 2048, 8
         if need_x:
@@ -167,8 +168,7 @@ def backward(
 
 
 def column_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of the rows of partial (programs columns), float32: (columns), rounded once to the dtype. Atomic additions in
-    the backward kernel would give other bits every time, in the order in which programs finish."""
+    """Sum of the rows of partial (programs columns), float32: (columns), rounded once to the dtype."""
     programs, columns = partial.shape
     total = partial.new_empty(columns, dtype=dtype)
     # Few columns make few programs, which then should not be wide.
@@ -220,12 +220,12 @@ def rmsnorm_backward(
 def check(weight: Tensor, **inputs: Tensor) -> None:
     """Raises TypeError for integers, ValueError for inputs (... columns) and weight (columns) that do not fit."""
     check_tensors(**inputs, weight=weight)
-    (name, x), *others = inputs.items()
+    x = inputs["x"]
     if x.dim() == 0:
-        raise ValueError(f"{name} has no dimensions; its last one is normalised")
-    for other, tensor in others:
-        check_shape(other, tensor, tuple(x.shape), f"{name}")
-    check_shape("weight", weight, tuple(x.shape[-1:]), f"{name}'s last dimension")
+        raise ValueError("x has no dimensions; its last one is normalised")
+    for name, tensor in inputs.items():
+        check_shape(name, tensor, tuple(x.shape), "x")
+    check_shape("weight", weight, tuple(x.shape[-1:]), "x's last dimension")
 
 
 class TritonRMSNormFunction(torch.autograd.Function):

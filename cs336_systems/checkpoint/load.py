@@ -57,8 +57,8 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
         unread = printable(f"{why}; nothing was changed: try again, or move it away")
     votes = hear("checkpoint read", (unread, refused), group) if group else [(unread, refused)]
     for kind, problems in zip((UserError, RefusedError), zip(*votes, strict=True), strict=True):
-        if problem := next(filter(None, problems), ""):
-            raise kind(problem)
+        if any(problems):
+            raise kind(next(filter(None, problems)))
     assert checkpoint is not None
     return checkpoint
 

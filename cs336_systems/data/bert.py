@@ -72,10 +72,9 @@ class BertData:
         self.ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
         self.spans = pack(documents, seq_length - SPECIAL_PER_SAMPLE, short_seq_prob, seed)
         if not len(self.spans):
-            raise UserError(
-                f"{documents.name}: no document has two sentences of at most {LONG_SENTENCE} tokens (a line is a "
-                "sentence, a blank line ends a document); use a longer text or another split"
-            )
+            none = f"no document has two sentences of at most {LONG_SENTENCE} tokens"
+            rules = "(a line is a sentence, a blank line ends a document)"
+            raise UserError(f"{documents.name}: {none} {rules}; use a longer text or another split")
         # Two epochs' orders are kept, since a batch may reach from one epoch into the next.
         self._order = lru_cache(2)(
             lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self.spans))
@@ -102,8 +101,7 @@ class BertData:
         """Choose tokens to predict, and mask, replace or keep them: tokens (seq) and targets (seq), IGNORED elsewhere.
         A share `mask_prob` of the row, special tokens counted, is chosen, at least one token."""
         chosen = choose_words(self.tokenizer.words(row), max(1, round(self.mask_prob * len(row))), rng)
-        if not len(chosen):
-            # No whole word is short enough, or all is white space, which bytes can be.
+        if not len(chosen):  # no whole word is short enough, or all is white space, which bytes can be
             chosen = rng.choice(np.flatnonzero(~np.isin(row, self.tokenizer.special_ids)), 1)
         fate = rng.random(len(chosen))
         tokens, targets = row.copy(), np.full(len(row), IGNORED)

@@ -59,10 +59,8 @@ class Corpus:
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
         """(training, validation): the last `fraction` of the stream is kept for validation."""
         cut = len(self.tokens) - round(fraction * len(self.tokens))
-        return (
-            replace(self, tokens=self.tokens[:cut], name=f"{self.name}, training"),
-            replace(self, tokens=self.tokens[cut:], name=f"{self.name}, validation"),
-        )
+        training = replace(self, tokens=self.tokens[:cut], name=f"{self.name}, training")
+        return training, replace(self, tokens=self.tokens[cut:], name=f"{self.name}, validation")
 
 
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
@@ -126,10 +124,8 @@ def load_corpus(data: Sequence[str], vocab_size: int, context: int) -> Corpus:
 def check_length(corpus: Corpus, context: int) -> None:
     """Raises UserError unless the corpus holds one context and the token after it."""
     if len(corpus.tokens) < context + 1:
-        raise UserError(
-            f"{corpus.name} has {len(corpus.tokens)} tokens; a context of {context} needs {context + 1}: "
-            f"use a longer text or --context {max(1, len(corpus.tokens) - 1)}"
-        )
+        numbers = f"{corpus.name} has {len(corpus.tokens)} tokens; a context of {context} needs {context + 1}"
+        raise UserError(f"{numbers}: use a longer text or --context {max(1, len(corpus.tokens) - 1)}")
 
 
 def rank_rows(batch: int, rank: int, world_size: int) -> range:

@@ -56,18 +56,13 @@ class DynamicLossScaler(LossScaler):
 
     saved = ("scale", "clean", "tolerance", "overflows")
 
-    def __init__(
-        self, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2, floor: float = 1.0,
-        growth: float = 2.0, backoff: float = 0.5,
-    ) -> None:  # fmt: skip
+    def __init__(self, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2, floor: float = 1.0) -> None:
         if not 0 < floor <= initial < math.inf:
             raise UserError(f"a loss scale of {initial} with floor {floor}: want 0 < floor <= scale, and a finite one")
         if window < 1 or hysteresis < 1:
             raise UserError(f"loss scale window {window} and hysteresis {hysteresis} must both be 1 at least")
-        if not (1 < growth < math.inf and 0 < backoff < 1):
-            raise UserError(f"a loss scale grows by more than 1, not {growth}, and falls by less than 1, not {backoff}")
         super().__init__(initial)
-        self.window, self.hysteresis, self.floor, self.growth, self.backoff = window, hysteresis, floor, growth, backoff
+        self.window, self.hysteresis, self.floor = window, hysteresis, floor
         self.clean = 0  # steps without overflow since the last overflow or growth
         self.tolerance = hysteresis  # the overflow that brings it to 0, and every one after, lowers the scale
 
@@ -78,10 +73,10 @@ class DynamicLossScaler(LossScaler):
         if overflow:
             self.tolerance = max(self.tolerance - 1, 0)
             if self.tolerance == 0:
-                self.scale = max(self.scale * self.backoff, self.floor)
+                self.scale = max(self.scale / 2, self.floor)
         elif self.clean == self.window:
             self.clean, self.tolerance = 0, self.hysteresis
-            self.scale *= self.growth
+            self.scale *= 2
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         super().load_state_dict(state)

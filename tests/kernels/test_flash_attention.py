@@ -124,7 +124,7 @@ def test_float32_is_multiplied_as_torch_does_and_tiles_fit_the_padding():
         assert flash_attention.arithmetic(torch.float32) == want
         assert flash_attention.arithmetic(torch.bfloat16) == "half"
     for tiles in flash_attention.TILES.values():
-        assert all(flash_attention.PADDING % tile.queries == 0 for tile in tiles)
+        assert all(flash_attention.PADDING % queries == 0 for queries, *_ in tiles)
 
 
 @pytest.mark.parametrize("leading", [(), (1,), (3,), (2, 3)], ids=str)
