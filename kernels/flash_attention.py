@@ -74,7 +74,7 @@ def forward_kernel(
 
 
 # Queries and keys that a program holds at a time, its warps, and how many tiles are on their way: by pass and
-# arithmetic, for dim <= 64 and beyond, the largest tiles whose numbers stay in registers. The tensor cores of sm_90 take
+# arithmetic, for dim <= 64 and beyond, the largest tiles whose numbers stay in registers. Tensor cores of sm_90 take
 # 64 rows for each 4 warps; without them ("ieee") the operands, too, are held in registers.
 TILES = {
     ("forward", "half"): ((128, 64, 4, 3), (128, 128, 8, 3)),

@@ -175,9 +175,8 @@ def check_cover(what: str, entry: Entry) -> None:
         if not len(box.start) == len(box.size) == len(shape) or any(
             start + size > whole for start, size, whole in zip(box.start, box.size, shape, strict=True)
         ):
-            raise RefusedError(
-                f"{what} has a piece outside its shape {list(shape)}: {list(box.size)} at {list(box.start)}"
-            )
+            place = f"{list(box.size)} at {list(box.start)}"
+            raise RefusedError(f"{what} has a piece outside its shape {list(shape)}: {place}")
         runs.sort()
         end = 0
         for run in (*runs, Stored(box.numel, box.numel, "", 0)):

@@ -70,8 +70,7 @@ def naive_attention(
         scores = scores + bias
     # The sum of many small weights wants float32, whatever the precision of the products.
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(v.dtype)
-    if dropout is not None:
-        weights = dropout(weights)
+    weights = weights if dropout is None else dropout(weights)
     return einsum(weights, v, "batch heads query key, batch heads key dim -> batch heads query dim")
 
 

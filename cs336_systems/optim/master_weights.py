@@ -63,10 +63,10 @@ class MasterAdamW(AdamW):
                 state, master = self.state[p], self.state[p].pop("master", None)
                 if p.dtype == _wide(p.dtype):  # a master, if any, came with a checkpoint in half precision
                     update(p, gradient, state, group)
-                    continue
-                master = p.detach().to(_wide(p.dtype)) if master is None else master
-                update(master, gradient, state, group)
-                state["master"] = master
+                else:
+                    master = p.detach().to(_wide(p.dtype)) if master is None else master
+                    update(master, gradient, state, group)
+                    state["master"] = master
         del gradients
         with self.timer("optimizer-copy-main-to-model-params"):
             for p, _ in used:
