@@ -154,7 +154,7 @@ def machines_case(rank: int, world: int, folder: str, stops: bool) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     comm.agreement.EXPLAIN_SECONDS = 1.0
     place, lost = Place(rank, world, max(0, rank - 1), 2 if rank else 1, f"{folder}/store"), (1, 2) if stops else (2,)
-    with distributed("cpu", timeout=1.0, place=place) as group:
+    with distributed("cpu", timeout=2.0, place=place) as group:  # a busy machine starts ranks seconds apart
         pids = [int(pid) for pid in agree("pid", str(os.getpid()), group)]
         all_reduce(torch.zeros(3), group, "first").wait()
         if rank in lost:
