@@ -66,8 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             self._take_shards(wrapper)
-        groups = [self._share(group) for group in self.param_groups]
-        self.inner = optimizer_cls(groups, **kwargs)
+        self.inner = optimizer_cls([self._share(group) for group in self.param_groups], **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -167,10 +166,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
         assert self.inner is not None
         numbers = self._numbers()
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": [numbers[p] for p in owners]}
-            for group, owners in zip(self.param_groups, self.owners, strict=True)
-        ]
+        pairs = zip(self.param_groups, self.owners, strict=True)
+        groups = [{**group, "params": [numbers[p] for p in owners]} for group, owners in pairs]
         return {"state": gather_state(self.inner, self.buffers, numbers), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

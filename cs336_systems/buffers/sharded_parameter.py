@@ -4,11 +4,6 @@
     unsharded     `full` (rows columns) in the compute dtype, gathered from all ranks; the module sees it as its weight
 
 The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.
-
-Weights are gathered up the list of layers in forward, down it in backward:
-
-    forward     gather 0 1 2 | compute 0, gather 3 | compute 1, gather 4 | ...
-    backward    gather N N-1 N-2 | compute N, gather N-3 | ...
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -130,7 +125,8 @@ class ShardedParameter:
 
 
 class GatherOrder:
-    """Positions in the list of `layers` and their `weights`, in which a tied weight stands once for each of its layers.
+    """Weights are gathered up the list of layers in forward, down it in backward, AHEAD of their use (see fsdp.py); a
+    tied weight stands in it once for each of its layers.
 
     Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
     not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.

@@ -11,8 +11,7 @@ Copy and reduce are f and g of Megatron-LM (arXiv:1909.08053, section 3), the la
 parallelism (arXiv:2205.05198, section 4.2.2). The computation after copy or gather_sequence differs by rank, so its
 gradients are summed; after gather it is the same on every rank, so each rank's gradient is the whole gradient.
 
-Parts lie along `dim`; those that split x raise ValueError if it does not divide. No function writes to its input or to
-the gradient that it is given. A group of one rank does nothing.
+No function writes to its input or to the gradient that it is given. A group of one rank does nothing.
 """
 
 import copy as copying
@@ -93,24 +92,30 @@ class SharesGroup:
 
 
 def copy(x: Tensor, group: Group, label: str = "copy") -> Tensor:
+    """x, whose gradient is summed over the ranks."""
     return _apply(x, _same, _sum, group, 0, label)
 
 
 def reduce(x: Tensor, group: Group, label: str = "reduce") -> Tensor:
+    """The sum of the ranks' x."""
     return _apply(x, _sum, _same, group, 0, label)
 
 
 def scatter(x: Tensor, dim: int, group: Group, label: str = "scatter") -> Tensor:
+    """This rank's part of x along `dim`. Raises ValueError if it does not divide."""
     return _apply(x, _part, _whole, group, dim, label)
 
 
 def gather(x: Tensor, dim: int, group: Group, label: str = "gather") -> Tensor:
+    """The ranks' parts side by side along `dim`, for use that is the same on every rank."""
     return _apply(x, _whole, _part, group, dim, label)
 
 
 def gather_sequence(x: Tensor, dim: int, group: Group, label: str = "gather sequence") -> Tensor:
+    """The ranks' parts side by side along `dim`, for use that differs by rank."""
     return _apply(x, _whole, _part_of_sum, group, dim, label)
 
 
 def reduce_sequence(x: Tensor, dim: int, group: Group, label: str = "reduce sequence") -> Tensor:
+    """This rank's part along `dim` of the sum of the ranks' x. Raises ValueError if it does not divide."""
     return _apply(x, _part_of_sum, _whole, group, dim, label)
