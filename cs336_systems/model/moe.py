@@ -18,7 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.model.dropout import DropoutKey
 from cs336_systems.model.feed_forward import Experts, FeedForward
-from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate, one_hot_gate
+from cs336_systems.model.one_hot import one_hot_gate
+from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
 
 

@@ -1,7 +1,7 @@
 """Routing: the experts that a token is sent to, and the slot that it gets there, by one stable sort.
 
 Each token chooses one or two experts; an expert has a number of slots, its capacity, and drops the tokens that come
-after. GShard (arXiv:2006.16668, algorithm 1; `one_hot_gate`) computes this with one-hot tensors of tokens x experts x
+after. GShard (arXiv:2006.16668, algorithm 1; `one_hot.py`) computes this with one-hot tensors of tokens x experts x
 slots. Here all first choices in the order of the tokens, followed by all second choices, are sorted by expert. The sort
 is stable, so the rank of a choice within its expert's run is GShard's slot number: first choices before second ones,
 earlier tokens before later ones. Capacity is `slot < capacity`; dropless is the same code without that line.
@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems.model.dropout import DropoutKey, keyed_uniform
@@ -141,53 +140,3 @@ def balancing_loss(gates: Tensor, wanted: Tensor, average: Average | None = None
     tokens = max(len(gates), 1)
     share = wanted.to(gates.dtype) / tokens
     return gates.shape[1] * (gates.sum(0) / tokens * (share if average is None else average(share))).sum()
-
-
-def one_hot_gate(
-    logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
-    noise: Noise | None = None, average: Average | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`gate` with one-hot tensors, as GShard and fairseq compute it, oracle and baseline: weights (tokens experts
-    slots) of each slot's result for each token, and the balancing loss. Without a capacity an expert has as many slots
-    as there are tokens. For T tokens, E experts of C slots and width D the products with the weights take 4 T E C D
-    FLOPs and T E C numbers, where the sort moves 2 T rows."""
-    tokens, experts = logits.shape
-    slots = tokens if capacity is None else capacity
-    gates = F.softmax(logits, dim=1)
-    chosen = choose(logits.detach(), gates.detach(), mixture, noise)
-    masks = [F.one_hot(each, experts) for each in chosen]  # integers: bfloat16 could not count to 257
-    weights = torch.stack([(gates * mask).sum(dim=1) for mask in masks])
-    if mixture.top_k == 2 and mixture.normalize == "before":
-        weights = _normalized(weights)
-    if mixture.top_k == 2 and noise is not None and noise.second is not None:
-        masks[1] = masks[1] * (2 * weights[1] > noise.second)[:, None]
-    if real is not None:
-        masks = [mask * real[:, None] for mask in masks]
-    places = _places(masks, gates if mixture.prioritized else None)
-    share = masks[0].sum(dim=0).to(gates.dtype) / max(tokens, 1)
-    share = share if average is None else average(share)
-    balance = (gates.sum(dim=0) / max(tokens, 1) * share).mean() * experts * experts
-    masks = [mask * (place < slots) for mask, place in zip(masks, places, strict=True)]
-    if mixture.top_k == 2 and mixture.normalize == "after":
-        weights = _normalized(torch.stack([w * mask.sum(dim=1) for w, mask in zip(weights, masks, strict=True)]))
-    combine = torch.zeros((), dtype=gates.dtype, device=gates.device)
-    for weight, mask, place in zip(weights, masks, places, strict=True):
-        slot = F.one_hot((place * mask).sum(dim=1), max(slots, 1))
-        # The outer product over experts and slots, token by token.
-        both = torch.bmm((weight[:, None] * mask)[:, :, None], slot.to(gates.dtype)[:, None, :])
-        combine = combine + both[:, :, :slots]
-    return combine, balance
-
-
-def _places(masks: list[Tensor], gates: Tensor | None) -> list[Tensor]:
-    """The slot that each token would get in each expert (tokens experts): the number of tokens before it, with `gates`
-    the surest first; all first choices come before any second one."""
-    places, taken = [], masks[0].new_zeros(masks[0].shape[1])
-    order = None if gates is None else (-gates.max(dim=1).values).argsort(stable=True)
-    for mask in masks:
-        queue = mask if order is None else mask[order]
-        place = queue.cumsum(dim=0) - queue
-        place = place if order is None else torch.empty_like(place).index_copy(0, order, place)
-        places.append(place + taken)
-        taken = taken + mask.sum(dim=0)
-    return places

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.model.dropout import dropout_key
-from cs336_systems.model.routing import Noise, Routing, balancing_loss, choose, draw_noise, gate, one_hot_gate
+from cs336_systems.model.one_hot import one_hot_gate
+from cs336_systems.model.routing import Noise, Routing, balancing_loss, choose, draw_noise, gate
 from cs336_systems.presets import Mixture
 from tests.support.tolerances import bound
 
