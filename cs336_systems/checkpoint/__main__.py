@@ -11,11 +11,9 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from cs336_systems.checkpoint.folder import list_checkpoints
-from cs336_systems.checkpoint.load import export_plain, open_checkpoint, weights_hash
-from cs336_systems.checkpoint.manifest import NAME
-from cs336_systems.checkpoint.pieces import RANDOM, VALUE
-from cs336_systems.checkpoint.tensors import RefusedError
+from cs336_systems.checkpoint import RANDOM, VALUE, RefusedError, export_plain, open_checkpoint, weights_hash
+from cs336_systems.checkpoint.disk import list_checkpoints
+from cs336_systems.checkpoint.load import NAME
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.text import printable
@@ -48,8 +46,10 @@ def show_command(path: Path) -> None:
         "files": f"{len(sizes)} of {console.format_bytes(sum(sizes))}",
         "SHA-256 of the weights": weights_hash(checkpoint),
     }
-    for key, value in checkpoint.state.items():
-        rows[f"state: {key}"] = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    rows |= {
+        f"state: {key}": json.dumps(value, ensure_ascii=False, allow_nan=False)
+        for key, value in checkpoint.state.items()
+    }
     table = Table(show_header=False)
     for key, text in rows.items():
         table.add_row(key, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...")

@@ -1,27 +1,101 @@
-"""Files that are whole or not there: all bytes reach the disk before a folder gets its name.
+"""Files and folders that are whole or not there, a run's lock, and the agreement of all ranks on what is done there.
 
     write files -> fsync each -> fsync their folder -> rename the folder -> fsync its parent
 
 The rename is the one atomic step. A process killed before it leaves a folder whose name no reader looks for; one killed
 after it leaves a checkpoint. The two fsyncs around it are for a loss of power: without the first the name could survive
-and the contents not. Every function raises OSError.
+and the contents not.
 """
 
 import errno
+import fcntl
 import hashlib
+import json
 import os
+import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from cs336_systems.comm import Group, agree
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import printable
+
+STEP = re.compile(r"step-([0-9]{8,})")
+DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
+
+
+class SaveError(UserError):
+    """A checkpoint could not be written."""
+
+
+class RefusedError(UserError):
+    """A checkpoint that is not whole, not what it says it is, or not of this project; the message names the file."""
+
+
+def require(true: object, message: str) -> None:
+    """Raises RefusedError with the message unless something is true."""
+    if not true:
+        raise RefusedError(message)
+
+
+def reason(error: Exception, folder: Path, needed: int = 0) -> str:
+    """The reason for an error in a folder, as text for a message; `needed` are the bytes that were to be written."""
+    if isinstance(error, UserError):
+        return str(error)
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    text = error.strerror or str(error)
+    if error.errno == errno.ENOSPC:
+        with suppress(OSError):
+            text += f", {format_bytes(shutil.disk_usage(folder).free)} free"
+        return f"{text}, {format_bytes(needed)} to write" if needed else text
+    return f"{text} ({Path(error.filename).name})" if error.filename else text
+
+
+def together(
+    topic: str, action: Callable[[], Any], folder: Path, group: Group | None, failed: str | None = None
+) -> list[Any]:
+    """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise.
+
+    What is raised is a UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever
+    else the action raises. A rank whose disk is slow is waited for. Runs also beside training: nothing is counted.
+    """
+    done, problem, refused = None, "", False
+    try:
+        done = action()
+    except Exception as error:
+        if failed is None and not isinstance(error, UserError):
+            raise
+        begin = "" if isinstance(error, UserError) else failed
+        # Names from a file may not even be Unicode.
+        problem, refused = printable(f"{begin}{reason(error, folder)}"), isinstance(error, RefusedError)
+    votes: list[Any] = [(done, problem, refused)]
+    if group is not None:
+        text = json.dumps(votes[0], allow_nan=False)
+        votes = [json.loads(each) for each in agree(topic, text, group, counted=False, patience=DISK_TIMEOUT)]
+    if problems := [vote[1:] for vote in votes if vote[1]]:
+        refused = all(refuses for _, refuses in problems)
+        said = "; ".join(dict.fromkeys(problem for problem, refuses in problems if refuses == refused))
+        raise (RefusedError if refused else UserError)(said)
+    return [done for done, _, _ in votes]
+
+
+def on_rank_0(topic: str, action: Callable[[], Any], folder: Path, group: Group, failed: str | None = "") -> Any:
+    """Run an action on rank 0, and return its result or raise its error on every rank (see `together`)."""
+    return together(topic, lambda: None if group.rank() else action(), folder, group, failed)[0]
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, Any]:
-    """Make a file that does not exist yet, on the disk when this returns: its size and checksum."""
+    """Make a file that does not exist yet, on the disk when this returns: its size and checksum. Raises OSError."""
     digest, total = hashlib.sha256(), 0
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
     try:
         for chunk in chunks:
             rest = memoryview(chunk).cast("B")
@@ -43,7 +117,7 @@ def hash_file(path: Path) -> str:
 
 def sync_folder(path: Path) -> None:
     """Bring the names in a folder to the disk."""
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(folder)
     finally:
@@ -67,11 +141,14 @@ def give_name(folder: Path, name: Path) -> None:
     sync_folder(name.parent)
 
 
-def remove_folder(folder: Path) -> None:
-    """Take away the name of a folder, then what is in it: no half of it is ever seen under its name."""
-    if not folder.name.startswith("."):
-        folder = folder.rename(folder.with_name(f".deleting-{folder.name}-{secrets.token_hex(4)}"))
-    shutil.rmtree(folder)
+def remove_folders(folders: Iterable[Path]) -> None:
+    """Take away each folder's name, then what is in it: no half of it is ever seen under its name. What cannot be
+    removed is left for the next save, or the next run."""
+    for folder in folders:
+        with suppress(OSError):
+            if not folder.name.startswith("."):
+                folder = folder.rename(folder.with_name(f".deleting-{folder.name}-{secrets.token_hex(4)}"))
+            shutil.rmtree(folder)
 
 
 def kind_of(path: Path) -> str:
@@ -81,3 +158,54 @@ def kind_of(path: Path) -> str:
     except (FileNotFoundError, NotADirectoryError):
         return ""
     return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else ""
+
+
+def step_name(step: int) -> str:
+    """The name of a checkpoint's folder; names sort like steps."""
+    return f"step-{step:08d}"
+
+
+def list_checkpoints(parent: Path) -> list[Path]:
+    """The folders, not links, that are called like checkpoints, the oldest first; none if there is no parent. Raises
+    OSError if it cannot be read: a run must not begin anew then."""
+    try:
+        names = os.listdir(parent)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = sorted((int(step[1]), name) for name in names if (step := STEP.fullmatch(name)))
+    return [parent / name for _, name in found if kind_of(parent / name) == "folder"]
+
+
+def clean(parent: Path) -> None:
+    """Remove what interrupted saves and deletions have left, as far as possible. Only for who holds the lock."""
+    found = [each for each in parent.iterdir() if kind_of(each) == "folder"] if parent.is_dir() else []
+    remove_folders(each for each in found if each.name.startswith((".saving-", ".deleting-")))
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[IO[str]]:
+    """Hold the lock of a run's folder, which is made: a file with a line about its holder, or the one before. It ends
+    with the process, however that ends.
+
+    Raises UserError if another process holds it, or the folder cannot be written or locked.
+    """
+    other = "another folder with --out DIR"
+    try:
+        make_folder(folder)
+        lock = os.fdopen(
+            os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+", errors="replace"
+        )
+    except OSError as error:
+        raise UserError(f"cannot write to {folder}: {error.strerror}; name {other}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = lock.read(100).strip() or "of an unknown process"
+            raise UserError(
+                f"{folder} is in use by another run ({holder}); wait for its end, or name {other}"
+            ) from None
+        except OSError as error:
+            cannot = f"the file system of {folder} cannot lock a file: {error.strerror}"
+            raise UserError(f"{cannot}; name a folder on another with --out DIR") from None
+        yield lock

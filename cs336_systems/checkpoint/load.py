@@ -1,108 +1,170 @@
 """Checkpoints opened and verified, the newest that can be, and plain files of weights.
 
+A checkpoint's manifest has its step, its files with their checksums, the run's state, and the checksum of all that:
+
+    {"manifest": {"format": ..., "version": 2, "step": 120,
+                  "files": {"rank-00000-00.safetensors": {"bytes": 5120, "sha256": "..."}, ...},
+                  "state": {...}},
+     "sha256": "..."}
+
+The files themselves say which tensors they hold (`tensors.py`); version 1 repeated that here.
+
 A plain file is what other programs read and write: whole parameters by name, with neither optimizer state nor checksum.
 Opened, it has the face of a checkpoint, so a run may begin from it in any layout.
 """
 
 import hashlib
+import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cs336_systems.checkpoint.disk import hash_file, sync_folder, write_file
-from cs336_systems.checkpoint.folder import STEP, hear, list_checkpoints, on_rank_0, reason
-from cs336_systems.checkpoint.manifest import NAME, read_manifest
-from cs336_systems.checkpoint.pieces import RANDOM, VALUE, Box, Piece
-from cs336_systems.checkpoint.tensors import NAMES, RefusedError, Scalars, Tensors, contents, list_tensors, read_box
+from cs336_systems.checkpoint import disk
+from cs336_systems.checkpoint.disk import RefusedError, kind_of, on_rank_0, require, together
+from cs336_systems.checkpoint.tensors import MALFORMED, NAMES, Checkpoint, contents, list_tensors, naturals
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
-from cs336_systems.host.text import printable
+
+NAME = "manifest.json"
+FORMAT, VERSION = "cs336_systems checkpoint", 2
+LARGEST = 1 << 28  # bytes of a manifest
+FILE = re.compile(r"rank-[0-9]{5}-[0-9]{2,6}\.safetensors")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Named tensors in files that have been checked; `read` gives any box of any of them."""
+def digest(manifest: dict[str, Any]) -> str:
+    """The checksum of a manifest, whatever the order of its keys. Raises ValueError for NaN and infinity."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
-    folder: Path
-    step: int
-    files: dict[str, dict[str, Any]]  # size and checksum of each
-    tensors: Tensors
-    scalars: Scalars  # of an optimizer's state, such as a parameter's count of steps
-    state: dict[str, Any]
 
-    def read(self, name: str, kind: str, box: Box) -> Tensor:
-        """A box of a tensor, on the CPU. Raises KeyError for what is not there."""
-        return read_box(self.folder, self.tensors[name][kind], box)
+def to_text(manifest: dict[str, Any]) -> bytes:
+    """The file that a manifest becomes."""
+    text = json.dumps({"manifest": manifest, "sha256": digest(manifest)}, indent=1, allow_nan=False)
+    return f"{text}\n".encode()
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint, checked by itself and against the sizes of its files, which are not yet read.
+
+    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds.
+    """
+    where, path = f"{folder.name}/{NAME}", folder / NAME
+    require(kind_of(folder) == "folder", f"{folder.name} is no folder")
+    require(kind_of(path) == "file", f"{where} is missing: this is no checkpoint, or one that was never finished")
+    size = path.stat().st_size
+    require(size <= LARGEST, f"{where} has {size:,} bytes; no manifest has more than {LARGEST:,}")
+    data = path.read_bytes()
+    try:
+        value = json.loads(data, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{where} is not JSON, or cut short: {str(error)[:80]}") from None
+    body: Any = value.get("manifest") if isinstance(value, dict) else {}
+    ours = isinstance(body, dict) and body.get("format") == FORMAT
+    require(ours, f"{where} is of another format, not {FORMAT!r}")
+    version = body.get("version")
+    require(version in range(1, VERSION + 1), f"{where} has version {version!r}; this program reads 1 to {VERSION}")
+    try:
+        signed = digest(body) == value.get("sha256")
+        require(signed, "it does not have the SHA-256 that it names: it was changed or damaged")
+        naturals(body["step"], *(file["bytes"] for file in body["files"].values()))
+        for name, file in body["files"].items():  # no path, no link, nothing hidden
+            require(FILE.fullmatch(name), f"{name!r:.60} is no name of a checkpoint's file")
+            require(re.fullmatch(r"[0-9a-f]{64}", file["sha256"]), f"{name} has no SHA-256")
+        require(isinstance(body["state"], dict), "the state is no object")
+    except RefusedError as error:
+        raise RefusedError(f"{where}: {error}") from None
+    except MALFORMED as error:
+        raise RefusedError(f"{where} is not as this program writes it: {error!r:.80}") from None
+    for name, file in body["files"].items():
+        place = f"{folder.name}/{name}"
+        require(kind_of(folder / name) == "file", f"{place} is missing, or a link to somewhere else")
+        size = (folder / name).stat().st_size
+        require(size == file["bytes"], f"{place} has {size:,} bytes, not {file['bytes']:,}: it was cut or changed")
+    for name in os.listdir(folder):
+        strange = name.endswith(".safetensors") and name not in body["files"]
+        require(not strange, f"{folder.name}/{name} does not belong to this checkpoint")
+    return body
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
-    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
-    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may pass, and
-    is no reason to give it up."""
-    checkpoint, refused, unread = None, "", ""
-    try:
-        checkpoint = _open(folder, *((group.rank(), group.size()) if group else (0, 1)))
-    except (RefusedError, FileNotFoundError) as error:
-        refused = printable(str(error))  # names from a file may not even be Unicode
-    except OSError as error:
-        why = f"cannot read {folder}: {reason(error, folder)}"
-        unread = printable(f"{why}; nothing was changed: try again, or move it away")
-    votes = hear("checkpoint read", (unread, refused), group) if group else [(unread, refused)]
-    for kind, problems in zip((UserError, RefusedError), zip(*votes, strict=True), strict=True):
-        if any(problems):
-            raise kind(next(filter(None, problems)))
-    assert checkpoint is not None
-    return checkpoint
+    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this.
+
+    Raises, the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may
+    pass, and is no reason to give it up.
+    """
+    opened: list[Checkpoint] = []
+
+    def verify() -> None:
+        try:
+            opened.append(_open(folder, *((group.rank(), group.size()) if group else (0, 1))))
+        except FileNotFoundError as error:
+            raise RefusedError(str(error)) from None
+        except OSError as error:
+            why = f"cannot read {folder}: {disk.reason(error, folder)}"
+            raise UserError(f"{why}; nothing was changed: try again, or move it away") from None
+
+    together("checkpoint read", verify, folder, group)
+    return opened[0]
 
 
 def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
     body = read_manifest(folder)
-    step, files = body["step"], body["files"]
-    if (named := STEP.fullmatch(folder.name)) and int(named[1]) != step:
-        raise RefusedError(f"{folder.name}/{NAME} is of another checkpoint, that of step {step}")
-    for number, (name, file) in enumerate(files.items()):
-        if number % ranks == rank and (found := hash_file(folder / name)) != file["sha256"]:
-            damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
-            raise RefusedError(f"{damaged}: its SHA-256 begins with {found[:12]}, not {file['sha256'][:12]}")
+    step, files, named = body["step"], body["files"], disk.STEP.fullmatch(folder.name)
+    same = not named or int(named[1]) == step
+    require(same, f"{folder.name}/{NAME} is of another checkpoint, that of step {step}")
+    for name, file in list(files.items())[rank::ranks]:
+        found, wanted = disk.hash_file(folder / name), file["sha256"]
+        damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
+        require(found == wanted, f"{damaged}: its SHA-256 begins with {found[:12]}, not {wanted[:12]}")
     try:
-        tensors, scalars = list_tensors(folder / name for name in files)
+        return Checkpoint(folder, step, files, *list_tensors(folder / name for name in files), body["state"])
     except RefusedError as error:
         raise RefusedError(f"{folder.name}: {error}") from None
-    return Checkpoint(folder, step, files, tensors, scalars, body["state"])
 
 
 def open_newest(
-    parent: Path, group: Group, accept: Callable[[Checkpoint], str], say: Callable[[str], object]
+    parent: Path, group: Group, check: Callable[[Checkpoint], object], say: Callable[[str], object]
 ) -> Checkpoint | None:
-    """The newest checkpoint of a folder that is whole and that `accept` gives no reason against; None if there is none.
+    """The newest checkpoint of a folder that is whole and that `check` does not refuse; None if there is none.
+
     Every rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError
-    if there are checkpoints but all are refused, if one cannot be read, and if one that is refused keeps its name."""
+    if there are checkpoints but all are refused, if one cannot be read, if one that is refused keeps its name, and if
+    `check` raises that.
+    """
+    refused: dict[str, str] = {}
 
     def names_there() -> list[str]:
-        return [path.name for path in list_checkpoints(parent)]
+        return [path.name for path in reversed(disk.list_checkpoints(parent))]
+
+    def check_named(checkpoint: Checkpoint) -> None:
+        try:
+            check(checkpoint)
+        except RefusedError as error:
+            raise RefusedError(f"{checkpoint.folder.name}: {error}") from None
 
     def rename(refused: Path) -> str:
         return refused.rename(f"{refused}.refused-{secrets.token_hex(2)}").name
 
-    refused: dict[str, str] = {}
-    for name in reversed(on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}")):
+    for name in on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}: "):
         try:
             checkpoint = open_checkpoint(parent / name, group)
-            if problem := next(filter(None, hear("checkpoint fits", printable(accept(checkpoint)), group)), ""):
-                raise RefusedError(f"{name}: {problem}")
+            together("checkpoint fits", partial(check_named, checkpoint), parent, group)
         except RefusedError as error:
             refused[name] = str(error)
             continue
         for other, problem in refused.items():  # their names are freed: the run will come to those steps again
-            failed = f"cannot rename {parent / other}, refused as {problem}"
+            failed = f"cannot rename {parent / other}, refused as {problem}: "
             aside = on_rank_0("set aside", partial(rename, parent / other), parent, group, failed)
             say(f"refused {problem}; going back to {name} ({other} is now called {aside})")
         return checkpoint
@@ -111,44 +173,37 @@ def open_newest(
     return None
 
 
-def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """The parameters, whole, in the order of names."""
-    for name in sorted(checkpoint.tensors):
-        if VALUE in checkpoint.tensors[name] and not name.startswith(RANDOM):
-            yield name, checkpoint.read(name, VALUE, Box.whole(checkpoint.tensors[name][VALUE].shape))
-
-
 def weights_hash(checkpoint: Checkpoint) -> str:
     """The SHA-256 of all parameters: equal if and only if every bit is, whatever the layout that wrote them."""
     digest = hashlib.sha256()
-    for name, tensor in weights(checkpoint):
-        digest.update(f"{name} {NAMES[tensor.dtype]} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    for each in checkpoint.weights():
+        digest.update(f"{each.name} {NAMES[each.tensor.dtype]} {list(each.tensor.shape)}\n".encode())
+        digest.update(each.tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def export_plain(checkpoint: Checkpoint, path: Path) -> int:
-    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are. Raises
-    UserError if the file exists or cannot be written."""
+    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are.
+
+    Raises UserError if the file exists or cannot be written.
+    """
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         if path.exists():
             raise UserError(f"{path} exists already; name another file")
-        pieces = [Piece(name, VALUE, Box.whole(each.shape), 0, each) for name, each in weights(checkpoint)]
-        write_file(temporary, contents(pieces, {}))
+        disk.write_file(temporary, contents(weights := list(checkpoint.weights()), {}))
         os.rename(temporary, path)
-        sync_folder(path.parent)
+        disk.sync_folder(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror or error}") from None
-    return len(pieces)
+    return len(weights)
 
 
 def open_plain(path: Path) -> Checkpoint:
     """A plain safetensors file as a checkpoint that has parameters only. Raises UserError for what is none."""
     try:
-        tensors, scalars = list_tensors([path], plain=True)
+        return Checkpoint(path.parent, 0, {}, *list_tensors([path], plain=True), {})
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return Checkpoint(path.parent, 0, {}, tensors, scalars, {})

@@ -18,71 +18,71 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.checkpoint.disk import give_name, make_folder, remove_folder, write_file
-from cs336_systems.checkpoint.folder import SaveError, delete_oldest, hear, on_rank_0, reason, step_name
-from cs336_systems.checkpoint.manifest import FORMAT, NAME, VERSION, read_manifest, to_text
-from cs336_systems.checkpoint.pieces import Piece
-from cs336_systems.checkpoint.tensors import Scalars, State, list_tensors, write_tensors
+from cs336_systems.checkpoint import disk
+from cs336_systems.checkpoint.disk import SaveError, on_rank_0, remove_folders, together
+from cs336_systems.checkpoint.load import FORMAT, NAME, VERSION, read_manifest, to_text
+from cs336_systems.checkpoint.tensors import Piece, Scalars, list_tensors, write_tensors
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
+
+State = dict[str, Any]  # JSON without NaN
 
 
 def save(
     parent: Path, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State, group: Group, keep: int = 2
 ) -> Path:
     """Write the checkpoint of a step to parent/step-...; of it and those before, the last `keep` (2 or more) stay.
+
     Every rank calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once.
-    `state` is rank 0's: JSON without NaN. A checkpoint of the same step is left as it is. A rank's disk may be slow:
-    the others wait for ten minutes, or for the group's timeout if that is longer. Raises SaveError on every rank, with
-    the reason, if any rank cannot write or the step's name is taken by what is no checkpoint."""
+    `state` is rank 0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the
+    reason, if any rank cannot write or the step's name is taken by what is no checkpoint.
+    """
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
-    final = parent / step_name(step)
-    shared: dict[str, Any] = {"folder": parent, "group": group, "failed": f"{final} was not saved", "error": SaveError}
-    folder = parent / on_rank_0("checkpoint", lambda: _prepare(parent, final), **shared, counted=False)
-    if folder == final:
-        return final
-    files, problem = {}, ""
-    try:
-        files = write_tensors(folder, group.rank(), pieces, scalars)
-    except Exception as error:  # whatever it is, the others wait for a vote
-        problem = f"rank {group.rank()}: {reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))}"
-    votes = hear("checkpoint written", (files, problem), group, counted=False)
-    on_rank_0("checkpoint", lambda: _commit(folder, final, step, votes, state), **shared, counted=False)
-    if group.rank() == 0:
-        with suppress(OSError):  # the next save tries again
-            delete_oldest(parent, keep, final)
-    return final
+    final = parent / disk.step_name(step)
+    folder = parent / f".saving-{final.name}-{secrets.token_hex(4)}"  # that of rank 0 is made
 
+    def prepare() -> str:
+        disk.make_folder(parent)
+        if final.exists():
+            read_manifest(final)  # what only has the name must not count as saved
+            return final.name
+        os.mkdir(folder)
+        return folder.name
 
-def _prepare(parent: Path, final: Path) -> str:
-    make_folder(parent)
-    if final.exists():
-        read_manifest(final)  # what only has the name must not count as saved
-        return final.name
-    folder = parent / f".saving-{final.name}-{secrets.token_hex(4)}"
-    os.mkdir(folder)
-    return folder.name
+    def write() -> dict[str, Any]:
+        try:
+            return write_tensors(folder, group.rank(), pieces, scalars)
+        except Exception as error:
+            why = disk.reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))
+            raise UserError(f"rank {group.rank()}: {why}") from None
 
-
-def _commit(folder: Path, final: Path, step: int, votes: Sequence[Any], state: State) -> None:
-    """Rank 0's part once all have voted: the manifest, and the name."""
-    try:
-        if failed := [problem for _, problem in votes if problem]:
-            raise UserError("; ".join(failed))
-        files = {name: file for files, _ in votes for name, file in files.items()}
+    def publish() -> None:
         if missing := [name for name in files if not (folder / name).exists()]:
             raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
         # What a reader would refuse gets no name, and replaces nothing: both readings check.
         list_tensors(folder / name for name in files)
         body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
-        write_file(folder / NAME, [to_text(body)])
+        disk.write_file(folder / NAME, [to_text(body)])
         read_manifest(folder)
-        give_name(folder, final)
-    except BaseException:
-        with suppress(OSError):
-            remove_folder(folder)
-        raise
+        disk.give_name(folder, final)
+
+    try:
+        folder = parent / on_rank_0("checkpoint", prepare, parent, group)
+        if folder == final:
+            return final
+        written = together("checkpoint written", write, folder, group)
+        files = {name: file for each in written for name, file in each.items()}
+        on_rank_0("checkpoint", publish, folder, group)
+    except UserError as error:
+        if group.rank() == 0 and folder != final:
+            remove_folders([folder])
+        raise SaveError(f"{final} was not saved: {error}; earlier checkpoints are as they were") from None
+    if group.rank() == 0:
+        with suppress(OSError):  # the next save tries again
+            saved = disk.list_checkpoints(parent)
+            remove_folders(saved[: saved.index(final) + 1][:-keep])
+    return final
 
 
 class Saver:

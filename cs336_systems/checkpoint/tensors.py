@@ -1,4 +1,16 @@
-"""A rank's files of tensors (safetensors): writing them, listing what they hold, reading a box of a tensor back.
+"""Pieces of named tensors, and a rank's files of them (safetensors): writing them, and listing what files hold.
+
+A piece is a rank's part of a tensor, in the coordinates of the whole model. Tensor and expert parallelism give a rank a
+box of a matrix, ZeRO gives it a run of the box's elements in order:
+
+    whole (6 4), tensor-parallel rank 1 of 2: start (3 0), size (3 4)       . . . .
+    ZeRO rank 0 of 2 in it: first 0, count 6                                . . . .
+                                                                            . . . .
+                                                                            x x x x
+                                                                            x x . .
+                                                                            . . . .
+
+Every layout is made of such pieces, so one format holds them all, and any can be read from any other.
 
 A file's metadata says what each of its tensors is a piece of, so that the files alone say what a checkpoint holds. They
 may come from an untrusted place: nothing in a head is used unchecked, and no size in it leads to more memory than the
@@ -8,16 +20,17 @@ file has bytes.
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import write_file
-from cs336_systems.checkpoint.pieces import VALUE, Box, Piece
-from cs336_systems.errors import UserError
+from cs336_systems.checkpoint.disk import RefusedError, require, write_file
 
+RANDOM = "random/"  # begins the names of what is no parameter: the states of random number generators
+VALUE = "value"  # the kind of a parameter itself; others are of its optimizer's state, such as "exp_avg"
 COPIED_BYTES = 1 << 24  # of a tensor on a GPU, at a time
 FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
 LARGEST_HEADER = 100_000_000  # the format's own limit
@@ -28,12 +41,49 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # JSON that has other parts than expected
 
-State = dict[str, Any]  # JSON
-Scalars = dict[str, dict[str, float | int]]
+Scalars = dict[str, dict[str, float | int]]  # of an optimizer's state, such as a parameter's count of steps
 
 
-class RefusedError(UserError):
-    """A checkpoint that is not whole, not what it says it is, or not of this project; the message names the file."""
+class Box(NamedTuple):
+    """The elements [start, start + size) along each axis of a tensor of `shape`."""
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> "Box":
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    def overlap(self, other: "Box") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """The common elements as slices of each of the two; None without any."""
+        axes = zip(self.start, self.size, other.start, other.size, strict=True)
+        ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in axes]
+        if any(low >= high for low, high in ends):
+            return None
+        mine = tuple(slice(low - start, high - start) for (low, high), start in zip(ends, self.start, strict=True))
+        theirs = tuple(slice(low - start, high - start) for (low, high), start in zip(ends, other.start, strict=True))
+        return mine, theirs
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The elements [first, first + tensor.numel()) of a box in order, of the tensor `name` and of this `kind`."""
+
+    name: str
+    kind: str
+    box: Box
+    first: int
+    tensor: Tensor
+
+    @property
+    def key(self) -> str:
+        """The piece's name in a file; a parameter has its own name, as in other safetensors files."""
+        return self.name if self.kind == VALUE else f"{self.name}:{self.kind}"
 
 
 class Stored(NamedTuple):
@@ -53,7 +103,52 @@ class Entry(NamedTuple):
     boxes: dict[Box, list[Stored]]
 
 
-Tensors = dict[str, dict[str, Entry]]  # by name and kind
+@dataclass(frozen=True)
+class Checkpoint:
+    """Named tensors in files that have been checked."""
+
+    folder: Path
+    step: int
+    files: dict[str, dict[str, Any]]  # size and checksum of each
+    tensors: dict[str, dict[str, Entry]]  # by name and kind
+    scalars: Scalars
+    state: dict[str, Any]
+
+    @torch.no_grad()
+    def read(self, name: str, kind: str, target: Box) -> Tensor:
+        """A box of a tensor on the CPU, put together from the pieces that touch it. Raises KeyError for what is not
+        there, and ValueError for a box of a tensor of another shape."""
+        shape, dtype_name, boxes = self.tensors[name][kind]
+        if target.shape != shape:
+            raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {shape}")
+        dtype = DTYPES[dtype_name]
+        result = torch.empty(target.size, dtype=dtype)
+        for box, runs in boxes.items() if target.numel else ():
+            if (common := target.overlap(box)) is None:
+                continue
+            # One box at a time: the memory is that of what is read and of one rank's part.
+            part = result if box == target else torch.empty(box.size, dtype=dtype)
+            data = part.view(-1).view(torch.uint8).numpy().data
+            for first, last, file_name, at in runs:
+                run = data[first * dtype.itemsize : last * dtype.itemsize]
+                with (self.folder / file_name).open("rb") as file:
+                    file.seek(at)
+                    require(file.readinto(run) == len(run), f"{file_name} ends in the middle of a tensor")
+            if part is not result:
+                result[common[0]] = part[common[1]]
+        return result
+
+    def weights(self) -> Iterator[Piece]:
+        """The parameters, whole, in the order of names."""
+        for name, kinds in sorted(self.tensors.items()):
+            if VALUE in kinds and not name.startswith(RANDOM):
+                box = Box.whole(kinds[VALUE].shape)
+                yield Piece(name, VALUE, box, 0, self.read(name, VALUE, box))
+
+
+def my_share(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The run [first, last) of `count` elements that one of several ranks with the same tensor writes."""
+    return count * rank // ranks, count * (rank + 1) // ranks
 
 
 def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Scalars) -> dict[str, dict[str, Any]]:
@@ -67,20 +162,22 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
             size = piece.tensor.nbytes
         parts[-1].append(piece)
     for number, part in enumerate(parts):
-        described = {p.key: (p.name, p.kind, p.box.shape, p.box.start, p.box.size, p.first) for p in part}
+        described = {each.key: (each.name, each.kind, *each.box, each.first) for each in part}
         if len(described) < len(part):
             raise ValueError(f"two pieces of one tensor on a rank, or two names alike, among {list(described)}")
-        metadata = {"pieces": described, "scalars": {} if number else scalars}
-        name = f"rank-{rank:05d}-{number:02d}.safetensors"
         part.sort(key=lambda each: -each.tensor.itemsize)  # so every tensor begins at a multiple of its elements' size
-        written[name] = write_file(folder / name, contents(part, metadata))
+        chunks = contents(part, {"pieces": described, "scalars": {} if number else scalars})
+        name = f"rank-{rank:05d}-{number:02d}.safetensors"
+        written[name] = write_file(folder / name, chunks)
     return written
 
 
 def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[bytes | memoryview]:
     """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
-    strings, end = {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}, 0
-    head: dict[str, Any] = {"__metadata__": strings}
+    head: dict[str, Any] = {
+        "__metadata__": {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}
+    }
+    end = 0
     for each in pieces:
         if (dtype := each.tensor.dtype) not in NAMES:
             raise ValueError(f"{each.key} has dtype {dtype}; known are {', '.join(map(str, NAMES))}")
@@ -99,43 +196,42 @@ def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[byte
 
 def naturals(*values: Any) -> tuple[int, ...]:
     """Numbers out of JSON, such as a shape. Raises RefusedError unless they are integers from 0 up that fit 62 bits."""
-    for value in values:
-        if type(value) is not int or not 0 <= value < 2**62:  # a bool is an int, too
-            raise RefusedError(f"{value!r:.40} is no count")
+    for value in values:  # a bool is an int, too
+        require(type(value) is int and 0 <= value < 2**62, f"{value!r:.40} is no count")
     return values
 
 
 def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
     """The head of a safetensors file, its sizes checked: the dtype, shape, number of elements and place of each tensor,
     and the strings that go with them. Raises RefusedError for what is none."""
-
-    def checked(tensor: dict[str, Any]) -> tuple[str, list[int], int, int]:
-        dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], naturals(*tensor["data_offsets"])
-        count = math.prod(naturals(*shape))
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r:.20}; known are {', '.join(DTYPES)}")
-        if not begin <= end <= data or end - begin != count * DTYPES[dtype].itemsize:
-            raise ValueError(f"a tensor of {count} elements of {dtype} at {begin} to {end} of {data} bytes")
-        return dtype, shape, count, size - data + begin
-
-    size = path.stat().st_size
+    size, found = path.stat().st_size, {}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         data = size - 8 - length
-        if size < 8 or data < 0 or length > LARGEST_HEADER:
-            raise RefusedError(f"{path.name} is no safetensors file: its head would have {length:,} bytes of {size:,}")
-        try:
-            value = json.loads(file.read(length))
-            metadata = {str(key): str(text) for key, text in value.pop("__metadata__", {}).items()}
-            return {key: checked(each) for key, each in value.items()}, metadata
-        except MALFORMED as error:
-            raise RefusedError(f"{path.name} is no safetensors file: {str(error)[:80]}") from None
+        said = f"{path.name} is no safetensors file: its head would have {length:,} bytes of {size:,}"
+        require(size >= 8 and data >= 0 and length <= LARGEST_HEADER, said)
+        text = file.read(length)
+    try:
+        head = json.loads(text)
+        metadata = {str(key): str(text) for key, text in head.pop("__metadata__", {}).items()}
+        for key, tensor in head.items():
+            dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], naturals(*tensor["data_offsets"])
+            count = math.prod(naturals(*shape))
+            require(dtype in DTYPES, f"dtype {dtype!r:.20}; known are {', '.join(DTYPES)}")
+            right = begin <= end <= data and end - begin == count * DTYPES[dtype].itemsize
+            require(right, f"a tensor of {count} elements of {dtype} at {begin} to {end} of {data} bytes")
+            found[key] = dtype, shape, count, size - data + begin
+    except MALFORMED as error:
+        raise RefusedError(f"{path.name} is no safetensors file: {str(error)[:80]}") from None
+    return found, metadata
 
 
-def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, Scalars]:
-    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters. Raises
-    RefusedError for files that do not agree, and for tensors that lack elements or have some twice."""
-    tensors: Tensors = {}
+def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, dict[str, Entry]], Scalars]:
+    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters.
+
+    Raises RefusedError for files that do not agree, and for tensors that lack elements or have some twice.
+    """
+    tensors: dict[str, dict[str, Entry]] = {}
     scalars: Scalars = {}
     for path in paths:
         found, metadata = read_head(path)
@@ -146,20 +242,20 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, S
                 name, kind, shape, start, size, first = whole if plain else described.pop(key)
                 box = Box(naturals(*shape), naturals(*start), naturals(*size))
                 entry = tensors.setdefault(str(name), {}).setdefault(str(kind), Entry(box.shape, dtype, {}))
-                if (entry.shape, entry.dtype) != (box.shape, dtype):
-                    there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
-                    raise RefusedError(f"{there}, {dtype} {list(box.shape)} here")
+                there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
+                same = (entry.shape, entry.dtype) == (box.shape, dtype)
+                require(same, f"{there}, {dtype} {list(box.shape)} here")
                 entry.boxes.setdefault(box, []).append(Stored(first, naturals(first)[0] + count, path.name, at))
             for name, values in json.loads(metadata.get("scalars", "{}")).items():
-                if not all(isinstance(value, int | float) for value in values.values()):
-                    raise RefusedError(f"the scalars of {name} are not numbers")
-                if scalars.setdefault(name, values) != values:
-                    raise RefusedError(f"the ranks disagree on the scalars of {name}: {scalars[name]} and {values}")
-            if described:
-                raise RefusedError(f"it has no {min(described)}")
+                numbers = all(isinstance(value, int | float) for value in values.values())
+                require(numbers, f"the scalars of {name} are not numbers")
+                first = scalars.setdefault(name, values)
+                require(first == values, f"the ranks disagree on the scalars of {name}: {first} and {values}")
+            require(not described, f"it has no {min(described, default='')}")
+        except RefusedError as error:
+            raise RefusedError(f"{path.name}: {error}") from None
         except MALFORMED as error:
-            said = error if isinstance(error, RefusedError) else f"it does not say what its tensors are: {error!r:.80}"
-            raise RefusedError(f"{path.name}: {said}") from None
+            raise RefusedError(f"{path.name}: it does not say what its tensors are: {error!r:.80}") from None
     for name, kinds in tensors.items():
         for kind, entry in kinds.items():
             check_cover(f"{name} ({kind})", entry)
@@ -168,48 +264,21 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[Tensors, S
 
 def check_cover(what: str, entry: Entry) -> None:
     """Raises RefusedError unless the runs of a tensor's boxes cover every element exactly once; sorts them."""
-    shape, covered = entry.shape, 0
-    if len(shape) > 16 or math.prod(each or 1 for each in shape) >= 2**62:  # a 0 would hide how large the others are
-        raise RefusedError(f"{what} has shape {list(shape)!s:.60}, which no tensor has")
+    shape, twice, listed = entry.shape, f"{what} lacks elements, or has some twice", list[Box]()
+    # A 0 would hide how large the others are.
+    possible = len(shape) <= 16 and math.prod(each or 1 for each in shape) < 2**62
+    require(possible, f"{what} has shape {list(shape)!s:.60}, which no tensor has")
     for box, runs in entry.boxes.items():
-        if not len(box.start) == len(box.size) == len(shape) or any(
-            start + size > whole for start, size, whole in zip(box.start, box.size, shape, strict=True)
-        ):
-            place = f"{list(box.size)} at {list(box.start)}"
-            raise RefusedError(f"{what} has a piece outside its shape {list(shape)}: {place}")
+        axes = zip(*box, strict=True) if len(box.start) == len(box.size) == len(shape) else [(0, 1, 0)]
+        inside = all(start + size <= whole for whole, start, size in axes)
+        place = f"{list(box.size)} at {list(box.start)}"
+        require(inside, f"{what} has a piece outside its shape {list(shape)}: {place}")
         runs.sort()
-        end = 0
-        for run in (*runs, Stored(box.numel, box.numel, "", 0)):
-            if run.first != end:
-                where = f"of a box of {box.numel:,} the next run begins at {run.first:,}, not at {end:,}"
-                raise RefusedError(f"{what} lacks elements, or has some twice: {where}")
-            end = run.last
-        covered += box.numel
-    listed = [box for box in entry.boxes if box.numel]
-    if covered != math.prod(shape) or any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i]):
-        raise RefusedError(f"{what} lacks elements, or has some twice: {covered:,} of its {math.prod(shape):,}")
-
-
-@torch.no_grad()
-def read_box(folder: Path, entry: Entry, target: Box) -> Tensor:
-    """A box of a tensor, put together from the pieces that touch it. The checkpoint must have been checked. Raises
-    ValueError for a box of a tensor of another shape."""
-    if target.shape != entry.shape:
-        raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {entry.shape}")
-    dtype = DTYPES[entry.dtype]
-    result = torch.empty(target.size, dtype=dtype)
-    for box, runs in entry.boxes.items():
-        if not target.numel or (common := target.overlap(box)) is None:
-            continue
-        # One box at a time: the memory is that of what is read and of one rank's part.
-        part = result if box == target else torch.empty(box.size, dtype=dtype)
-        data = part.view(-1).view(torch.uint8).numpy().data
-        for first, last, name, at in runs:
-            run = data[first * dtype.itemsize : last * dtype.itemsize]
-            with (folder / name).open("rb") as file:
-                file.seek(at)
-                if file.readinto(run) < len(run):
-                    raise RefusedError(f"{name} ends in the middle of a tensor")
-        if part is not result:
-            result[common[0]] = part[common[1]]
-    return result
+        ends = [0, *(run.last for run in runs)]
+        for first, end in zip([*(run.first for run in runs), box.numel], ends, strict=True):
+            where = f"of a box of {box.numel:,} the next run begins at {first:,}, not at {end:,}"
+            require(first == end, f"{twice}: {where}")
+        listed += [box] if box.numel else []
+    covered = sum(box.numel for box in listed)
+    apart = not any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i])
+    require(apart and covered == math.prod(shape), f"{twice}: {covered:,} of its {math.prod(shape):,}")

@@ -10,17 +10,27 @@ from typing import Any
 
 import torch
 
-from cs336_systems.checkpoint import RANDOM, VALUE, Checkpoint, Saver, clean, list_checkpoints, locked
-from cs336_systems.checkpoint.disk import make_folder
-from cs336_systems.checkpoint.load import open_newest, open_plain
-from cs336_systems.comm import Group, agree
+from cs336_systems.checkpoint import (
+    RANDOM,
+    VALUE,
+    Checkpoint,
+    RefusedError,
+    Saver,
+    clean,
+    list_checkpoints,
+    locked,
+    open_newest,
+    open_plain,
+)  # fmt: skip
+from cs336_systems.checkpoint.disk import make_folder, on_rank_0, require, together
+from cs336_systems.comm import Group
 from cs336_systems.comm.flight_recorder import born
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
 from cs336_systems.host.machine import device_name
 from cs336_systems.train.options import OptimizerOptions
 from cs336_systems.train.recipe import Recipe
-from cs336_systems.train.run_state import RunState, random_pieces, random_problem, restore_random
+from cs336_systems.train.run_state import RunState, random_pieces, restore_random
 from cs336_systems.train.trainer import Trainer
 
 # How a model is computed may change, what it is may not.
@@ -35,28 +45,30 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
     Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
     rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume.
     """
-    with ExitStack() as stack:
-        problem, resume = "", recipe.run.resume
-        if recipe.run.out is not None and group.rank() == 0:
-            try:
-                lock, parent = stack.enter_context(locked(recipe.run.out)), os.getppid()
-                launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
-                resume |= restarted and lock.before.endswith(launcher)
-                make_folder(recipe.run.checkpoints)  # what stands in the way is better known now than at the first save
-                clean(recipe.run.checkpoints)
-                if (found := list_checkpoints(recipe.run.checkpoints)) and not resume:
-                    advice = "go on from it with --resume, or name another folder with --out DIR"
-                    raise UserError(f"{recipe.run.out} holds a run with a checkpoint {found[-1].name}: {advice}")
-                lock.sign(f"process {os.getpid()}, {launcher}")
-            except UserError as error:
-                problem = str(error)
-            except OSError as error:  # whatever it is, the others wait for a word
-                where = error.filename or recipe.run.out
-                problem = f"cannot use {where}: {error.strerror}; name another folder with --out DIR"
-        problem, _, decided = agree("run folder", f"{problem}\n{resume}", group)[0].rpartition("\n")
-        if problem:
-            raise UserError(problem)
-        yield decided == "True"
+    out, checkpoints = recipe.run.out, recipe.run.checkpoints
+
+    def enter() -> bool:
+        if out is None:
+            return recipe.run.resume
+        lock, parent = held.enter_context(locked(out)), os.getppid()
+        launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
+        resume = recipe.run.resume or (restarted and lock.read().strip().endswith(launcher))
+        try:
+            make_folder(checkpoints)  # what stands in the way is better known now than at the first save
+            clean(checkpoints)
+            if (found := list_checkpoints(checkpoints)) and not resume:
+                said = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
+                raise UserError(f"{said}, or name another folder with --out DIR")
+            lock.seek(0)
+            lock.truncate()
+            print(f"process {os.getpid()}, {launcher}", file=lock, flush=True)
+        except OSError as error:
+            where = f"cannot use {error.filename or out}: {error.strerror}"
+            raise UserError(f"{where}; name another folder with --out DIR") from None
+        return resume
+
+    with ExitStack() as held:
+        yield on_rank_0("run folder", enter, checkpoints, group)
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
@@ -79,29 +91,26 @@ def computed(trainer: Trainer) -> dict[str, Any]:
     return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
-def state_problem(checkpoint: Checkpoint) -> str:
-    """The reason why a checkpoint's JSON state is not one that `RunCheckpoints.save` writes; "" if it is."""
+def check_state(checkpoint: Checkpoint) -> None:
+    """Raises RefusedError unless a checkpoint's JSON state is one that `RunCheckpoints.save` writes."""
     state, step = checkpoint.state, checkpoint.step
     for name in ("identity", "trainer", "recipe", "computed"):
-        if not isinstance(state.get(name), dict):
-            return f"it does not say what run it is of: its state has no {name}"
+        require(isinstance(state.get(name), dict), f"it does not say what run it is of: its state has no {name}")
     skipped, scaler = (state["trainer"].get(name) for name in ("skipped", "scaler"))
-    amounts = isinstance(scaler, dict) and all(
-        type(each) in (int, float) and 0 <= each < 1e300 for each in scaler.values()
-    )
-    if type(skipped) is not int or not 0 <= skipped <= step or not amounts:
-        return f"its state has a trainer of {str(state['trainer'])[:80]} after {step} steps"
-    if not scaler.get("scale", 1):
-        return "it has a loss scale of 0"
+    amounts = isinstance(scaler, dict) and all(type(n) in (int, float) and 0 <= n < 1e300 for n in scaler.values())
+    counted = type(skipped) is int and 0 <= skipped <= step and amounts
+    require(counted, f"its state has a trainer of {str(state['trainer'])[:80]} after {step} steps")
+    require(scaler.get("scale", 1), "it has a loss scale of 0")
     parameters = [kinds for name, kinds in checkpoint.tensors.items() if not name.startswith(RANDOM)]
-    if skipped < step and all(kinds.keys() == {VALUE} for kinds in parameters):
-        return f"it has no optimizer's state, after {step - skipped} updates"
-    return ""
+    stepped = any(kinds.keys() != {VALUE} for kinds in parameters) or not parameters
+    require(stepped or skipped == step, f"it has no optimizer's state, after {step - skipped} updates")
 
 
 class RunCheckpoints:
     """Saves a trainer's run to its folder, and restores the newest checkpoint there. `say` prints a line for people.
-    Every rank must construct it and call its methods."""
+
+    Every rank must construct it and call its methods.
+    """
 
     def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
         run = trainer.recipe.run
@@ -114,15 +123,20 @@ class RunCheckpoints:
         SaveError, of an earlier save as well."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
-        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer)}
-        state["trainer"] = trainer.state()
+        state: dict[str, Any] = {
+            "trainer": trainer.state(),
+            "identity": identity(trainer),
+            "computed": computed(trainer),
+        }
         state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
         self.saver.start(step, pieces + random, scalars | more, state)
 
     def restore(self) -> int:
-        """Go on from the newest checkpoint that is whole: the number of steps done, 0 without any checkpoint. Raises
-        UserError for a run with another model, text, seed or batch, and if every checkpoint is refused."""
-        checkpoint = open_newest(self.folder, self.world, self._problem, self.say)
+        """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
+
+        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused.
+        """
+        checkpoint = open_newest(self.folder, self.world, self._check, self.say)
         if checkpoint is None:
             return 0
         self.state.restore(checkpoint)
@@ -136,26 +150,27 @@ class RunCheckpoints:
         self._introduce(checkpoint)
         return checkpoint.step
 
-    def _problem(self, checkpoint: Checkpoint) -> str:
-        """The reason why a checkpoint cannot be used; "" if it can. Raises UserError, on every rank, for one of another
-        run: an older checkpoint there would be, too."""
-        if problem := state_problem(checkpoint):
-            return problem
-        differing = _differing(checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {}")
-        if problem := next(filter(None, agree("which run this is", "".join(differing[:1]), self.world)), ""):
-            advice = "resume with what it began with, or name another folder with --out DIR"
-            raise UserError(f"{self.folder.parent} holds another run: {problem} now; {advice}")
-        random = random_problem(checkpoint, self.world.rank(), self.trainer.device)
-        return self.state.problem(checkpoint) or random
+    def _check(self, checkpoint: Checkpoint) -> None:
+        """Raises RefusedError for a checkpoint that cannot be used, and UserError if it is of another run: an older
+        checkpoint there would be, too."""
+        check_state(checkpoint)
+        if differing := _differing(
+            checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {} now"
+        ):
+            said = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
+            raise UserError(f"{said}, or name another folder with --out DIR")
+        self.state.check(checkpoint)
+        restore_random(checkpoint, self.world.rank(), self.trainer.device, spare=True)
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
         """Say where the run goes on, whether exactly, and which settings have changed."""
         saved = checkpoint.state
         other = _differing(saved["computed"], computed(self.trainer), "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
-        names, now = [each.name for each in fields(OptimizerOptions)], self.trainer.recipe.to_json()
-        then, now = ({flag(name): of.get(name) for name in names} for of in (saved["recipe"], now))
-        if changed := _differing(then, now, "{} {} -> {}"):  # what was learned so far is the same, what will be is not
+        then, now = saved["recipe"], self.trainer.recipe.to_json()
+        options = {flag(each.name): now.get(each.name) for each in fields(OptimizerOptions)}
+        if changed := _differing({flag(name): then[name] for name in then}, options, "{} {} -> {}"):
+            # What was learned so far is the same, what will be is not.
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
         self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")
 
@@ -167,15 +182,18 @@ def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[s
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
-    """Begin with the parameters of a plain safetensors file. Every rank must call this. Raises UserError, on each, for
-    those of another model, of which one stage alone may know."""
-    state = RunState(trainer)
-    try:
-        source = open_plain(path)
-        problem = state.problem(source, cast=True)
-        said = f"{path} does not fit the model: {problem}" if problem else ""
-    except UserError as error:
-        said = str(error)
-    if problem := next(filter(None, agree("weights", said, trainer.mesh.world)), ""):
-        raise UserError(problem)
-    state.restore(source)
+    """Begin with the parameters of a plain safetensors file. Every rank must call this.
+
+    Raises UserError, on every rank, for those of another model, of which one stage alone may know.
+    """
+    state, opened = RunState(trainer), list[Checkpoint]()
+
+    def check() -> None:
+        opened.append(open_plain(path))
+        try:
+            state.check(opened[0], cast=True)
+        except RefusedError as error:
+            raise UserError(f"{path} does not fit the model: {error}") from None
+
+    together("weights", check, path, trainer.mesh.world)
+    state.restore(opened[0])

@@ -14,7 +14,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import Group, agree, all_gather
+from cs336_systems.checkpoint.disk import together
+from cs336_systems.comm import Group, agree
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, format_seconds
@@ -28,27 +29,29 @@ TEMPERATURE = 0.8  # of a sample
 def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
     """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
 
-    A run that goes on after `done` steps appends to it, less what was written of later steps, which will be taken
-    again. Raises UserError, on every rank, where it cannot be written.
+    It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
+    which will be taken again. Raises UserError, on every rank, where it cannot be written.
     """
-    file, problem, path = None, "", path if group.rank() == 0 else Path(os.devnull)
+    path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
+
+    def begin() -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if done and path.is_file():
+                temporary = path.with_name(f".{path.name}")
+                temporary.write_text(_up_to(path.read_text(errors="replace"), done))
+                temporary.replace(path)  # a log of many hours is never half there
+            opened.append(path.open("a" if done else "w"))
+        except OSError as error:
+            said = f"cannot write the log {path}: {error.strerror}"
+            raise UserError(f"{said}; name another with --log-file FILE") from None
+
+    together("log", begin, path, group)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if done and path.is_file():
-            temporary = path.with_name(f".{path.name}")
-            temporary.write_text(_up_to(path.read_text(errors="replace"), done))
-            temporary.replace(path)  # a log of many hours is never half there
-        file = path.open("a" if done else "w")
-    except OSError as error:
-        problem = f"cannot write the log {path}: {error.strerror}; name another with --log-file FILE"
-    if problem := agree("log", problem, group)[0]:
-        raise UserError(problem)
-    assert file is not None
-    try:
-        yield file
+        yield opened[0]
     finally:
         with suppress(OSError):  # said already
-            file.close()
+            opened[0].close()
 
 
 def _up_to(text: str, done: int) -> str:
@@ -98,22 +101,17 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record, of a run of so many steps. Every rank must call this. Raises UserError for a loss that is
-    no number."""
-    world, losses = trainer.mesh.world, trainer.validate()
-    memory = torch.zeros(world.size(), dtype=torch.float64, device=trainer.device)
-    memory[world.rank()] = peak.read() or 0
-    all_gather(memory, world, "peak memory").wait()
-    least, most = memory.min().item(), memory.max().item()
-    final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [least, most]}
+    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
+    loss that is no number."""
+    losses = trainer.validate()
+    memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
     if losses and not math.isfinite(sum(losses)):
         raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
+    final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [min(memory), max(memory)]}
     final["validation_loss"] = None if losses is None else losses[0]
     if losses and trainer.recipe.model.is_bert:
         final["validation_sop_loss"] = losses[1]
-    if (text := sample(trainer)) is not None:
-        final["sample"] = text
-    return final
+    return final | sample(trainer)
 
 
 @torch.no_grad()
@@ -131,29 +129,30 @@ def sample_text(
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
-def sample(trainer: Trainer) -> str | None:
-    """A sample of text from the trained model; None for random tokens, a BERT, and pipeline stages."""
-    recipe, run = trainer.recipe, trainer.recipe.run
+def sample(trainer: Trainer) -> dict[str, str]:
+    """A sample of text from the trained model; none for random tokens, for a BERT, and with pipeline stages. Every rank
+    must call this."""
+    recipe = trainer.recipe
     if recipe.model.is_bert or list(recipe.data.files) == ["random"] or trainer.stage.stages > 1:
-        return None
+        return {}
 
     def logits(tokens: Tensor) -> Tensor:
         # Pad the sequence so that it splits evenly. Later tokens do not change a token's logits, except that padding
         # may take an expert's slots.
-        short = -tokens.shape[1] % trainer.pipeline.sequence
-        padded = torch.nn.functional.pad(tokens, (0, short))
+        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % trainer.pipeline.sequence))
         return trainer.part.wrappers[0](Batch(padded, None))[:, : tokens.shape[1]]
 
     trainer.stage.eval()
-    return sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)
+    run = recipe.run
+    return {"sample": sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)}
 
 
 def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss = trainer.recipe, final["validation_loss"]
     said = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
-    reached = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
-    said += f"validation loss {reached}"
+    measured = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
+    said += f"validation loss {measured}"
     if "validation_sop_loss" in final:
         said += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert

@@ -17,7 +17,7 @@ from cs336_systems.checkpoint import (
     save,
 )
 from cs336_systems.checkpoint import tensors as tensors_module
-from cs336_systems.checkpoint.manifest import NAME, digest, to_text
+from cs336_systems.checkpoint.load import NAME, digest, to_text
 from cs336_systems.checkpoint.tensors import DTYPES, Entry, Stored, check_cover, read_head
 from cs336_systems.comm import distributed
 from tests.support.checkpoint_cases import FILE, any_tensor, bits, pieces_of, save_step, tensors

@@ -19,10 +19,11 @@ from safetensors import safe_open
 from cs336_systems.checkpoint import (
     VALUE,
     Box,
+    Checkpoint,
     Piece,
     SaveError,
+    disk,
     list_checkpoints,
-    load,
     locked,
     open_newest,
 )
@@ -77,7 +78,7 @@ def opened_with_failure(parent: Path, group, number: int, error: OSError) -> tup
         for where, name in READING:
             patch.setattr(where, name, wrapped(getattr(where, name)))
         try:
-            found = open_newest(parent, group, lambda _: "", said.append).folder.name
+            found = open_newest(parent, group, lambda _: None, said.append).folder.name
         except UserError as caught:
             found = f"{type(caught).__name__}: {caught}"
     return found, calls, said
@@ -111,8 +112,8 @@ def test_a_file_that_vanishes_is_missing(tmp_path, group):
 
 def test_verify_goes_on_after_what_cannot_be_read(tmp_path, group, monkeypatch, capsys):
     save_steps(group, str(tmp_path), [1, 2])
-    real = load.hash_file
-    monkeypatch.setattr(load, "hash_file", lambda path: (failing(errno.EIO) if OLD in str(path) else real)(path))
+    real = disk.hash_file
+    monkeypatch.setattr(disk, "hash_file", lambda path: (failing(errno.EIO) if OLD in str(path) else real)(path))
     assert run_command(main, ["verify", str(tmp_path)]) == 2
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{OLD}: cannot read {tmp_path / OLD}: Input/output error")
@@ -122,20 +123,24 @@ def test_verify_goes_on_after_what_cannot_be_read(tmp_path, group, monkeypatch, 
     assert capsys.readouterr().err == f"error: cannot read {tmp_path}: Permission denied\n"
 
 
+def refuse_new(checkpoint: Checkpoint) -> None:
+    disk.require(checkpoint.folder.name != NEW, "too new")
+
+
 def one_rank_cannot(group, parent: str, what: str) -> list[str]:
     """A call fails on the rank that makes it, or on rank 1 if both do."""
     folder = Path(parent)
     save_steps(group, parent, [1, 2])
     with pytest.MonkeyPatch.context() as patch:
         if what == "read" and group.rank() == 1:
-            patch.setattr(load, "hash_file", failing(errno.ESTALE))
-            patch.setattr(load, "list_tensors", failing(errno.ESTALE))
+            patch.setattr(disk, "hash_file", failing(errno.ESTALE))
+            patch.setattr("cs336_systems.checkpoint.load.list_tensors", failing(errno.ESTALE))
         if what == "list":
-            patch.setattr(load, "list_checkpoints", failing(errno.EACCES))
+            patch.setattr(disk, "list_checkpoints", failing(errno.EACCES))
         if what == "rename":
             patch.setattr(os, "rename", failing(errno.EACCES))
         with pytest.raises(UserError) as caught:
-            open_newest(folder, group, lambda found: "too new" * (found.folder.name == NEW), print)
+            open_newest(folder, group, refuse_new, print)
     agree("seen", "", group)
     return [type(caught.value).__name__, str(caught.value), *names(folder)]
 
@@ -165,10 +170,10 @@ def slow_disks(group, parent: str) -> list[str]:
         where, name = ((os, "rename"), (os, "fsync"))[group.rank()]
         patch.setattr(where, name, slow(getattr(where, name)))
         if group.rank() == 1:
-            patch.setattr(load, "hash_file", slow(load.hash_file))
+            patch.setattr(disk, "hash_file", slow(disk.hash_file))
         save_step(folder, 1, group)
         save_step(folder, 2, group)
-        found = open_newest(folder, group, lambda each: "too new" * (each.folder.name == NEW), said.append)
+        found = open_newest(folder, group, refuse_new, said.append)
     assert is_step(found, 1, group.size())
     return said
 

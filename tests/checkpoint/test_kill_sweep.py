@@ -135,7 +135,7 @@ def found_after(parents: Sequence[str], ranks: int) -> list[dict[str, Any]]:
         for parent in map(Path, parents):
             clean(parent)
             said: list[str] = []
-            newest = open_newest(parent, group, lambda _: "", said.append)
+            newest = open_newest(parent, group, lambda _: None, said.append)
             whole = [is_step(open_checkpoint(path), int(path.name[5:]), ranks) for path in list_checkpoints(parent)]
             step = newest.step
             names = sorted(path.name for path in parent.iterdir())

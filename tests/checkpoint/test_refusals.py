@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint import VALUE, Box, Checkpoint, Piece, RefusedError, open_checkpoint, open_newest, save
-from cs336_systems.checkpoint.manifest import NAME
+from cs336_systems.checkpoint.disk import require
+from cs336_systems.checkpoint.load import NAME
 from cs336_systems.comm import agree, distributed
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, bits, flip, is_step, rewrite, save_step, save_steps, sign, tensors
@@ -66,9 +67,9 @@ def disk_full(group, parent: str, full_rank: int, after: int) -> dict[str, Any]:
     agree("looked", "", group)
     names = sorted(path.name for path in folder.iterdir())
     agree("looked", "", group)
-    whole = is_step(open_newest(folder, group, lambda _: "", print), 2, group.size())
+    whole = is_step(open_newest(folder, group, lambda _: None, print), 2, group.size())
     save_step(folder, 4, group)
-    after = is_step(open_newest(folder, group, lambda _: "", print), 4, group.size())
+    after = is_step(open_newest(folder, group, lambda _: None, print), 4, group.size())
     return {"said": said, "names": names, "whole": whole, "after": after}
 
 
@@ -108,10 +109,10 @@ def open_in_little_memory(rank: int, world_size: int, folder: str, checkpoints: 
     return said
 
 
-def accept(checkpoint: Checkpoint) -> str:
-    """What a run says of a tensor with another dtype than its own."""
+def accept(checkpoint: Checkpoint) -> None:
+    """A run refuses a tensor with another dtype than its own."""
     dtype = checkpoint.tensors["a.weight"][VALUE].dtype
-    return "" if dtype == "F32" else f"a.weight is {dtype} there"
+    require(dtype == "F32", f"a.weight is {dtype} there")
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -157,7 +157,7 @@ def save_beside_collectives(group, parent: str) -> list[float]:
     finished.set()
     saver.finish()
     os.write = real
-    assert is_step(open_newest(Path(parent), group, lambda _: "", print), 5, group.size())
+    assert is_step(open_newest(Path(parent), group, lambda _: None, print), 5, group.size())
     return sums
 
 
@@ -212,7 +212,7 @@ def ranks_that_differ(group, parent: str) -> list[str]:
         if group.rank() == 0:
             flip(folder / step_name(step) / f"rank-{step - 2:05d}-00.safetensors", -1)
         agree("damaged", "", group)
-        assert is_step(open_newest(folder, group, lambda _: "", said.append), 1, group.size())
+        assert is_step(open_newest(folder, group, lambda _: None, said.append), 1, group.size())
     return said
 
 
@@ -271,9 +271,10 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
         with locked(folder) as lock:
             with pytest.raises(UserError, match=rf"in use by another run \({before}\); wait"), locked(folder):
                 pass
-            lock.sign(signed)
+            lock.truncate(0)
+            print(signed, file=lock, flush=True)
     with locked(folder) as lock:
-        assert lock.before == "8"
+        assert lock.read() == "8\n"
     (tmp_path / "file").write_text("")
     said = rf"cannot write to {tmp_path}/file/x: File exists; name another folder with --out DIR"
     with pytest.raises(UserError, match=said), locked(tmp_path / "file" / "x"):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cs336_systems.checkpoint import RANDOM, VALUE, Box, Piece, my_share, save
-from cs336_systems.checkpoint.manifest import NAME, digest
+from cs336_systems.checkpoint.load import NAME, digest
 from cs336_systems.checkpoint.tensors import NAMES
 from cs336_systems.comm import agree
 

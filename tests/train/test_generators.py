@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.checkpoint import RANDOM, Box, Piece, open_checkpoint, save
+from cs336_systems.checkpoint import RANDOM, Box, Piece, RefusedError, open_checkpoint, save
 from cs336_systems.comm import default_group, distributed
-from cs336_systems.train.run_state import random_pieces, random_problem, restore_random, seed_generators
+from cs336_systems.train.run_state import random_pieces, restore_random, seed_generators
 from tests.support import ranks
 
 CPU = torch.device("cpu")
@@ -40,7 +40,7 @@ def continued_case(group, folder: str, odd: bool) -> list[float]:
     seed(7)
     draw()
     checkpoint = open_checkpoint(path, group)
-    assert not random_problem(checkpoint, rank, CPU)
+    assert restore_random(checkpoint, rank, CPU, spare=True)
     assert restore_random(checkpoint, rank, CPU)
     assert draw() == drawn
     assert restore_random(checkpoint, 1 - rank, CPU)
@@ -91,9 +91,10 @@ def test_states_that_cannot_be_are_found_before_anything_is_set(tmp_path, kind, 
             kept.append(Piece(f"{RANDOM}rank 0", kind, Box.whole(numbers.shape), 0, numbers))
         checkpoint = open_checkpoint(save(tmp_path, 0, kept, scalars, {}, default_group()))
         before = random_pieces(0, CPU)[0]
-        problem = random_problem(checkpoint, 0, CPU)
+        with pytest.raises(RefusedError) as refused:
+            restore_random(checkpoint, 0, CPU, spare=True)
         assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(before, random_pieces(0, CPU)[0], strict=True))
-        return problem
+        return str(refused.value)
 
     with distributed():
         assert case().startswith("the random number generators of rank 0 cannot be set: ")

@@ -187,7 +187,7 @@ def together_case(group, recipe: dict) -> str:
 
 def test_a_second_run_in_the_same_folder_is_refused_on_every_rank(tmp_path):
     with locked(tmp_path) as lock:
-        lock.sign("process 4711")
+        print("process 4711", file=lock, flush=True)
         said = ranks.run(together_case, 2, recipe=tiny(tmp_path, **ONE))
     assert set(said) == {
         f"{tmp_path} is in use by another run (process 4711); wait for its end, or name another folder with --out DIR"

@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.checkpoint import VALUE, Checkpoint, export_plain, open_checkpoint, step_name, weights_hash
-from cs336_systems.checkpoint.manifest import to_text
+from cs336_systems.checkpoint import (
+    VALUE,
+    Checkpoint,
+    RefusedError,
+    export_plain,
+    open_checkpoint,
+    step_name,
+    weights_hash,
+)
+from cs336_systems.checkpoint.load import to_text
 from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_state import RunState
@@ -134,6 +142,15 @@ def counted(checkpoint: Checkpoint, name: str, **scalars: object) -> Checkpoint:
     return replace(checkpoint, scalars=checkpoint.scalars | {name: scalars})
 
 
+def said_of(state: RunState, checkpoint: Checkpoint, cast: bool = False) -> str:
+    """The reason why a checkpoint is refused; "" if it is not."""
+    try:
+        state.check(checkpoint, cast)
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
 def problem_case(group, folder: str) -> list[str]:
     """What is said of checkpoints that do not fit."""
     state = RunState(trainer_of("gpt", folder))
@@ -142,23 +159,24 @@ def problem_case(group, folder: str) -> list[str]:
     value, moment = checkpoint.tensors[norm][VALUE], checkpoint.tensors[norm]["exp_avg"]
     narrow, number = value._replace(dtype="F32"), value._replace(dtype="I64")
     return [
-        state.problem(changed(changed(checkpoint, norm), positions)),
-        state.problem(changed(checkpoint, "head.weight", value=value)),
-        state.problem(changed(checkpoint, norm, exp_avg=moment)),
-        state.problem(changed(checkpoint, positions, value=value)),
-        state.problem(changed(checkpoint, norm, value=value, exp_avg=checkpoint.tensors[positions]["exp_avg"])),
-        state.problem(changed(checkpoint, norm, value=narrow)),
-        state.problem(changed(checkpoint, norm, value=narrow, exp_avg=moment), cast=True),
-        state.problem(changed(checkpoint, norm, value=number), cast=True),
-        state.problem(changed(checkpoint, norm, value=narrow), cast=True),
-        state.problem(changed(checkpoint, "random/rank 0", torch=moment)),
-        state.problem(changed(checkpoint, norm, value=value, exp_avg=moment)),
-        state.problem(changed(checkpoint, norm, value=value, exp_avg=moment._replace(dtype="F32"), exp_avg_sq=moment)),
-        state.problem(counted(checkpoint, norm)),
-        state.problem(counted(checkpoint, norm, step=3)),
-        state.problem(counted(checkpoint, norm, step=1.0)),
-        RunState(trainer_of("experts", folder, num_experts=8)).problem(
-            open_checkpoint(Path(folder, "experts", step_name(FIRST)))
+        said_of(state, changed(changed(checkpoint, norm), positions)),
+        said_of(state, changed(checkpoint, "head.weight", value=value)),
+        said_of(state, changed(checkpoint, norm, exp_avg=moment)),
+        said_of(state, changed(checkpoint, positions, value=value)),
+        said_of(state, changed(checkpoint, norm, value=value, exp_avg=checkpoint.tensors[positions]["exp_avg"])),
+        said_of(state, changed(checkpoint, norm, value=narrow)),
+        said_of(state, changed(checkpoint, norm, value=narrow, exp_avg=moment), cast=True),
+        said_of(state, changed(checkpoint, norm, value=number), cast=True),
+        said_of(state, changed(checkpoint, norm, value=narrow), cast=True),
+        said_of(state, changed(checkpoint, "random/rank 0", torch=moment)),
+        said_of(state, changed(checkpoint, norm, value=value, exp_avg=moment)),
+        said_of(state, changed(checkpoint, norm, value=value, exp_avg=moment._replace(dtype="F32"), exp_avg_sq=moment)),
+        said_of(state, counted(checkpoint, norm)),
+        said_of(state, counted(checkpoint, norm, step=3)),
+        said_of(state, counted(checkpoint, norm, step=1.0)),
+        said_of(
+            RunState(trainer_of("experts", folder, num_experts=8)),
+            open_checkpoint(Path(folder, "experts", step_name(FIRST))),
         ),
     ]
 
@@ -229,10 +247,12 @@ def damages_case(group, folder: str) -> list[str]:
     checkpoint = open_checkpoint(path.parent)
     bare = {name: {VALUE: kinds[VALUE]} for name, kinds in checkpoint.tensors.items() if VALUE in kinds}
     bare_one = replace(checkpoint, tensors=bare, scalars={})
-    assert checkpoints._problem(bare_one) == "it has no optimizer's state, after 1 updates"
+    with pytest.raises(RefusedError, match=r"^it has no optimizer's state, after 1 updates$"):
+        checkpoints._check(bare_one)
     spoilt = changed(checkpoint, "random/rank 0", torch=bare["final_norm.weight"][VALUE])
-    assert checkpoints._problem(spoilt).startswith("the random number generators of rank 0 cannot be set: ")
-    assert not checkpoints._problem(checkpoint)
+    with pytest.raises(RefusedError, match=r"^the random number generators of rank 0 cannot be set: "):
+        checkpoints._check(spoilt)
+    checkpoints._check(checkpoint)
     return said
 
 
