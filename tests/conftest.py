@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What is imported stays, and need not be searched by every collection of garbage, of which benchmarks have one for
+    """Exclude imported objects, which stay, from garbage collections, of which benchmarks have one for
     each candidate: torch alone is a million objects."""
     torch.use_deterministic_algorithms(False)  # imports the compiler
     gc.collect()

@@ -44,7 +44,7 @@ PATIENCE = 10.0  # seconds that what was killed gets to be gone
 
 
 class Command(NamedTuple):
-    """What is typed, and the line of the README that it stands in."""
+    """A command, and its line of the README."""
 
     text: str
     line: int
@@ -52,7 +52,7 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Page:
-    """What a README has its readers type, in order and each once, and the files that it has them write."""
+    """Commands of a README, in order and each once, and the files that it has its readers write."""
 
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Page:
 
 
 class Outcome(NamedTuple):
-    """What came of a command: its exit code, or why there is none, and its output."""
+    """Outcome of a command: its exit code, or why there is none, and its output."""
 
     command: Command
     seconds: float
@@ -128,7 +128,7 @@ def copy_project(folder: Path) -> None:
 
 
 def _git(*words: str) -> str | None:
-    """What git says, or None if there is no git, or no checkout."""
+    """Output of git, or None if there is no git, or no checkout."""
     with suppress(FileNotFoundError):
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
         return done.stdout if done.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""What the pages of docs/ draw is what the code draws."""
+"""Drawings in docs/ are those that the code draws."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ def test_every_cited_test_exists(request):
 
 
 def layouts_of(node: str) -> Iterator[object]:
-    """What a test of many layouts runs."""
+    """The layouts that one test runs."""
     name = node.partition("[")[2].removesuffix("]")
     if node.startswith(DENSE):
         yield from next(each for each in test_layouts.TOGETHER if f"{len(each)} from {each[0]}" == name)

@@ -62,7 +62,7 @@ class Proof:
         self.amplification = {model: each for model, (each,) in zip(CONDITIONED, found, strict=True)}
 
     def allowed(self, layout: Layout) -> float:
-        """What rounding may do to what the layout learns. How much a model amplifies depends little on how its experts
+        """Bound of the rounding in a layout's results. How much a model amplifies depends little on how its experts
         route, and is measured for one way."""
         return self.amplification[layout.model] * rounding(layout.layers)
 
@@ -70,7 +70,7 @@ class Proof:
         return load(self.folder / f"{layout.reference}.reference")
 
     def records(self, layout: Layout) -> list[dict]:
-        """What every rank of a layout has."""
+        """Results of every rank of a layout."""
         if not (self.folder / f"{layout}.0").exists():
             together = [each for each in LAYOUTS if each.ranks == layout.ranks]
             ranks.run(layout_case, layout.ranks, folder=str(self.folder), layouts=dicts(together))

@@ -119,7 +119,7 @@ def retry(zero: str, places: tuple[str, ...] = ("early", "early"), set_to_none: 
 
 
 def give_up(run: Run):
-    """What a failed backward has made of the gradients is used, as by one process."""
+    """Gradients that a failed backward has left are used, as by one process."""
     for step in range(2):
         with pytest.raises(ArithmeticError):
             run.backward(step, boom="late")

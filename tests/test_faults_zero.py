@@ -1,4 +1,4 @@
-"""What only sharding can get wrong: overflow on one rank, norms over shards, optimizers that cannot be divided, layers
+"""Errors of sharding alone: overflow on one rank, norms over shards, optimizers that cannot be divided, layers
 that hide from their wrapper. Right, or an error that names the cause on every rank before the optimizer can step."""
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What is started ends: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
+"""Nothing is left running: a hundred groups and many launches leave no descriptor, thread, process, socket or file."""
 
 import gc
 import os
@@ -25,7 +25,7 @@ SETTLING = 10.0  # seconds that threads of the communication library get to end;
 
 
 def held() -> dict[str, list[str]]:
-    """What this process has: open files by kind, threads, children; and what lies in the folder for temporary files."""
+    """Resources of this process: open files by kind, threads, children; and the temporary files."""
     files = []
     for link in Path("/proc/self/fd").iterdir():
         try:
@@ -39,13 +39,13 @@ def held() -> dict[str, list[str]]:
 
 
 def more(now: dict[str, list[str]], before: dict[str, list[str]]) -> dict[str, dict[str, int]]:
-    """What has been added, counted, of each kind."""
+    """Number of resources added, by kind."""
     found = {kind: dict(Counter(now[kind]) - Counter(before[kind])) for kind in now}
     return {kind: what for kind, what in found.items() if what}
 
 
 def what_stays(before: dict[str, list[str]]) -> dict[str, dict[str, int]]:
-    """What is there beyond what was, as soon as it is nothing, or at the end of patience."""
+    """Resources beyond those before: as soon as there are none, or at the end of the wait."""
     deadline = time.monotonic() + SETTLING
     gc.collect()
     while (left := more(held(), before)) and time.monotonic() < deadline:
@@ -54,7 +54,7 @@ def what_stays(before: dict[str, list[str]]) -> dict[str, dict[str, int]]:
 
 
 def join_and_leave(rank: int, world: int, folder: str, port: int) -> dict[str, dict[str, int]]:
-    """What this rank has after a hundred groups that it had not after the first few, and what files they left."""
+    """Resources that a hundred groups add to those of the first few, and their files."""
     os.mkdir(mine := f"{folder}/{rank}")
     tempfile.tempdir = mine
     before: dict[str, list[str]] = {}
@@ -90,7 +90,7 @@ def reduce_or_fail(place: Place, how: str) -> None:
 
 
 def launch_often(rank: int, world: int, folder: str) -> dict[str, dict[str, int]]:
-    """What the process that starts ranks has after launches of each kind, and their files."""
+    """Resources of the process that starts ranks after launches of each kind, and their files."""
     os.mkdir(made := f"{folder}/made")
     tempfile.tempdir = made
     launch.GRACE = 0.3  # seconds that the others get: of this process only

@@ -66,7 +66,7 @@ class Proof:
         ranks.run(layout_case, layouts[0].ranks, folder=str(self.folder), layouts=dicts(layouts), changes=changes)
 
     def records(self, layout: Layout, **changes: object) -> list[dict]:
-        """What every rank of a layout has."""
+        """Results of every rank of a layout."""
         name = name_of(layout, changes)
         if not (self.folder / f"{name}.0").exists():
             self.run([layout], **changes)

@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def mixed_case(group, folder: str, layout: dict, changes: dict, steps: int, poisoned: list[int]) -> list[dict]:
-    """What each step decides. In poisoned steps one rank, the last one, has an infinity in one gradient."""
+    """Decision of each step. In poisoned steps one rank, the last one, has an infinity in one gradient."""
     torch.set_default_dtype(torch.float32)
     layout = Layout(**layout)
     trainer = Watched(layout.recipe(folder, **changes))

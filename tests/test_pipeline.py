@@ -46,7 +46,7 @@ class Oracle(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a run did on this rank."""
+    """Record of a run on this rank."""
 
     losses: list[Losses]
     peak: int  # microbatches that were live at once

@@ -1,4 +1,4 @@
-"""What the source may not contain, read with ast, and what no file that a run leaves may contain: secrets."""
+"""Code that the source may not contain, read with ast, and secrets that no file of a run may contain."""
 
 import ast
 import gzip
@@ -44,7 +44,7 @@ Aliases = dict[str, str]
 
 
 def aliases_of(tree: ast.AST) -> Aliases:
-    """What the names that a file imports stand for: `t` for `torch` after `import torch as t`."""
+    """Meaning of the names that a file imports: `t` is `torch` after `import torch as t`."""
     found = {"np": "numpy", "dist": "torch.distributed"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

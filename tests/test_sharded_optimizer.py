@@ -133,7 +133,7 @@ def save_case(group, folder: str, layout: str, stage: int) -> None:
 
 
 def resume_case(group, folder: str, layout: str, plain: bool) -> None:
-    """What goes on from a saved state is bitwise what was never interrupted."""
+    """A run resumed from a saved state equals an uninterrupted one bitwise."""
     weights, state = torch.load(f"{folder}/state.pt", weights_only=True)
     model, reference = make(seed=5), make()
     model.load_state_dict(weights)

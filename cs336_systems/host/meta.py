@@ -57,7 +57,7 @@ def run(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """What a result depends on. Raises TypeError for a tensor with numbers and for what is neither one nor constant."""
+    """Key of a result. Raises TypeError for a tensor with numbers and for what is neither one nor constant."""
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter:
         if value.is_meta:

@@ -41,7 +41,7 @@ def test_every_candidate_is_recorded_and_nothing_else_stays(tmp_path):
 
 
 def gate_case(group, folder: str) -> list[str]:
-    """What the gate says of a way to load that changes nothing, and of one that forgets a tensor."""
+    """The gate's findings on a way to load that changes nothing, and on one that forgets a tensor."""
     recipe = Recipe.of(size="tiny", data=("random",), num_layers=1, batch_size=2, context=8, device="cpu")
     bench = rivals.Bench(recipe, group, torch.device("cpu"), Path(folder))
     kept = {}

@@ -1,4 +1,4 @@
-"""What every rank does in an all-reduce's benchmark: its arithmetic, its gate, and what the ranks tell each other."""
+"""Work of a rank in the all-reduce benchmark: its arithmetic, its gate, and messages between ranks."""
 
 import socket
 import sys

@@ -90,7 +90,7 @@ def test_the_gates_places_reach_from_the_first_to_the_last():
 
 
 class FakeGPU:
-    """What a stopwatch asks of a GPU, written down in order; each event is a second later than the last."""
+    """A fake GPU that lists a stopwatch's calls in order; each event is a second later than the last."""
 
     def __init__(self):
         self.log, self.clock = [], 0.0

@@ -1,4 +1,4 @@
-"""What the benchmarks of kernels share: what is left out and why, and a run in which there is nothing to measure."""
+"""Shared parts of the kernel benchmarks: candidates left out and why, and a run with nothing to measure."""
 
 import json
 from types import SimpleNamespace

@@ -107,7 +107,7 @@ def forward_and_backward(precision: str, lowered: bool) -> Part:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_dtypes_of_the_toy_model_on_a_cpu(precision):
-    """What this torch does on a CPU; the lists of CUDA differ in the layer norm."""
+    """Dtypes of this torch on a CPU; the lists for CUDA differ in the layer norm."""
     low, wide = forward_and_backward(precision, True), forward_and_backward(precision, False)
     assert probe_toy(CPU, precision) == {
         PARAMETERS: wide,

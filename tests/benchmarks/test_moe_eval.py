@@ -63,7 +63,7 @@ def command_case(rank: int, world: int, folder: str, results: str) -> dict:
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory) -> dict:
-    """What the commands said, and the folder of what they left."""
+    """Output of the commands, and the folder of their files."""
     folder = tmp_path_factory.mktemp("moe_eval")
     (answer,) = ranks.run_alone(command_case, 1, results=str(folder))
     for said in answer.values():

@@ -63,7 +63,7 @@ def test_bytes_are_those_predicted_and_records_hold_every_candidate(tmp_path):
 
 
 def sees(bench: Bench, ways: list, wrong: str) -> str | None:
-    """What the gate says of a layer whose sort is wrong in one way."""
+    """The gate's findings on a layer whose sort is wrong in one way."""
     right = MoELayer.by_sort
 
     def by_sort(self, x, logits, mixture, capacity, *rest):

@@ -49,7 +49,7 @@ def run_case(rank: int, world: int, folder: str, out: str, wrapper: str) -> None
 
 @pytest.fixture(scope="module", params=["bucketed", "zero3"])
 def folder(request, tmp_path_factory) -> Path:
-    """What a run over two ranks leaves."""
+    """Folder of a run over two ranks."""
     out = tmp_path_factory.mktemp(request.param)
     ranks.run_alone(run_case, 2, out=str(out), wrapper=request.param)
     return out
@@ -142,7 +142,7 @@ def test_one_rank_needs_no_wrapper(tmp_path, capsys, quick_probe):
 
 
 def test_a_report_of_a_foreign_trace(tmp_path, capsys):
-    """What plain torch.profiler writes has no tags, marks or phases; nothing breaks."""
+    """A trace of plain torch.profiler has no tags, labels or phases; nothing breaks."""
     with torch.profiler.profile(profile_memory=True) as profiler:
         torch.nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "rank0.trace.json"))

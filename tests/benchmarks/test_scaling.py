@@ -56,7 +56,7 @@ def torchrun_rank(place: Place, folder: Path, results: str) -> None:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> dict:
-    """What the commands said, and the folder of their records."""
+    """Output of the commands, and the folder of their records."""
     folder = tmp_path_factory.mktemp("scaling")
     (answer,) = ranks.run_alone(measured_case, 1, results=str(folder))
     return answer | {"folder": folder}
@@ -125,7 +125,7 @@ def test_ranks_of_torchrun_measure_the_layouts_of_their_number(measured):
 
 
 def smoke(monkeypatch, results: Path, *arguments: str) -> list[tuple]:
-    """What a smoke run lets the ranks do."""
+    """Work that a smoke run gives to the ranks."""
     launcher = FakeLauncher()
     monkeypatch.setattr(scaling, "Launcher", lambda here, device: launcher)
     command = ["--smoke", "--device", "cpu", "--results", str(results), *arguments]

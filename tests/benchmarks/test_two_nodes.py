@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @cache
 def able() -> bool:
-    """Whether this process may make network namespaces and limit rates in them."""
+    """True if this process may make network namespaces and limit rates in them."""
     if os.geteuid() != 0 or not all(map(shutil.which, two_nodes.TOOLS)):
         return False
     try:
@@ -84,7 +84,7 @@ def test_both_ends_of_the_wire_are_limited():
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and that nobody has waited for does not."""
+    """True if a process runs; a zombie does not."""
     status = Path(f"/proc/{pid}/status")
     return status.exists() and "State:\tZ" not in status.read_text()
 

@@ -1,4 +1,4 @@
-"""What is refused when a module is wrapped, on every rank and by name, and groups of some ranks only."""
+"""Refusals when a module is wrapped, on every rank and by name, and groups of some ranks only."""
 
 from datetime import timedelta
 

@@ -1,4 +1,4 @@
-"""What the system refuses, or does slowly, is told from what is wrong with a checkpoint, and every rank hears of it."""
+"""Errors and slowness of the file system, told apart from damage to a checkpoint, and reported to every rank."""
 
 import errno
 import fcntl

@@ -129,7 +129,7 @@ def killed_save(parent: str, step: int, kill: tuple[int, str]) -> None:
 
 
 def found_after(parents: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """What a run that begins in each folder finds: the newest step, how many are whole, what clean() has left."""
+    """State found in each folder: the newest step, the number of complete checkpoints, files left by clean()."""
     results = []
     with distributed("cpu", timeout=PATIENCE) as group:
         for parent in map(Path, parents):

@@ -92,7 +92,7 @@ def file_too_large(group, parent: str) -> dict[str, Any]:
 
 
 def open_in_little_memory(rank: int, world_size: int, folder: str, checkpoints: Sequence[str]) -> list[str]:
-    """What opening says in a process that may take no more than 64 MiB on top of what it has."""
+    """Message of opening in a process that may allocate at most 64 MiB more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + (1 << 26)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -77,7 +77,7 @@ def test_a_step_that_is_saved_already_stays(tmp_path, group):
 
 
 def spoiled(change: str) -> tuple[list[Piece], dict, dict]:
-    """What a run must not save."""
+    """A state that a run must not save."""
     pieces, scalars, state = pieces_of(tensors(3), 0, 1), {}, {}
     first = pieces[0]
     match change:
@@ -200,7 +200,7 @@ def test_an_error_in_the_background_is_raised_at_the_next_call(at_start, tmp_pat
 
 
 def ranks_that_differ(group, parent: str) -> list[str]:
-    """What is said of a dtype that is another on rank 1, and of damage to each rank's file in turn."""
+    """Messages about a dtype that differs on rank 1, and about damage to each rank's file in turn."""
     folder, said = Path(parent), []
     low, high = my_share(7, group.rank(), group.size())
     mine = torch.zeros(high - low, dtype=(torch.float32, torch.int32)[group.rank()])

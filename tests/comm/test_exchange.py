@@ -36,7 +36,7 @@ def drawn(seed: int, *shape: int) -> Tensor:
 
 
 def permuted(xs: list[Tensor], counts: list[list[int]]) -> list[Tensor]:
-    """What each rank gets, in one process."""
+    """Rows that each rank should get, computed in one process."""
     parts = [x.split(row) for x, row in zip(xs, counts, strict=True)]
     return [torch.cat([mine[rank] for mine in parts]) for rank in range(len(xs))]
 

@@ -1,4 +1,4 @@
-"""What befalls a rank, and its starter: the others end in time and say what happened, and nobody is left behind."""
+"""Failures of a rank and of its starter: the others end in time and name the cause, and no process is left."""
 
 import ctypes
 import os

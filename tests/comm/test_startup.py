@@ -113,7 +113,7 @@ def join_case(rank: int, world: int, folder: str, ranks_that_join: dict, port: i
 
 
 def failures(number: int, ranks_that_join: dict, port: int = 0) -> list:
-    """What each process of a start-up that must fail says."""
+    """Message of each process of a start-up that must fail."""
     with pytest.raises(ranks.RanksFailedError) as error:
         ranks.run_alone(join_case, number, ranks_that_join=ranks_that_join, port=port)
     return error.value.errors

@@ -1,4 +1,4 @@
-"""What operators read, write and keep, counted by hand for one block of a small model."""
+"""Bytes that operators read, write and keep, counted by hand for one block of a small model."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What kernels and collectives take: never less than the roofline, and the textbook's forms where nothing is lost."""
+"""Times of kernels and collectives: never less than the roofline, and the textbook's forms where nothing is lost."""
 
 from dataclasses import replace
 from itertools import pairwise

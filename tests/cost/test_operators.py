@@ -1,4 +1,4 @@
-"""What operators compute, hold and send, against the closed forms of whole models, papers and the project's own code.
+"""FLOPs, bytes and traffic of operators, against closed forms of whole models, papers and the project's own code.
 
 Weights leave out biases of linear layers, and BERT's classifier of pairs with the norm of its transform; FLOPs leave
 out that classifier.
@@ -180,7 +180,7 @@ def test_split_sequences_of_experts_are_gathered_once_and_scattered_once():
 
 
 def own_bytes(config: ModelConfig, layout: Layout, verbs: tuple[str, ...], axis: str) -> int:
-    """What the project's own code sends in 16 bits, gradients of weights and counts of rows apart."""
+    """Bytes that the project's own code sends in 16 bits, without gradients of weights and counts of rows."""
     found = observe_traffic(Recipe.of(context=SEQ, precision="bf16"), config, layout).items()
     skipped = ("norms", "expert counts")
     return sum(

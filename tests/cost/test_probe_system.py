@@ -30,7 +30,7 @@ SIZES = [(64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (2048,
 
 
 def timed(ramp: float, wave: float, start: float) -> list[TimedGemm]:
-    """What a machine takes that obeys the law of `operator_time.py`."""
+    """Time of a machine that obeys the law of `operator_time.py`."""
     constants = Constants(product=1.0, ramp=ramp, wave=wave, start=start)
     works = [Kernel(2.0 * r * i * c, 0.0, r, c, i, width=4) for r, i, c in SIZES]
     seconds = (kernel_seconds(work, LAPTOP, constants).total for work in works)

@@ -1,4 +1,4 @@
-"""What a stage spends on a microbatch, on machines on which one thing alone takes time."""
+"""Time of a stage for a microbatch, on machines on which one thing alone takes time."""
 
 from dataclasses import replace
 

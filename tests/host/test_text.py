@@ -44,7 +44,7 @@ EVERYTHING = " ".join(HOSTILE)
 
 
 def is_plain(text: str) -> bool:
-    """Whether a terminal shows a text as it is, line by line."""
+    """True if a terminal shows a text as it is, line by line."""
     return all(line.isprintable() for line in text.split("\n")) and text.encode() is not None
 
 
@@ -66,7 +66,7 @@ def test_what_is_readable_stays():
 
 
 def unescaped(pattern: str, text: str) -> bool:
-    """Whether Markdown sees a sign that no backslash stands before."""
+    """True if the text has a Markdown sign without a backslash before it."""
     return bool(re.search(rf"(?<!\\)(?:\\\\)*{pattern}", text))
 
 

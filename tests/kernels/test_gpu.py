@@ -1,4 +1,4 @@
-"""What only a GPU can show: CUDA graphs, streams, more than 2^31 elements, the same bits twenty times, Inductor."""
+"""Properties that only a GPU shows: CUDA graphs, streams, more than 2^31 elements, equal bits in twenty runs, Inductor."""
 
 from collections.abc import Callable
 

@@ -32,7 +32,7 @@ def key(rows: int = 6, seed: int = 1, step: int = 2, first: int = 0):
 
 
 def kept(p: float, *shape: int, site: int | str = "a", starts=None, dtype=torch.float32, **place) -> Tensor:
-    """What survives, as float64 zeros and ones."""
+    """The mask of kept elements, as float64 zeros and ones."""
     return (keyed_dropout(torch.ones(shape, dtype=dtype), p, key(shape[0], **place), site, starts) != 0).double()
 
 

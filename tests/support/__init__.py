@@ -1,1 +1,1 @@
-"""What several tests share: ranks, oracles, cases and fault programs."""
+"""Shared parts of several tests: ranks, oracles, cases and fault programs."""

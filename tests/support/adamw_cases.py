@@ -1,4 +1,4 @@
-"""What the tests of FusedAdamW share: hyperparameters, parameters, steps on equal gradients, the bound of an error."""
+"""Shared parts of FusedAdamW's tests: hyperparameters, parameters, steps on equal gradients, the bound of an error."""
 
 import torch
 from torch import nn

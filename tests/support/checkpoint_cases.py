@@ -20,7 +20,7 @@ PATIENCE = 30.0  # seconds after which a process is ended, whatever it waits for
 
 
 def tensors(step: int, rank: int = 0) -> dict[tuple[str, str], torch.Tensor]:
-    """What a run has at a step, by name and kind: several dtypes, no axes, no elements. Random state is a rank's."""
+    """A run's tensors at a step, by name and kind: several dtypes, no axes, no elements. Random state is a rank's."""
     draw = torch.Generator().manual_seed(1000 * step)
     return {
         ("a.weight", VALUE): torch.randn(6, 4, generator=draw),
@@ -70,7 +70,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def is_step(checkpoint, step: int, ranks: int = 1) -> bool:
-    """Whether a checkpoint is that of a step, bit for bit."""
+    """True if a checkpoint is that of a step, bit for bit."""
     wanted = {key: tensor for rank in range(ranks) for key, tensor in tensors(step, rank).items()}
     found = {(name, kind) for name, kinds in checkpoint.tensors.items() for kind in kinds}
     same = found == set(wanted) and all(

@@ -66,7 +66,7 @@ def compile_kernel(kernel, args, constants, num_warps, num_stages):
 
 @cache
 def reader() -> str:
-    """What Triton carries to read machine code with. To disassemble it, too, would take a hundred times as long."""
+    """Triton's own tool that reads machine code. Disassembling it as well would take a hundred times as long."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
 
 

@@ -1,4 +1,4 @@
-"""Whether a printed command could run: its module is there, and its words are options and arguments that it takes."""
+"""Check of a printed command: its module exists, and it takes these options and arguments."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def problem_of(line: str) -> str | None:
 
 
 def _after_torchrun(words: list[str]) -> list[str]:
-    """What torchrun is to run."""
+    """The command that torchrun is to run."""
     while words and words[0] in TORCHRUN:
         words = words[1 + TORCHRUN[words[0]] :]
     return words
@@ -65,7 +65,7 @@ def _problem_of_python(words: list[str]) -> str | None:
 
 
 def _problem_of_options(command: click.Command, words: list[str]) -> str | None:
-    """What click has against the words."""
+    """click's error for the words, or nothing."""
     try:
         while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             name, words = words[0], words[1:]

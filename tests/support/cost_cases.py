@@ -1,4 +1,4 @@
-"""What tests of the analytic model share: small models of every kind, and machines on which one thing takes time."""
+"""Shared parts of the cost model's tests: small models of every kind, and machines on which one thing takes time."""
 
 from dataclasses import replace
 from math import inf

@@ -1,4 +1,4 @@
-"""What the proof of expert parallelism is made of: one process that gates group by group with the one-hot formulation
+"""Parts of the proof of expert parallelism: one process that gates group by group with the one-hot formulation
 and adds the balancing loss by its formula, the ranks that run a layout, and the whole gradients of all experts."""
 
 import math
@@ -170,7 +170,7 @@ def validated(model: TransformerLM, feed: object) -> Tensor:
 
 
 def reference_case(group, folder: str, layouts: list[dict]) -> None:
-    """What one process makes of a model, in float64. Each rank takes some of the models."""
+    """Results of one process for a model, in float64. Each rank takes some of the models."""
     wide()
     myself = subgroup([group.rank()])
     for layout in [Layout(**each) for each in layouts][group.rank() :: group.size()]:
@@ -260,7 +260,7 @@ def dicts(layouts: list[Layout]) -> list[dict]:
 
 
 def rounding(layers: int) -> float:
-    """What rounding may do to a gradient, relative to its size, as in `layout_cases.rounding`; a layer with experts
+    """Bound of the rounding of a gradient, relative to its size, as in `layout_cases.rounding`; a layer with experts
     adds 12 operations to the 16 of a block: the router's product, softmax, two sums and a quotient of weights, three
     products of an expert, the weighted rows and their sum, and the two of the balancing loss."""
     return bound(torch.float64, stages=3 * 28 * (layers + 1), longest_sum=264)

@@ -40,7 +40,7 @@ def functions(code: CodeType) -> Iterator[CodeType]:
 
 
 def body(code: CodeType) -> tuple:
-    """What a function does, wherever in its file it stands."""
+    """Body of a function, independent of its place in the file."""
     inside = (body(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
     return code.co_code, code.co_names, code.co_varnames, code.co_freevars, tuple(inside)
 
@@ -127,7 +127,7 @@ def broken_ranks(variant: Variant, change: bool) -> Iterator[None]:
 
 @dataclass
 class Outcome:
-    """What came of a test: "passed", "failed", or "error" if it did not come to its own lines; in which of them it
+    """Outcome of a test: "passed", "failed", or "error" if it did not come to its own lines; in which of them it
     failed ("FILE:LINE: code"), and what it said."""
 
     result: str = "error"
@@ -170,7 +170,7 @@ def shortened(text: str) -> str:
 
 
 def run_broken(variant: Variant, folder: Path, change: bool = True) -> Outcome:
-    """What comes of the variant's test, in `folder` if it writes anything; without `change` of the unchanged library,
+    """Outcome of the variant's test, in `folder` if it writes anything; without `change` of the unchanged library,
     on the variant's network."""
     if change:
         changes(variant)  # here as well, where what is wrong with it is no success

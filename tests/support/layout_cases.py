@@ -1,4 +1,4 @@
-"""What the proof of the layouts is made of: one process that knows no layout, the ranks that run one, and the whole
+"""Parts of the proof of layouts: one process that knows no layout, the ranks that run one, and the whole
 gradients put together from what each rank has."""
 
 import math
@@ -113,7 +113,7 @@ def errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
 
 
 def reference_case(group, folder: str, layouts: list[dict]) -> None:
-    """What one process makes of a model, in float64, and how much more that changes than the weights it begins with."""
+    """Results of one process for a model, in float64, and how much more they change than the initial weights."""
     torch.set_default_dtype(torch.float64)
     for layout in (Layout(**each) for each in layouts):
         alone = Layout(model=layout.model, dropout=layout.dropout, schedule=layout.schedule, pp=layout.pp)
@@ -168,7 +168,7 @@ def name_of(layout: Layout, changes: dict) -> str:
 
 
 def traffic_case(group, folder: str, layout: dict) -> list[list]:
-    """What this rank sends and receives in the second step of a layout: (verb, elements, ranks, how often). What a
+    """Traffic of this rank in the second step of a layout: (verb, elements, ranks, how often). What a
     group of one is asked to do moves nothing."""
     trainer = Trainer(Layout(**layout).recipe(folder))
     trainer.step(0)
@@ -229,7 +229,7 @@ def batched(layouts: list[Layout], size: int) -> Iterator[list[Layout]]:
 
 
 def rounding(layers: int) -> float:
-    """What rounding may do to a gradient of a model whose parts are all well conditioned, relative to its size: 16
+    """Bound of the rounding of a gradient of a model whose parts are all well conditioned, relative to its size: 16
     operations of a block (two norms, six products of matrices, softmax, activation, sums), as many again for embedding,
     head and loss, all three times, since backward has two for each; the longest sum is over the padded vocabulary."""
     return bound(torch.float64, stages=3 * 16 * (layers + 1), longest_sum=264)

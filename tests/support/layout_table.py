@@ -79,7 +79,7 @@ class Layout:
         return f"{self.model}-{self.layers}-{self.dropout}"
 
     def exists(self) -> bool:
-        """Whether the options mean anything together."""
+        """True if the options can be combined."""
         if self.ranks not in (2, 4, 8) or (self.sequence_parallel and self.tp == 1):
             return False
         if self.schedule == "interleaved" and (not self.accumulate or self.zero == 3):

@@ -24,7 +24,7 @@ PATIENCE = 10.0  # seconds that processes get to end; they take milliseconds
 
 
 class Run:
-    """What there was before the first test, and what has come to it after the last."""
+    """Files, processes and memory before the first test, and those added after the last."""
 
     def __init__(self) -> None:
         usual = tempfile.gettempdir()
@@ -73,7 +73,7 @@ def processes(mark: str) -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """What lies in /dev/shm of this user's and was not made by a process that lives: names have its number in them."""
+    """This user's files in /dev/shm whose process has ended: names have its number in them."""
     found, folder = set(), Path("/dev/shm")
     for path in folder.iterdir() if folder.is_dir() else ():
         try:
@@ -86,7 +86,7 @@ def shared_memory() -> set[str]:
 
 
 def project_files() -> set[str]:
-    """What lies at the project's top and in the folders that its commands write to; a dot begins what is tools'."""
+    """Files at the project's top and in the folders that its commands write to; those of tools begin with a dot."""
     paths = [*ROOT.iterdir(), *(path for name in WATCHED for path in (ROOT / name).rglob("*"))]
     names = {path.relative_to(ROOT).as_posix() for path in paths}
     return {name for name in names if not re.search(r"(^|/)(\.|__pycache__)|\.egg-info", name)}

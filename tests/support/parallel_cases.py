@@ -1,4 +1,4 @@
-"""What the tests of data parallelism share: a small model with every awkward kind of parameter, batches, and oracles
+"""Shared parts of the tests of data parallelism: a small model with awkward parameters of every kind, batches, oracles
 that know nothing of buckets."""
 
 import copy
@@ -59,7 +59,7 @@ def loss_of(model: nn.Module, step: int, rank: int = 0, world_size: int = 1) -> 
 def one_process(
     steps: int, optimizer_cls: type, micro: int = 1, clip: float | None = None, **options
 ) -> tuple[dict, list]:
-    """What one process computes from all rows: final parameters by name, and the gradient norms."""
+    """Results of one process from all rows: final parameters by name, and the gradient norms."""
     model = make()
     optimizer = optimizer_cls(model.parameters(), **options)
     norms = []

@@ -1,4 +1,4 @@
-"""What the tests of model parallelism share: three small models, batches, a loss, how gradients compare."""
+"""Shared parts of the tests of model parallelism: three small models, batches, a loss, comparison of gradients."""
 
 import copy
 from dataclasses import replace

@@ -18,7 +18,7 @@ COLLECTIVE_TIMEOUT = 20.0  # seconds that a rank waits for the others
 
 
 class RanksFailedError(AssertionError):
-    """What each rank that failed says; `errors` has (type, message) or None by rank."""
+    """Errors of the ranks that failed; `errors` has (type, message) or None by rank."""
 
     def __init__(self, replies: list[dict]) -> None:
         self.errors = [tuple(reply["error"][:2]) if "error" in reply else None for reply in replies]

@@ -165,7 +165,7 @@ def chain_case(group, recipes: list[dict]) -> list[list[list[float]]]:
 
 
 class Outcome:
-    """What came of an attempt: each rank's result, exit code and error."""
+    """Outcome of an attempt: each rank's result, exit code and error."""
 
     def __init__(self, results: list, codes: list, errors: list) -> None:
         self.results, self.codes, self.errors = results, codes, errors
@@ -225,7 +225,7 @@ def log_of(out: Path) -> list[dict]:
 
 
 def figures(out: Path) -> list[tuple]:
-    """What the log says of each step but for times and memory."""
+    """The log's entries of each step without times and memory."""
     keys = ("step", "loss", "lm_loss", "sop_loss", "lr", "grad_norm", "loss_scale", "skipped", "balance", "dropped")
     return [tuple(line.get(key) for key in keys) for line in log_of(out) if "loss" in line]
 

@@ -1,4 +1,4 @@
-"""What the proof of checkpoints is made of: layouts by name, runs that are written, undisturbed and taken up again, and
+"""Parts of the proof of checkpoints: layouts by name, runs that are written, uninterrupted and resumed, and
 runs that go on from what others wrote."""
 
 import math
@@ -270,7 +270,7 @@ def plain_case(group, folder: str, file: str, layout: str) -> None:
 
 
 def wrong_split_case(group, folder: str, layout: str) -> list[str]:
-    """What is said when all ranks write everything, and when none writes the last element."""
+    """Messages when all ranks write everything, and when none writes the last element."""
     trainer, said, right = trainer_of(layout, folder), [], run_state.my_share
     for share in (lambda count, *place: (0, count), lambda count, *place: right(count - 1, *place)):
         run_state.my_share = share

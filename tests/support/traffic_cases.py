@@ -30,7 +30,7 @@ GPT = {"norm": "layernorm", "bias": True}
 
 
 def in_turn(logits: torch.Tensor, *rest: object) -> torch.Tensor:
-    """What a balanced router chooses: (top_k tokens)."""
+    """Choices of a balanced router: (top_k tokens)."""
     tokens, experts = logits.shape
     top_k = next(each.top_k for each in rest if isinstance(each, Mixture))
     return (torch.arange(tokens) + torch.arange(top_k)[:, None]) % experts
@@ -49,7 +49,7 @@ def config_of(changes: dict) -> ModelConfig:
 
 
 def layout_case(group, steps) -> list:
-    """What a rank sends in a recorded step of each layout: items of transfers and their counts."""
+    """Traffic of a rank in a recorded step of each layout: items of transfers and their counts."""
     gating.choose = in_turn  # in the process of this case only
     found = []
     for changes, degrees in steps:
@@ -162,7 +162,7 @@ WRAPPERS = {
 
 
 def wrapper_case(group, steps) -> list:
-    """What a rank sends when each wrapper or optimizer is made, and in a step of it."""
+    """Traffic of a rank when each wrapper or optimizer is made, and in a step of it."""
     found = []
     for name in steps:
         case, *arguments = WRAPPERS[name]

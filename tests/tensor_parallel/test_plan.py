@@ -172,7 +172,7 @@ def check_use(config, sequence: bool, mesh: Mesh) -> None:
 
 
 def check_names(kind: str, config, mesh: Mesh) -> None:
-    """What is cut, what is a part of a sum, and what is alike."""
+    """Names of parameters that are split, that have partial gradients, and that are replicated."""
     plans = [tensor_parallel(TransformerLM(config, "meta"), mesh.tp, sequence, MULTIPLE) for sequence in (False, True)]
     cut = {"embedding.tokens.weight": 0} | ({"head.weight": 0} if kind == "llama" else {})
     cut |= {"bert_heads.bias": 0} if kind == "bert" else {}
@@ -192,7 +192,7 @@ def check_names(kind: str, config, mesh: Mesh) -> None:
 
 
 def check_frozen(mesh: Mesh) -> None:
-    """What is not trained in the whole model is not trained in its parts."""
+    """Parameters frozen in the whole model are frozen in its parts."""
     model = TransformerLM(CONFIGS["bert"], "meta").requires_grad_(False)
     tensor_parallel(model, mesh.tp, True, MULTIPLE)
     assert not any(parameter.requires_grad for parameter in model.parameters())

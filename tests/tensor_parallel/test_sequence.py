@@ -154,7 +154,7 @@ def check_partial_backward(group, whole: Tensor) -> None:
 
 
 def kept_bytes(model: TransformerLM, batch) -> int:
-    """What is kept for backward apart from parameters, each storage once, as autograd and `GatheredSequence` get it."""
+    """Bytes kept for backward without parameters, each storage once, as autograd and `GatheredSequence` get it."""
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -218,7 +218,7 @@ def one_case(group) -> None:
 
 
 def recompute_case(group) -> None:
-    """What is run again as a whole keeps nothing in between, so the sequence is not gathered by itself."""
+    """A block that is recomputed keeps nothing in between, so the sequence is not gathered by itself."""
     config = CONFIGS["gpt"]
     mesh = Mesh(tp=group.size())
     for recompute, gathers in (("none", 2), ("attention", 2), ("segments", 0), ("nested", 0)):

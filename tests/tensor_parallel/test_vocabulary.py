@@ -86,7 +86,7 @@ def check_head_and_loss(vocab_size: int, padded: int, group, scale: float) -> No
 
 
 def check_loss(group) -> None:
-    """What targets and logits may be."""
+    """Valid targets and logits."""
     vocab_size, padded = 13, 8 * group.size()
     loss, dense = VocabParallelLoss(vocab_size, padded, group), TokenLoss()
     logits, targets = draw(*TOKENS, vocab_size, seed=6), words(vocab_size, 7)

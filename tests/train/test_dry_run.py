@@ -1,4 +1,4 @@
-"""What a rank holds and computes: observed on the meta device, and on real ranks with real tensors."""
+"""Memory and work of a rank: observed on the meta device, and on real ranks with real tensors."""
 
 import time
 from dataclasses import replace
@@ -61,7 +61,7 @@ def real_case(group, cases) -> list:
 
 
 def told(seen, layout: Layout) -> list:
-    """What is the same on a CPU. Buffers under way of real reductions are alive beside several microbatches; a real
+    """Figures equal on a CPU. Buffers in use by real reductions are alive beside several microbatches; a real
     router keeps its counts, and torch's counter does not know the experts' grouped products."""
     activations = seen.activations if layout.data == 1 else None
     flops = {phase: work.flops for phase, work in seen.work.items()}

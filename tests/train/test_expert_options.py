@@ -16,7 +16,7 @@ FAIRSEQ = model_preset("fairseq-moe-15b")
 
 
 def parse(*arguments: str) -> ExpertOptions:
-    """What a command line says, by the way of click."""
+    """Options of a command line, parsed by click."""
     found = []
 
     @click.command()

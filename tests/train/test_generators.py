@@ -27,7 +27,7 @@ def draw() -> list[float]:
 
 
 def continued_case(group, folder: str, odd: bool) -> list[float]:
-    """What a rank draws after a checkpoint, which it draws once more after others took its place. `odd`: half a pair is
+    """Numbers that a rank draws after a checkpoint, and again after it was restored. `odd`: half a pair is
     kept at the time."""
     rank = group.rank()
     seed(rank)

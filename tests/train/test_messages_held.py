@@ -1,4 +1,4 @@
-"""What a stage has sent is kept until it has arrived, and no longer: 1F1B's memory must not grow with microbatches."""
+"""Messages are kept until they have arrived, and no longer: 1F1B's memory must not grow with microbatches."""
 
 from dataclasses import replace
 

@@ -43,7 +43,7 @@ def kills(seed: int, moments: tuple[str, ...] = MOMENTS) -> list[dict]:
 
 
 def killed_and_resumed(recipe: dict, faults: list[dict]) -> list[str]:
-    """What every attempt after a kill says of where it goes on."""
+    """Messages of the attempts after a kill on the step at which they resume."""
     said = []
     for fault in faults:
         outcome = attempt(2, recipe, fault)

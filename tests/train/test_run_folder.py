@@ -132,7 +132,7 @@ OTHER = {
 
 
 def refusals_case(group, recipes: list[dict]) -> list[str]:
-    """What each of them is refused with."""
+    """Message with which each is refused."""
     found = []
     for recipe in recipes:
         try:

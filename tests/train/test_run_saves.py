@@ -1,4 +1,4 @@
-"""What a run saves and logs while it goes on, also on a disk that is full."""
+"""Files and log of a run while it trains, also on a full disk."""
 
 import math
 from pathlib import Path

@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_the_same_bits_and_its_checkpoint_has_what_its_ranks_
 
 @pytest.fixture(scope="module")
 def allowed(proof):
-    """What rounding may do to each family."""
+    """Bound of the rounding for each family."""
     found = ranks.run(amplification_case, 1, folder=str(proof.folder))[0]
     bounds = {family: amplification * rounding(family) for family, amplification in found.items()}
     assert all(bound < 1e-8 for bound in bounds.values())
@@ -152,7 +152,7 @@ def said_of(state: RunState, checkpoint: Checkpoint, cast: bool = False) -> str:
 
 
 def problem_case(group, folder: str) -> list[str]:
-    """What is said of checkpoints that do not fit."""
+    """Messages about checkpoints that do not fit."""
     state = RunState(trainer_of("gpt", folder))
     checkpoint = open_checkpoint(Path(folder, "gpt", step_name(FIRST)))
     positions, norm = "embedding.positions.weight", "final_norm.weight"
@@ -216,7 +216,7 @@ def places(value: object) -> Iterator[tuple[dict | list, object]]:
 
 
 def damages_case(group, folder: str) -> list[str]:
-    """What is said of checkpoints of which one entry of the manifest, which is signed anew, is another or gone. What is
+    """Messages about checkpoints with one entry of the manifest changed or gone, and a new checksum. What is
     taken up all the same must leave the state as it was."""
     trainer = trainer_of("gpt", folder, out=Path(folder), num_layers=1)
     trainer.step(0)

@@ -87,7 +87,7 @@ def test_alone_there_is_nobody_to_wait_for():
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """What a GPU's timer calls, in a list, with a stream whose time is the fake clock's."""
+    """Calls of a GPU's timer, in a list, with a stream whose time is the fake clock's."""
     gpu = SimpleNamespace(calls=[], clock=Clock())
 
     class Event:

@@ -1,4 +1,4 @@
-"""What the chapters on profiles, precision and memory say: sentences chosen from records, and pictures found."""
+"""Chapters on profiles, precision and memory: sentences chosen from records, and pictures found."""
 
 import json
 from dataclasses import replace

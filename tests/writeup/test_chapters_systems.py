@@ -27,7 +27,7 @@ def record(benchmark: str, config: dict[str, Any], ms: Sequence[float] = (), **m
 
 
 def citation(*records: Record) -> Citation:
-    """What a chapter would have been given."""
+    """A citation as a chapter gets it."""
     return Citation(records[0].benchmark, "run it", records, frozenset(key for each in records for key in each.config))
 
 

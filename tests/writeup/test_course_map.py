@@ -52,7 +52,7 @@ def test_no_problem_is_missing(year):
 
 @cache
 def names_in(file: str) -> set[str]:
-    """What a file defines at its top, and the methods of its classes as Class.method."""
+    """Names that a file defines at its top, and the methods of its classes as Class.method."""
     found = set()
     for node in ast.parse((ROOT / file).read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -173,7 +173,7 @@ def test_what_cannot_be_read_is_not_said_to_be_unwritable(tmp_path, monkeypatch)
 
 @cache
 def imports_the_extra(path: Path) -> bool:
-    """Whether a file cannot be imported without the extra; a test that skips before it imports can."""
+    """True if a file cannot be imported without the extra; a test that skips before it imports can."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Expr) and "importorskip" in ast.unparse(node):
             return False
