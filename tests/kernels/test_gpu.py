@@ -1,4 +1,4 @@
-"""Properties that only a GPU shows: CUDA graphs, streams, more than 2^31 elements, equal bits twenty times, Inductor."""
+"""Tests that need a GPU: CUDA graphs, streams, more than 2^31 elements, equal bits twenty times, Inductor."""
 
 from collections.abc import Callable
 
