@@ -1,15 +1,30 @@
 """A table of text: the same cells on a terminal and in Markdown."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any
 
 import rich.table
 
+from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.text import markdown_code, markdown_row, markdown_text
 
-Row = TypeVar("Row")
+# The formats of columns: times are in nanoseconds and shown in milliseconds.
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "text": str,
+    "ms": lambda time: f"{time / 1e6:,.3f}",
+    "some": lambda time: f"{time / 1e6:,.3f}" if time else "",
+    "%": "{:.2%}".format,
+    "share": "{:.1%}".format,
+    "count": lambda count: format_count(count) if count else "",
+    "speed": lambda flops: format_count(flops * 1e9) if flops else "",  # a second, of those in a nanosecond
+    "bytes": format_bytes,
+    "ratio": "{:.2f}".format,
+    "ms or -": lambda time: "-" if time is None else f"{time / 1e6:.3f}",
+    "% or -": lambda share: "-" if share is None else f"{100 * share:.1f} %",
+}
 LONGEST = 100  # characters of a name in Markdown; kernels' names are templates of hundreds
 NUMBER = re.compile(r"[-+(<]*\d|-?$")  # the beginning of a cell in a column of numbers; it may be empty
 
@@ -26,12 +41,21 @@ class Table:
     names: bool = False
 
     @classmethod
-    def of(
-        cls, title: str, rows: Iterable[Row], columns: Mapping[str, Callable[[Row], str]], note: str = ""
-    ) -> "Table":
-        """Table of objects, a row each: `columns` maps a head to the function that makes its cells; the first gives
-        names."""
-        return cls(title, list(columns), [[cell(row) for cell in columns.values()] for row in rows], note, names=True)
+    def of(cls, title: str, rows: Sequence[object], columns: str, note: str = "", names: bool = True) -> "Table":
+        """Table of objects, a row each, from `head: field format` for each column, separated by ";".
+
+        A field may lie in another (`inclusive.forward`) or be a quotient (`total/calls`); a column whose format ends in
+        ? is left out where it has only zeros.
+        """
+        heads, cells = list[str](), list[list[str]]()
+        for column in columns.split(";"):
+            head, fields, form, optional = re.fullmatch(r"\s*(.+): (\S+) (.+?)(\??)", column).groups()  # type: ignore[union-attr]
+            above, *below = (list(map(attrgetter(field), rows)) for field in fields.split("/"))
+            values = [a / b if b else 0 for a, b in zip(above, *below, strict=True)] if below else above
+            if any(values) or not optional:
+                heads.append(head)
+                cells.append(list(map(FORMATS[form], values)))
+        return cls(title, heads, list(zip(*cells, strict=True)), note, names)
 
     def numeric(self) -> list[bool]:
         """For each column whether it has numbers only."""
@@ -68,13 +92,3 @@ def cut(name: str, width: int) -> str:
         return name
     head = (width - 1) * 2 // 3
     return f"{name[:head]}…{name[len(name) - (width - 1 - head) :]}"
-
-
-def milliseconds(nanoseconds: float) -> str:
-    """1234567 -> `1.235`."""
-    return f"{nanoseconds / 1e6:,.3f}"
-
-
-def percent(share: float) -> str:
-    """0.1234 -> `12.34%`."""
-    return f"{share:.2%}"

@@ -25,6 +25,7 @@ from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
 
 # No rank leaves before all have entered. Not so a broadcast, or an all-to-all in which two have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
+FOREVER = 10**30  # nanoseconds
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 
 
@@ -37,10 +38,6 @@ class Matched:
     waits: dict[int, Span] = field(default_factory=dict)  # of ours, where waiting holds a thread up: not with NCCL
     joins: bool = False  # no rank can leave before all have entered
 
-    @property
-    def start(self) -> int:
-        return min(span.start for span in self.spans.values())
-
     def leaving(self, rank: int) -> Span | None:
         """The span at whose end the rank knows the collective to be over; None if the trace does not show it."""
         return self.waits.get(rank) if parse_collective(self.spans[rank].name) else self.spans[rank]
@@ -49,7 +46,8 @@ class Matched:
 @once
 def match(traces: list[Trace]) -> list[Matched]:
     """The collectives that at least two ranks show, in order of the earliest start."""
-    return sorted((*_annotated(traces), *_of_backend(traces)), key=lambda each: (each.start, each.key))
+    found = [each for each in (*_annotated(traces), *_of_backend(traces)) if len(each.spans) > 1]
+    return sorted(found, key=lambda each: (min(span.start for span in each.spans.values()), each.key))
 
 
 def _annotated(traces: list[Trace]) -> Iterator[Matched]:
@@ -73,9 +71,8 @@ def _annotated(traces: list[Trace]) -> Iterator[Matched]:
             elif blocking:
                 matched.waits.setdefault(trace.rank, span)
     for key, each in found.items():
-        if len(each.spans) > 1:
-            waits = {rank: wait for rank, wait in each.waits.items() if rank in each.spans}
-            yield Matched(each.key, each.spans, waits, key not in unsure)
+        waits = {rank: wait for rank, wait in each.waits.items() if rank in each.spans}
+        yield replace(each, waits=waits, joins=key not in unsure)
 
 
 def _groups(trace: Trace) -> list[tuple[str, str]]:
@@ -107,7 +104,7 @@ def _of_backend(traces: list[Trace]) -> Iterator[Matched]:
             found.setdefault((span.name, shape, kind, group), {}).setdefault(trace.rank, []).append(span)
     for (name, shape, kind, _), by_rank in found.items():
         counts = set(map(len, by_rank.values()))
-        for k in range(min(counts) if len(by_rank) > 1 else 0):
+        for k in range(min(counts)):
             spans = {rank: each[k] for rank, each in by_rank.items()}
             sure = len(counts) == 1 and JOINING.search(name) and all(map(_filled, spans.values()))
             yield Matched(" ".join(f"{name.split('(')[0]} {shape} {kind} #{k}".split()), spans, joins=bool(sure))
@@ -145,18 +142,16 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
             "ping-pong": _from_ping_pong(first, trace),
             "same host": (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None,
         }
-        agreed: Interval | None = None
-        heard, dropped = list[str](), list[str]()
-        for name, interval in witnesses.items():
-            if interval is None:
-                continue
-            low, high = (max(agreed[0], interval[0]), min(agreed[1], interval[1])) if agreed else interval
-            agreed = (low, high) if low <= high else agreed
-            (heard if low <= high else dropped).append(name)
+        low, high, heard, dropped = -FOREVER, FOREVER, list[str](), list[str]()
+        for name, bounds in witnesses.items():
+            if bounds is None or max(low, bounds[0]) > min(high, bounds[1]):
+                dropped += [name] * (bounds is not None)
+            else:
+                low, high = max(low, bounds[0]), min(high, bounds[1])
+                heard.append(name)
         source = ", ".join(heard) + (f"; contradicted: {', '.join(dropped)}" if dropped else "")
-        result[trace.rank] = Alignment(0, None, "nothing: taken to agree")
-        if agreed is not None:
-            result[trace.rank] = Alignment(sum(agreed) // 2, (agreed[1] - agreed[0] + 1) // 2, source)
+        found = Alignment((low + high) // 2, (high - low + 1) // 2, source)
+        result[trace.rank] = found if heard else Alignment(0, None, "nothing: taken to agree")
     return result
 
 
@@ -207,15 +202,12 @@ def _most_ahead(matches: list[Matched]) -> dict[tuple[int, int], int]:
 def aligned(traces: list[Trace]) -> list[Trace]:
     """The traces on the clock of the lowest rank there is, as `offsets` tells it."""
     known = offsets(traces)
-    return [_shifted(trace, known[trace.rank].nanoseconds) for trace in traces]
+    return [_shifted(trace, ahead) if (ahead := known[trace.rank].nanoseconds) else trace for trace in traces]
 
 
 def _shifted(trace: Trace, ahead: int) -> Trace:
-    if not ahead:
-        return trace
-    ours = dict(trace.ours)
-    if "clock_offset_ns" in ours:
-        ours["clock_offset_ns"] = int(ours["clock_offset_ns"]) - ahead
+    ours, clock = dict(trace.ours), "clock_offset_ns"
+    ours |= {clock: int(ours[clock]) - ahead} if clock in ours else {}
     ours |= {"marks": [[time - ahead, *rest] for time, *rest in ours["marks"]]} if "marks" in ours else {}
     return replace(
         trace,

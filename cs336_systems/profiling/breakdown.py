@@ -136,7 +136,7 @@ def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
             fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
             label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
             label, operator = COLLECTIVES if node.collective else label, name
-            if name in SOFTMAXES and node.inside("attention"):
+            if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX
         found[id(node)] = label, operator
     return found
@@ -151,7 +151,7 @@ def share_rows(trace: Trace) -> list[Row]:
 
     def names(node: Node) -> list[str]:
         label = labels[id(node)][0]
-        return [label] * bool(label) + [norms] * (label != COLLECTIVES and node.inside("norm"))
+        return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
     rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
     found = [rows.get(name, Row(name)) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)]

@@ -11,7 +11,6 @@ from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.memory import Allocated, MemoryTimeline
 from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
-from cs336_systems.profiling.sheet import sheet
 from cs336_systems.profiling.trace import FRAME, Trace
 
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
@@ -135,6 +134,6 @@ def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
             rows.append([step.name, *known, f"{memory.peak_in(step):,}"])
         tables.append(Table("Peaks by step", heads, rows))
     of_peak = SOURCES.format(" of peak: total/peak share;")
-    tables.append(sheet("What fills the peak", filling_peak(memory), of_peak, names=False))
-    tables.append(sheet("The largest allocations", largest(memory), SOURCES.format(""), names=False))
+    tables.append(Table.of("What fills the peak", filling_peak(memory), of_peak, names=False))
+    tables.append(Table.of("The largest allocations", largest(memory), SOURCES.format(""), names=False))
     return "\n\n".join([*parts, *(table.markdown().rstrip("\n") for table in tables)]) + "\n"

@@ -8,7 +8,7 @@ all-reduce ever points back in time. (In a broadcast only the source is waited f
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
@@ -31,53 +31,49 @@ class Track(NamedTuple):
 
     pid: int
     tid: int
-    name: str
-    order: int
-    roots: list[Node]
-
-    def nodes(self) -> Iterator[Node]:
-        return (node for root in self.roots for node in root.walk())
+    nodes: list[Node]  # in order of start, parents before children
 
 
 End = tuple[int, Track]  # of an arrow: when, in nanoseconds, and where
 Arrow = tuple[str, str, End, list[End]]  # its category, name, source and targets
 
 
-def _lay_out(trace: Trace) -> tuple[dict[int, str], dict[Lane, list[Track]]]:
-    """The names of a rank's processes by number, in order, and for each of its lanes the tracks that hold its spans."""
+def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
+    """Events that name a rank's processes and threads, and for each of its lanes the tracks that hold its spans."""
     groups: dict[Any, dict[Lane, list[Span]]] = {}
     for span in trace.spans:
         groups.setdefault(span.lane[0], {}).setdefault(span.lane, []).append(span)
+    kinds = {}  # 0 for a process of Python, 1 for a GPU, 2 for the profiler's own
+    for old, spans in groups.items():
+        found = {span.category for each in spans.values() for span in each}
+        kinds[old] = 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
+    named, tracks = [list[Event](), list[Event]()], dict[Lane, list[Track]]()
 
-    def kind(old: Any) -> int:
-        """0 for a process of Python, 1 for a GPU, 2 for the profiler's own."""
-        found = {span.category for spans in groups[old].values() for span in spans}
-        return 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
+    def name(what: str, pid: int, tid: int, name: str, order: int) -> None:
+        for key, args in (("name", {"name": name}), ("sort_index", {"sort_index": order})):
+            event = {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": args}
+            named[what == "thread"].append(event)
 
-    processes: dict[int, str] = {}
-    tracks: dict[Lane, list[Track]] = {}
-    for old in sorted(groups, key=lambda old: (kind(old), str(old).zfill(9))):
-        pid = trace.rank * PER_RANK + len(processes) + 1
+    for pid, old in enumerate(
+        sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9))), trace.rank * PER_RANK + 1
+    ):
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
-        processes[pid] = f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kind(old)]
-        names = _lane_names(trace, groups[old], kind(old) == 1)
-        tid = pid * PER_RANK
-        for order, (lane, name) in enumerate(names.items()):
+        name("process", pid, 0, f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kinds[old]], pid)
+        tids = count(pid * PER_RANK)
+        for order, (lane, lane_name) in enumerate(_lane_names(trace, groups[old], kinds[old] == 1).items()):
             tracks[lane] = []
-            for number, roots in enumerate(untangle(groups[old][lane])):
-                full = f"{name}, crossing {number}" if number else name
-                tracks[lane].append(Track(pid, tid, full, order, roots))
-                tid += 1
-    return processes, tracks
+            for number, nodes in enumerate(untangle(groups[old][lane])):
+                tracks[lane].append(Track(pid, next(tids), nodes))
+                name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
+    return [*named[0], *named[1]], tracks
 
 
 def untangle(spans: Iterable[Span]) -> list[list[Node]]:
     """One lane's spans as few tracks in which they nest; Python frames that do not are left out, as in `nest`."""
     tracks, left = [], list(spans)
     while left:
-        roots = nest(left)
-        tracks.append(roots)
-        kept = {id(node.span) for root in roots for node in root.walk()}
+        tracks.append([node for root in nest(left) for node in root.walk()])
+        kept = {id(node.span) for node in tracks[-1]}
         left = [span for span in left if id(span) not in kept and span.category != FRAME]
     return tracks
 
@@ -114,20 +110,19 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     starts = [span.start for trace in traces for span in trace.spans]
     starts += [each.time for trace in traces for each in trace.allocations]
     base = min(starts, default=0) // SECOND * SECOND
-    events: list[Event] = []
-    arrows: list[Arrow] = []
-    places: dict[int, tuple[Track, Node]] = {}
+    events, arrows, places = list[Event](), list[Arrow](), dict[int, tuple[Track, Node]]()
     for trace in traces:
-        processes, lanes = _lay_out(trace)
-        tracks = [track for each in lanes.values() for track in each]
-        places |= {id(node.span): (track, node) for track in tracks for node in track.nodes()}
-        events += _names(processes, tracks)
-        events += _slices(tracks, base)
-        if processes:
-            events += _memory(trace, min(processes), base)
+        names, lanes = _lay_out(trace)
+        here = {id(node.span): (track, node) for tracks in lanes.values() for track in tracks for node in track.nodes}
+        places |= here
+        events += names
+        for track, node in here.values():
+            span, times = node.span, {"ts": _microseconds(node.span.start, base), "dur": _microseconds(node.duration)}
+            about = {"ph": "X", "name": span.name, "cat": span.category, "pid": track.pid, "tid": track.tid}
+            events.append(about | times | {"args": dict(span.args)})
+        events += _memory(trace, base) if trace.spans else ()
         arrows += _arrows_inside(trace, lanes)
-    arrows += _arrows_between(traces, places)
-    events += _flow_events(arrows, base)
+    events += _flow_events([*arrows, *_arrows_between(traces, places)], base)
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
     events.sort(key=lambda it: (it["ph"] != "M", it.get("ts", 0), it["ph"] in ("s", "f")))
     return {
@@ -163,28 +158,11 @@ def _microseconds(time: int, base: int = 0) -> float:
     return round((time - base) / 1000, 3)
 
 
-def _names(processes: dict[int, str], tracks: list[Track]) -> Iterator[Event]:
-    named = [("process", pid, 0, name, pid) for pid, name in processes.items()]
-    named += [("thread", track.pid, track.tid, track.name, track.order) for track in tracks]
-    for kind, pid, tid, name, order in named:
-        about = {"ph": "M", "pid": pid, "tid": tid}
-        yield about | {"name": f"{kind}_name", "args": {"name": name}}
-        yield about | {"name": f"{kind}_sort_index", "args": {"sort_index": order}}
-
-
-def _slices(tracks: list[Track], base: int) -> Iterator[Event]:
-    for track in tracks:
-        for node in track.nodes():
-            times = {"ts": _microseconds(node.span.start, base), "dur": _microseconds(node.duration)}
-            about = {"ph": "X", "name": node.span.name, "cat": node.span.category, "pid": track.pid, "tid": track.tid}
-            yield about | times | {"args": dict(node.span.args)}
-
-
-def _memory(trace: Trace, pid: int, base: int) -> Iterator[Event]:
-    """Active memory over time, by device, as `memory.py` adds it up."""
+def _memory(trace: Trace, base: int) -> Iterator[Event]:
+    """Active memory over time, by device, in the rank's first process, as `memory.py` adds it up."""
     for device in sorted({each.device for each in trace.allocations}):
         memory = memory_timeline(trace, device)
-        about = {"ph": "C", "name": f"active memory, {device}", "pid": pid, "tid": 0}
+        about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
         for time, nbytes in zip(memory.times, memory.totals, strict=True):
             yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
 
@@ -193,14 +171,13 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
     """torch's own arrows, if both ends lie in slices that are still there."""
     found: dict[tuple[str, str, Any], tuple[list[End], list[End]]] = {}
     for event in trace.chrome["traceEvents"]:
-        if event["ph"] in ("s", "t", "f"):
-            time = trace.base + round(1000 * float(event["ts"]))
-            tracks = lanes.get((event.get("pid"), event.get("tid")), [])
-            roots = tracks[0].roots if tracks else []
-            place = bisect_right(roots, time, key=lambda root: root.span.start) - 1
-            if place >= 0 and time < roots[place].end:
+        lane = (event.get("pid"), event.get("tid"))
+        if event["ph"] in ("s", "t", "f") and lane in lanes:
+            time, track = trace.base + round(1000 * float(event["ts"])), lanes[lane][0]
+            place = bisect_right(track.nodes, time, key=lambda node: node.span.start) - 1
+            if place >= 0 and any(time < node.end for node in track.nodes[place].outwards()):
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
-                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, tracks[0]))
+                found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, track))
     for (category, name, _), (sources, targets) in found.items():
         if len(sources) == 1:
             yield category, name, sources[0], targets
@@ -211,22 +188,25 @@ def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) 
     for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
-        ends: list[list[End]] = [[], []]
-        for at_end, spans in enumerate(([matched.spans[last]], leaving)):
-            for track, node in (places[id(span)] for span in spans if id(span) in places):
-                if (time := own_moment(node, last=bool(at_end))) is not None:
-                    ends[at_end].append((time, track))
-        if ends[0]:
-            yield "collective", matched.key, ends[0][0], ends[1]
+        sources, targets = (
+            [
+                (time, track)
+                for track, node in (places[id(span)] for span in spans if id(span) in places)
+                if (time := own_moment(node, at_end)) is not None
+            ]
+            for at_end, spans in ((False, [matched.spans[last]]), (True, leaving))
+        )
+        if sources:
+            yield "collective", matched.key, sources[0], targets
 
 
 def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
     """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
     number = 0
     for category, name, source, targets in arrows:
-        after = [target for target in targets if target[0] >= source[0]]
+        after = [("f", target) for target in targets if target[0] >= source[0]]
         number += bool(after)
-        for phase, (time, track) in (("s", source), *(("f", target) for target in after)) if after else ():
+        for phase, (time, track) in after and [("s", source), *after]:
             event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
             yield event | {"ts": _microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
 
@@ -238,6 +218,4 @@ def own_moment(node: Node, last: bool = False) -> int | None:
     """
     inside = union((child.span.start, child.end) for child in node.children)
     free = subtraction([(node.span.start + 1, node.end)], inside)
-    if not free:
-        return None
-    return free[-1][1] - 1 if last else free[0][0]
+    return None if not free else free[-1][1] - 1 if last else free[0][0]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that divide a step
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
-ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
+UNNAMED = ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
 STEP = re.compile(r"(?:step |ProfilerStep#)(\d+)$")
 TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
 COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d+)(?: (.*))?$")

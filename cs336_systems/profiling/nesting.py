@@ -6,8 +6,9 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
-from cs336_systems.profiling.names import Modules, kinds_of, parse_tag
+from cs336_systems.profiling.names import Modules, parse_tag
 from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace
 
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
@@ -54,23 +55,12 @@ class Node:
         """True for a module's forward."""
         return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
 
-    def inside(self, kind: str) -> bool:
-        """True if one of its modules is of a kind, `attention` for example."""
-        return kind in kinds_of(self.modules)
-
-    def outwards(self) -> Iterator["Node"]:
-        """This span and those around it, the nearest first."""
+    def outwards(self, by: Literal["parent", "outer"] = "parent") -> Iterator["Node"]:
+        """This span and those around it, the nearest first; `by="outer"` leaves out Python frames."""
         node: Node | None = self
         while node is not None:
             yield node
-            node = node.parent
-
-    def above(self) -> Iterator["Node"]:
-        """The spans around it that are no Python frames, the nearest first."""
-        up = self.outer
-        while up is not None:
-            yield up
-            up = up.outer
+            node = getattr(node, by)
 
     def walk(self) -> Iterator["Node"]:
         """This node and all below it, parents first, in order of start."""
@@ -89,10 +79,8 @@ def nest(spans: Iterable[Span]) -> list[Node]:
         while stack and stack[-1].end <= span.start:
             stack.pop()
         while stack and span.end > stack[-1].end + JITTER and FRAME == stack[-1].span.category != span.category:
-            frame = stack.pop()  # its children move up to its parent
-            siblings = frame.parent.children if frame.parent else roots
-            place = next(i for i, each in enumerate(siblings) if each is frame)
-            siblings[place : place + 1] = frame.children
+            frame = stack.pop()  # its children move up to its parent, of which it is the last child
+            (frame.parent.children if frame.parent else roots)[-1:] = frame.children
             for child in frame.children:
                 child.parent = frame.parent
         if stack and span.end > stack[-1].end + JITTER:

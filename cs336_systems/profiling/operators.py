@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
@@ -102,7 +103,7 @@ def op_rows(
     rows = {name: OpRow(name) for name in names.values()}
     products: set[int] = set()
     for node in nodes:
-        row, above = rows[names[id(node)]], list(node.above())
+        row, above = rows[names[id(node)]], [*node.outwards("outer")][1:]
         # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
         row.calls += not (above and above[0].span.name == node.span.name and above[0].inner == 1)
         row.cpu_self += node.busy
@@ -120,9 +121,8 @@ def op_rows(
             products.add(id(node))
     for clock in ("cpu", "device"):
         whole = sum(getattr(row, f"{clock}_self") for row in rows.values())
-        for row in rows.values():
-            for what in ("self", "total"):
-                setattr(row, f"{clock}_{what}_share", share(getattr(row, f"{clock}_{what}"), whole))
+        for row, time in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
+            setattr(row, f"{time}_share", share(getattr(row, time), whole))
     return sorted(rows.values(), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))[:limit]
 
 

@@ -21,7 +21,6 @@ from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
 from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
-from cs336_systems.profiling.sheet import sheet
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
@@ -180,4 +179,4 @@ def overlap_table(traces: Sequence[Trace]) -> Table:
             "Sends and receives count from posting until they had been waited for, so communication, overlapped and "
             "exposed are at most this; blocked is what they cost at least."
         )
-    return sheet("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)
+    return Table.of("Communication behind computation, in ms", found, COLUMNS, "\n".join(notes), names=False)

@@ -11,7 +11,6 @@ from cs336_systems.host.table import Table
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines, share_rows
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows
-from cs336_systems.profiling.sheet import sheet
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace, uncollected
 
@@ -26,14 +25,10 @@ COLLECTIVES_NOTE = (
     "In milliseconds. They run on threads of the communication library beside those that compute, so they are in no "
     "100% above; a collective lasts from its start on this rank until all ranks have taken part."
 )
-PARTS_NOTE = "In milliseconds of {clock}. Each nanosecond is in one row only."
-MODULES_NOTE = (
-    "In milliseconds of {clock}. `own` is without the modules inside, the others are with them; `blocks.*` stands for "
-    "all blocks."
-)
+MODULES_NOTE = "`own` is without the modules inside, the others are with them; `blocks.*` stands for all blocks."
 ATTENTION_NOTE = (
-    "In milliseconds of {clock}. A softmax is counted as 5 FLOPs an element (compare, subtract, exponentiate, add, "
-    "divide) and its backward as 4; what backward recomputes counts for backward."
+    "A softmax is counted as 5 FLOPs an element (compare, subtract, exponentiate, add, divide) and its backward as 4; "
+    "what backward recomputes counts for backward."
 )
 SPREAD_NOTE = "In milliseconds. Imbalance is the slowest rank over the mean; a rank without the row counts as 0."
 # As torch.profiler names them.
@@ -84,8 +79,7 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
     found: dict[str, dict[int, int]] = {}
     for rank, rows in ranks.items():
         for name, time in rows:
-            times = found.setdefault(name, dict.fromkeys(sorted(ranks), 0))
-            times[rank] += time
+            found.setdefault(name, dict.fromkeys(sorted(ranks), 0))[rank] += time
     spreads = []
     for name, times in found.items():
         most_rank = max(times, key=lambda rank: times[rank])
@@ -104,22 +98,18 @@ def render_markdown(traces: Sequence[Trace]) -> str:
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
     whole = "Operators, whole step, by"
+    of = f"In milliseconds of {clock}."
     tables = [
-        sheet(
-            "Softmax beside the products of attention",
-            attention_rows(mine),
-            ATTENTION,
-            ATTENTION_NOTE.format(clock=clock),
-        ),
+        Table.of("Softmax beside the products of attention", attention_rows(mine), ATTENTION, f"{of} {ATTENTION_NOTE}"),
         _parts_table(mine),
-        sheet("Modules", module_rows(mine, WRITTEN), MODULES, MODULES_NOTE.format(clock=clock)),
+        Table.of("Modules", module_rows(mine, WRITTEN), MODULES, f"{of} {MODULES_NOTE}"),
         *_spread_tables(traces, WRITTEN),
-        sheet(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, OPERATORS_NOTE),
-        sheet(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
-        sheet(f"{whole} device total", by_device, OPERATORS),
-        sheet(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
-        sheet("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
-        sheet("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
+        Table.of(f"{whole} CPU total", op_rows(mine, limit=WRITTEN), OPERATORS, OPERATORS_NOTE),
+        Table.of(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
+        Table.of(f"{whole} device total", by_device, OPERATORS),
+        Table.of(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
+        Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
+        Table.of("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
     ]
     return "\n".join([*lines, *(table.markdown() for table in tables if table.rows)])
 
@@ -131,7 +121,7 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     sort = sort_of(mine)
     console.print(_about(traces))
     rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
-    operators = sheet(f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS, OPERATORS_NOTE)
+    operators = Table.of(f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS, OPERATORS_NOTE)
     for table in (operators, _parts_table(mine), *_spread_tables(traces, limit=8)[:2]):
         if table.rows:
             console.print(table.table())
@@ -148,9 +138,6 @@ def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
         rows = op_rows(trace, sort, phase=phase)
         most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
         operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
-    phases: Counter[str] = Counter()
-    for name, time in _phases(trace):
-        phases[name] += time
     return {
         "rank": trace.rank,
         "world_size": trace.world_size,
@@ -163,7 +150,7 @@ def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
         "modules": [asdict(row) for row in module_rows(trace, limit)],
         "shares": [asdict(row) | {"total": row.total, "of_step": row.share} for row in share_rows(trace)],
         "attention": [asdict(row) for row in attention_rows(trace)],
-        "phases": phases,
+        "phases": _phases(trace),
     }
 
 
@@ -183,13 +170,17 @@ def _clock(trace: Trace) -> str:
 
 
 def _parts_table(trace: Trace) -> Table:
-    return sheet("Parts of the step", part_rows(trace), PARTS, PARTS_NOTE.format(clock=_clock(trace)))
+    note = f"In milliseconds of {_clock(trace)}. Each nanosecond is in one row only."
+    return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 
-def _phases(trace: Trace) -> list[tuple[str, int]]:
+def _phases(trace: Trace) -> Counter[str]:
     """Nanoseconds of the host in each phase."""
-    nodes = [node for node in timeline(trace).busy if node.span.category == "user_annotation"]
-    return [(node.span.name, node.duration) for node in nodes if node.span.name in PHASES]
+    found: Counter[str] = Counter()
+    for node in timeline(trace).busy:
+        if node.span.category == "user_annotation" and node.span.name in PHASES:
+            found[node.span.name] += node.duration
+    return found
 
 
 def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
@@ -197,21 +188,18 @@ def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
     if len(traces) < 2:
         return []
     clock = "device" if "device" in map(sort_of, traces) else "cpu"
-    compared: dict[str, Callable[[Trace], list[tuple[str, int]]]] = {
-        "Phases over the ranks, host time": _phases,
-        f"Operators over the ranks, self {CLOCK[clock]}": lambda trace: [
-            (row.name, getattr(row, f"{clock}_self")) for row in op_rows(trace)
-        ],
-        "Parts over the ranks": lambda trace: [(row.name, row.total) for row in part_rows(trace)],
-        "Collectives over the ranks": lambda trace: [(row.name, row.total) for row in collective_rows(trace)],
-        "Kernels over the ranks": lambda trace: [(row.name, row.total) for row in kernel_rows(trace)],
+
+    def of(rows: Callable[[Trace], Iterable[Any]], field: str = "total") -> dict[int, list[tuple[str, int]]]:
+        return {trace.rank: [(row.name, getattr(row, field)) for row in rows(trace)] for trace in traces}
+
+    compared: dict[str, Mapping[int, Iterable[tuple[str, int]]]] = {
+        "Phases over the ranks, host time": {trace.rank: _phases(trace).items() for trace in traces},
+        f"Operators over the ranks, self {CLOCK[clock]}": of(op_rows, f"{clock}_self"),
+        "Parts over the ranks": of(part_rows),
+        "Collectives over the ranks": of(collective_rows),
+        "Kernels over the ranks": of(kernel_rows),
     }
     return [
-        sheet(
-            title,
-            pivot({trace.rank: rows(trace) for trace in traces}, limit),
-            SPREADS,
-            SPREAD_NOTE if rows is _phases else "",
-        )
-        for title, rows in compared.items()
+        Table.of(title, pivot(times, limit), SPREADS, SPREAD_NOTE if title.startswith("Phases") else "")
+        for title, times in compared.items()
     ]

@@ -11,20 +11,12 @@ while the main thread is blocked inside `backward`: then only autograd's counts.
 import re
 from bisect import bisect
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
 from cs336_systems.profiling.intervals import union
-from cs336_systems.profiling.names import (
-    COMMUNICATION,
-    ENGINE,
-    PHASES,
-    ROOT,
-    WRAPPER,
-    is_collective,
-    parse_tag,
-    step_number,
-)
+from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, UNNAMED, is_collective, parse_tag, step_number
 from cs336_systems.profiling.nesting import Node, nest_host
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, once
 
@@ -50,16 +42,14 @@ def roles(trace: Trace) -> dict[Lane, str]:
         ours = sum(name in PHASES or step_number(name) is not None or parse_tag(name) is not None for name in names)
         return ours, lane[0] == lane[1], len(lanes[lane]), -lane_number(lane)
 
-    threads = [lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)]
-    main = max(threads, key=score, default=None)
+    main = max((lane for lane in lanes if not str(lane[1]).startswith(IN_FLIGHT)), key=score, default=None)
     found: dict[str, list[Lane]] = {role: [] for role in ROLES}
     for lane in sorted(lanes, key=lambda lane: (lane_number(lane), str(lane))):
+        names = [span.name for span in lanes[lane]]
         # NCCL has no thread of its own: it annotates the one that launches.
-        own = any(COMMUNICATION.match(s.name) and not s.name.startswith("nccl") for s in lanes[lane])
-        role = COMMUNICATING if own else OTHER
-        if any(span.name.startswith(ENGINE) for span in lanes[lane]):
-            role = AUTOGRAD
-        found[MAIN if lane == main else role if lane in threads else IN_FLIGHT].append(lane)
+        gloo = any(COMMUNICATION.match(name) and not name.startswith("nccl") for name in names)
+        role = AUTOGRAD if any(name.startswith(ENGINE) for name in names) else COMMUNICATING if gloo else OTHER
+        found[MAIN if lane == main else IN_FLIGHT if str(lane[1]).startswith(IN_FLIGHT) else role].append(lane)
     return {
         lane: role if role in (MAIN, AUTOGRAD) and not number else f"{role} {number}"
         for role, members in found.items()
@@ -93,19 +83,19 @@ class Timeline:
 @once
 def timeline(trace: Trace) -> Timeline:
     """Nest a trace's spans, attribute them to phases and modules, and share out the time."""
-    nodes = _attribute(trace)
+    steps = [span for span in trace.annotated if step_number(span.name) is not None]
+    phases = [span for span in trace.annotated if span.name in PHASES]
+    nodes = _attribute(trace, phases)
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
     on_device, busy = any(node.kernels for node in computing), _share_out(computing)
     _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
     for node in busy:
         node.time = node.device_self if on_device else node.busy
-    steps = [span for span in trace.annotated if step_number(span.name) is not None]
-    phases = [span for span in trace.annotated if span.name in PHASES] or _implied_phases(nodes)
-    return Timeline(nodes, busy, apart, on_device, steps, phases)
+    return Timeline(nodes, busy, apart, on_device, steps, phases or _implied_phases(nodes))
 
 
-def _attribute(trace: Trace) -> list[Node]:
+def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
     nodes = [node for roots in nest_host(trace).values() for root in roots for node in root.walk()]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
@@ -113,7 +103,6 @@ def _attribute(trace: Trace) -> list[Node]:
     for span in trace.spans:
         if span.category in DEVICE and (number := span.args.get("External id")) is not None:
             kernels.setdefault(number, []).append(span)
-    phases = [span for span in trace.annotated if span.name in PHASES]
     starts = [span.start for span in phases]
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
@@ -148,7 +137,7 @@ def _enter(node: Node) -> None:
     elif found := parse_tag(name):
         around = node.modules
         if node.direction == "backward":  # recomputation enters modules anew, inside another module's backward
-            around = tuple(m for m in around if m[0] in (ROOT, WRAPPER) or found[0].startswith(f"{m[0]}."))
+            around = tuple(m for m in around if m[0] in UNNAMED or found[0].startswith(f"{m[0]}."))
         node.phase = "forward" if node.phase == "other" else node.phase
         node.direction, node.modules = "forward", (*around, found)
 
@@ -157,12 +146,9 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
     """The phases of a trace without annotations of them: those of its operators, neighbours taken together."""
     outermost = [node for node in nodes if node.phase != "other" and (not node.parent or node.parent.phase == "other")]
     found: list[Span] = []
-    for node in sorted(outermost, key=lambda node: node.span.start):
-        span = replace(node.span, name=node.phase)
-        if found and found[-1].name == node.phase:
-            last = found.pop()
-            span = replace(last, end=max(last.end, span.end))
-        found.append(span)
+    for phase, group in groupby(sorted(outermost, key=lambda node: node.span.start), key=lambda node: node.phase):
+        spans = [node.span for node in group]
+        found.append(replace(spans[0], name=phase, end=max(span.end for span in spans)))
     return found
 
 
@@ -174,10 +160,9 @@ def _share_out(nodes: list[Node]) -> list[Node]:
         node.outer = None if up is None else up.outer if up.span.category == FRAME else up
         if node.span.category == FRAME:
             continue
-        node.busy = node.duration
-        node.collective = is_collective(node.span.name)
+        node.busy, node.collective = node.duration, is_collective(node.span.name)
         if node.outer is not None:
-            node.collective = node.collective or node.outer.collective
+            node.collective |= node.outer.collective
             node.outer.busy -= node.duration
             node.outer.inner += 1
         result.append(node)
@@ -191,9 +176,7 @@ def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
         return
     edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact
     worked = np.cumsum(np.diff(edges, prepend=0) * (np.arange(len(edges)) % 2))
-    for node in nodes:
-        if node.span.category == FRAME or role[node.span.lane] != MAIN:
-            continue
+    for node in (n for n in nodes if n.span.category != FRAME and role[n.span.lane] == MAIN):
         begun, done = np.interp([node.span.start - engine[0][0], node.end - engine[0][0]], edges, worked)
         for each, sign in ((node, 1), (node.outer, -1)):
             if each is not None and each.span.category == "user_annotation":

@@ -14,7 +14,6 @@ def test_our_own_match_by_group_and_number():
     assert {rank: (span.start - BASE) // 1000 for rank, span in found.spans.items()} == {0: 30, 1: 35}
     assert {rank: (span.start - BASE) // 1000 for rank, span in found.waits.items()} == {0: 40, 1: 41}
     assert found.joins
-    assert found.start == BASE + 30_000
 
 
 def test_ours_of_other_groups_stay_apart():
