@@ -81,7 +81,7 @@ class MemorySettings(ModelOptions):
 
 
 @dataclass(frozen=True)
-class MemoryRun:
+class Peak:
     """One measurement that is to be made: a pass, or (activations) a pass that recomputes in some way."""
 
     size: str
@@ -151,7 +151,7 @@ def measure_activations(case: Case) -> dict[str, Any]:
     return {"peak_bytes": max(parts["activations"] for parts in profiled(case, "forward-backward").levels)}
 
 
-def predicted(run: MemoryRun) -> dict[str, Any]:
+def predicted(run: Peak) -> dict[str, Any]:
     """The memory model's figures under the names of the metrics, and what they are made of."""
     case, seq = run.case, run.case.config.context_length
     if run.way is None:
@@ -172,7 +172,7 @@ def record_config(size: str, year: int, mode: str, case: Case) -> dict[str, Any]
     return {"size": size, "year": year, "mode": mode} | model_config(case)
 
 
-def measure(run: MemoryRun, year: int) -> Record:
+def measure(run: Peak, year: int) -> Record:
     """Measure, or say that there is no room and what was predicted."""
     config, figures = record_config(run.size, year, run.mode, run.case), predicted(run)
     missing = Record("memory", config, run.bench.environment, predicted=figures, status="out-of-memory")
@@ -218,9 +218,7 @@ def count_residuals(size: str, year: int, case: Case, environment: dict[str, Any
         yield Record("memory", about, environment, metrics=metrics, predicted=figures)
 
 
-def make_runs(
-    settings: MemorySettings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]
-) -> list[MemoryRun]:
+def make_runs(settings: MemorySettings, cases: list[tuple[str, Case]], benches: dict[Precision, Bench]) -> list[Peak]:
     """Everything that is to be measured."""
     runs = []
     for size, case in cases:
@@ -232,15 +230,15 @@ def make_runs(
                 chosen = strategy(*shape[:3], settings.recompute, settings.recompute_every, case.precision)
                 ways += [chosen] if chosen not in ways else []
             runs += [
-                MemoryRun(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways
+                Peak(size, replace(case, config=way.apply(case.config)), "activations", bench, way) for way in ways
             ]
         else:
             modes = (settings.mode,) if settings.mode else PASSES
-            runs += [MemoryRun(size, case, mode, bench) for mode in modes]
+            runs += [Peak(size, case, mode, bench) for mode in modes]
     return runs
 
 
-def show_plan(runs: list[MemoryRun], usable: int) -> None:
+def show_plan(runs: list[Peak], usable: int) -> None:
     """Say what will be run, what does not fit, and how long it should take, building apart."""
     out = console.console()
     for run in runs:

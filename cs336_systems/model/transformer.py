@@ -95,8 +95,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
         p, site, starts = self.dropout if self.training else 0.0, f"blocks.{self.layer}", (self.part * x.shape[1],)
-        y = self.attention(self.attention_norm(x), shared)
-        x = x + drop(y, p, shared.key, f"{site}.attention branch", starts)
+        # No branch has a name, by which it would be kept alive while the next one computes.
+        x = x + drop(self.attention(self.attention_norm(x), shared), p, shared.key, f"{site}.attention branch", starts)
         routed = (shared.real, shared.key) if isinstance(self.feed_forward, MoELayer) else ()
         y = self.feed_forward(self.feed_forward_norm(x), *routed)
         return x + drop(y, p, shared.key, f"{site}.feed-forward branch", starts)
@@ -174,7 +174,8 @@ class TransformerLM(nn.Module):
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
             raise UserError(f"{shapes}; one a token is meant")
         x = self.embed(tokens, token_types)
-        return self.finish(self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask)), targets)
+        x = self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask))
+        return self.finish(x, targets)
 
     def embed(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
         """First part: tokens (batch seq) -> (batch seq d_model)."""
