@@ -134,8 +134,8 @@ class MoELayer(nn.Module):
         """The same over all slots of all experts, full or empty."""
         self.load = None
         combine, balance = one_hot_gate(*rules)  # (tokens experts slots)
-        taken = (combine > 0).to(tokens.dtype).flatten(1)
-        slots = torch.mm(taken.t(), tokens).unflatten(0, combine.shape[1:])  # empty ones are zero
-        results = self.dispatcher.combine_slots(self.experts.one_by_one(self.dispatcher.dispatch_slots(slots)))
+        here = torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens)  # empty slots are zero
+        here = self.dispatcher.dispatch_slots(here.unflatten(0, combine.shape[1:]))
+        results = self.dispatcher.combine_slots(self.experts.one_by_one(here))
         y = torch.mm(combine.to(results.dtype).flatten(1), results.flatten(0, 1))
         return y if self.shared is None else y + self.shared(tokens), balance
