@@ -21,6 +21,8 @@ from benchmarks.memory_tables import sheets
 from benchmarks.model_options import ModelOptions, model_config
 from benchmarks.plan import Bench, PassSettings, make_bench
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.residuals import model_residuals
+from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from benchmarks.workload import Case, Workload
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import describe_parts
@@ -31,8 +33,6 @@ from cs336_systems.host.machine import choose_device, out_of_memory, usable_memo
 from cs336_systems.presets import Precision, Recompute, course_sizes
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
-from cs336_systems.profiling.residuals import model_residuals
-from cs336_systems.profiling.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 
 Pass = Literal["forward", "step"]
 PASSES: tuple[Pass, ...] = ("forward", "step")

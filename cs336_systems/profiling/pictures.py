@@ -1,51 +1,47 @@
-"""SVG pictures by matplotlib: a page in pixels, colours, text that fits its room, and tooltips.
+"""SVG pictures by matplotlib: colours, and boxes with tooltips and with labels where they fit.
 
 Text stays text, and the same numbers give the same bytes.
 """
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from html import escape
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from cs336_systems.host.text import plot_text, printable
 
-# Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008): the strong one of what is on
-# top, the pale one of what lies within or behind it.
-PAINTS = {
-    "forward": ("#56B4E9", "#C4E4F7"),
-    "backward": ("#E69F00", "#F7DEA8"),
-    "synchronise": ("#DD92BD", "#F2D3E4"),
-    "optimizer": ("#3DB892", "#B5E4D4"),
-    "other": ("#B8B8B8", "#DEDEDE"),
-}
+# Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
+PAINTS = {"forward": "#56B4E9", "backward": "#E69F00", "synchronise": "#DD92BD", "optimizer": "#3DB892"}
+OTHER = "#C4C4C4"
 INK, GREY, FAINT = "#222222", "#888888", "#dddddd"
-WIDTH = 1400  # pixels
+WIDTH, ROW, SIZE = 1400, 19, 12  # pixels of a picture, of a row of boxes, and of letters
+MARGIN = 160  # pixels at the sides of the axes, at most
 CHARACTER = 0.6  # width of a character of DejaVu Sans Mono, over its size
 STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cs336_systems",
     "font.family": "monospace",
-    "font.size": 12,
+    "font.size": SIZE,
     "text.color": INK,
     "axes.edgecolor": GREY,
     "axes.labelcolor": INK,
+    "axes.axisbelow": True,
     "xtick.color": INK,
     "ytick.color": INK,
     "grid.color": FAINT,
+    "figure.constrained_layout.h_pad": 0.1,
     "hatch.linewidth": 2,
     "legend.frameon": False,
-    "legend.fontsize": 12,
-    "path.simplify": False,
+    "legend.title_fontsize": 17,
 }
 
 
@@ -57,69 +53,45 @@ def styled() -> Iterator[None]:
         yield
 
 
-class Picture:
-    """A figure of WIDTH x height pixels with a title; artists may have tooltips, which show under the pointer."""
+class Box(NamedTuple):
+    """A rectangle in a row, in the units of the axes."""
 
-    def __init__(self, height: float, title: str) -> None:
-        self.height, self.title = height, title
-        self.figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72)
-        self.tooltips: list[str] = []
-        self.text(12, 26, title, size=17)
-
-    def text(self, x: float, y: float, words: str, size: float = 12, **style: Any) -> None:
-        """One line whose baseline is at (x, y), in pixels from the upper left corner."""
-        self.figure.text(x / WIDTH, 1 - y / self.height, plot_text(words), size=size, **style)
-
-    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        """Axes in a box given in pixels from the upper left corner."""
-        box = (left / WIDTH, 1 - (top + height) / self.height, width / WIDTH, height / self.height)
-        return self.figure.add_axes(box)
-
-    def legend(self, y: float, entries: Mapping[str, Rectangle], x: float = 12, size: float = 12) -> None:
-        """One line of coloured boxes and what they mean, at y pixels from the top."""
-        for words, patch in entries.items():
-            patch.set(transform=self.figure.transFigure)
-            self.figure.add_artist(patch)
-            patch.set_bounds(x / WIDTH, 1 - (y + 12) / self.height, 22 / WIDTH, 12 / self.height)
-            self.text(x + 28, y + 10, words, size)
-            x += 28 + len(words) * CHARACTER * size + 20
-
-    def tooltip(self, words: str) -> str:
-        """The id of an artist that shows some words, in lines, while the pointer rests on it."""
-        self.tooltips.append(words)
-        return f"tooltip-{len(self.tooltips) - 1}"
-
-    def box(
-        self, axes: Axes, x: float, y: float, width: float, height: float, fill: str, tooltip: str = "", **style: Any
-    ) -> None:
-        """A rectangle in the units of some axes, which must lie within them."""
-        gid = self.tooltip(tooltip) if tooltip else None
-        look: dict[str, Any] = {"facecolor": fill, "linewidth": 0, "clip_on": False, "gid": gid} | style
-        axes.add_artist(Rectangle((x, y), width, height, **look))
-
-    def render(self) -> str:
-        """The SVG document."""
-        file, metadata = StringIO(), {"Date": None, "Creator": None, "Title": printable(self.title)}
-        with styled():
-            self.figure.savefig(file, format="svg", metadata=metadata)
-        # XML has no control characters at all.
-        titles = [f"<g><title>{escape(printable(words, keep=chr(10)))}</title>" for words in self.tooltips]
-        return re.sub(r'<g id="tooltip-(\d+)">', lambda match: titles[int(match[1])], file.getvalue())
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.render(), encoding="utf-8")
+    left: float
+    width: float
+    row: float
+    fill: str
+    tip: str = ""  # shown under the pointer
+    labels: tuple[str, ...] = ()  # the first that fits is written on it
+    edge: str = ""
+    hatch: str = ""
 
 
-def swatch(fill: str, **style: Any) -> Rectangle:
-    """A box of a legend."""
-    look: dict[str, Any] = {"facecolor": fill, "linewidth": 0} | style
-    return Rectangle((0, 0), 0, 0, **look)
+def page(height: float) -> Figure:
+    """An empty picture of WIDTH x height pixels."""
+    return Figure(figsize=(WIDTH / 72, height / 72), dpi=72, layout="constrained")
 
 
-def fitting(words: str, width: float, size: float = 12) -> str:
-    """As much of a text as fits a width in pixels, with an ellipsis where it was cut; nothing if two letters do not."""
-    room = int(width / (CHARACTER * size))
-    if len(words) <= room:
-        return words
-    return words[: room - 1] + "…" if room > 2 else ""
+def draw_boxes(axes: Axes, boxes: Iterable[Box]) -> None:
+    """Draw boxes in axes whose limits are set."""
+    start, end = axes.get_xlim()
+    character = SIZE * CHARACTER / (WIDTH - MARGIN) * (end - start)
+    for box in boxes:
+        shape = Rectangle((box.left, box.row - 0.44), box.width, 0.88, clip_on=False, in_layout=False)
+        shape.set(facecolor=box.fill, edgecolor=box.edge or box.fill, hatch=box.hatch, linewidth=0.6)
+        shape.set_gid("tip " + printable(box.tip, keep="\n"))
+        axes.add_artist(shape)
+        if words := next((each for each in box.labels if (len(each) + 1) * character <= box.width), ""):
+            ink = "white" if sum(to_rgb(box.fill)) < 1.5 else INK
+            ground = {"facecolor": box.fill, "edgecolor": "none", "pad": 0.5}
+            left = box.left + character / 2
+            axes.text(left, box.row, plot_text(words), va="center_baseline", color=ink, bbox=ground, in_layout=False)
+
+
+def save(figure: Figure, path: Path, title: str) -> None:
+    """Write a picture as SVG. Artists' ids that begin with "tip " become tooltips."""
+    file, metadata = StringIO(), {"Date": None, "Creator": None, "Title": printable(title)}
+    with styled():
+        figure.savefig(file, format="svg", metadata=metadata)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    svg = re.sub(r"""<g id=(["'])tip (.*?)\1>""", r"<g><title>\2</title>", file.getvalue(), flags=re.DOTALL)
+    path.write_text(svg, encoding="utf-8")

@@ -11,6 +11,7 @@ from benchmarks import memory
 from benchmarks.memory_tables import grouped, label, peak_row, place, sheets, stream_bytes
 from benchmarks.plan import Bench, PassSettings
 from benchmarks.records import Record, read_records
+from benchmarks.segments import neighbours, strategy, sweep
 from benchmarks.tables import FIRST, measured_tables
 from benchmarks.workload import Case
 from cs336_systems.cost import Hardware
@@ -18,7 +19,6 @@ from cs336_systems.host.console import run_command
 from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.profiling.labels import live_storages
-from cs336_systems.profiling.segments import neighbours, strategy, sweep
 
 CPU = torch.device("cpu")
 FAST = Hardware("fast", 1e12, 1e11, "made up")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.segments import strategy
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.cost.commands.explain import command
 from cs336_systems.cost.course import ANSWERS, QUESTIONS, contents, markdown, parse_numbers, question
@@ -30,7 +31,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.model.observed import observe_kept
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig, course_sizes, model_preset
-from cs336_systems.profiling.segments import strategy
 from kernels.tiled_attention import TiledAttentionFunction
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/accounting.md"

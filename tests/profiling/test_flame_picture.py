@@ -5,10 +5,10 @@ import json
 import pytest
 
 from cs336_systems.profiling.flame import flames, write_flame
-from cs336_systems.profiling.flame_picture import HEADER, MARGIN, ROW, draw, write_flame_pictures
-from cs336_systems.profiling.pictures import CHARACTER, WIDTH
+from cs336_systems.profiling.flame_picture import draw_flames, write_flame_pictures
+from cs336_systems.profiling.pictures import WIDTH, save
 from tests.support.flame_cases import TWO_STEPS, check_speedscope, frame, on_a_gpu, span, stacks, trace_of, two_steps
-from tests.support.svg_shapes import placed_texts, shapes
+from tests.support.svg_shapes import placed_texts, shapes, texts
 
 
 def odd_names():
@@ -27,41 +27,44 @@ def test_names_are_escaped(tmp_path):
     assert any(each.tooltip.startswith('a "b" <c> & d; e f\n') for each in shapes(svg.read_text()))
 
 
-def test_the_picture():
-    picture = draw(flames(two_steps(), collapse_blocks=True), "A title")
-    drawn = shapes(picture.render())
-    places = {each.tooltip.split("\n")[0]: each for each in drawn}
-    inner = WIDTH - 2 * MARGIN
-    assert places["forward"].left == MARGIN
-    assert places["forward"].right - MARGIN == pytest.approx(0.4 * inner, abs=1)
-    assert places["backward"].left == pytest.approx(MARGIN + 0.4 * inner, abs=0.01)
-    assert [places[name].top for name in ("step", "forward")] == [HEADER + ROW, HEADER + 2 * ROW]
-    assert places["gloo:all_reduce"].right - places["gloo:all_reduce"].left == pytest.approx(0.28 * inner, abs=1)
+def drawn(trace, path):
+    """The SVG of a trace's CPU time, and the shapes in it by the first line of their tooltips."""
+    (svg,) = write_flame_pictures(trace, path, "flame")
+    return svg.read_text(), {each.tooltip.split("\n")[0]: each for each in shapes(svg.read_text())}
+
+
+def test_the_picture(tmp_path):
+    svg, places = drawn(two_steps(), tmp_path)
+    step = places["step"]
+
+    def share(name):
+        return (places[name].right - places[name].left) / (step.right - step.left)
+
+    assert places["forward"].left == pytest.approx(step.left, abs=0.01)
+    assert share("forward") == pytest.approx(0.4, abs=0.001)
+    assert share("gloo:all_reduce") == pytest.approx(0.28, abs=0.001)
+    assert places["backward"].left == pytest.approx(places["forward"].right, abs=0.01)
+    assert places["main thread"].bottom < step.top < step.bottom < places["forward"].top
     lowest = max(places[name].top for name in places if name not in ("gloo:all_reduce", "aten::div_"))
     assert places["gloo:all_reduce"].top > lowest
-    hovers = {each.tooltip.split("\n")[0]: each.tooltip.split("\n")[1:] for each in drawn}
-    assert hovers["backward"] == ["0.0400 ms a step, 40.00% of the step; 0.0060 ms itself", "1 call a step"]
-    assert hovers["aten::mm"] == ["0.0150 ms a step, 15.00% of the step; 0.0150 ms itself", "2 calls a step"]
-    written = placed_texts(picture.render())
-    assert all(x + CHARACTER * size * len(words) < WIDTH for x, _, size, words in written)
-    assert all(place.bottom < picture.height for place in places.values())
-    assert "backward 0.04 ms (40.0%)" in [words for *_, words in written]
+    assert places["backward"].tooltip == "backward\n0.04 ms, 40.00% of the main thread; 0.006 ms itself"
+    assert places["aten::mm"].tooltip == "aten::mm\n0.015 ms, 15.00% of the main thread; 0.015 ms itself"
+    assert all(x + 0.6 * size * len(words) < WIDTH for x, _, size, words in placed_texts(svg))
+    assert all(0 <= place.left < place.right <= WIDTH for place in places.values())
+    assert {"backward 0.04 ms (40.0%)", "main thread", "time in ms, mean of 2 steps; backward lies below the modules "
+            "whose forward made it"} <= {*texts(svg)}  # fmt: skip
 
 
-def test_the_picture_names_all_that_a_frame_adds_up():
+def test_the_picture_names_all_that_a_frame_adds_up(tmp_path):
     kinds = ("MoE", "FeedForward", "SwiGLU", "Identity", "Mixer")
     trace = trace_of(*[span(f"blocks.{i}.mix ({kind})", 2 * i, 2 * i + 2) for i, kind in enumerate(kinds)])
-    names = [
-        each.tooltip.split("\n")[0] for each in shapes(draw(flames(trace, collapse_blocks=True), "A title").render())
-    ]
     three = "blocks.*.mix (FeedForward), blocks.*.mix (Identity), blocks.*.mix (Mixer) and 2 more"
-    assert names == ["rank 0 main thread", three]
+    assert [*drawn(trace, tmp_path)[1]] == ["main thread", three]
 
 
-def test_frames_too_narrow_to_see_are_not_drawn():
-    trace = trace_of(span("step 0", 0, 10_000), span("aten::seen", 0, 3), span("aten::unseen", 3, 5))
-    names = [each.tooltip.split("\n")[0] for each in shapes(draw(flames(trace), "A title").render())]
-    assert names == ["rank 0 main thread", "step", "aten::seen"]
+def test_frames_too_narrow_to_see_are_not_drawn(tmp_path):
+    trace = trace_of(span("step 0", 0, 10_000), span("aten::seen", 0, 4), span("aten::unseen", 4, 6))
+    assert [*drawn(trace, tmp_path)[1]] == ["main thread", "step", "aten::seen"]
 
 
 def test_48_blocks_fit_in_a_megabyte(tmp_path):
@@ -71,7 +74,8 @@ def test_48_blocks_fit_in_a_megabyte(tmp_path):
         events += [span(f"aten::op{i}", 60 * block + i, 60 * block + i + 1) for i in range(60)]
     (svg,) = write_flame_pictures(trace_of(*events), tmp_path, "deep")
     assert svg.stat().st_size < 50_000
-    assert len(draw(flames(trace_of(*events)), "every block by itself").render()) < 1_000_000
+    save(draw_flames(flames(trace_of(*events)), "Every block"), tmp_path / "all.svg", "Every block")
+    assert (tmp_path / "all.svg").stat().st_size < 1_500_000
 
 
 def write(trace, folder, stem):

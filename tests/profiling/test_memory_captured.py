@@ -100,9 +100,9 @@ def test_tables_and_picture_of_a_real_step(run, tmp_path):
     assert path.stat().st_size < 300_000
     picture = ElementTree.parse(path).getroot()
     words = " ".join(text for text in picture.itertext())
-    assert f"at the peak: {run.timeline.peak:,} bytes" in words
+    assert f"peak {run.timeline.peak:,} bytes" in words
     assert all(word in words for word in (*CATEGORIES, "step 1", "forward", "backward", "optimizer"))
-    hovers = re.findall(r"([a-z ]+): ([\d,]+) bytes", words)
+    hovers = re.findall(r"([a-z ]+): ([\d,]+) bytes at the peak", words)
     shown = {name.strip(): int(number.replace(",", "")) for name, number in hovers}
     assert {name: shown[name] for name in CATEGORIES} == run.timeline.at_peak
     assert f"{run.timeline.peak:,} bytes" in memory_markdown(run.trace, run.timeline)

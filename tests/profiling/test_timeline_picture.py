@@ -1,6 +1,7 @@
 """The picture of a step: what is drawn, where, and in which words."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,10 +9,10 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.overlap import last_starts
-from cs336_systems.profiling.pictures import WIDTH, Picture
-from cs336_systems.profiling.step_tracks import Box, StepTracks, pack, steps_of
-from cs336_systems.profiling.timeline_picture import LEFT, RIGHT, VERBS, draw_timeline, shortened, write_timeline
-from cs336_systems.profiling.trace import read_trace, trace_files
+from cs336_systems.profiling.pictures import WIDTH
+from cs336_systems.profiling.step_tracks import Bar, StepTracks, pack, steps_of
+from cs336_systems.profiling.timeline_picture import FILLS, write_timeline
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files
 from tests.profiling.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
 from tests.support.svg_shapes import placed_texts, shapes, texts
 
@@ -43,17 +44,9 @@ def figures(tracks: StepTracks) -> tuple[int, int, int]:
     return length(tracks.communicating), length(tracks.hidden), length(waits)
 
 
-def rects(picture: Picture) -> list[tuple[float, float, str, str]]:
-    """(left, right, fill, tooltip) of every shape that has one."""
-    return [(each.left, each.right, each.fill, each.tooltip) for each in shapes(picture.render())]
-
-
-def words(picture: Picture) -> list[str]:
-    return [words.strip() for words in texts(picture.render())]
-
-
-def at(microseconds: float, start: float = 100, end: float = 300) -> float:
-    return LEFT + (WIDTH - LEFT - RIGHT) * (microseconds - start) / (end - start)
+def drawn(tmp_path: Path, *traces: Trace) -> str:
+    (path,) = write_timeline(traces, tmp_path / "timeline.svg")
+    return path.read_text()
 
 
 def test_flights_of_every_backend():
@@ -159,19 +152,21 @@ def test_flights_without_annotations():
 
 def test_the_tracks_of_a_step():
     found = StepTracks(trace(*STEP), 1, {})
-    assert [(p.name, p.start, p.end) for p in found.phases] == [
+    names, tracks = [name for name, _ in found.tracks], dict(found.tracks)
+    assert names == ["phase", "block", "operators", "waits", "collectives", "overlap"]
+    assert [(p.name, p.start, p.end) for p in tracks["phase"]] == [
         ("forward", 100_000, 150_000),
         ("backward", 150_000, 220_000),
         ("synchronise", 220_000, 240_000),
     ]
-    assert [(b.name, b.start, b.end) for b in found.blocks] == [("blocks.0", 110_000, 140_000)]
-    assert [(b.kind, b.start) for b in found.compute["operators"]] == [
+    assert [(b.name, b.start, b.end) for b in tracks["block"]] == [("blocks.0", 110_000, 140_000)]
+    assert [(b.kind, b.start) for b in tracks["operators"]] == [
         ("forward", 112_000),
         ("backward", 160_000),
         ("backward", 174_000),
         ("other", 262_000),
     ]
-    assert [(b.kind, b.start, b.end, b.posted) for b in found.bars[0]] == [
+    assert [(b.kind, b.start, b.end, b.posted) for b in tracks["collectives"]] == [
         ("all-reduce", 180_000, 230_000, False),
         ("all-gather", 240_000, 260_000, True),
     ]
@@ -182,101 +177,97 @@ def test_the_tracks_of_a_step():
 def test_the_fixtures_tracks():
     traces = [read_trace(path) for path in trace_files(FIXTURE)]
     first, second = (StepTracks(each, 0, last_starts(traces)) for each in traces)
-    assert [(block.kind) for block in first.compute["stream 7"]] == ["forward"] * 4 + ["backward"] * 5 + ["optimizer"]
-    assert [bar.name.split(",")[0] for bar in first.bars[0]] == ["bucket 0", "bucket 1"]
+    kinds = [bar.kind for bar in dict(first.tracks)["stream 7"]]
+    assert kinds == ["forward"] * 4 + ["backward"] * 5 + ["optimizer"]
+    assert [bar.label.split(",")[0] for bar in first.collectives] == ["bucket 0", "bucket 1"]
     # Clocks are not aligned here: rank 1's is 5 us ahead.
-    assert [bar.joined - bar.start for bar in first.bars[0]] == [65_250, 65_250]
-    assert [bar.joined - bar.start for bar in second.bars[0]] == [0, 0]
+    assert [bar.joined - bar.start for bar in first.collectives] == [65_250, 65_250]
+    assert [bar.joined - bar.start for bar in second.collectives] == [0, 0]
     assert figures(first) == (560_000, 258_500, 30_000)
 
 
-def test_steps():
+def test_steps(tmp_path):
     assert steps_of(trace(*STEP)) == {0: (0, 10_000), 1: (100_000, 300_000)}
     assert steps_of(trace(event("ProfilerStep#7", 1, 3))) == {7: (1000, 3000)}
     assert steps_of(trace(event("aten::mm", 5, 9), event("aten::add", 2, 6))) == {0: (2000, 9000)}
     both = [trace(event("step 0", 0, 1), event("step 1", 1, 2)), trace(event("step 0", 0, 1))]
-    assert draw_timeline(both).title.startswith("Step 0 on 2 ranks")
+    assert "Step 0 on 2 ranks: computation and communication" in drawn(tmp_path, *both)
     for none in ([trace()], []):
         with pytest.raises(UserError, match="share no step"):
-            draw_timeline(none)
+            write_timeline(none, tmp_path / "timeline.svg")
 
 
 def test_bars_are_packed_on_as_few_lanes_as_possible():
-    bars = [Box(start, end, "", "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
+    bars = [Bar(start, end, "", "") for start, end in ((0, 10), (5, 8), (8, 12), (10, 20), (6, 7))]
     lanes = [[(bar.start, bar.end) for bar in lane] for lane in pack(bars)]
     assert lanes == [[(0, 10), (10, 20)], [(5, 8), (8, 12)], [(6, 7)]]
 
 
-@pytest.mark.parametrize(
-    ("room", "label", "short"),
-    [
-        (500, "bucket 12, from final_norm.weight", "bucket 12, from final_norm.weight"),
-        (60, "bucket 12, from final_norm.weight", "bucket 12"),
-        (20, "bucket 12, from final_norm.weight", "b12"),
-        (10, "bucket 12, from final_norm.weight", ""),
-        (95, "gradient of blocks.0.attention.query.weight", "attention.query"),
-        (30, "gradient of blocks.0.attention.query.weight", "query"),
-        (29, "gradient of blocks.0.attention.query.weight", ""),
-        (66, "updated parameters", "updated pa…"),
-    ],
-)
-def test_labels_fit_their_bars(room, label, short):
-    assert shortened(label, room) == short
+def test_shapes_lie_at_their_times(tmp_path):
+    svg = drawn(tmp_path, trace(*STEP))
+    # A tooltip of a collective has a colon of its own only after the label.
+    found = {each.tooltip.split(":")[0]: each for each in shapes(svg)}
+    scale = (found["backward"].right - found["forward"].left) / 120
 
+    def at(time):
+        return found["forward"].left + (time - 100) * scale
 
-def test_shapes_lie_at_their_times():
-    drawing = draw_timeline([trace(*STEP)])
-    found = {hover.split(":")[0]: (left, right, fill) for left, right, fill, hover in rects(drawing) if hover}
     expected = {
         "forward": (100, 150),
         "backward": (150, 220),
         "all-reduce 0#1 bucket 0, from head.weight": (180, 230),
         "all-gather 0#2 blocks.0.up.weight": (240, 260),
         "blocks.0": (110, 140),
+        "exposed": (241, 259),
     }
-    # A hover of a collective has a colon of its own only after the label.
     for name, (start, end) in expected.items():
-        assert found[name][:2] == pytest.approx((at(start), at(end)), abs=0.02), name
-    assert found["all-gather 0#2 blocks.0.up.weight"][2] == VERBS["all-gather"]
-    said = words(drawing)
-    assert {"rank 0", "forward", "backward", "synchronise", "blocks.0", "blocks.0.up"} <= set(said)
-    assert "44.1 % overlapped" in said
-    assert {"communication ≤ 0.068 ms", "exposed ≤ 0.038 ms", "CPU in waits = 0.016 ms"} <= set(said)
-    assert "0.04" in said, "ticks in ms from the start of the step"
-    assert drawing.title == "Step 1 on 1 rank: computation and communication"
+        assert (found[name].left, found[name].right) == pytest.approx((at(start), at(end)), abs=0.02), name
+    assert found["all-gather 0#2 blocks.0.up.weight"].fill == FILLS["all-gather"]
+    assert found["blocks.0"].top > found["forward"].bottom, "one track below the other"
+    said = texts(svg)
+    assert {"forward", "backward", "synchronise", "blocks.0", "bucket 0", "time in ms"} <= {*said}
+    assert "rank 0: 44.1 % overlapped, communication ≤ 0.068 ms, exposed ≤ 0.038 ms, CPU in waits = 0.016 ms" in said
+    assert {"over by its end or sooner", "launch of a collective", "CPU thread waits", "hidden", "exposed"} <= {*said}
+    assert "Step 1 on 1 rank: computation and communication" in said
 
 
-def test_nothing_is_drawn_outside():
-    for drawing in (draw_timeline([trace(*STEP)]), draw_timeline([read_trace(path) for path in trace_files(FIXTURE)])):
-        for left, right, *_ in rects(drawing):
-            assert left >= 0
-            assert right <= WIDTH - RIGHT + 1.01
-        for x, _, size, said in placed_texts(drawing.render()):
-            assert x + 0.6 * size * len(said) <= WIDTH
+def test_labels_are_written_where_they_fit(tmp_path):
+    def block(name, start, end):
+        return event(f"{name} (TransformerBlock)", start, end)
+
+    blocks = [block("layers.7", 0, 500), block("layers.8", 510, 530), block("layers.9", 540, 541)]
+    said = texts(drawn(tmp_path, trace(event("step 0", 0, 1000), event("forward", 0, 1000), *blocks)))
+    assert [words for words in said if words[-1] in "789" and "." not in words[:-2]] == ["layers.7", "8"]
 
 
-def test_the_fixtures_picture():
-    traces = [read_trace(path) for path in trace_files(FIXTURE)]
-    drawing = draw_timeline(traces)
-    said = words(drawing)
-    assert {"rank 0", "rank 1", "46.2 % overlapped", "45.1 % overlapped", "stream 7", "waits (CPU)"} <= set(said)
+def test_nothing_is_drawn_outside(tmp_path):
+    for traces in ([trace(*STEP)], [read_trace(path) for path in trace_files(FIXTURE)]):
+        svg = drawn(tmp_path, *traces)
+        assert all(0 <= each.left <= each.right <= WIDTH for each in shapes(svg))
+        assert all(x + 0.6 * size * len(said) <= WIDTH for x, _, size, said in placed_texts(svg))
+
+
+def test_the_fixtures_picture(tmp_path):
+    found = drawn(tmp_path, *(read_trace(path) for path in trace_files(FIXTURE)))
+    said = texts(found)
+    assert {"stream 7", "waits", "collectives", "overlap", "until all ranks joined"} <= {*said}
+    ranks = [words.split(",")[0] for words in said if words.startswith("rank ")]
+    assert ranks == ["rank 0: 46.2 % overlapped", "rank 1: 45.1 % overlapped"]
     assert said.count("bucket 0") == said.count("bucket 1") == 2
-    hovers = [hover for *_, hover in rects(drawing)]
-    assert (
-        "all-reduce 0#1 bucket 0, from down.weight: 0.26 ms, of which 0.0602 ms until the last rank had joined"
-        in hovers
+    hovers = [each.tooltip for each in shapes(found)]
+    joined = "all-reduce 0#1 bucket 0, from down.weight: 0.26 ms, of which 0.0602 ms until the last rank had joined"
+    assert {joined, "all-reduce 0#1 bucket 0, from down.weight: 0.2 ms"} <= {*hovers}
+    launched = [each for each in shapes(found) if each.tooltip.startswith("all-reduce 0#2")]
+    assert len({round(max(e.right for e in launched if e.top == top), 1) for top in {e.top for e in launched}}) == 1, (
+        "on one clock both ranks leave together"
     )
-    assert "all-reduce 0#1 bucket 0, from down.weight: 0.2 ms" in hovers
-    ends = {round(right, 1) for _, right, _, hover in rects(drawing) if hover.startswith("all-reduce 0#2")}
-    assert len(ends) == 1, "on one clock both ranks leave together"
 
 
-def test_a_plain_trace_is_drawn_as_far_as_it_says():
+def test_a_plain_trace_is_drawn_as_far_as_it_says(tmp_path):
     engine = "autograd::engine::evaluate_function: MmBackward0"
     plain = trace(event("aten::mm", 0, 10), event(engine, 10, 30), event("aten::mm", 12, 28), rank=3)
-    drawing = draw_timeline([plain])
-    assert {"rank 3", "backward", "no communication"} <= set(words(drawing))
-    assert "rank 0" in words(draw_timeline([trace(event("gloo:all_reduce", 0, 10, GLOO))]))
+    assert {"rank 3: no communication", "backward"} <= {*texts(drawn(tmp_path, plain))}
+    assert "rank 0: 0.0 % overlapped" in drawn(tmp_path, trace(event("gloo:all_reduce", 0, 10, GLOO)))
 
 
 def test_the_file(tmp_path):
@@ -285,17 +276,16 @@ def test_the_file(tmp_path):
     assert "BucketedDDP, step 1 on 1 rank" in path.read_text()
 
 
-def test_the_file_is_the_same_every_time():
-    first, second = (draw_timeline([trace(*STEP)]).render() for _ in range(2))
+def test_the_file_is_the_same_every_time(tmp_path):
+    first, second = (drawn(tmp_path, trace(*STEP)) for _ in range(2))
     assert first == second
     assert "pattern" in first, "hatches have names that a salt makes"
 
 
 def test_real_ranks(tmp_path):
-    drawing = draw_timeline(profiled(tmp_path, "bucketed"))
-    said = words(drawing)
-    assert {"rank 0", "rank 1", "forward", "synchronise", "collectives", "all-reduce"} <= set(said)
-    bars = {hover.split(":")[0] for *_, hover in rects(drawing) if hover.startswith("all-reduce")}
+    svg = drawn(tmp_path, *profiled(tmp_path, "bucketed"))
+    assert {"forward", "backward", "collectives", "all-reduce"} <= {*texts(svg)}
+    bars = {each.tooltip.split(":")[0] for each in shapes(svg) if each.tooltip.startswith("all-reduce")}
     assert {re.sub(r"\d+#\d+ |,.*", "", bar) for bar in bars} == {
         *(f"all-reduce bucket {number}" for number in range(4)),
         "all-reduce used parameters",

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.residuals import Residual, Residuals, model_residuals, residuals
+from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from cs336_systems.cost import count_parameters
 from cs336_systems.model.observed import observe_kept
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, preset
-from cs336_systems.profiling.residuals import Residual, Residuals, model_residuals, residuals
-from cs336_systems.profiling.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 
 BATCH, SEQ = 5, 8
 SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=5, num_heads=4)
