@@ -12,9 +12,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cs336_systems.host.text import printable
 from cs336_systems.profiling.names import (
@@ -32,7 +32,7 @@ from cs336_systems.profiling.names import (
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Trace, uncollected
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, uncollected
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
@@ -47,7 +47,6 @@ class Frame:
     paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
-    calls: int = 0  # 0 for a module's backward, which no one calls
     titles: set[str] = field(default_factory=set)  # full names, several where blocks are taken together
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
@@ -59,9 +58,8 @@ class Frame:
 
     def add_kernel(self, name: str, duration: int) -> None:
         """Put a kernel below the frame that launched it, or below none that is known."""
-        leaf = self.child(" ".join(name.split()), "communication" if KERNEL.search(name) else self.paint, "", True)
-        leaf.self_time += duration
-        leaf.calls += 1
+        paint = "communication" if KERNEL.search(name) else self.paint
+        self.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
 
     def stacks(self) -> Iterator[tuple[list["Frame"], int]]:
         """Every frame, as the stack from this one down to it, with its own time; parents before children."""
@@ -101,86 +99,71 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
     placer, claimed = _Placer(trace, names, collapse_blocks), set[int]()
     roots: dict[Lane, Frame] = {}
-    states: dict[int, _State] = {}
+    places: dict[int, _Place] = {}
     for node in timeline(trace).nodes:
         if (lane := node.span.lane) not in names:
             continue
-        root = roots.setdefault(lane, Frame(names[lane], calls=1))
-        parent = states[id(node.parent)] if node.parent else _State(root)
-        states[id(node)] = state = placer.place(node, parent)
-        state.frame.self_time += node.self_time if clock == "cpu" else 0
-        state.frame.calls += state.frame is not parent.frame
+        root = roots.setdefault(lane, Frame(names[lane]))
+        parent = places[id(node.parent)] if node.parent else _Place(root)
+        places[id(node)] = place = placer.place(node, parent)
+        place.frame.self_time += node.self_time if clock == "cpu" else 0
         for kernel in node.kernels if clock == "device" else ():
             if id(kernel) not in claimed:
                 claimed.add(id(kernel))
-                state.frame.add_kernel(kernel.name, kernel.duration)
+                place.frame.add_kernel(kernel.name, kernel.duration)
     found = [roots[lane] for lane in names if lane in roots]
     if clock == "device":
         found.append(Frame("kernels of no known operator"))
         for span in trace.spans:
             if span.category in DEVICE and id(span) not in claimed:
                 found[-1].add_kernel(span.name, span.duration)
-    return [Flame(trace.rank, root, placer.steps, clock) for root in found if root.total()]
+    steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
+    count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
+    return [Flame(trace.rank, root, count, clock) for root in found if root.total()]
 
 
-@dataclass(frozen=True)
-class _State:
+class _Place(NamedTuple):
     """The frame of a span, and what those inside it must know."""
 
     frame: Frame
     modules: Modules = ()
     base: Frame | None = None  # the frame around the autograd engine's nodes, None outside of them
-    recomputing: bool = False
-    in_step: bool = False
-    engine: str = ""  # the autograd node that a span of the engine evaluates
 
 
 class _Placer:
     """Finds the frame of every span, parents first: mostly below that of the span around it."""
 
     def __init__(self, trace: Trace, roles: dict[Lane, str], collapse: bool) -> None:
-        names = [span.name for span in trace.annotated if span.lane in roles]
-        kinds = [sum(name.startswith(kind) and step_number(name) is not None for name in names)
-                 for kind in ("step ", "ProfilerStep#")]  # fmt: skip
-        self.has_steps, self.steps = any(kinds), kinds[0] or kinds[1] or 1
-        self.tagged = any(parse_tag(name) for name in names)
-        self.collapse, self.main = collapse, next((lane for lane, role in roles.items() if role == MAIN), None)
+        self.collapse, self.roles, self.steps = collapse, roles, timeline(trace).steps
+        self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
 
-    def place(self, node: Node, parent: _State) -> _State:
-        """The state of a span inside that of another, or of a root."""
-        span, in_step = node.span, parent.in_step or step_number(node.span.name) is not None
-        inside = replace(parent, engine="", in_step=in_step)
-        if (span.category == FRAME and self._is_dropped(node, in_step)) or span.name == parent.engine != "":
-            return inside
-        if span.name.startswith(ENGINE):
-            return self._evaluate(node, inside)
+    def place(self, node: Node, parent: _Place) -> _Place:
+        """The place of a span inside that of another, or of a root."""
+        span, up, base = node.span, node.parent, parent.base
+        if (span.category == FRAME and self._is_dropped(span)) or (up and up.span.name == ENGINE + span.name):
+            return parent
         paint = _paint(node, parent)
+        if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
+            modules = node.modules
+            if base and modules:  # the engine runs inside the engine, for a part that was computed again
+                modules = (*_around(parent.modules, modules[0][0]), *modules)
+            frame = self._descend(base or parent.frame, modules)
+            frame = frame.child(
+                span.name[len(ENGINE) :].removeprefix("torch::autograd::"), "backward", is_operator=True
+            )
+            return _Place(frame, modules, base or parent.frame)
         if span.category == "user_annotation" and (tag := parse_tag(span.name)):
-            return self._enter(tag, paint, inside)
+            if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
+                modules = (*_around(parent.modules, tag[0]), tag)
+                return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
+            modules = (*parent.modules, tag)
+            return _Place(self._child(parent.frame, modules, paint), modules, base)
         name = ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(span.name.split())))
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
             name = without_layer_numbers(name) if self.collapse else name
         name = "step" if step_number(name) is not None else name
-        return replace(inside, frame=parent.frame.child(name, paint, is_operator=span.category == "cpu_op"))
-
-    def _evaluate(self, node: Node, parent: _State) -> _State:
-        """A node of the autograd engine goes below the modules that made it, in the tree around the engine."""
-        base, modules, engine = parent.base or parent.frame, node.modules, node.span.name[len(ENGINE) :]
-        if parent.base and modules:  # the engine runs inside the engine, for a part that was computed again
-            modules = (*_around(parent.modules, modules[0][0]), *modules)
-        frame = self._descend(base, modules)
-        frame = frame.child(engine.removeprefix("torch::autograd::"), "backward", is_operator=True)
-        return _State(frame, modules, base, False, parent.in_step, engine)
-
-    def _enter(self, tag: tuple[str, str], paint: str, parent: _State) -> _State:
-        """A module's forward; one inside the engine is a recompute, shown below that module's backward."""
-        if parent.base and not parent.recomputing:
-            modules = (*_around(parent.modules, tag[0]), tag)
-            frame = self._descend(parent.base, modules).child("recompute", "forward")
-            return replace(parent, frame=frame, modules=modules, recomputing=True)
-        modules = (*parent.modules, tag)
-        return replace(parent, frame=self._child(parent.frame, modules, paint), modules=modules)
+        return parent._replace(frame=parent.frame.child(name, paint, is_operator=span.category == "cpu_op"))
 
     def _descend(self, frame: Frame, modules: Modules) -> Frame:
         for depth in range(len(modules)):
@@ -198,16 +181,16 @@ class _Placer:
             short = f"{short} ({kind})"
         return frame.child(short, paint, f"{path} ({kind})")
 
-    def _is_dropped(self, node: Node, in_step: bool) -> bool:
+    def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
-        name = node.span.name
-        if self.has_steps and node.span.lane == self.main and not in_step:
+        in_step = any(step.start <= span.start < step.end for step in self.steps)
+        if self.steps and self.roles[span.lane] == MAIN and not in_step:
             return True
-        if name.startswith("nn.Module: "):
+        if span.name.startswith("nn.Module: "):
             return self.tagged
-        package = found[1] if (found := FRAME_FILE.match(name)) else ""
+        package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
-        return foreign or name.startswith("<") or "cs336_systems/profiling/" in name
+        return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
 
 
 def _around(modules: Modules, path: str) -> Modules:
@@ -215,13 +198,13 @@ def _around(modules: Modules, path: str) -> Modules:
     return tuple(each for each in modules if each[0] in (ROOT, WRAPPER) or path.startswith(f"{each[0]}."))
 
 
-def _paint(node: Node, parent: _State) -> str:
+def _paint(node: Node, parent: _Place) -> str:
     if node.span.category == FRAME:
         return "python"
     if is_collective(node.span.name) or parent.frame.paint == "communication" or node.phase == "synchronise":
         return "communication"
-    phase = node.direction if node.direction == "backward" else node.phase
-    return "forward" if parent.recomputing else phase if phase in PHASES else "other"
+    phase = node.direction if parent.base or node.direction == "backward" else node.phase
+    return phase if phase in PHASES else "other"
 
 
 def collapsed(threads: list[Flame]) -> str:

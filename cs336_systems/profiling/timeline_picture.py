@@ -87,7 +87,9 @@ def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
             Line2D([], [], color=INK, marker="|", ls="", label="launch of a collective"),
         ),
     )
-    return [Patch(color=FILLS.get(k, OTHER), label=k) for k in order] + [sign for occurs, sign in signs if occurs]
+    return [Patch(color=FILLS.get(k, OTHER), label=plot_text(k)) for k in order] + [
+        sign for occurs, sign in signs if occurs
+    ]
 
 
 def _draw_rank(axes: Axes, rank: StepTracks, start: int, end: int) -> None:
