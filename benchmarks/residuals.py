@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
-from cs336_systems.host.observe import Observer, fake_model
+from cs336_systems.host.observe import Observer, Storage
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, Precision
@@ -82,8 +82,8 @@ class _Keeper(Observer):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters=parameters)
         self.path = [ROOT]
-        self.made: dict[int, str] = {}  # by the storage's number
-        self.kept: dict[int, Residual] = {}
+        self.made: dict[Storage, str] = {}
+        self.kept: dict[Storage, Residual] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), "")  # made before
@@ -94,7 +94,7 @@ class _Keeper(Observer):
     def _note(self, values: Any, maker: str) -> None:
         for each in tree_iter(values):
             if isinstance(each, Tensor):
-                self.made.setdefault(self._number(each), maker)
+                self.made.setdefault(self.storage(each), maker)
 
     @contextmanager
     def running(self, tag: str) -> Iterator[None]:
@@ -107,21 +107,20 @@ class _Keeper(Observer):
             self.path.pop()
 
     def _pack(self, tensor: Tensor) -> Any:
-        number = self._number(tensor)
-        dtype, nbytes = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
-        found = Residual(self.path[-1], tuple(tensor.shape), dtype, nbytes, self.made.get(number, ""))
-        self.kept.setdefault(number, found)
+        storage, dtype = self.storage(tensor), str(tensor.dtype).removeprefix("torch.")
+        found = Residual(self.path[-1], tuple(tensor.shape), dtype, storage.nbytes, self.made.get(storage, ""))
+        self.kept.setdefault(storage, found)
         return super()._pack(tensor.detach())  # a graph that holds itself never dies
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Attribute what the model kept itself, to run a segment again, to the segment's first block, its input."""
-        for number in (self._number(each) for each in args if isinstance(each, Tensor)):
-            if number in self.kept and self.kept[number].module == ROOT:
-                self.kept[number] = self.kept[number]._replace(module=self.path[-1])
+        for storage in (self.storage(each) for each in args if isinstance(each, Tensor)):
+            if storage in self.kept and self.kept[storage].module == ROOT:
+                self.kept[storage] = self.kept[storage]._replace(module=self.path[-1])
 
     def of_kind(self, kind: str) -> tuple[Residual, ...]:
         """What is kept of a kind: activations, or casts of parameters."""
-        return tuple(each for number, each in self.kept.items() if self._kinds.get(number, "activations") == kind)
+        return tuple(each for storage, each in self.kept.items() if storage.kind == kind)
 
 
 def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
@@ -144,8 +143,9 @@ def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precis
     As on a CPU. One thing shapes do not tell: a LayerNorm of half precision, which only BERT's heads have, keeps its
     two numbers a token in four bytes each, not two.
     """
-    with FakeTensorMode():
-        model = fake_model(TransformerLM(config, "meta"), "cpu")
+    model = TransformerLM(config, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake
+        model.to_empty(device="cpu")
         tokens, targets = (torch.zeros(batch, seq, dtype=torch.long) for _ in range(2))
 
         def forward() -> None:

@@ -1,27 +1,20 @@
 """Counts of a program as it runs: FLOPs, operators, traffic, memory kept for backward, new and peak memory.
 
-An `Observer` sees each operator that torch's dispatcher starts below autograd, on real tensors, on the meta device or,
-for models that no memory here holds, on fake ones (`fake_model`), which have shapes and a device but no numbers:
-
-    with FakeTensorMode():
-        model = fake_model(TransformerLM(config, "meta"), "cpu")
-        with Observer(parameters=model.parameters()) as seen:
-            seen.begin("forward")
-            lm_loss(model, tokens, tokens)
-    seen.phases["forward"].flops
-
-Fake tensors take the path of their device, through autocast and torch's fused attention; plain meta tensors know
-neither. Fake experts get rows as from a balanced router. Memory inside a fused kernel is not seen, such as the logits
-of one chunk of tokens in the fused cross entropy. Collectives are not counted: see `comm.record`.
+An `Observer` sees each operator that torch's dispatcher starts below autograd, on real tensors, on the meta device, or
+on fake ones, which have shapes and a device but no numbers (`model/observed.py`). Fake tensors take the path of their
+device, through autocast and torch's fused attention; plain meta tensors know neither. Fake experts get rows as from a
+balanced router. Memory inside a fused kernel is not seen, such as the logits of one chunk of tokens in the fused cross
+entropy. Collectives are not counted: see `comm.record`.
 """
 
 import math
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Self, TypeVar
+from typing import Any, Self
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
@@ -30,33 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from cs336_systems.host import meta
-
-Module = TypeVar("Module", bound=nn.Module)
 aten = torch.ops.aten
 # Operators that touch no number, besides views.
 FREE = {aten._unsafe_view, aten.detach, aten.promote_types, aten.empty_like, aten.empty, aten.new_empty}
 FREE |= {aten.empty_strided, aten.new_empty_strided, aten.lift_fresh, aten._local_scalar_dense}
 # Operators that read as much of their first input as they write, not all of it.
 GATHERS = {aten.embedding, aten.index_select, aten.gather, aten.index}
-
-
-def _attention_flops(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and weighted values, of q (... queries dim), k (... keys dim) and v (... keys width)."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-
-
-def _attention_backward_flops(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    """The scores again, the gradients of queries and keys, and of weights and values."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (3 * q.shape[-1] + 2 * v.shape[-1])
-
+UNALIKE = {aten.set_, aten.resize_}  # they change what their tensor is
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Formulas of FLOPs that torch's counter does not have, by name; the causal mask saves nothing there, nor here.
 FORMULAS: dict[str, Callable[..., int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": _attention_flops,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward_flops,
-    "cs336_kernels.flash_attention": _attention_flops,
-    "cs336_kernels.flash_attention_backward": _attention_backward_flops,
     # Each expert with its rows, a (rows in) b (experts in out), or the weights' gradient, a (in rows) b (rows out).
     "aten._grouped_mm": lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
     # The logits and, in forward already, the gradients of hidden and weight where they are needed.
@@ -66,17 +43,15 @@ FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
-def _without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Tensor | None:
-    """The result of an operator that torch cannot run on a fake tensor, or None."""
-    x = args[0]
-    if packet is aten.nonzero:  # how many depends on numbers
-        found = x.numel() if rows is None else min(rows, x.numel())
-        return torch.empty((found, x.dim()), dtype=torch.int64, device=x.fake_device)
-    if packet is aten._grouped_mm and x.dtype != torch.bfloat16:
-        _, b, offsets, *_ = args
-        lead = (len(offsets),) if x.dim() == b.dim() == 2 else ()
-        return torch.empty((*lead, x.shape[-2], b.shape[-1]), dtype=x.dtype, device=x.fake_device)
-    return None
+def _attention(q: Tensor, k: Tensor, v: Tensor, scores: int, values: int) -> int:
+    """Products of q (... queries dim) and k (... keys dim), and of the scores' shape and v (... keys width)."""
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (scores * q.shape[-1] + values * v.shape[-1])
+
+
+for _name in ("aten._scaled_dot_product_flash_attention_for_cpu", "cs336_kernels.flash_attention"):
+    FORMULAS[_name] = lambda q, k, v, *_, **__: _attention(q, k, v, 1, 1)
+    # The scores again, the gradients of queries and keys, and of weights and values.
+    FORMULAS[f"{_name}_backward"] = lambda grad, q, k, v, *_, **__: _attention(q, k, v, 3, 2)
 
 
 @dataclass
@@ -103,7 +78,86 @@ class Counts:
         return sum(size * count for size, count in self.made.items() if size >= least)
 
 
-class Observer(TorchDispatchMode):
+# By operator and kinds of arguments: the kinds of new tensors, or () if the result is the first argument, changed in
+# place, or None where torch must be asked.
+_known: dict[Any, Any] = {None: None}
+
+
+class QuickMeta(TorchDispatchMode):
+    """Runs operators on the meta device, each computed once for each kind of arguments.
+
+    Torch finds a result's shape there by decompositions in Python, which take 0.1 ms an operator and more. Results of
+    the same operator with tensors of the same sizes, strides and dtypes are alike; looking one up takes a fifth.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        key, kwargs = None, kwargs or {}
+        if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
+            with suppress(TypeError):
+                key = function, torch.get_default_dtype(), kind_of(args), kind_of(tuple(kwargs.items()))
+        if (kinds := _known.get(key)) is None:
+            result = function(*args, **kwargs)
+            if key not in _known:
+                _known[key] = result_kinds(result, args, kwargs, key[2])
+            return result
+        if not kinds:
+            return args[0]
+        alone = isinstance(kinds[0], torch.Size)
+        made = [torch.empty_strided(*kind[:2], dtype=kind[2], device="meta") for kind in ((kinds,) if alone else kinds)]
+        return made[0] if alone else tuple(made)
+
+
+def kind_of(value: Any) -> Any:
+    """Key of a result. Raises TypeError for a tensor with numbers and for what is neither one nor constant."""
+    kind = type(value)
+    if kind is Tensor or kind is nn.Parameter:
+        if value.is_meta:
+            return value.shape, value.stride(), value.dtype
+    elif kind is tuple or kind is list:
+        return tuple([kind_of(each) for each in value])
+    elif kind in CONSTANTS:
+        return kind, value
+    raise TypeError
+
+
+def result_kinds(result: Any, args: Any, kwargs: Any, kinds: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """The entry of a result in `_known`, from the kinds that the arguments had before."""
+    if args and result is args[0]:
+        return () if kind_of(result) == kinds[0] else None
+    used = {each.untyped_storage()._cdata for each in tensors(args, kwargs)}
+    for each in result if isinstance(result, tuple) else (result,):
+        if type(each) is not Tensor or not each.is_meta or each.untyped_storage()._cdata in used:
+            return None
+    return kind_of(result)
+
+
+def tensors(*values: Any) -> list[Tensor]:
+    """The tensors in arguments or results."""
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def without_numbers(packet: Any, args: tuple[Any, ...], rows: int | None) -> Tensor | None:
+    """The result of an operator that torch cannot run on a fake tensor, or None."""
+    x = args[0]
+    if packet is aten.nonzero:  # how many depends on numbers
+        found = x.numel() if rows is None else min(rows, x.numel())
+        return torch.empty((found, x.dim()), dtype=torch.int64, device=x.fake_device)
+    if packet is aten._grouped_mm and x.dtype != torch.bfloat16:
+        _, b, offsets, *_ = args
+        lead = (len(offsets),) if x.dim() == b.dim() == 2 else ()
+        return torch.empty((*lead, x.shape[-2], b.shape[-1]), dtype=x.dtype, device=x.fake_device)
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class Storage:
+    """A storage that lives, or has lived."""
+
+    nbytes: int = 0
+    kind: str = "activations"
+
+
+class Observer(QuickMeta):
     """Counts what runs inside `with`, phase by phase. `held` names storages that exist before, by kind: parameters,
     optimizer state. All others are "activations" until `label` gives them another kind, as gradients after backward."""
 
@@ -112,13 +166,11 @@ class Observer(TorchDispatchMode):
         self.phases: dict[str, Counts] = {}
         self.counts = Counts()
         self.rows: int | None = None  # of fake numbers, how many at most are not zero
-        self._numbers: dict[int, int] = {}  # of live storages, by address: addresses are used again, numbers are not
-        self._count = 0
-        self._sizes: dict[int, int] = {}  # bytes of live storages, by number
-        self._before: dict[int, int] = {}  # the same when the phase began
-        self._changes: list[tuple[int, int]] = []  # (number, bytes more) since then
-        self._kinds: dict[int, str] = {}
-        self._saved = Counter[int]()  # nodes of autograd's graph that keep a storage, by its number
+        self._live: dict[int, Storage] = {}  # by address
+        self._changes: list[tuple[Storage, int]] = []  # bytes of each when the phase began, and more since then
+        # By function that a node of autograd's graph keeps for backward, and lets go; the storage may live on, in a
+        # transfer of another thread.
+        self._saved: WeakKeyDictionary[Callable[[], Tensor], Storage] = WeakKeyDictionary()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved())
         for kind, tensors in held.items():
             self.label(kind, tensors)
@@ -129,8 +181,8 @@ class Observer(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:  # as FSDP frees a weight and keeps its tensor
             result = resize(storage, size)
-            if (number := self._numbers.get(storage._cdata)) is not None:
-                self._set_size(number, storage.nbytes())
+            if (found := self._live.get(storage._cdata)) is not None:
+                self._set_size(found, storage.nbytes())
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -145,77 +197,61 @@ class Observer(TorchDispatchMode):
     @property
     def live(self) -> int:
         """Bytes of live storages."""
-        return sum(self._sizes.values())
+        return sum(each.nbytes for each in self._live.values())
 
-    def begin(self, name: str) -> Counts:
+    def begin(self, name: str) -> None:
         """End the phase before and begin a new one, `phases[name]`."""
         self.counts.peak = self.peak()
-        self._before, self._changes = dict(self._sizes), []
+        self._changes = [(each, each.nbytes) for each in self._live.values()]
         self.counts = self.phases[name] = Counts()
-        return self.counts
 
     def peak(self) -> dict[str, int]:
         """Bytes of live storages by kind at this phase's fullest moment so far."""
-        totals = list(accumulate((more for _, more in self._changes), initial=0))
-        alive, found = Counter(self._before), Counter[str]()
-        for number, more in self._changes[: totals.index(max(totals))]:
-            alive[number] += more
-        for number, size in alive.items():
-            if size:
-                found[self._kinds.get(number, "activations")] += size
-        return dict(found)
+        totals, found = list(accumulate((more for _, more in self._changes), initial=0)), Counter[str]()
+        for storage, more in self._changes[: totals.index(max(totals))]:
+            found[storage.kind] += more
+        return dict(+found)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> None:
         """Give the storages of tensors a kind, in this phase's peak and all that follow."""
         for tensor in tensors:
-            self._kinds[self._number(tensor)] = kind
+            self.storage(tensor).kind = kind
 
     def saved_bytes(self, kind: str = "activations") -> int:
         """Bytes of the storages of a kind that autograd keeps for backward now."""
-        kept = [number for number, nodes in self._saved.items() if nodes]
-        return sum(self._sizes[number] for number in kept if self._kinds.get(number, "activations") == kind)
+        return sum(each.nbytes for each in set(self._saved.values()) if each.kind == kind)
 
-    def _number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage, which is watched from now on."""
+    def storage(self, tensor: Tensor) -> Storage:
+        """The storage of a tensor, which is watched from now on."""
         storage = tensor.untyped_storage()
         address = storage._cdata
-        if address not in self._numbers:
-            self._count += 1
-            number = self._numbers[address] = self._count
-            self._set_size(number, storage.nbytes())
-            weakref.finalize(storage, self._freed, address, number)
-        return self._numbers[address]
+        if (found := self._live.get(address)) is None:
+            found = self._live[address] = Storage()
+            self._set_size(found, storage.nbytes())
+            finalize(storage, lambda: self._set_size(self._live.pop(address), 0))
+        return found
 
-    def _set_size(self, number: int, size: int) -> None:
-        self._changes.append((number, size - self._sizes.get(number, 0)))
-        self._sizes[number] = size
-
-    def _freed(self, address: int, number: int) -> None:
-        self._set_size(number, 0)
-        del self._numbers[address], self._sizes[number]
+    def _set_size(self, storage: Storage, nbytes: int) -> None:
+        self._changes.append((storage, nbytes - storage.nbytes))
+        storage.nbytes = nbytes
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        # A function of its own tells when autograd lets go; the storage may live on, in a transfer of another thread.
         def saved() -> Tensor:
             return tensor
 
-        number = self._number(tensor)
-        self._saved[number] += 1
-        weakref.finalize(saved, self._saved.subtract, [number])
+        self._saved[saved] = self.storage(tensor)
         return saved
 
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet, kwargs, is_fake = function.overloadpacket, kwargs or {}, bool(args) and isinstance(args[0], FakeTensor)
         if is_fake and function is torch.ops.prim.device.default:
             return args[0].fake_device
-        result = _without_numbers(packet, args, self.rows) if is_fake else None
+        result = without_numbers(packet, args, self.rows) if is_fake else None
         if result is None:
-            result = meta.run(function, args, kwargs)
+            result = super().__torch_dispatch__(function, types, args, kwargs)
         if function.namespace in ("prim", "c10d", "_c10d_functional"):
             return result
-        given, results = ([x for x in tree_leaves(of) if isinstance(x, Tensor)] for of in ((args, kwargs), result))
+        given, results = tensors(args, kwargs), tensors(result)
         if not function.is_view and packet not in FREE:
             formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
@@ -225,20 +261,11 @@ class Observer(TorchDispatchMode):
             self.counts.work[flops, 2 * written if packet in GATHERS else read + written] += 1
         for tensor in results:
             address = tensor.untyped_storage()._cdata
-            if address not in self._numbers:
-                number = self._number(tensor)
+            if address not in self._live:
+                found = self.storage(tensor)
                 if all(address != each.untyped_storage()._cdata for each in given):
-                    self.counts.made[self._sizes[number]] += 1
+                    self.counts.made[found.nbytes] += 1
                 # Autocast's copies of weights.
-                if packet is aten._to_copy and self._kinds.get(self._number(given[0])) == "parameters":
-                    self._kinds[number] = "casts"
+                if packet is aten._to_copy and self.storage(given[0]).kind == "parameters":
+                    found.kind = "casts"
         return result
-
-
-def fake_model(model: Module, device: torch.device | str) -> Module:
-    """The same module, made on the meta device, with fake parameters; call it inside a FakeTensorMode."""
-    for module in model.modules():
-        for name, each in list(module.named_parameters(recurse=False)):
-            fake = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=device)
-            setattr(module, name, nn.Parameter(fake, each.requires_grad))
-    return model

@@ -1,6 +1,7 @@
 """Counts of a model's passes without running them: its own code on fake tensors under `host.observe.Observer`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cs336_systems.host.observe import Counts, Observer, fake_model
+from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.optim.adamw import AdamW
@@ -32,11 +33,6 @@ class Kept:
     blocks: tuple[int, ...]  # of each block
     head: int  # of the last norm, the head and the loss: before the backward of the blocks
 
-    @property
-    def total(self) -> int:
-        """All of them, when forward ends."""
-        return self.ids + sum(self.blocks) + self.head
-
 
 @dataclass(frozen=True)
 class Passes:
@@ -57,13 +53,19 @@ class Passes:
         return parts if mode == "step" else parts | {"optimizer state": 0}
 
 
-def _fake(config: ModelConfig, batch: int, seq: int, device: str) -> tuple[TransformerLM, Tensor, Tensor, int | None]:
-    """A fake model, tokens and targets (batch seq), and the rows that an expert layer keeps in training: all its slots,
-    which a balanced router fills, or None without a capacity."""
-    tokens, targets = (torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2))
-    slots = config.mixture.capacity(batch * seq, config.num_experts, training=True) if config.num_experts else None
-    rows = None if slots is None else config.num_experts * slots
-    return fake_model(TransformerLM(config, "meta"), device), tokens, targets, rows
+@contextmanager
+def _observer(
+    config: ModelConfig, batch: int, seq: int, device: str
+) -> Iterator[tuple[Observer, TransformerLM, Tensor, Tensor]]:
+    """Observe a fake model, which is given with fake tokens and targets (batch seq)."""
+    model = TransformerLM(config, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake
+        model.to_empty(device=device)
+        ids = [torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2)]
+        with Observer(parameters=model.parameters()) as seen:
+            if number := config.num_experts:  # a balanced router fills all slots
+                seen.rows = number * (config.mixture.capacity(batch * seq, number, training=True) or 0) or None
+            yield seen, model, *ids
 
 
 @cache
@@ -78,31 +80,29 @@ def observe_passes(
     """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there; the optimizer
     has its state already. With `keeps_gradients` the gradients of the step before are there until the next are added to
     them, as in a wrapper's flat buffers. Raises UserError for what the model refuses."""
-    with FakeTensorMode():
-        model, tokens, targets, rows = _fake(config, batch, seq, device)
+    with _observer(config, batch, seq, device) as (seen, model, tokens, targets):
         parameters, optimizer = list(model.parameters()), AdamW(model.parameters())
         for each in parameters:
             each.grad = torch.empty_like(each)
+        seen.label("gradients", (each.grad for each in parameters))
         optimizer.step()
         if not keeps_gradients:
             optimizer.zero_grad()
-        state = [value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor)]
-        held = {"optimizer state": state, "gradients": [p.grad for p in parameters if p.grad is not None]}
-        with Observer(parameters=parameters, **held) as seen:
-            seen.rows = rows
-            seen.begin("evaluation")
-            with torch.no_grad(), autocast(tokens.device, precision):
-                lm_loss(model, tokens, targets)
-            seen.begin("forward")
-            with autocast(tokens.device, precision):
-                loss = lm_loss(model, tokens, targets)
-            seen.begin("backward")
-            loss.backward()
-            seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
-            for each in parameters:  # BERT's classifier of pairs has no part in this loss
-                each.grad = torch.empty_like(each) if each.grad is None else each.grad
-            seen.begin("optimizer")
-            optimizer.step()
+        state = (value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor))
+        seen.label("optimizer state", state)
+        seen.begin("evaluation")
+        with torch.no_grad(), autocast(tokens.device, precision):
+            lm_loss(model, tokens, targets)
+        seen.begin("forward")
+        with autocast(tokens.device, precision):
+            loss = lm_loss(model, tokens, targets)
+        seen.begin("backward")
+        loss.backward()
+        seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
+        for each in parameters:  # BERT's classifier of pairs has no part in this loss
+            each.grad = torch.empty_like(each) if each.grad is None else each.grad
+        seen.begin("optimizer")
+        optimizer.step()
     return Passes(seen.phases)
 
 
@@ -111,18 +111,15 @@ def observe_kept(config: ModelConfig, batch: int, seq: int, precision: Precision
     """Count what autograd keeps for the backward of a pass over (batch seq) tokens. Blocks that are recomputed in
     segments are counted one by one, as if each were a segment."""
     blocks: list[int] = []
-    with FakeTensorMode():
-        model, tokens, targets, rows = _fake(config, batch, seq, device)
-        with Observer(parameters=model.parameters(), ids=[tokens, targets]) as seen, autocast(tokens.device, precision):
-            seen.rows = rows
-            x = model.embed(tokens, None)
-            shared = model.shared_inputs(x, tokens, None)
-            seen.label("ids", (each for each in shared if isinstance(each, Tensor)))
-            before = seen.saved_bytes()
-            for layer in range(config.num_layers):
-                x = model.run_blocks(x, shared, span=range(layer, layer + 1))
-                blocks.append(seen.saved_bytes() - before - sum(blocks))
-            loss = model.finish(x, targets)
-            ids, head = before + seen.saved_bytes("ids"), seen.saved_bytes() - before - sum(blocks)
-            del loss  # which has held what autograd keeps until here
-    return Kept(ids, tuple(blocks), head)
+    with _observer(config, batch, seq, device) as (seen, model, *ids), autocast(torch.device(device), precision):
+        x = model.embed(ids[0], None)
+        shared = model.shared_inputs(x, ids[0], None)
+        seen.label("ids", (each for each in (*ids, *shared) if isinstance(each, Tensor)))
+        before = seen.saved_bytes()
+        for layer in range(config.num_layers):
+            x = model.run_blocks(x, shared, span=range(layer, layer + 1))
+            blocks.append(seen.saved_bytes() - before - sum(blocks))
+        loss = model.finish(x, ids[1])
+        kept = Kept(before + seen.saved_bytes("ids"), tuple(blocks), seen.saved_bytes() - before - sum(blocks))
+        del loss  # which has held what autograd keeps until here
+    return kept

@@ -17,8 +17,7 @@ from torch import Tensor
 from cs336_systems.comm import Event, Mesh, fake_ranks, record
 from cs336_systems.data.corpus import Batch
 from cs336_systems.host.console import format_bytes, format_count
-from cs336_systems.host.meta import QuickMeta
-from cs336_systems.host.observe import Counts, Observer
+from cs336_systems.host.observe import Counts, Observer, QuickMeta
 from cs336_systems.host.table import Table
 from cs336_systems.layout import Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses

@@ -69,7 +69,7 @@ def test_a_layer_norm_of_half_precision_keeps_its_statistics_in_four_bytes(preci
     kept = real_residuals(config, precision)
     assert [each for each in kept.kept if each.module == tokens.module] == [tokens]
     missing = 2 * 2 * BATCH * SEQ if precision == "bf16" else 0  # of a mean and a deviation a token
-    assert kept.nbytes == observe_kept(config, BATCH, SEQ, precision).total + missing
+    assert kept.nbytes == strategy(config, BATCH, SEQ, "none", 1, precision).kept + missing
 
 
 @pytest.mark.parametrize("changes", [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}], ids=str)
@@ -163,7 +163,7 @@ def test_blocks_are_named_by_their_number():
 def test_no_memory_is_needed():
     large = preset("10B", 2026)
     shape = (replace(large.model, num_layers=3), 4096, 512)
-    assert model_residuals(*shape).nbytes == observe_kept(*shape).total > 2**41
+    assert model_residuals(*shape).nbytes == strategy(*shape, "none").kept > 2**41
 
 
 def test_the_fullest_moment_is_in_the_loss_or_after_it():

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cs336_systems.host.meta import QuickMeta
+from cs336_systems.host.observe import QuickMeta
 
 
 def meta(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
