@@ -18,7 +18,6 @@ from cs336_systems.host.text import printable
 
 PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
 PLAIN_SECONDS = 5.0  # between two lines of progress there
-NEW_LINE = "\n"
 
 
 class LiteralConsole(Console):
@@ -43,22 +42,19 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
     that it is about; control characters in them are shown. Returns the exit status: 0, 2, or 130 for ^C."""
     format_of_python = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_, **__: f"note: {printable(str(message), keep=NEW_LINE)}\n"
+    warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:
         command.main(args=arguments, standalone_mode=False)
-    except click.ClickException as error:
-        message = " ".join(error.format_message().split())
-    except UserError as error:
-        message = str(error)
     except (click.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return 130
-    else:
-        return 0
+    except (click.ClickException, UserError) as error:
+        usage = " ".join(error.format_message().split()) if isinstance(error, click.ClickException) else None
+        print("error:", printable(usage or str(error), keep="\n"), file=sys.stderr)
+        return 2
     finally:
         warnings.formatwarning = format_of_python
-    print(f"error: {printable(message, keep=NEW_LINE)}", file=sys.stderr)
-    return 2
+    return 0
 
 
 def format_bytes(count: float) -> str:
@@ -95,18 +91,17 @@ def format_seconds(seconds: float) -> str:
 
 
 class _TimeLeft:
-    """Text of the time left of `total` equal steps: the expected duration until the first steps tell the real one."""
+    """Text of the time left of some equal steps: the expected duration until the first steps tell the real one."""
 
-    def __init__(self, total: int, expected_seconds: float, done: int = 0) -> None:
-        self.total, self.first, self.done, self.estimate = total, done, done, expected_seconds
-        self.start = time.monotonic()
+    def __init__(self, steps: int, expected_seconds: float) -> None:
+        self.steps, self.done, self.seconds, self.start = steps, 0, expected_seconds, time.monotonic()
 
     def advance(self) -> None:
         self.done += 1
-        self.estimate = (time.monotonic() - self.start) / (self.done - self.first) * (self.total - self.first)
+        self.seconds = (time.monotonic() - self.start) / self.done * self.steps
 
     def __str__(self) -> str:
-        return f"{format_seconds(max(0.0, self.start + self.estimate - time.monotonic()))} left"
+        return f"{format_seconds(max(0.0, self.start + self.seconds - time.monotonic()))} left"
 
 
 @contextmanager
@@ -115,7 +110,7 @@ def progress(
 ) -> Iterator[Callable[[str], None]]:
     """A bar with the time left; in a file or a pipe a line every few seconds. Yields `advance(note)`, to be called
     after each of `total` steps of which some may be `done`; the seconds are those of the rest."""
-    left, out = _TimeLeft(total, expected_seconds, done), console(stderr=True)
+    left, out = _TimeLeft(total - done, expected_seconds), console(stderr=True)
     words, notes = (TextColumn(name, markup=False) for name in ("{task.description}", "{task.fields[note]}"))
     time_left = TextColumn("{task.fields[left]}", style="cyan", markup=False)
     columns = (words, BarColumn(bar_width=24), MofNCompleteColumn(), time_left, notes)
@@ -127,11 +122,11 @@ def progress(
             nonlocal next_line
             left.advance()
             bar.update(task, advance=1, note=note)
-            if bar.disable and not quiet and (time.monotonic() >= next_line or left.done == total):
+            ended = left.done == left.steps
+            if bar.disable and not quiet and (time.monotonic() >= next_line or ended):
                 next_line = time.monotonic() + PLAIN_SECONDS
-                ahead = f", {left}" if left.done < total else ""
-                line = printable(f"{label} {left.done}/{total}{ahead}  {note}".rstrip())
-                print(line, file=sys.stderr, flush=True)
+                line = f"{label} {done + left.done}/{total}{'' if ended else f', {left}'}  {note}"
+                print(printable(line.rstrip()), file=sys.stderr, flush=True)
 
         yield advance
 

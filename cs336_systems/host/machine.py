@@ -5,7 +5,6 @@ import gc
 import os
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -43,23 +42,18 @@ def _fields(path: str) -> dict[str, str]:
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that a program started now could use: free GPU memory, or memory available to this process group."""
+    """Bytes that a program started now could use: free GPU memory, or what is left to this container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not (meminfo := _fields("/proc/meminfo")):  # not Linux: half of the installed memory is a fair guess
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    return min(free, _cgroup_memory(Path("/sys/fs/cgroup")) or free)
-
-
-def _cgroup_memory(folder: Path) -> int | None:
-    """Bytes that a container (cgroup v2) may still take: its limit less its use, except file cache it can drop."""
-    try:
-        limit, used = (folder / "memory.max").read_text().strip(), int((folder / "memory.current").read_text())
-        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    try:  # a container (cgroup v2) may take its limit less its use, except file cache that it can drop
+        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
     except OSError:
-        return None
-    return int(limit) - used + int(stat.get("inactive_file", 0)) if limit.isdigit() else None
+        return free
+    cache = dict(line.split() for line in stat.splitlines()).get("inactive_file", 0)
+    return min(free, int(limit) - int(used) + int(cache)) if limit.strip().isdigit() else free
 
 
 def out_of_memory(error: RuntimeError) -> bool:
@@ -95,11 +89,10 @@ class PeakMemory:
         return int(_fields("/proc/self/status").get(field, "0 kB").split()[0]) * 1024
 
     def reset(self) -> None:
-        self.resettable = True
         if self.device.type == "cuda":
-            return torch.cuda.reset_peak_memory_stats(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
         try:
-            Path("/proc/self/clear_refs").write_text("5")
+            self.resettable = Path("/proc/self/clear_refs").write_text("5") > 0
         except OSError:
             self.resettable = False
 
@@ -129,7 +122,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, An
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": next((each.version for each in distributions(name="triton")), None),
-        "python": ".".join(map(str, sys.version_info[:3])),
+        "python": platform.python_version(),
         "world_size": 1,
         "backend": None,
         "commit": commit or _git("rev-parse", "HEAD"),

@@ -256,8 +256,7 @@ class Observer(QuickMeta):
             formula: Callable[..., int] | None = FORMULAS.get(str(packet)) or flop_registry.get(packet)
             flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
             written = sum(each.nbytes for each in results)
-            # Of an expanded tensor, what is stored.
-            read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)
+            read = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in given)  # less of an expanded one
             self.counts.work[flops, 2 * written if packet in GATHERS else read + written] += 1
         for tensor in results:
             address = tensor.untyped_storage()._cdata
@@ -265,7 +264,6 @@ class Observer(QuickMeta):
                 found = self.storage(tensor)
                 if all(address != each.untyped_storage()._cdata for each in given):
                     self.counts.made[found.nbytes] += 1
-                # Autocast's copies of weights.
                 if packet is aten._to_copy and self.storage(given[0]).kind == "parameters":
-                    found.kind = "casts"
+                    found.kind = "casts"  # autocast's copies of weights
         return result

@@ -1,8 +1,8 @@
 """Foreign text made harmless for its destination: a terminal, a plot, Markdown.
 
-Names of files, modules and traces, and errors' messages, may hold anything, and each destination has signs that are
-commands there. Foreign text passes through the function of its destination where it is written. (HTML and SVG:
-`html.escape(printable(text))`. JSON: `json.dumps`, which escapes all that a terminal would obey.)
+Names of files, modules and traces, and errors' messages, may hold signs that are commands there. They pass through the
+function of their destination where they are written; for HTML and SVG that is `html.escape(printable(text))`, for JSON
+`json.dumps`, which escapes all that a terminal would obey.
 """
 
 import re

@@ -89,7 +89,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(capsys, monkeypatch):
 
 
 def test_progress_on_a_terminal_counts_down_from_what_is_expected(monkeypatch):
-    counter = console._TimeLeft(total=4, expected_seconds=40.0)
+    counter = console._TimeLeft(steps=4, expected_seconds=40.0)
     start = counter.start
     monkeypatch.setattr(console.time, "monotonic", lambda: start + 10.0)
     assert str(counter) == "30.0 s left"
