@@ -1,10 +1,13 @@
-"""Pictures of a profile, and its tables as JSON, kept beside its record for the write-up."""
+"""Pictures of a profile, and its tables as JSON, kept beside its record for the write-up; a GPU's memory snapshot."""
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.records import Record
 from cs336_systems.errors import UserError
@@ -68,3 +71,19 @@ def picture_beside(results: Path, record: Record, picture: str) -> Path | None:
     """The file of one of a record's `PICTURES`; None where its own run left none."""
     path = results / str(record.metrics.get("pictures")) / picture
     return path if tables_beside(results, record) is not None and path.is_file() else None
+
+
+@contextmanager
+def memory_snapshot(path: Path, entries: int = 100_000) -> Iterator[None]:
+    """Record the block's allocations on the GPU, and write them to `path` even if the block runs out of memory.
+
+    The file is for pytorch.org/memory_viz, which uploads nothing; it keeps the newest `entries` events, as the viewer
+    gets slow beyond.
+    """
+    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._record_memory_history(enabled=None)

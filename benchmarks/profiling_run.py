@@ -18,7 +18,7 @@ from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.model_options import ModelOptions
 from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
-from benchmarks.profiling_pictures import leave_pictures
+from benchmarks.profiling_pictures import leave_pictures, memory_snapshot
 from benchmarks.profiling_record import beside_measured, make_record, predicted
 from benchmarks.records import RESULTS, append_record, appended, machine_name, open_records
 from benchmarks.turns import ADAMW, check
@@ -36,7 +36,7 @@ from cs336_systems.host.machine import choose_device, device_name, environment, 
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
-from cs336_systems.profiling.capture import collect_files, memory_snapshot
+from cs336_systems.profiling.capture import collect_files
 from cs336_systems.profiling.report import write_report
 from cs336_systems.train.timers import Timers, timer_line
 

@@ -189,39 +189,37 @@ def attention_rows(trace: Trace) -> list[Row]:
             row = rows.setdefault(each, Row(each))
             row.add(direction, node.time)
             row.add(f"{direction}_flops", flops)
-    order = (SOFTMAX, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, REST)
     whole = sum(row.forward for row in rows.values() if row.name != PRODUCTS)
     for row in rows.values():
         row.of_forward = share(row.forward, whole)
+    order = (SOFTMAX, SCORES, VALUES, PRODUCTS, FUSED_ATTENTION, PROJECTIONS, COLLECTIVES, REST)
     return [rows[name] for name in order if name in rows]
 
 
 def share_lines(trace: Trace) -> list[str]:
     """The answers in one sentence each, for people."""
-    lines = []
+    lines, busy = list[str](), timeline(trace).busy
     for row in share_rows(trace):
         if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules that would tell
             continue
         times = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
         parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in times.items() if time)
-        start = f"{row.name[0].upper()}{row.name[1:]}: {row.share:.2%} of the step"
-        if row.name == MATMUL and any(node.phase == "forward" for node in timeline(trace).busy):
-            start = f"{start}, {row.of_forward:.2%} of the forward pass"
-        lines.append(f"{start} ({parts})." if parts else f"{start}.")
-    if any(node.span.name == FUSED_LOSS for node in timeline(trace).busy):
+        line = f"{row.name[0].upper()}{row.name[1:]}: {row.share:.2%} of the step"
+        if row.name == MATMUL and any(node.phase == "forward" for node in busy):
+            line += f", {row.of_forward:.2%} of the forward pass"
+        lines.append(line + f" ({parts})." if parts else f"{line}.")
+    if any(node.span.name == FUSED_LOSS for node in busy):
         lines.append(FUSED_LOSS_NOTE)
     attention = {row.name: row for row in attention_rows(trace)}
-    if SOFTMAX not in attention:
-        return [*lines, NO_SOFTMAX] if FUSED_ATTENTION in attention else lines
-    softmax, products = attention[SOFTMAX], attention.get(PRODUCTS, Row(""))
-    if not products.forward:
-        return lines
-    line = (
-        f"In the forward pass attention's softmax takes {softmax.forward / products.forward:.2f} of the time of its "
-        f"two products ({format_seconds(softmax.forward / 1e9)} and {format_seconds(products.forward / 1e9)})"
-    )
-    if softmax.forward_flops and products.forward_flops:
-        ratio = softmax.forward_flops / products.forward_flops
-        counts = f"{format_count(softmax.forward_flops)} and {format_count(products.forward_flops)}"
-        line += f" with {ratio:.3f} of their FLOPs ({counts})"
-    return [*lines, f"{line}."]
+    if SOFTMAX not in attention and FUSED_ATTENTION in attention:
+        lines.append(NO_SOFTMAX)
+    softmax, products = attention.get(SOFTMAX), attention.get(PRODUCTS)
+    if softmax and products and products.forward:
+        times = " and ".join(format_seconds(row.forward / 1e9) for row in (softmax, products))
+        ratio = softmax.forward / products.forward
+        line = f"In the forward pass attention's softmax takes {ratio:.2f} of the time of its two products ({times})"
+        if softmax.forward_flops and products.forward_flops:
+            counts = " and ".join(format_count(row.forward_flops) for row in (softmax, products))
+            line += f" with {softmax.forward_flops / products.forward_flops:.3f} of their FLOPs ({counts})"
+        lines.append(f"{line}.")
+    return lines

@@ -6,7 +6,7 @@ the key "cs336" what it lacks: the rank, its clock against rank 0's, and the sto
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -64,28 +64,24 @@ class Capture:
         if warmup < 0 or steps < 1:
             raise UserError(f"warmup {warmup} must not be negative, and steps {steps} be one at least")
         self.folder, self.group, self.model, self.meta = Path(folder), group, model, meta or {}
-        self.warmup, self.steps, self.tags, self.stack, self.nvtx = warmup, steps, tags, stack, nvtx
+        self.warmup, self.steps, self.total = warmup, steps, warmup + steps
+        self.tags, self.stack, self.nvtx = tags, stack, nvtx
         self.held = held or (lambda: held_by(model, optimizer))
         first = next(model.parameters(), None) if model is not None else None
         default = first.device if first is not None else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device or default)
 
-    @property
-    def total(self) -> int:
-        """Steps in all."""
-        return self.warmup + self.steps
-
     def __enter__(self) -> "Capture":
         self.taken, self.stepwise, self.running = 0, False, False
         self.clock, self.before, self.known = Offset(0, 0), list[Held](), set[Held]()
-        self.place, self.cleanup = current_place(self.group), ExitStack()
-        try:
+        self.place = current_place(self.group)
+        with ExitStack() as cleanup:  # if this fails, __exit__ is not called
             self._prepare()
+            if self.tags:
+                cleanup.enter_context(tag_modules(self.annotate, self.model))
             if not self.warmup:
                 self._start()
-        except BaseException:  # __exit__ would not be called
-            self.cleanup.close()
-            raise
+            self.cleanup = cleanup.pop_all()
         return self
 
     def _prepare(self) -> None:
@@ -98,20 +94,18 @@ class Capture:
         if is_profiling():
             problem = "a profiler runs already, and there can be only one"
         said = agree("profiling", problem or str(time.time_ns()), self.group) if self.group is not None else [problem]
-        if problem or any(not each.isdigit() for each in said if each):
-            raise UserError(problem or next(each for each in said if not each.isdigit()))
-        self.meta = {"run": said[0]} | self.meta if said[0] else self.meta  # the same on all ranks of a run
+        if problem := problem or next((each for each in said if each and not each.isdigit()), ""):
+            raise UserError(problem)
         if self.group is not None:
+            self.meta = {"run": said[0]} | self.meta  # the same on all ranks of a run
             self.clock = clock_offset(self.group)
-        if self.tags:
-            self.cleanup.enter_context(tag_modules(self.annotate, self.model))
 
     def _start(self) -> None:
         # The first annotation imports a module whose frames would be garbage in the trace (pytorch issue 113564).
         with record_function("warm-up"):
             pass
-        cuda = self.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda and not self.nvtx else [])]
+        cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" and not self.nvtx else []
+        activities = [ProfilerActivity.CPU, *cuda]
         self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=self.stack)
         self.before = [*describe(self.held()), *live_storages(self.held())]
         self.known = set(self.before)
@@ -135,12 +129,10 @@ class Capture:
         unwritten = self.running
         if self.running:
             self._stop()
-        if error is not None:
-            return
-        if (self.stepwise or self.warmup) and self.taken < self.total:
+        if error is None and (self.stepwise or self.warmup) and self.taken < self.total:
             taken = f"{self.taken} steps were taken of {self.total}"
             raise UserError(f"{taken} ({self.warmup} to warm up): nothing written")
-        if unwritten:
+        if error is None and unwritten:
             self._write()
 
     @contextmanager
@@ -148,14 +140,8 @@ class Capture:
         """A span of this name in the trace, and with `nvtx` in nsys."""
         if self.place.world_size == 1 and is_joined():  # since it began
             self.place = current_place(self.group)
-        if self.nvtx:
-            torch.cuda.nvtx.range_push(name)
-        try:
-            with record_function(name):
-                yield
-        finally:
-            if self.nvtx:
-                torch.cuda.nvtx.range_pop()
+        with torch.cuda.nvtx.range(name) if self.nvtx else nullcontext(), record_function(name):
+            yield
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -171,7 +157,7 @@ class Capture:
                 self._synchronise()
         counts = self.warmup <= self.taken < self.total
         try:
-            with self.annotate(f"step {self.taken - self.warmup}") if counts else ExitStack():
+            with self.annotate(f"step {self.taken - self.warmup}") if counts else nullcontext():
                 yield
         finally:
             self.taken += 1
@@ -212,32 +198,6 @@ class Capture:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
-@contextmanager
-def memory_snapshot(path: Path, entries: int = 100_000) -> Iterator[None]:
-    """Record the block's allocations on the GPU, and write them to `path` even if the block runs out of memory.
-
-    The file is for pytorch.org/memory_viz, which uploads nothing; it keeps the newest `entries` events, as the viewer
-    gets slow beyond. Raises UserError without a GPU, since the CPU's allocator keeps no such history.
-    """
-    if not torch.cuda.is_available():
-        raise UserError(
-            "a memory snapshot needs a GPU, and this machine has none; the memory timeline (memory.svg of the report) "
-            "is drawn for a CPU, too"
-        )
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    except OSError as error:
-        raise UserError(f"cannot write the memory snapshot {path}: {error.strerror}; name another file") from None
-    torch.cuda.memory._record_memory_history(max_entries=entries, stacks="python")
-    try:
-        yield
-    finally:
-        torch.cuda.synchronize()
-        torch.cuda.memory._dump_snapshot(str(path))
-        torch.cuda.memory._record_memory_history(enabled=None)
-
-
 def collect_files(folder: Path, group: Group, device: torch.device) -> None:
     """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this. Files travel as tensors
     of `device`, on which the group communicates. Raises UserError, on rank 0, if it cannot."""
@@ -245,10 +205,9 @@ def collect_files(folder: Path, group: Group, device: torch.device) -> None:
     mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
     sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]
     for rank in range(1, group.size()):
-        content = torch.zeros(sizes[rank], dtype=torch.uint8)
-        if rank == me:
-            content = torch.frombuffer(bytearray(mine), dtype=torch.uint8) if mine else content
-        content = content.to(device)
+        content = torch.zeros(sizes[rank], dtype=torch.uint8, device=device)
+        if rank == me and mine:
+            content = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
         broadcast(content, rank, group, f"trace of rank {rank}").wait()
         if me == 0 and sizes[rank]:
             try:

@@ -91,9 +91,8 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             free = next((index for index in fit if index not in runs), None)
             wanted |= dict.fromkeys(fit if free is None else [free], (mover, leaves))
             if free is not None:
-                taken: int | None = free
-                while taken is not None:
-                    runs[taken], taken = wanted[taken]
+                while free is not None:
+                    runs[free], free = wanted[free]
                 break
             movers.extend((runs[index], index) for index in reversed(fit))
     return {id(span): index for index, span in runs.items()}
@@ -127,24 +126,15 @@ class Flight:
 @once
 def flights(trace: Trace) -> list[Flight]:
     """A rank's collectives in order of launch. Without our annotations nothing has a label."""
-    waits: dict[str, Span] = {}
-    launches: list[tuple[Collective, Span]] = []
-    for span in trace.annotated:
-        if found := parse_collective(span.name):
-            if found.action == "wait":
-                waits[found.key] = span  # may be interrupted; the last counts
-            else:
-                launches.append((found, span))
+    ours = [(found, span) for span in trace.annotated if (found := parse_collective(span.name))]
+    launches = [(about, span) for about, span in ours if about.action == "launch"]
+    waits = {about.key: span for about, span in ours if about.action == "wait"}  # may be interrupted; the last counts
     owners = _owners(trace, launches, waits)
-    owned: dict[int, list[Span]] = {}
-    result = []
+    owned: dict[int | None, list[Span]] = {}
     for span in trace.spans:  # in order of start
         if (span.category == "kernel" and KERNEL.search(span.name)) or _is_gloo(span):
-            owner = owners.get(id(span))
-            if owner is None:
-                result.append(Flight(_verb(span), "", "", None, None, (span,)))
-            else:
-                owned.setdefault(owner, []).append(span)
+            owned.setdefault(owners.get(id(span)), []).append(span)
+    result = [Flight(_verb(span), "", "", None, None, (span,)) for span in owned.get(None, [])]
     for i, (about, span) in enumerate(launches):
         number, transfers = f"{about.group}#{about.number}", tuple(owned.get(i, []))
         result.append(Flight(about.verb, number, about.label, span, waits.get(about.key), transfers))
@@ -185,11 +175,10 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
         if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels:
             owners[id(kernels[span.args["correlation"]])] = launch_at(span.start, span.lane)
         elif span.name.startswith("c10d::"):
-            maker = launch_at(span.start, span.lane)
+            makers.append(maker := launch_at(span.start, span.lane))
             about = launches[maker][0] if maker is not None else None
             wait = waits.get(about.key) if about else None
             calls.append(Call(span, about.group if about else None, wait.end if wait else None))
-            makers.append(maker)
         elif span.name in POSTED:
             owners[id(span)] = launch_at(span.start)  # its own thread is not known any more
     queued = [span for span in trace.annotated if _is_gloo(span) and span.name not in POSTED]

@@ -12,7 +12,7 @@ gloo does not record when a send or receive was done, only when it was posted an
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -113,15 +113,21 @@ def waits_of(trace: Trace, *launches: str) -> list[Span]:
     return [s for s in trace.annotated if (found := parse_collective(s.name)) and found.action in ("wait", *launches)]
 
 
-def overlap(trace: Trace) -> Overlap:
-    """One rank's communication, and how much of it was hidden."""
+def overlap(trace: Trace, last: Mapping[int, int] | None = None) -> Overlap:
+    """One rank's communication, and how much of it was hidden; `last` is what `last_starts` finds."""
     what, waits = activity(trace), waits_of(trace)
+    communication, transferred = length(what.communicating), None
+    if last is not None:
+        begun = ((min(last.get(id(span), span.start), span.end), span.end) for span in what.communication)
+        transferred = length(union(begun))
     return Overlap(
         rank=trace.rank,
-        communication=length(what.communicating),
+        communication=communication,
         overlapped=length(intersection(what.communicating, what.computing)),
         blocked=length(_times(waits)) if waits or not what.communication else None,
         posted=any(span.name in POSTED for span in what.communication),
+        waited=None if transferred is None else communication - transferred,
+        transferred=transferred,
     )
 
 
@@ -132,17 +138,8 @@ def overlaps(traces: Sequence[Trace]) -> list[Overlap]:
     and so is what has no partner. While one transfers, a rank that waits in another does not count as waiting.
     """
     traces = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
-    if len(traces) == 1:
-        return [overlap(traces[0])]
-    last = last_starts(traces)
-    result = []
-    for trace in traces:
-        what = activity(trace)
-        begun = [(min(last.get(id(span), span.start), span.end), span.end) for span in what.communication]
-        transferred = length(union(begun))
-        waited = length(what.communicating) - transferred
-        result.append(replace(overlap(trace), waited=waited, transferred=transferred))
-    return result
+    last = last_starts(traces) if len(traces) > 1 else None
+    return [overlap(trace, last) for trace in traces]
 
 
 @once
@@ -168,7 +165,6 @@ def last_starts(traces: list[Trace]) -> dict[int, int]:
 def overlap_table(traces: Sequence[Trace]) -> Table:
     """The overlap of every rank in milliseconds, with what the columns mean below."""
     found, steps = overlaps(traces), sum(step_number(span.name) is not None for span in traces[0].spans)
-
     sums = f"Sums over {steps} steps, in" if steps > 1 else "In"
     notes = [
         f"{sums} ms. overlap = overlapped / communication; waited = for the last rank to join; blocked = a CPU thread "

@@ -101,16 +101,13 @@ def once(make: Callable[[T], U]) -> Callable[[T], U]:
 
     @wraps(make)
     def kept(given: T) -> U:
-        traces = [given] if isinstance(given, Trace) else given
-        if not traces:
-            return make(given)
-        made_of, made = traces[0].cache.get(key, ([], None))
-        if list(map(id, made_of)) != list(map(id, traces)):
+        traces = [given] if isinstance(given, Trace) else list(given)
+        cache = traces[0].cache if traces else {}
+        if key not in cache or list(map(id, cache[key][0])) != list(map(id, traces)):
             with uncollected():
-                made = make(given)
-            traces[0].cache[key] = list(traces), made
-        found: U = made
-        return found
+                cache[key] = traces, make(given)
+        made: U = cache[key][1]
+        return made
 
     return kept
 
@@ -129,7 +126,7 @@ def uncollected() -> Iterator[None]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
-    data, text = b"", ""
+    data, text, problem = b"", "", ""
 
     def no_number(name: str) -> float:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
@@ -140,7 +137,6 @@ def read_json(path: Path) -> dict[str, Any]:
         found = json.loads(text, strict=False, parse_constant=no_number)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
-        raise UserError(f"{path} {problem}; profile again") from None
     except OSError as error:
         raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -148,10 +144,11 @@ def read_json(path: Path) -> dict[str, Any]:
         if not text.startswith("{") or (error.pos < len(text) and text.endswith("}")):
             here = f"at character {error.pos} of {len(text)} is {text[error.pos : error.pos + 20]!a}"
             problem = f"is no whole trace, for it is no JSON: {here if text else 'it is empty'}"
-        raise UserError(f"{path} {problem}; profile again") from None
     except (ValueError, RecursionError) as error:
         why = "its JSON is nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path} is no trace of torch.profiler: {why}; profile again") from None
+        problem = f"is no trace of torch.profiler: {why}"
+    if problem:
+        raise UserError(f"{path} {problem}; profile again")
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
     return found
@@ -220,10 +217,11 @@ def trace_name(rank: int) -> str:
 def trace_files(folder: Path) -> list[Path]:
     """The traces of all ranks in a folder, by rank. Raises UserError if there is none."""
     found = {}
-    for path in folder.glob("rank*.trace.json*") if folder.is_dir() else ():
+    for path in folder.glob("rank*.trace.json*"):
         if match := re.fullmatch(r"rank(\d+)\.trace\.json(\.gz)?", path.name):
             found[int(match[1])] = path
     if not found:
-        make = "make some with benchmarks/profiling_run.py --out"
-        raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {make}")
+        raise UserError(
+            f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
+        )
     return [found[rank] for rank in sorted(found)]

@@ -165,24 +165,14 @@ def test_a_cpu_run_leaves_the_gpu_alone(tmp_path, monkeypatch):
         torch.ones(1)
 
 
-class FakeNvtx:
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def range_push(self, name: str) -> None:
-        self.calls.append(name)
-
-    def range_pop(self) -> None:
-        self.calls.append("pop")
-
-
 def test_nvtx_ranges_bear_the_same_names(tmp_path, monkeypatch):
-    fake = FakeNvtx()
-    monkeypatch.setattr(torch.cuda, "nvtx", fake)
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("pop"))
     run_steps(tmp_path, warmup=0, steps=1, nvtx=True)
     inner = ["0 (Linear)", "pop", "1 (ReLU)", "pop", "2 (Linear)", "pop"]
     phases = ["backward", "pop", "optimizer", "pop"]
-    assert fake.calls == ["step 0", "forward", "model (Sequential)", *inner, "pop", "pop", *phases, "pop"]
+    assert calls == ["step 0", "forward", "model (Sequential)", *inner, "pop", "pop", *phases, "pop"]
 
 
 def test_marks_cost_nothing_without_a_profiler(monkeypatch):
