@@ -113,7 +113,7 @@ def _timed_steps(trainer: Trainer, task: ScalingTask, group: Group) -> Answer:
     timers = trainer.timers.by_rank()
     return {
         "samples_ms": gather_times(samples, group, device).amax(dim=0).tolist(),
-        "timers_ms": {name: [_number(each / task.steps) for each in values] for name, values in timers.items()},
+        "timers_ms": {name: [each and each / task.steps for each in values] for name, values in timers.items()},
         "gpu_utilisation": _of_ranks(busy, group, device),
         "skipped": skipped,
     }

@@ -14,7 +14,6 @@ from benchmarks.records import Record, Status
 from benchmarks.scaling_anomalies import affinity_note
 from benchmarks.scaling_measure import Answer, cores_allowed
 from benchmarks.scaling_run import RECOMPUTED, ScalingRun
-from cs336_systems.comm import mesh_sizes
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import recompute_flops
@@ -57,7 +56,7 @@ class Layout:
     @property
     def batch(self) -> int:
         """Sequences in a step, of all replicas."""
-        return self.recipe.batch_sizes(self.ranks)[0]
+        return self.recipe.layout(self.ranks).global_batch
 
     @property
     def seq(self) -> int:
@@ -67,8 +66,7 @@ class Layout:
     @property
     def microbatches(self) -> int:
         """That a replica takes in a step."""
-        batch, micro = self.recipe.batch_sizes(self.ranks)
-        return batch // (mesh_sizes(self.ranks, self.recipe.parallel.tp, self.recipe.parallel.pp)["dp"] * micro)
+        return self.recipe.layout(self.ranks).microbatches
 
     @cached_property
     def stages(self) -> list[Observation]:

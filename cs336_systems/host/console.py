@@ -138,19 +138,19 @@ def flag(name: str) -> str:
 
 def setting(default: Any, help: str, type: Any = None, **option: Any) -> Any:
     """Define a dataclass field that `options` turns into an option of the command line. `type` is click's, where the
-    annotation does not say enough; `option` is its name where that is not the field's, `also` are other names, `off`
-    the opposite of a flag. The rest goes to click as it is."""
+    annotation does not say enough; `also` are other names, `off` the opposite of a flag. The rest goes to click."""
     return field(default=default, metadata={"option": {"help": help, **({"type": type} if type else {}), **option}})
 
 
-def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a click command one option for each `setting` of a dataclass, typed by its annotation: a
+def options(*settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a click command one option for each `setting` of dataclasses, typed by its annotation: a
     bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        hints = get_type_hints(settings)
-        listed = [each for each in fields(settings) if "option" in each.metadata]
-        listed.sort(key=lambda each: each.name not in settings.__annotations__)  # what is inherited comes last
+        hints = {name: hint for kind in settings for name, hint in get_type_hints(kind).items()}
+        listed = [each for kind in settings for each in fields(kind) if "option" in each.metadata]
+        own = {name for kind in settings for name in kind.__annotations__}
+        listed.sort(key=lambda each: each.name not in own)  # what is inherited comes last
         for each in reversed(listed):
             hint = hints[each.name]
             if type(None) in get_args(hint):
@@ -159,10 +159,9 @@ def options(settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]
             kinds: dict[Any, Any] = {bool: {"is_flag": True}, tuple: {"multiple": True}, Literal: {"type": choice}}
             extra = kinds.get(get_origin(hint) or hint, {"type": hint}) | each.metadata["option"]
             show = each.default not in (None, ()) and hint is not bool
-            name, opposite = extra.pop("option", each.name), extra.pop("off", "")
-            flags = [flag(name), *extra.pop("also", ())]
-            flags[-1] += f"/{opposite}" if opposite else ""
-            function = click.option(*flags, name, default=each.default, show_default=show, **extra)(function)
+            flags = [flag(each.name), *extra.pop("also", ())]
+            flags[-1] += f"/{extra.pop('off')}" if "off" in extra else ""
+            function = click.option(*flags, each.name, default=each.default, show_default=show, **extra)(function)
         return function
 
     return decorate

@@ -32,7 +32,7 @@ from cs336_systems.train.batches import most_tokens
 from cs336_systems.train.loop import STEPS_AHEAD, Loop, StopSignal
 from cs336_systems.train.megatron import translate
 from cs336_systems.train.observation import dry_run, fullest
-from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe, recipe_options
+from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe
 from cs336_systems.train.run_folder import RunCheckpoints, load_weights, run_folder
 from cs336_systems.train.run_log import conclude, final_record, header, open_log, write_line
 from cs336_systems.train.run_state import seed_generators
@@ -190,13 +190,13 @@ class TrainCommand(click.Command):
         records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}
         for group in GROUPS:
             with formatter.section(f"Options: {group}"):
-                formatter.write_dl([records.pop(name) for name, (its, _) in OPTIONS.items() if its == group])
+                formatter.write_dl([records.pop(name) for name, its in OPTIONS.items() if its == group])
         with formatter.section("Options"):
             formatter.write_dl(list(records.values()))
 
 
 @click.command(cls=TrainCommand)
-@recipe_options
+@console.options(*GROUPS.values())
 @click.argument("more_data", nargs=-1)
 def main(more_data: tuple[str, ...], **settings: Any) -> None:
     """Train a language model on text or random tokens and print a sample of what it learned.

@@ -101,15 +101,20 @@ class Assembly:
         names = {parameter: name for name, parameter in self.stage.model.named_parameters()}
         return {names[each.parameter]: each for wrapper in self.wrappers for each in wrapper.kept_gradients()}
 
+    @torch.no_grad()
     def add_shared(self) -> None:
         """Add up, over tp, what was computed of some tokens only or of a part of what experts make of them; and what
-        the first and the last stage have of the embedding that they share."""
+        the first and the last stage have of the embedding that they share; by one all-reduce each."""
         kept = self.kept()
-        partial_sums = [kept[name].gradient for name in sorted(self.plan.partial & kept.keys())]
-        if partial_sums:
-            _add_up(partial_sums, self.mesh.tp, "norms")
-        if self.tied and self.mesh.ends is not None and TIED in kept:
-            _add_up([kept[TIED].gradient], self.mesh.ends, "tied embedding")
+        tied = [TIED] if self.tied else []
+        sums = (sorted(self.plan.partial), self.mesh.tp, "norms"), (tied, self.mesh.ends, "tied embedding")
+        for names, group, label in sums:
+            gradients = [kept[name].gradient for name in names if name in kept]
+            if gradients and group is not None and group.size() > 1:
+                flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+                all_reduce(flat, group, label, "sum").wait()
+                for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                    gradient.copy_(total.view_as(gradient))
 
     def replicas(self, name: str) -> Group | None:
         """The group of ranks, this one included, that stand for a part of a parameter; None if others do.
@@ -144,13 +149,3 @@ class Assembly:
         """Forget the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-
-
-@torch.no_grad()
-def _add_up(gradients: list[Tensor], group: Group, label: str) -> None:
-    """Sum over a group, in place, by one all-reduce."""
-    if group.size() > 1:
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        all_reduce(flat, group, label, "sum").wait()
-        for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-            gradient.copy_(total.view_as(gradient))

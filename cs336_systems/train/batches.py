@@ -39,7 +39,7 @@ def language_batches(recipe: Recipe, rows: int) -> Batches:
     """Text as bytes, or random tokens: the target is the next token. The last tenth is kept for evaluation."""
     config = recipe.model_config()
     seq = recipe.seq(config)
-    corpus = load_corpus(recipe.data.files, config.vocab_size, seq)
+    corpus = load_corpus(recipe.data.data, config.vocab_size, seq)
     training, held_out = corpus.split(0.1)
     check_length(training, seq)
 
@@ -56,7 +56,7 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Pairs of stretches of text with masked tokens. Documents are divided by `--split`."""
     tokenizer, data = shared_tokenizer(recipe, group), recipe.data
     config = recipe.model_config(tokenizer.vocab_size)
-    splits = load_documents(data.files, tokenizer, data.split)
+    splits = load_documents(data.data, tokenizer, data.split)
 
     def batches(documents: Documents) -> Rows:
         settings = recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
@@ -75,7 +75,7 @@ def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
     learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
     largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
     if group.rank() == 0:
-        arguments = data.tokenizer, data.files, largest, data.split, data.vocab_file, data.lower_case
+        arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
         try:
             made = {"made": make_tokenizer(*arguments).to_json()}
         except UserError as error:

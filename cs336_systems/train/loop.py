@@ -197,9 +197,8 @@ class Loop:
             times = trainer.timers.by_rank()
             trainer.timers.reset()
             line["step_ms"] = 1e3 * seconds
-            line["timers_ms"] = {  # of each rank, in order; None where it does not use the timer
-                name: [None if math.isnan(each) else each / steps for each in values] for name, values in times.items()
-            }
+            # Of each rank, in order; None where it does not use the timer.
+            line["timers_ms"] = {k: [each and each / steps for each in values] for k, values in times.items()}
             self.say(iteration_line(line, self.recipe.run.steps, batch))
             self.say(timer_line(times, steps, kind == "minmax"))
         write_line(line, self.log)

@@ -53,6 +53,11 @@ IGNORED = {  # by reason
     "--apply-residual-connection-post-layernorm --init-method-xavier-uniform --rampup-batch-size* --sgd-momentum= "
     "--merge-file= --vocab-extra-ids= --sample-rate= --decoder-seq-length= --reset-position-ids "
     "--reset-attention-mask --eod-mask-loss",
+    "it belongs to other models of Megatron-LM": "--ict-head-size= --ict-load= --bert-load= --block-data-path= "
+    "--biencoder-projection-dim= --biencoder-shared-query-context-model --titles-data-path= --query-in-block-prob= "
+    "--use-one-sent-docs --evidence-data-path= --embedding-path= --retriever-report-topk-accuracies* "
+    "--retriever-score-scaling --retriever-seq-length= --indexer-batch-size= --indexer-log-interval= --num-classes= "
+    "--img-dim= --num-channels= --patch-dim=",
 }
 # What --size replaces; REQUIRED is the part that Megatron asks for, with this project's names.
 REQUIRED = {"--num-layers": "--num-layers", "--hidden-size": "--d-model", "--num-attention-heads": "--num-heads"}

@@ -179,15 +179,24 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
-    """The tables to print. Raises UserError for a layout that does not divide."""
-    config = recipe.model_config()
-    recipe.check_layout(config, ranks)
-    layout = recipe.layout(ranks)
+    """The tables to print, the work of a step, and the schedule, drawn if there are stages. Raises UserError for a
+    layout that does not divide."""
+    config, layout = recipe.model_config(), recipe.layout(ranks)
+    seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]
-    shown = [memory_table(recipe, config, layout, stages).table()]
-    if ranks > 1:
-        shown.append(traffic_table(layout, stages).table())
-    return Stacked(*shown, *closing(recipe, config, layout))
+    shown: list[Any] = [memory_table(recipe, config, layout, stages).table()]
+    shown += [traffic_table(layout, stages).table()] if ranks > 1 else []
+    model, hardware = (layout.global_batch // rows * flops for flops in microbatch_flops(recipe, config, rows))
+    spent = f", {format_count(hardware)}FLOP computed" if hardware > model else ""
+    line = f"a step of {layout.global_batch} x {seq} tokens: {format_count(model)}FLOP{spent}; "
+    shown.append(f"{line}{microbatches} microbatch{'es' * (microbatches > 1)} of {rows} a replica")
+    if layout.pp > 1:
+        plan = layout.schedule, layout.pp, microbatches, layout.chunks
+        idle, simulation = bubble_fraction(*plan), simulate(schedule(*plan))
+        shown.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
+        columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
+        shown += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
+    return Stacked(*shown)
 
 
 def fullest(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, int]:
@@ -227,24 +236,6 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
         note += " data: dp and ep together. How many rows travel to experts is counted as if the router were balanced."
     title = "A step's collectives and messages on one rank of each stage"
     return Table(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
-
-
-def closing(recipe: Recipe, config: ModelConfig, layout: Layout) -> list[str]:
-    """The work of a step and the schedule, drawn if there are stages."""
-    seq, together = recipe.seq(config), layout.global_batch // layout.micro_batch
-    model, hardware = (together * flops for flops in microbatch_flops(recipe, config, layout.micro_batch))
-    spent = f", {format_count(hardware)}FLOP computed" if hardware > model else ""
-    lines = [
-        f"a step of {layout.global_batch} x {seq} tokens: {format_count(model)}FLOP{spent}; "
-        f"{layout.microbatches} microbatch{'es' * (layout.microbatches > 1)} of {layout.micro_batch} a replica"
-    ]
-    if layout.pp > 1:
-        simulation = simulate(schedule(layout.schedule, layout.pp, layout.microbatches, layout.chunks))
-        idle = bubble_fraction(layout.schedule, layout.pp, layout.microbatches, layout.chunks)
-        lines.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
-        columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
-        lines += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
-    return lines
 
 
 def microbatch_flops(recipe: Recipe, config: ModelConfig, rows: int) -> tuple[int, int]:

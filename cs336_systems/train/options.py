@@ -132,7 +132,7 @@ class ExpertOptions:
 class DataOptions:
     """The text, its tokens, and how many of them make a step."""
 
-    files: tuple[str, ...] = setting((), "Text, or `random`.  [default: Python's standard library]", option="data")
+    data: tuple[str, ...] = setting((), "Text, or `random`.  [default: Python's standard library]")
     split: str = setting(DEFAULT_SPLIT, "BERT: weights of training, validation and test documents.")
     tokenizer: Literal["bytes", "wordpiece"] = setting("bytes", "BERT: tokens; wordpiece is learned from the text.")
     vocab_file: Path | None = setting(None, "BERT: a WordPiece vocabulary, one piece a line.")

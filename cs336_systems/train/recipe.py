@@ -4,14 +4,12 @@ recipe = Recipe.of(size="tiny", tp=2, lr=1e-3)      from options by name, as the
 recipe.parallel.tp, recipe.optimizer.lr             the same in groups
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
 from cs336_systems.host.console import flag
 from cs336_systems.layout import Layout
 from cs336_systems.optim.loss_scaler import DynamicLossScaler, LossScaler
@@ -22,7 +20,7 @@ from cs336_systems.train import options
 ENCODER: dict[str, Any] = {"causal": False, "positions": "learned", "token_types": 2, "bias": True}
 ENCODER |= {"norm": "layernorm", "feed_forward": "gelu", "tied_head": True, "bert_heads": True, "kernels": "torch"}
 # Options that are fields of the model's configuration.
-SHAPE = ("vocab_size", "d_model", "num_layers", "num_heads", "dropout", "norm", "attention", "kernels", "recompute")
+SHAPE = {each.name for each in fields(options.ModelOptions)} & {each.name for each in fields(ModelConfig)}
 
 
 @dataclass(frozen=True)
@@ -48,13 +46,12 @@ class Recipe:
         for name, value in options.items():
             if name not in OPTIONS:
                 raise TypeError(f"{name!r} is no option of a recipe")
-            group, option = OPTIONS[name]
-            groups.setdefault(group, {})[option] = value
+            groups.setdefault(OPTIONS[name], {})[name] = value
         return replace(self, **{group: replace(getattr(self, group), **new) for group, new in groups.items()})
 
     def options(self) -> dict[str, Any]:
         """Every option's value by name, without groups: the form of the command line."""
-        return {name: getattr(getattr(self, group), option) for name, (group, option) in OPTIONS.items()}
+        return {name: getattr(getattr(self, group), name) for name, group in OPTIONS.items()}
 
     def to_json(self) -> dict[str, Any]:
         """The options as JSON, for logs and checkpoints."""
@@ -72,13 +69,12 @@ class Recipe:
             raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
         if model.is_bert and (base.causal or model.size is None):
             base = replace(base, **ENCODER if base.causal else {}, vocab_size=tokens or base.vocab_size)
-        shape = base.override(
-            d_ff=model.d_ff or (4 * model.d_model if model.d_model else None),
-            context_length=model.max_context or self.data.context,
-            recompute_every=model.recompute_every,
-            **{name: getattr(model, name) for name in SHAPE},
-        )
-        return self.experts.with_experts(shape)
+        shape = {name: getattr(model, name) for name in SHAPE} | {
+            "context_length": model.max_context or self.data.context
+        }
+        if model.d_model and not model.d_ff:
+            shape["d_ff"] = 4 * model.d_model
+        return self.experts.with_experts(base.override(**shape))
 
     def seq(self, config: ModelConfig) -> int:
         """Tokens in a sequence. Raises UserError for more than the model has positions."""
@@ -97,42 +93,31 @@ class Recipe:
             return LossScaler(said.loss_scale)
         return DynamicLossScaler(said.initial_loss_scale, said.loss_scale_window, said.hysteresis, said.min_loss_scale)
 
-    def batch_sizes(self, ranks: int) -> tuple[int, int]:
-        """(sequences in a step, in a microbatch) on so many ranks. Raises UserError where they do not divide."""
-        stages, given = self.parallel.pp, self.data.micro_batch_size
-        sizes = mesh_sizes(ranks, self.parallel.tp, stages, self.parallel.ep, self.parallel.dp)
-        data = sizes["dp"] * sizes["ep"]
+    def layout(self, ranks: int) -> Layout:
+        """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
+        parallel, given = self.parallel, self.data.micro_batch_size
+        tp, stages, ep = parallel.tp, parallel.pp, parallel.ep
+        dp = mesh_sizes(ranks, tp, stages, ep, parallel.dp)["dp"]
+        data = dp * ep
         batch = self.data.batch_size or (given * data if given else self.model.preset.batch_size)
         rows, rest = divmod(batch, data)
         if rest:
             kind = "data-parallel ranks" if data < ranks else "ranks"
             raise UserError(f"--batch-size {batch} does not divide over {data} {kind}")
-        if given and rows % given:
-            shares = f"--batch-size {batch} gives each of {data} data-parallel ranks {rows} sequences"
-            raise UserError(f"{shares}, which is no multiple of --micro-batch-size {given}")
         most = rows if stages == 1 else max(1, rows // (4 * stages))
-        in_turn = stages if self.parallel.chunks > 1 else 1  # interleaved: as many microbatches as stages pass in turn
-        return batch, given or next((size for size in range(most, 0, -1) if rows % (size * in_turn) == 0), 1)
-
-    def layout(self, ranks: int) -> Layout:
-        """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
-        parallel, (batch, micro) = self.parallel, self.batch_sizes(ranks)
-        tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+        in_turn = stages if parallel.chunks > 1 else 1  # interleaved: as many microbatches as stages pass in turn
+        micro = given or next((size for size in range(most, 0, -1) if rows % (size * in_turn) == 0), 1)
         vocabulary = parallel.pad_vocabulary if tp > 1 else 1
         schedule = parallel.chunks, parallel.schedule_name, parallel.sequence_parallel, parallel.zero
-        return Layout(tp, pp, ranks // (tp * pp * ep), *schedule, micro, batch, vocabulary, ep)
+        return Layout(tp, stages, dp, *schedule, micro, batch, vocabulary, ep)
 
     def check_layout(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
         parallel, seq = self.parallel, self.seq(config)
-        if parallel.pp == 1 and parallel.chunks > 1:
-            raise UserError(f"--chunks {parallel.chunks} divide a pipeline stage; with --pp 1 there is none")
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if parallel.sequence_parallel and parallel.tp == 1:
-            raise UserError(
-                "--sequence-parallel splits the sequence over the tensor-parallel ranks; use --tp 2 or more"
-            )
+            raise UserError("--sequence-parallel splits the sequence over tensor-parallel ranks; use --tp 2 or more")
         self.layout(ranks).check(config, seq)
 
     def check_run(self) -> None:
@@ -144,15 +129,4 @@ class Recipe:
 
 
 GROUPS: dict[str, type] = {group.name: type(getattr(Recipe(), group.name)) for group in fields(Recipe)}
-OPTIONS = {  # by name: group, field
-    each.metadata["option"].get("option", each.name): (group, each.name)
-    for group, kind in GROUPS.items()
-    for each in fields(kind)
-}
-
-
-def recipe_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a click command every option of a recipe, group by group."""
-    for kind in reversed(GROUPS.values()):
-        command = console.options(kind)(command)
-    return command
+OPTIONS = {each.name: group for group, kind in GROUPS.items() for each in fields(kind)}

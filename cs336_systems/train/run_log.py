@@ -133,7 +133,7 @@ def sample(trainer: Trainer) -> dict[str, str]:
     """A sample of text from the trained model; none for random tokens, for a BERT, and with pipeline stages. Every rank
     must call this."""
     recipe = trainer.recipe
-    if recipe.model.is_bert or list(recipe.data.files) == ["random"] or trainer.stage.stages > 1:
+    if recipe.model.is_bert or list(recipe.data.data) == ["random"] or trainer.stage.stages > 1:
         return {}
 
     def logits(tokens: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     said += f"validation loss {measured}"
     if "validation_sop_loss" in final:
         said += f" and {final['validation_sop_loss']:.3f} a sentence pair"
-    text = list(recipe.data.files) != ["random"] and not recipe.model.is_bert
+    text = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
     said += f" (guessing: {math.log(256 if text else trainer.batches.vocab_size):.3f}); "
     least, most = final["peak_memory"]
     said += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""

@@ -7,11 +7,12 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
-from cs336_systems.comm import Group, agree, all_gather, all_reduce
+from cs336_systems.comm import Group, agree, all_reduce
 
 
 class Timers:
@@ -76,29 +77,20 @@ class Timers:
         """Forget the laps that have ended. One that is under way will count in full when it ends."""
         self.laps = {name: [] for name in self.laps}
 
-    def by_rank(self) -> dict[str, list[float]]:
-        """Every timer's milliseconds on each rank, NaN where one has not used it. Every rank must call this."""
-        own = self.milliseconds()
-        if self.group is None:
-            return {name: [value] for name, value in own.items()}
-        said = json.dumps([list(self.laps), list(own)], allow_nan=False)
-        every = [json.loads(each) for each in agree("names of timers", said, self.group)]
+    def by_rank(self) -> dict[str, list[float | None]]:
+        """Every timer's milliseconds on each rank, None where one has not used it. Every rank must call this."""
+        said = json.dumps(dict.fromkeys(self.laps) | self.milliseconds(), allow_nan=False)
+        every = [json.loads(each) for each in (agree("timers", said, self.group) if self.group is not None else [said])]
         # In the order in which rank 0 named them, used or not, and then the next ranks.
-        used = {name for _, some in every for name in some}
-        names = list(dict.fromkeys(name for named, _ in every for name in named if name in used))
-        if not names:
-            return {}
-        table = torch.zeros(self.group.size(), len(names), dtype=torch.float64, device=self.device)
-        table[self.group.rank()] = torch.tensor([own.get(name, torch.nan) for name in names], dtype=torch.float64)
-        all_gather(table.view(-1), self.group, "timers").wait()
-        return dict(zip(names, table.T.tolist(), strict=True))
+        found = {name: [times.get(name) for times in every] for name in dict.fromkeys(chain(*every))}
+        return {name: values for name, values in found.items() if set(values) != {None}}
 
 
-def timer_line(by_rank: dict[str, list[float]], steps: int = 1, minmax: bool = False) -> str:
+def timer_line(by_rank: dict[str, list[float | None]], steps: int = 1, minmax: bool = False) -> str:
     """`time (ms) | forward-compute: 43.42 | ...`: each timer's mean over the steps on the slowest rank that uses it, or
     as `minmax` on the fastest and the slowest, `forward-compute: (41.07, 43.42)`."""
     parts = ["time (ms)"]
     for name, values in by_rank.items():
-        used = [value / steps for value in values if value == value]
+        used = [value / steps for value in values if value is not None]
         parts.append(f"{name}: ({min(used):.2f}, {max(used):.2f})" if minmax else f"{name}: {max(used):.2f}")
     return " | ".join(parts)

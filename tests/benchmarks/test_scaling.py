@@ -35,12 +35,14 @@ def command(arguments: list[str]) -> dict:
 
 def measured_case(rank: int, world: int, folder: str, results: str) -> dict:
     """A grid of which tp 2 trains something else, and then what torchrun's two ranks make of another."""
-    share = Trainer._share
+    begin = Trainer.__init__
 
-    def off(trainer, losses, counted):
-        return share(trainer, losses, counted) * (1.01 if trainer.mesh.tp.size() > 1 else 1.0)
+    def off(trainer, recipe):
+        begin(trainer, recipe)
+        if trainer.mesh.tp.size() > 1:
+            trainer.batches = trainer.batches._replace(targets=trainer.batches.targets / 1.01)
 
-    Trainer._share = off
+    Trainer.__init__ = off
     gc.freeze()  # what the ranks need not copy
     arguments = ["--grid", "1x1x1,2:1x2x1,2x1x1", *QUICK, "--results", f"{results}/own"]
     answer = {"own": command(arguments)}
@@ -172,8 +174,7 @@ def test_a_grid_is_read():
         (["--grid", "axbxc"], "--grid has 'axbxc', which is no layout: write tp x pp x dp"),
         (
             ["--micro-batch-size", "64"],
-            "layout 1x1x1: --batch-size 16 gives each of 1 data-parallel ranks 16 sequences, which is no multiple of "
-            "--micro-batch-size 64",
+            "layout 1x1x1: a global batch of 16 sequences is not a multiple of micro-batch 64 x dp 1 = 64: use 64",
         ),
         (["--grid", " ,"], "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2"),
         (["--grid", "4:2x2x2"], "--grid has '4:2x2x2', but tp 2 x pp 2 x dp 2 = 8 ranks"),
@@ -184,8 +185,7 @@ def test_a_grid_is_read():
         ),
         (
             ["--global-batch-size", "12"],
-            "layout 1x1x2: --batch-size 12 gives each of 2 data-parallel ranks 6 sequences, which is no multiple of "
-            "--micro-batch-size 4",
+            "layout 1x1x2: a global batch of 12 sequences is not a multiple of micro-batch 4 x dp 2 = 8: use 8 or 16",
         ),
         (
             ["--global-batch-size", "8", "--global-batch-per-dp", "4"],

@@ -213,7 +213,7 @@ def family(layout: str, folder: Path, **changes: Any) -> dict:
     """One of the small models of the proof of checkpoints, in a layout by name."""
     recipe, defaults = recipe_of(layout, str(folder)), Recipe().options()
     given = {name: value for name, value in recipe.options().items() if value != defaults[name]}
-    return given | {"data": list(recipe.data.files), "log_every": 1, "eval_iters": 1, "sample_bytes": 4} | changes
+    return given | {"data": list(recipe.data.data), "log_every": 1, "eval_iters": 1, "sample_bytes": 4} | changes
 
 
 def newest(out: Path) -> Checkpoint:

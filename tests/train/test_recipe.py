@@ -54,7 +54,7 @@ def refusal(ranks: int, **settings: object) -> str:
         (
             2,
             {"sequence_parallel": True},
-            "--sequence-parallel splits the sequence over the tensor-parallel ranks; use --tp 2 or more",
+            "--sequence-parallel splits the sequence over tensor-parallel ranks; use --tp 2 or more",
         ),
         (
             3,
@@ -66,14 +66,13 @@ def refusal(ranks: int, **settings: object) -> str:
             {"pp": 2, "chunks": 3, "batch_size": 4, "micro_batch_size": 1},
             "num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of the three",
         ),
-        (1, {"chunks": 2}, "--chunks 2 divide a pipeline stage; with --pp 1 there is none"),
+        (1, {"chunks": 2}, "2 chunks are of no use on one stage: set chunks to 1, or pp above 1"),
         (2, {"batch_size": 7}, "--batch-size 7 does not divide over 2 ranks"),
         (4, {"batch_size": 7, "tp": 2}, "--batch-size 7 does not divide over 2 data-parallel ranks"),
         (
             2,
             {"batch_size": 12, "micro_batch_size": 4},
-            "--batch-size 12 gives each of 2 data-parallel ranks 6 sequences, which is no multiple of "
-            "--micro-batch-size 4",
+            "a global batch of 12 sequences is not a multiple of micro-batch 4 x dp 2 = 8: use 8 or 16",
         ),
         (
             2,
@@ -121,7 +120,8 @@ def test_schedules_that_do_not_fit_are_refused():
     ],
 )
 def test_batches(ranks, settings, batch, micro):
-    assert Recipe.of(**settings).batch_sizes(ranks) == (batch, micro)
+    layout = Recipe.of(**settings).layout(ranks)
+    assert (layout.global_batch, layout.micro_batch) == (batch, micro)
 
 
 def test_the_warm_up_is_a_number_of_steps_or_a_share():
@@ -184,7 +184,7 @@ def test_a_shape_by_hand_is_berts_of_345m_with_other_numbers():
     assert recipe.model.name == "2 layers x 64"
     assert (config.num_layers, config.d_model, config.d_ff, config.num_heads) == (2, 64, 256, 4)
     assert (config.context_length, recipe.seq(config), config.vocab_size, config.dropout) == (48, 32, 300, 0.1)
-    assert recipe.batch_sizes(2) == (4, 2)
+    assert (recipe.layout(2).global_batch, recipe.layout(2).micro_batch) == (4, 2)
     assert Recipe.of(size="bert-345m").model.is_bert
     assert Recipe.of(size="bert-345m").model_config(300).vocab_size == 29_056
     assert not Recipe.of(d_model=64).model.is_bert
@@ -198,7 +198,7 @@ def test_the_schedule_suits_the_chunks():
 
 def test_options_by_name_are_options_in_groups():
     recipe = Recipe.of(data=("random",), tp=2, lr=1.0, size="small", out=Path("run"), num_experts=4, nproc=2)
-    assert (recipe.data.files, recipe.parallel.tp, recipe.optimizer.lr) == (("random",), 2, 1.0)
+    assert (recipe.data.data, recipe.parallel.tp, recipe.optimizer.lr) == (("random",), 2, 1.0)
     assert (recipe.model.size, recipe.run.out, recipe.experts.num_experts) == ("small", Path("run"), 4)
     assert Recipe.of(**recipe.options()) == recipe
     assert recipe.change(tp=1).change(tp=2) == recipe != recipe.change(tp=1)
