@@ -83,7 +83,6 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.recipe, self.world = self.trainer.recipe, self.trainer.mesh.world
-        self.ahead = STEPS_AHEAD if self.trainer.device.type == "cuda" else 0
         self.unchecked: deque[tuple[int, Step]] = deque()
         self.saving: int | None = None  # the step of a save under way
         self.save_seconds = 0.0  # seconds that training has stood still for it
@@ -104,11 +103,12 @@ class Loop:
             for number in steps:
                 step = self.trainer.step(number - 1)
                 self.since.append(step)
-                self._require_finite(number, step)
+                self.unchecked.append((number, step))
+                self._require_finite(stop.ahead)  # on a GPU of earlier steps, so that the host need not wait
                 last = stop.after(number) or number == run.steps
                 save = self.checkpoints is not None and (last or number % (run.save_every or math.inf) == 0)
                 if save or last or number % run.log_every == 0:  # a run goes on where a line ends
-                    self._require_finite(number)  # which names rank and step, as a mean over steps cannot
+                    self._require_finite()  # which names rank and step, as a mean over steps cannot
                     self._report(number)
                 if number % (run.eval_interval or math.inf) == 0:
                     self._evaluate(number)
@@ -157,17 +157,15 @@ class Loop:
             self.saving = None
             write_line({"step": number, "saved": True, "save_seconds": self.save_seconds}, self.log)
 
-    def _require_finite(self, number: int, step: Step | None = None) -> None:
-        """Check a step's gradient norm, on a GPU that of some steps ago, so that the host need not wait; without a step
-        all that are left. Raises UserError on every rank, naming those whose loss it came from."""
-        if step is not None:
-            self.unchecked.append((number, step))
-        while len(self.unchecked) > (self.ahead if step is not None else 0):
-            number, step_then = self.unchecked.popleft()
-            norm = step_then.norm.item()
-            if math.isfinite(norm) or step_then.skipped:
+    def _require_finite(self, ahead: int = 0) -> None:
+        """Check the gradient norm of all steps but the last ones. Raises UserError on every rank, naming those whose
+        loss it came from."""
+        while len(self.unchecked) > ahead:
+            number, step = self.unchecked.popleft()
+            norm = step.norm.item()
+            if math.isfinite(norm) or step.skipped:
                 continue
-            mine = "" if torch.isfinite(step_then.losses).all() else "not finite"
+            mine = "" if torch.isfinite(step.losses).all() else "not finite"
             bad = [str(rank) for rank, said in enumerate(agree("whose loss is finite", mine, self.world)) if said]
             which = f"the loss of rank{'s' * (len(bad) > 1)} {', '.join(bad)}"
             which = which if bad else "the gradient, unlike the loss,"

@@ -94,11 +94,10 @@ class Trainer:
         # The wrapper takes the mean over data-parallel ranks, of losses that are to be added up.
         weight = self.mesh.data.size() * self.scaler.scale
 
-        def share(losses: Losses) -> Tensor:  # of some rows in the global batch's means, (2,): of targets, of pairs
-            pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
-            return torch.stack((losses.tokens / counted, pair))
+        def loss(losses: Losses) -> Tensor:
+            return weight * self._share(losses, counted).sum()
 
-        every = self.pipeline.run(microbatches, lambda losses: weight * share(losses).sum(), keys, part.no_sync)
+        every = self.pipeline.run(microbatches, loss, keys, part.no_sync)
         collective = self.timers.collective if self.timers_shown == "waits" else self.timer
         with collective("backward-params-all-reduce"):
             part.finish_gradient_synchronization()
@@ -110,7 +109,7 @@ class Trainer:
         part.zero_grad()
         total = torch.zeros(2, device=self.device)
         if every and not self.mesh.tp.rank():  # the other tp ranks have the same
-            total = torch.stack([share(losses) for losses in every]).sum(0)
+            total = torch.stack([self._share(losses, counted) for losses in every]).sum(0)
         return Step(total, norm, rate, skipped)
 
     def _update(self, rate: float) -> tuple[Tensor, bool]:
@@ -162,6 +161,11 @@ class Trainer:
         all_reduce(total, self.mesh.world, "balance", "sum").wait()
         balance, count, kept, wanted = total.tolist()
         return ({"balance": balance / count} if count else {}) | ({"dropped": 1 - kept / wanted} if wanted else {})
+
+    def _share(self, losses: Losses, counted: Tensor) -> Tensor:
+        """Contribution of some rows to the global batch's mean losses, (2,): of targets, and of sentence pairs."""
+        pair = torch.zeros_like(losses.tokens) if losses.pair is None else losses.pair / self.batch
+        return torch.stack((losses.tokens / counted, pair))
 
     def mean_losses(self, steps: list[Step]) -> list[float]:
         """The global losses of tokens and pairs, averaged over steps, NaN over none. Waits for the device."""
