@@ -35,8 +35,11 @@ class Batches(NamedTuple):
     validation: Rows | None  # of the text that is kept for evaluation, if there is any
 
 
-def language_batches(recipe: Recipe, rows: int) -> Batches:
-    """Text as bytes, or random tokens: the target is the next token. The last tenth is kept for evaluation."""
+def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
+    """The batches of the recipe's objective, those of a decoder here: of text as bytes, or of random tokens, the target
+    is the next token, and the last tenth is kept for evaluation. Every rank must call this."""
+    if recipe.model.is_bert:
+        return bert_batches(recipe, rows, group)
     config = recipe.model_config()
     seq = recipe.seq(config)
     corpus = load_corpus(recipe.data.data, config.vocab_size, seq)
@@ -92,8 +95,3 @@ def most_tokens(recipe: Recipe) -> int | None:
     if file is not None and file.is_file():
         return len(file.read_bytes().splitlines())
     return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None
-
-
-def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
-    """The batches of the recipe's objective. Every rank must call this."""
-    return bert_batches(recipe, rows, group) if recipe.model.is_bert else language_batches(recipe, rows)
