@@ -47,14 +47,11 @@ class Frame:
     paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
-    titles: set[str] = field(default_factory=set)  # full names, several where blocks are taken together
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
-    def child(self, name: str, paint: str, title: str = "", is_operator: bool = False) -> "Frame":
+    def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
         """The frame of that name directly inside this one, made if it is new."""
-        found = self.children.setdefault(name, Frame(name, paint, is_operator))
-        found.titles.add(title or name)
-        return found
+        return self.children.setdefault(name, Frame(name, paint, is_operator))
 
     def add_kernel(self, name: str, duration: int) -> None:
         """Put a kernel below the frame that launched it, or below none that is known."""
@@ -177,9 +174,8 @@ class _Placer:
         if self.collapse:
             path, outer = without_layer_numbers(path), without_layer_numbers(outer)
         short = path.removeprefix(f"{outer}.")
-        if short in (ROOT, WRAPPER) or re.search(r"(^|\.)(\d+|\*)$", short):
-            short = f"{short} ({kind})"
-        return frame.child(short, paint, f"{path} ({kind})")
+        needs_class = short in (ROOT, WRAPPER) or re.search(r"(^|\.)(\d+|\*)$", short)
+        return frame.child(f"{short} ({kind})" if needs_class else short, paint)
 
     def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""

@@ -8,12 +8,13 @@ drawing only; the numbers of the tooltips are exact.
 import re
 from pathlib import Path
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cs336_systems.host.text import plot_text
 from cs336_systems.profiling.flame import Flame, Frame, clocks, flames
-from cs336_systems.profiling.pictures import OTHER, PAINTS, ROW, WIDTH, Box, draw_boxes, page, save, styled
+from cs336_systems.profiling.pictures import OTHER, PAINTS, ROW, STYLE, WIDTH, Box, draw_boxes, page, save
 from cs336_systems.profiling.trace import Trace
 
 FILLS = {**PAINTS, "communication": PAINTS["synchronise"], "python": "#F7F2A8", "other": OTHER}
@@ -33,7 +34,7 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
     return paths
 
 
-@styled()
+@rc_context(STYLE)
 def draw_flames(threads: list[Flame], title: str) -> Figure:
     """The picture of some threads of one rank, one below the other, all to the same scale."""
     device = any(flame.clock == "device" for flame in threads)
@@ -49,7 +50,7 @@ def draw_flames(threads: list[Flame], title: str) -> Figure:
             fill = PALE.get(frame.paint, "#DEDEDE") if frame.is_operator else FILLS[frame.paint]
             time, share = f"{total / flame.steps / 1e6:.4g} ms", total / whole
             own = frame.self_time / flame.steps / 1e6
-            tip = f"{_title(frame)}\n{time}, {share:.2%} of {what}; {own:.4g} ms itself"
+            tip = f"{frame.name}\n{time}, {share:.2%} of {what}; {own:.4g} ms itself"
             labels = (f"{frame.name} {time} ({share:.1%})", frame.name, EXTRAS.sub("", frame.name))
             place = left / flame.steps / 1e6, total / flame.steps / 1e6, tops[-1] + row
             boxes.append(Box(*place, fill, tip, labels, "white"))
@@ -69,12 +70,6 @@ def draw_flames(threads: list[Flame], title: str) -> Figure:
     legend.append(Patch(color="#DEDEDE", label="pale: operators"))
     figure.legend(handles=legend, title=title, loc="outside upper left", alignment="left", ncols=len(legend))
     return figure
-
-
-def _title(frame: Frame) -> str:
-    """The full name of a frame, or three of those that were added up."""
-    titles = sorted(frame.titles) or [frame.name]
-    return ", ".join(titles[:3]) + (f" and {len(titles) - 3} more" if len(titles) > 3 else "")
 
 
 def _layout(root: Frame) -> list[tuple[Frame, int, int, int]]:

@@ -78,14 +78,11 @@ class MemoryTimeline:
     def at_peak(self) -> dict[str, int]:
         return self.levels[self.peak_index]
 
-    def index_at(self, time: int) -> int:
-        """The index of the level at a moment, after all events of that moment; before the start, the first."""
-        return max(0, bisect_right(self.times, time) - 1)
-
     def highest_in(self, start: int, end: int) -> int:
-        """The index of the highest level at any moment in [start, end], the level at its start included."""
-        window = range(self.index_at(start), self.index_at(end) + 1)
-        return max(window, key=lambda i: (self.totals[i], -i))
+        """The index of the highest level at any moment in [start, end], the first of several. That of a moment is the
+        level after all its events; before the start, the first."""
+        first, last = (max(1, bisect_right(self.times, time)) for time in (start, end))
+        return max(range(first - 1, last), key=self.totals.__getitem__)
 
     def peak_in(self, span: Span) -> int:
         """The most bytes alive during a step or a phase."""

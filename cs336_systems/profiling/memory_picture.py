@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from cs336_systems.host.console import format_bytes
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
-from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, Box, draw_boxes, page, save, styled
+from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, STYLE, Box, draw_boxes, page, save
 from cs336_systems.profiling.trace import Trace
 
 COLUMNS = 1000  # of equal time
@@ -40,7 +41,7 @@ def thin(memory: MemoryTimeline, columns: int, end: int) -> list[tuple[int, int]
     return [*result, (end, result[-1][1])]
 
 
-@styled()
+@rc_context(STYLE)
 def draw_memory(memory: MemoryTimeline, title: str) -> Figure:
     """The picture of one rank's memory on one device."""
     start, peak = memory.times[0], memory.peak

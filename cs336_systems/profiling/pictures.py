@@ -5,11 +5,10 @@ Text stays text, and the same numbers give the same bytes.
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from io import StringIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -26,7 +25,7 @@ INK, GREY, FAINT = "#222222", "#888888", "#dddddd"
 WIDTH, ROW, SIZE = 1400, 19, 12  # pixels of a picture, of a row of boxes, and of letters
 MARGIN = 160  # pixels at the sides of the axes, at most
 CHARACTER = 0.6  # width of a character of DejaVu Sans Mono, over its size
-STYLE = {
+STYLE: dict[str, Any] = {  # of `@rc_context(STYLE)`, around all that draws
     "svg.fonttype": "none",
     "svg.hashsalt": "cs336_systems",
     "font.family": "monospace",
@@ -43,14 +42,6 @@ STYLE = {
     "legend.frameon": False,
     "legend.title_fontsize": 17,
 }
-
-
-@contextmanager
-def styled() -> Iterator[None]:
-    """Draw inside in our style; `@styled()` decorates functions that draw."""
-    with rc_context(STYLE), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph")  # names may have any character, and text stays text
-        yield
 
 
 class Box(NamedTuple):
@@ -90,7 +81,8 @@ def draw_boxes(axes: Axes, boxes: Iterable[Box]) -> None:
 def save(figure: Figure, path: Path, title: str) -> None:
     """Write a picture as SVG. Artists' ids that begin with "tip " become tooltips."""
     file, metadata = StringIO(), {"Date": None, "Creator": None, "Title": printable(title)}
-    with styled():
+    with rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph")  # names may have any character, and text stays text
         figure.savefig(file, format="svg", metadata=metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     svg = re.sub(r"""<g id=(["'])tip (.*?)\1>""", r"<g><title>\2</title>", file.getvalue(), flags=re.DOTALL)

@@ -43,7 +43,13 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         if find_spec("matplotlib") is None:
             console.print(NO_PICTURES, markup=False)
         else:
-            written += _write_pictures(traces, folder)
+            from cs336_systems.profiling.flame_picture import write_flame_pictures
+            from cs336_systems.profiling.memory_picture import write_memory_picture
+            from cs336_systems.profiling.timeline_picture import write_timeline
+
+            written += write_flame_pictures(traces[0], folder, "flame")
+            written += write_memory_picture(traces[0], folder / "memory.svg")
+            written += write_timeline(traces, folder / "timeline.svg")
         shown = LiteralConsole(record=True, file=StringIO(), width=150)
         for out in (shown, console):
             show(traces, out)
@@ -55,17 +61,6 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
-
-
-def _write_pictures(traces: list[Trace], folder: Path) -> list[Path]:
-    """The flame graph and the memory of the first rank and the timeline of all; needs matplotlib."""
-    from cs336_systems.profiling.flame_picture import write_flame_pictures
-    from cs336_systems.profiling.memory_picture import write_memory_picture
-    from cs336_systems.profiling.timeline_picture import write_timeline
-
-    memory, timeline = folder / "memory.svg", folder / "timeline.svg"
-    flame = write_flame_pictures(traces[0], folder, "flame")
-    return [*flame, *write_memory_picture(traces[0], memory), *write_timeline(traces, timeline)]
 
 
 def _page(traces: list[Trace], tables: str, written: list[Path]) -> str:

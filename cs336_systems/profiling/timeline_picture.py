@@ -4,9 +4,12 @@ A group of tracks for each rank on one axis of time, with the ranks' clocks alig
 the overlap is computed from: communication is green where it hides behind computation and red where not.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -15,10 +18,12 @@ from matplotlib.patches import Patch
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
 from cs336_systems.profiling.align import aligned, offsets
-from cs336_systems.profiling.intervals import length, union
-from cs336_systems.profiling.overlap import last_starts
-from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, ROW, Box, draw_boxes, page, save, styled
-from cs336_systems.profiling.step_tracks import Bar, StepTracks, steps_of
+from cs336_systems.profiling.collectives import Flight, flights
+from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
+from cs336_systems.profiling.names import ENGINE, kind_of, step_number
+from cs336_systems.profiling.overlap import activity, last_starts, waits_of
+from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, ROW, STYLE, Box, draw_boxes, page, save
+from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Trace
 
 FILLS = {
@@ -47,7 +52,107 @@ def write_timeline(traces: Sequence[Trace], path: Path) -> list[Path]:
     return [path]
 
 
-@styled()
+class Bar(NamedTuple):
+    """Something that lasted: [start, end) in nanoseconds since the epoch."""
+
+    start: int
+    end: int
+    name: str
+    kind: str  # its phase, a collective's verb, or the track's name
+    label: str = ""
+    joined: int = 0  # when the last rank joined
+    posted: bool = False  # it may have ended before
+
+
+class StepTracks:
+    """One rank's step. `tracks` are (name, bars) from top to bottom; `last` says when the last rank joined a
+    collective, by identity of the span (`overlap.last_starts`)."""
+
+    def __init__(self, trace: Trace, step: int, last: Mapping[int, int]) -> None:
+        window = steps_of(trace)[step]
+        what = activity(trace)
+
+        def within(bars: Iterable[Bar]) -> list[Bar]:
+            return [bar for bar in bars if bar.start < window[1] and bar.end > window[0]]
+
+        inside = [flight for flight in flights(trace) if window[0] <= flight.start < window[1]]
+        self.collectives = [_collective(flight, last) for flight in inside]
+        self.rank, self.start = trace.rank, window[0]
+        self.end = max([window[1], *(bar.end for bar in self.collectives if not bar.posted)])
+        self.launches = [flight.start for flight in inside if flight.launch]
+        self.communicating = intersection(what.communicating, [window])
+        self.hidden = intersection(self.communicating, what.computing)
+        self.waits = within(Bar(span.start, span.end, span.name, "wait") for span in waits_of(trace))
+        phases = within(Bar(s.start, s.end, s.name, s.name, s.name) for s in timeline(trace).phases)
+        overlap = [Bar(*each, "hidden", "hidden") for each in self.hidden]
+        overlap += [Bar(*each, "exposed", "exposed") for each in subtraction(self.communicating, self.hidden)]
+        self.tracks = [("phase", phases), ("block", within(_blocks(trace))), *sorted(_compute(trace, window).items())]
+        self.tracks += [("waits", self.waits), *(("collectives", bars) for bars in pack(self.collectives))]
+        self.tracks = [(name, bars) for name, bars in [*self.tracks, ("overlap", overlap)] if bars]
+
+
+def steps_of(trace: Trace) -> dict[int, Interval]:
+    """The interval of each step, by number; a trace without steps is step 0."""
+    found: dict[int, Interval] = {}
+    for span in timeline(trace).steps:
+        found.setdefault(step_number(span.name) or 0, (span.start, span.end))
+    if not found and trace.spans:
+        found[0] = (trace.spans[0].start, max(span.end for span in trace.spans))
+    return found
+
+
+def _blocks(trace: Trace) -> list[Bar]:
+    """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
+    found: list[Bar] = []
+    for node in timeline(trace).nodes:
+        name = next((name for name, kind in reversed(node.modules) if kind_of(kind) == "block"), "")
+        if not name or not (node.is_tag or node.span.name.startswith(ENGINE)):
+            continue
+        start, key = node.span.start, (name, node.direction)
+        if found and (found[-1].name, found[-1].kind) == key:
+            start = found.pop().start
+        found.append(Bar(start, node.end, *key, name))
+    return found
+
+
+def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
+    """The computation by stream, of the phase in which a CPU thread asked for it."""
+    launched = [span for span in trace.spans if span.category.startswith("cuda_") and "correlation" in span.args]
+    calls = {span.args["correlation"]: span for span in launched}
+    phases = timeline(trace).phases
+    result: dict[str, list[Bar]] = {}
+    for span in activity(trace).compute:
+        call = calls.get(span.args.get("correlation"), span)
+        if window[0] <= call.start < window[1]:
+            place = bisect_right(phases, call.start, key=lambda phase: phase.start) - 1
+            phase = phases[place].name if place >= 0 and call.start < phases[place].end else "other"
+            track = f"stream {span.args['stream']}" if span.category == "kernel" else "operators"
+            result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase))
+    return result
+
+
+def _collective(flight: Flight, last: Mapping[int, int]) -> Bar:
+    """A transfer that a backend timed lasts as long as that says; one that was posted, from launch to wait."""
+    timed = bool(flight.transfers) and not flight.posted
+    start = flight.transfers[0].start if timed else flight.start
+    end = max(span.end for span in flight.transfers) if timed else flight.end
+    joined = last.get(id(flight.transfers[0]) if timed else id(flight.launch), start)
+    name = f"{flight.verb} {flight.number} {flight.label}".strip()
+    return Bar(start, end, name, flight.verb, flight.label or flight.verb, min(max(joined, start), end), not timed)
+
+
+def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """The bars on as few tracks as leave none over another, each on the first that is free."""
+    tracks: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        free = next((track for track in tracks if track[-1].end <= bar.start), None)
+        if free is None:
+            tracks.append(free := [])
+        free.append(bar)
+    return tracks
+
+
+@rc_context(STYLE)
 def draw_timeline(traces: Sequence[Trace], step: int, title: str) -> Figure:
     """The picture of a step that all ranks have."""
     moved = sorted(aligned(list(traces)), key=lambda trace: trace.rank)
@@ -127,7 +232,12 @@ def _boxes(bar: Bar, track: str, row: int, start: int, end: int) -> Iterator[Box
         tip += f", of which {_ms(bar.joined - bar.start)} until the last rank had joined"
     name = bar.label.removeprefix("gradient of ").removesuffix(".weight").split(",")[0]
     fill = "#ffffff" if track == "block" else FILLS.get(bar.kind, OTHER)
-    edge = {"block": GREY, "waits": FILLS["exposed"], "collectives": INK if bar.posted else "white"}.get(track, fill)
+    edge = {
+        "block": GREY,
+        "overlap": "none",
+        "waits": FILLS["exposed"],
+        "collectives": INK if bar.posted else "white",
+    }.get(track, fill)
     labels, hatch = (name, name.split(".")[-1]), BLOCKED if track == "waits" else ""
     yield Box(*place(bar.start, bar.end), fill, tip, labels, edge, hatch)
     if bar.joined > bar.start:

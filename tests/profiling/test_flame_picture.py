@@ -55,13 +55,6 @@ def test_the_picture(tmp_path):
             "whose forward made it"} <= {*texts(svg)}  # fmt: skip
 
 
-def test_the_picture_names_all_that_a_frame_adds_up(tmp_path):
-    kinds = ("MoE", "FeedForward", "SwiGLU", "Identity", "Mixer")
-    trace = trace_of(*[span(f"blocks.{i}.mix ({kind})", 2 * i, 2 * i + 2) for i, kind in enumerate(kinds)])
-    three = "blocks.*.mix (FeedForward), blocks.*.mix (Identity), blocks.*.mix (Mixer) and 2 more"
-    assert [*drawn(trace, tmp_path)[1]] == ["main thread", three]
-
-
 def test_frames_too_narrow_to_see_are_not_drawn(tmp_path):
     trace = trace_of(span("step 0", 0, 10_000), span("aten::seen", 0, 4), span("aten::unseen", 4, 6))
     assert [*drawn(trace, tmp_path)[1]] == ["main thread", "step", "aten::seen"]

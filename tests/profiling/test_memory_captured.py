@@ -56,7 +56,7 @@ def test_a_real_steps_bytes_are_those_of_its_tensors(run):
     ends = [each.end for each in found.phases if each.name == "backward"]
     assert len(ends) == 2
     for end in ends:
-        level = found.levels[found.index_at(end)]
+        level = found.levels[found.highest_in(end, end)]
         assert level["gradients"] == sizes.gradients == sizes.parameters
         assert level["parameters"] == sizes.parameters
         assert level["optimizer state"] == sizes.state

@@ -10,8 +10,7 @@ from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.overlap import last_starts
 from cs336_systems.profiling.pictures import WIDTH
-from cs336_systems.profiling.step_tracks import Bar, StepTracks, pack, steps_of
-from cs336_systems.profiling.timeline_picture import FILLS, write_timeline
+from cs336_systems.profiling.timeline_picture import FILLS, Bar, StepTracks, pack, steps_of, write_timeline
 from cs336_systems.profiling.trace import Trace, read_trace, trace_files
 from tests.profiling.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
 from tests.support.svg_shapes import placed_texts, shapes, texts
