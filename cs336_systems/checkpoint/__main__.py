@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from cs336_systems.checkpoint import RANDOM, VALUE, RefusedError, export_plain, open_checkpoint, weights_hash
+from cs336_systems.checkpoint import VALUE, RefusedError, export_plain, open_checkpoint, weights_hash
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.load import NAME
 from cs336_systems.errors import UserError
@@ -32,16 +32,16 @@ def main() -> None:
 def show_command(path: Path) -> None:
     """Verify the checkpoint at PATH (or the newest there) and print its contents."""
     checkpoint = open_checkpoint(find(path)[-1])
-    entries = [(name, kind, entry) for name, kinds in checkpoint.tensors.items() for kind, entry in kinds.items()]
-    own = [(kind, entry) for name, kind, entry in entries if not name.startswith(RANDOM)]
-    values = [math.prod(entry.shape) for kind, entry in own if kind == VALUE]
-    dtypes = ", ".join(sorted({entry.dtype for _, _, entry in entries}))
+    entries = [entry for kinds in checkpoint.tensors.values() for entry in kinds.values()]
+    parameters = checkpoint.parameters.values()
+    values = [math.prod(kinds[VALUE].shape) for kinds in parameters if VALUE in kinds]
+    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
     sizes = [file["bytes"] for file in checkpoint.files.values()]
     rows = {
         "checkpoint": checkpoint.folder.name,
         "step": str(checkpoint.step),
         "parameters": f"{sum(values):,} in {len(values)} tensors",
-        "of the optimizer": ", ".join(sorted({kind for kind, _ in own} - {VALUE})) or "nothing",
+        "of the optimizer": ", ".join(sorted({kind for kinds in parameters for kind in kinds} - {VALUE})) or "nothing",
         "tensors": f"{len(entries)} in all, of {dtypes or 'none'}",
         "files": f"{len(sizes)} of {console.format_bytes(sum(sizes))}",
         "SHA-256 of the weights": weights_hash(checkpoint),

@@ -62,20 +62,17 @@ def reason(error: Exception, folder: Path, needed: int = 0) -> str:
 def together(
     topic: str, action: Callable[[], Any], folder: Path, group: Group | None, failed: str | None = None
 ) -> list[Any]:
-    """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise.
-
-    What is raised is a UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever
-    else the action raises. A rank whose disk is slow is waited for. Runs also beside training: nothing is counted.
-    """
+    """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise: a
+    UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever else the action
+    raises. A rank whose disk is slow is waited for. Runs also beside training: nothing is counted."""
     done, problem, refused = None, "", False
     try:
         done = action()
     except Exception as error:
         if failed is None and not isinstance(error, UserError):
             raise
-        begin = "" if isinstance(error, UserError) else failed
-        # Names from a file may not even be Unicode.
-        problem, refused = printable(f"{begin}{reason(error, folder)}"), isinstance(error, RefusedError)
+        said = f"{'' if isinstance(error, UserError) else failed}{reason(error, folder)}"
+        problem, refused = printable(said), isinstance(error, RefusedError)  # names from a file may not be Unicode
     votes: list[Any] = [(done, problem, refused)]
     if group is not None:
         text = json.dumps(votes[0], allow_nan=False)
@@ -132,15 +129,6 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def give_name(folder: Path, name: Path) -> None:
-    """Rename a full folder to a name that is free, for good when this returns."""
-    if os.path.lexists(name):  # rename would replace an empty folder
-        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(name))
-    sync_folder(folder)
-    os.rename(folder, name)
-    sync_folder(name.parent)
-
-
 def remove_folders(folders: Iterable[Path]) -> None:
     """Take away each folder's name, then what is in it: no half of it is ever seen under its name. What cannot be
     removed is left for the next save, or the next run."""
@@ -185,10 +173,8 @@ def clean(parent: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[IO[str]]:
     """Hold the lock of a run's folder, which is made: a file with a line about its holder, or the one before. It ends
-    with the process, however that ends.
-
-    Raises UserError if another process holds it, or the folder cannot be written or locked.
-    """
+    with the process, however that ends. Raises UserError if another process holds it, or the folder cannot be written
+    or locked."""
     other = "another folder with --out DIR"
     try:
         make_folder(folder)

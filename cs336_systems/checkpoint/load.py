@@ -52,9 +52,7 @@ def to_text(manifest: dict[str, Any]) -> bytes:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a checkpoint, checked by itself and against the sizes of its files, which are not yet read.
-
-    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds.
-    """
+    Raises RefusedError for what it holds, and OSError if it cannot be read, which says nothing of what it holds."""
     where, path = f"{folder.name}/{NAME}", folder / NAME
     require(kind_of(folder) == "folder", f"{folder.name} is no folder")
     require(kind_of(path) == "file", f"{where} is missing: this is no checkpoint, or one that was never finished")
@@ -62,7 +60,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     require(size <= LARGEST, f"{where} has {size:,} bytes; no manifest has more than {LARGEST:,}")
     data = path.read_bytes()
     try:
-        value = json.loads(data, parse_constant=_no_number)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"{where} is not JSON, or cut short: {str(error)[:80]}") from None
     body: Any = value.get("manifest") if isinstance(value, dict) else {}
@@ -93,16 +91,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return body
 
 
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is no number")
-
-
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
-    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this.
-
-    Raises, the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may
-    pass, and is no reason to give it up.
-    """
+    """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
+    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may pass, and
+    is no reason to give it up."""
     opened: list[Checkpoint] = []
 
     def verify() -> None:
@@ -136,12 +128,9 @@ def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
 def open_newest(
     parent: Path, group: Group, check: Callable[[Checkpoint], object], say: Callable[[str], object]
 ) -> Checkpoint | None:
-    """The newest checkpoint of a folder that is whole and that `check` does not refuse; None if there is none.
-
-    Every rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError
-    if there are checkpoints but all are refused, if one cannot be read, if one that is refused keeps its name, and if
-    `check` raises that.
-    """
+    """The newest checkpoint of a folder that is whole and that `check` does not refuse; None if there is none. Every
+    rank must call this. What is refused is renamed, and `say` is told the reason, on every rank. Raises UserError if
+    all are refused, if one cannot be read, if one that is refused keeps its name, and if `check` raises that."""
     refused: dict[str, str] = {}
 
     def names_there() -> list[str]:
@@ -183,10 +172,8 @@ def weights_hash(checkpoint: Checkpoint) -> str:
 
 
 def export_plain(checkpoint: Checkpoint, path: Path) -> int:
-    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are.
-
-    Raises UserError if the file exists or cannot be written.
-    """
+    """Write all parameters to a new file, which holds the whole model in memory; returns how many there are. Raises
+    UserError if the file exists or cannot be written."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         if path.exists():

@@ -8,6 +8,7 @@ point leaves the old checkpoint, or the new one, whole. Votes go through the sto
 training, whose collectives it must not meet.
 """
 
+import errno
 import os
 import secrets
 import threading
@@ -35,8 +36,7 @@ def save(
 
     Every rank calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once.
     `state` is rank 0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the
-    reason, if any rank cannot write or the step's name is taken by what is no checkpoint.
-    """
+    reason, if any rank cannot write or the step's name is taken by what is no checkpoint."""
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / disk.step_name(step)
@@ -65,7 +65,11 @@ def save(
         body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
         disk.write_file(folder / NAME, [to_text(body)])
         read_manifest(folder)
-        disk.give_name(folder, final)
+        if os.path.lexists(final):  # rename would replace an empty folder
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+        disk.sync_folder(folder)
+        os.rename(folder, final)
+        disk.sync_folder(parent)
 
     try:
         folder = parent / on_rank_0("checkpoint", prepare, parent, group)

@@ -138,10 +138,15 @@ class Checkpoint:
                 result[common[0]] = part[common[1]]
         return result
 
+    @property
+    def parameters(self) -> dict[str, dict[str, Entry]]:
+        """The parameters with their optimizer's state, in the order of names."""
+        return {name: self.tensors[name] for name in sorted(self.tensors) if not name.startswith(RANDOM)}
+
     def weights(self) -> Iterator[Piece]:
-        """The parameters, whole, in the order of names."""
-        for name, kinds in sorted(self.tensors.items()):
-            if VALUE in kinds and not name.startswith(RANDOM):
+        """The parameters' values, whole, in the order of names."""
+        for name, kinds in self.parameters.items():
+            if VALUE in kinds:
                 box = Box.whole(kinds[VALUE].shape)
                 yield Piece(name, VALUE, box, 0, self.read(name, VALUE, box))
 
@@ -227,10 +232,8 @@ def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], d
 
 
 def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, dict[str, Entry]], Scalars]:
-    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters.
-
-    Raises RefusedError for files that do not agree, and for tensors that lack elements or have some twice.
-    """
+    """The tensors and scalars in files, by what these say. The tensors of `plain` files are whole parameters. Raises
+    RefusedError for files that do not agree, and for tensors that lack elements or have some twice."""
     tensors: dict[str, dict[str, Entry]] = {}
     scalars: Scalars = {}
     for path in paths:

@@ -10,19 +10,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems.checkpoint import (
-    RANDOM,
-    VALUE,
-    Checkpoint,
-    RefusedError,
-    Saver,
-    clean,
-    list_checkpoints,
-    locked,
-    open_newest,
-    open_plain,
-)  # fmt: skip
-from cs336_systems.checkpoint.disk import make_folder, on_rank_0, require, together
+from cs336_systems.checkpoint import VALUE, Checkpoint, RefusedError, Saver, disk, open_newest, open_plain
+from cs336_systems.checkpoint.disk import require
 from cs336_systems.comm import Group
 from cs336_systems.comm.flight_recorder import born
 from cs336_systems.errors import UserError
@@ -43,20 +32,19 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
     """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
 
     Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
-    rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume.
-    """
+    rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume."""
     out, checkpoints = recipe.run.out, recipe.run.checkpoints
 
     def enter() -> bool:
         if out is None:
             return recipe.run.resume
-        lock, parent = held.enter_context(locked(out)), os.getppid()
+        lock, parent = held.enter_context(disk.locked(out)), os.getppid()
         launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
         resume = recipe.run.resume or (restarted and lock.read().strip().endswith(launcher))
         try:
-            make_folder(checkpoints)  # what stands in the way is better known now than at the first save
-            clean(checkpoints)
-            if (found := list_checkpoints(checkpoints)) and not resume:
+            disk.make_folder(checkpoints)  # what stands in the way is better known now than at the first save
+            disk.clean(checkpoints)
+            if (found := disk.list_checkpoints(checkpoints)) and not resume:
                 said = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
                 raise UserError(f"{said}, or name another folder with --out DIR")
             lock.seek(0)
@@ -68,7 +56,7 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
         return resume
 
     with ExitStack() as held:
-        yield on_rank_0("run folder", enter, checkpoints, group)
+        yield disk.on_rank_0("run folder", enter, checkpoints, group)
 
 
 def identity(trainer: Trainer) -> dict[str, Any]:
@@ -101,16 +89,14 @@ def check_state(checkpoint: Checkpoint) -> None:
     counted = type(skipped) is int and 0 <= skipped <= step and amounts
     require(counted, f"its state has a trainer of {str(state['trainer'])[:80]} after {step} steps")
     require(scaler.get("scale", 1), "it has a loss scale of 0")
-    parameters = [kinds for name, kinds in checkpoint.tensors.items() if not name.startswith(RANDOM)]
+    parameters = checkpoint.parameters.values()
     stepped = any(kinds.keys() != {VALUE} for kinds in parameters) or not parameters
     require(stepped or skipped == step, f"it has no optimizer's state, after {step - skipped} updates")
 
 
 class RunCheckpoints:
     """Saves a trainer's run to its folder, and restores the newest checkpoint there. `say` prints a line for people.
-
-    Every rank must construct it and call its methods.
-    """
+    Every rank must construct it and call its methods."""
 
     def __init__(self, trainer: Trainer, say: Callable[[str], object]) -> None:
         run = trainer.recipe.run
@@ -123,28 +109,21 @@ class RunCheckpoints:
         SaveError, of an earlier save as well."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
-        state: dict[str, Any] = {
-            "trainer": trainer.state(),
-            "identity": identity(trainer),
-            "computed": computed(trainer),
-        }
-        state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
+        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer)}
+        state |= {"trainer": trainer.state(), "recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes}
+        state["world_size"] = self.world.size()
         self.saver.start(step, pieces + random, scalars | more, state)
 
     def restore(self) -> int:
         """Go on from the newest checkpoint that is whole: the number of steps that are done, 0 without any checkpoint.
-
-        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused.
-        """
+        Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused."""
         checkpoint = open_newest(self.folder, self.world, self._check, self.say)
         if checkpoint is None:
             return 0
         self.state.restore(checkpoint)
-        saved = checkpoint.state["trainer"]
-        if saved["scaler"].keys() != (mine := self.trainer.state()["scaler"]).keys():
-            # --loss-scale has made a constant of what was found by trial, or undone it.
-            saved = saved | {"scaler": mine}
-        self.trainer.scaler.load_state_dict(saved["scaler"])
+        saved, scaler = checkpoint.state["trainer"], self.trainer.scaler
+        if saved["scaler"].keys() == scaler.state_dict().keys():  # or --loss-scale was given or taken back since
+            scaler.load_state_dict(saved["scaler"])
         self.trainer.skipped = int(saved["skipped"])  # not how many in a row: what follows may be done otherwise
         restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
@@ -154,9 +133,8 @@ class RunCheckpoints:
         """Raises RefusedError for a checkpoint that cannot be used, and UserError if it is of another run: an older
         checkpoint there would be, too."""
         check_state(checkpoint)
-        if differing := _differing(
-            checkpoint.state["identity"], identity(self.trainer), "{} was {} there and is {} now"
-        ):
+        saved, mine = checkpoint.state["identity"], identity(self.trainer)
+        if differing := _differing(saved, mine, "{} was {} there and is {} now"):
             said = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
             raise UserError(f"{said}, or name another folder with --out DIR")
         self.state.check(checkpoint)
@@ -182,10 +160,8 @@ def _differing(saved: dict[str, Any], mine: dict[str, Any], text: str) -> list[s
 
 
 def load_weights(trainer: Trainer, path: Path) -> None:
-    """Begin with the parameters of a plain safetensors file. Every rank must call this.
-
-    Raises UserError, on every rank, for those of another model, of which one stage alone may know.
-    """
+    """Begin with the parameters of a plain safetensors file. Every rank must call this. Raises UserError, on every
+    rank, for those of another model, of which one stage alone may know."""
     state, opened = RunState(trainer), list[Checkpoint]()
 
     def check() -> None:
@@ -195,5 +171,5 @@ def load_weights(trainer: Trainer, path: Path) -> None:
         except RefusedError as error:
             raise UserError(f"{path} does not fit the model: {error}") from None
 
-    together("weights", check, path, trainer.mesh.world)
+    disk.together("weights", check, path, trainer.mesh.world)
     state.restore(opened[0])

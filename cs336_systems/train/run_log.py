@@ -30,8 +30,7 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
     """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
 
     It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
-    which will be taken again. Raises UserError, on every rank, where it cannot be written.
-    """
+    which will be taken again. Raises UserError, on every rank, where it cannot be written."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:

@@ -21,19 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.checkpoint import (
-    DTYPES,
-    NAMES,
-    RANDOM,
-    VALUE,
-    Box,
-    Checkpoint,
-    Piece,
-    RefusedError,
-    Scalars,
-    my_share,
-)
-from cs336_systems.checkpoint.disk import require
+from cs336_systems.checkpoint import DTYPES, NAMES, RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
+from cs336_systems.checkpoint.disk import RefusedError, require
 from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer
@@ -44,8 +33,7 @@ class Slot(NamedTuple):
     """A tensor that an optimizer of this rank steps, or a parameter whose shards it steps.
 
     `like` holds the elements from `first` on of this rank's part of the parameter `name`; `sharded`: other ranks hold
-    others. `state` has what the optimizer keeps of `like`: tensors of the same shape, and scalars, by kind.
-    """
+    others. `state` has what the optimizer keeps of `like`: tensors of the same shape, and scalars, by kind."""
 
     name: str
     like: Tensor
@@ -62,6 +50,8 @@ class RunState:
         self.parameters = dict(run.stage.model.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.units = {unit.shard: unit for w in self.part.wrappers if isinstance(w, FSDP) for unit in w.sharded}
+        # Of this rank's parts before FSDP shards them; a vocabulary's has padding at the end.
+        self.shapes = {name: tuple(self.units.get(p, p).shape) for name, p in self.parameters.items()}
 
     def slots(self) -> Iterator[Slot]:
         """This rank's parameters, then their shards in ZeRO 1 and 2."""
@@ -81,14 +71,9 @@ class RunState:
             yield Slot(name, parameter, first, unit is not None, states.get(parameter, {}))
         yield from shards
 
-    def local_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of this rank's part before FSDP shards it; a vocabulary's has padding at the end."""
-        parameter = self.parameters[name]
-        return tuple(self.units.get(parameter, parameter).shape)
-
     def box(self, name: str) -> Box:
         """The part of a parameter that this rank and its data-parallel replicas have, without padding."""
-        plan, experts, local = self.part.plan, self.part.experts, self.local_shape(name)
+        plan, experts, local = self.part.plan, self.part.experts, self.shapes[name]
         shape = list(plan.whole_shape(name, torch.Size(local)))
         start, size = [0] * len(shape), list(shape)
         if (dim := plan.cut.get(name)) is not None:
@@ -118,14 +103,12 @@ class RunState:
         """Raises RefusedError, naming the parameter, for a checkpoint that does not fit this run's model. With `cast`
         parameters without an optimizer's state may be of another precision."""
         whole = {name for name, _ in TransformerLM(self.part.stage.model.config, "meta").named_parameters()}
-        found = {name for name in source.tensors if not name.startswith(RANDOM)}
-        if missing := sorted(whole - found):
-            raise RefusedError(
-                f"it has no {missing[0]}, and lacks {len(missing)} of the model's {len(whole)} parameters"
-            )
-        if unknown := sorted(found - whole):
-            some = f"{len(unknown)} of the {len(found)} parameters there in all"
-            raise RefusedError(f"the model has no {unknown[0]}, nor {some}")
+        found = source.parameters.keys()
+        missing, unknown = sorted(whole - found), sorted(found - whole)
+        some = f"lacks {len(missing)} of the model's {len(whole)} parameters"
+        require(not missing, f"it has no {''.join(missing[:1])}, and {some}")
+        some = f"nor {len(unknown)} of the {len(found)} parameters there in all"
+        require(not unknown, f"the model has no {''.join(unknown[:1])}, {some}")
         for name, parameter in self.parameters.items():
             kinds, scalars, shape = source.tensors[name], source.scalars.get(name, {}), self.box(name).shape
             require(VALUE in kinds, f"it has no value of {name}")
@@ -160,7 +143,7 @@ class RunState:
 
     def _read(self, source: Checkpoint, slot: Slot, kind: str) -> Tensor:
         """The elements of a slot, padding zero."""
-        box, local = self.box(slot.name), self.local_shape(slot.name)
+        box, local = self.box(slot.name), self.shapes[slot.name]
         read = source.read(slot.name, kind, box)
         if box.size != local:
             part, read = read, read.new_zeros(local)
@@ -221,6 +204,5 @@ def restore_random(source: Checkpoint, rank: int, device: torch.device, spare: b
             set_state = torch.Generator(device).set_state if spare else partial(torch.cuda.set_rng_state, device=device)
             set_state(saved["cuda"])
     except (LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        said = f"the random number generators of rank {rank} cannot be set: {error!r:.80}"
-        raise RefusedError(said) from None
+        raise RefusedError(f"the random number generators of rank {rank} cannot be set: {error!r:.80}") from None
     return True

@@ -246,11 +246,6 @@ def test_a_file_is_written_whole_to_a_name_that_is_free(tmp_path, monkeypatch):
             disk.write_file(tmp_path / name, [b"other"])
     assert (tmp_path / "x").read_bytes() == together
     assert not (tmp_path / "nowhere").exists()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "taken").mkdir()
-    for name in ("taken", "link"):
-        with pytest.raises(FileExistsError):
-            disk.give_name(tmp_path / "folder", tmp_path / name)
 
 
 def test_what_is_unfinished_is_removed_and_nothing_else(tmp_path, group):
