@@ -35,21 +35,18 @@ def show_command(path: Path) -> None:
     entries = [entry for kinds in checkpoint.tensors.values() for entry in kinds.values()]
     parameters = checkpoint.parameters.values()
     values = [math.prod(kinds[VALUE].shape) for kinds in parameters if VALUE in kinds]
-    dtypes = ", ".join(sorted({entry.dtype for entry in entries}))
     sizes = [file["bytes"] for file in checkpoint.files.values()]
     rows = {
         "checkpoint": checkpoint.folder.name,
         "step": str(checkpoint.step),
         "parameters": f"{sum(values):,} in {len(values)} tensors",
         "of the optimizer": ", ".join(sorted({kind for kinds in parameters for kind in kinds} - {VALUE})) or "nothing",
-        "tensors": f"{len(entries)} in all, of {dtypes or 'none'}",
+        "tensors": f"{len(entries)} in all, of {', '.join(sorted({entry.dtype for entry in entries})) or 'none'}",
         "files": f"{len(sizes)} of {console.format_bytes(sum(sizes))}",
         "SHA-256 of the weights": weights_hash(checkpoint),
     }
-    rows |= {
-        f"state: {key}": json.dumps(value, ensure_ascii=False, allow_nan=False)
-        for key, value in checkpoint.state.items()
-    }
+    for key, value in checkpoint.state.items():
+        rows[f"state: {key}"] = json.dumps(value, ensure_ascii=False, allow_nan=False)
     table = Table(show_header=False)
     for key, text in rows.items():
         table.add_row(key, text if len(text) <= LONGEST else f"{text[:LONGEST]} ...")

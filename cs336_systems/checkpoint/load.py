@@ -133,9 +133,6 @@ def open_newest(
     all are refused, if one cannot be read, if one that is refused keeps its name, and if `check` raises that."""
     refused: dict[str, str] = {}
 
-    def names_there() -> list[str]:
-        return [path.name for path in reversed(disk.list_checkpoints(parent))]
-
     def check_named(checkpoint: Checkpoint) -> None:
         try:
             check(checkpoint)
@@ -145,7 +142,11 @@ def open_newest(
     def rename(refused: Path) -> str:
         return refused.rename(f"{refused}.refused-{secrets.token_hex(2)}").name
 
-    for name in on_rank_0("checkpoints", names_there, parent, group, f"cannot read {parent}: "):
+    failed = f"cannot read {parent}: "
+    found = on_rank_0(
+        "checkpoints", lambda: [each.name for each in disk.list_checkpoints(parent)], parent, group, failed
+    )
+    for name in reversed(found):
         try:
             checkpoint = open_checkpoint(parent / name, group)
             together("checkpoint fits", partial(check_named, checkpoint), parent, group)

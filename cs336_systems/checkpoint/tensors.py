@@ -61,13 +61,12 @@ class Box(NamedTuple):
 
     def overlap(self, other: "Box") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """The common elements as slices of each of the two; None without any."""
-        axes = zip(self.start, self.size, other.start, other.size, strict=True)
+        axes = zip(*self[1:], *other[1:], strict=True)
         ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in axes]
         if any(low >= high for low, high in ends):
             return None
-        mine = tuple(slice(low - start, high - start) for (low, high), start in zip(ends, self.start, strict=True))
-        theirs = tuple(slice(low - start, high - start) for (low, high), start in zip(ends, other.start, strict=True))
-        return mine, theirs
+        mine = tuple(slice(low - a, high - a) for (low, high), a in zip(ends, self.start, strict=True))
+        return mine, tuple(slice(low - b, high - b) for (low, high), b in zip(ends, other.start, strict=True))
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class Checkpoint:
             raise ValueError(f"a box of a tensor of shape {target.shape}; this one has {shape}")
         dtype = DTYPES[dtype_name]
         result = torch.empty(target.size, dtype=dtype)
-        for box, runs in boxes.items() if target.numel else ():
+        for box, runs in boxes.items():
             if (common := target.overlap(box)) is None:
                 continue
             # One box at a time: the memory is that of what is read and of one rank's part.
@@ -179,10 +178,8 @@ def write_tensors(folder: Path, rank: int, pieces: Sequence[Piece], scalars: Sca
 
 def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[bytes | memoryview]:
     """A safetensors file of pieces, in chunks. Own code, as the library wants all of it in memory, twice."""
-    head: dict[str, Any] = {
-        "__metadata__": {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}
-    }
-    end = 0
+    strings, end = {key: json.dumps(value, allow_nan=False) for key, value in metadata.items()}, 0
+    head: dict[str, Any] = {"__metadata__": strings}
     for each in pieces:
         if (dtype := each.tensor.dtype) not in NAMES:
             raise ValueError(f"{each.key} has dtype {dtype}; known are {', '.join(map(str, NAMES))}")
@@ -267,21 +264,22 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
 
 def check_cover(what: str, entry: Entry) -> None:
     """Raises RefusedError unless the runs of a tensor's boxes cover every element exactly once; sorts them."""
-    shape, twice, listed = entry.shape, f"{what} lacks elements, or has some twice", list[Box]()
+    shape, twice = entry.shape, f"{what} lacks elements, or has some twice"
     # A 0 would hide how large the others are.
     possible = len(shape) <= 16 and math.prod(each or 1 for each in shape) < 2**62
     require(possible, f"{what} has shape {list(shape)!s:.60}, which no tensor has")
     for box, runs in entry.boxes.items():
-        axes = zip(*box, strict=True) if len(box.start) == len(box.size) == len(shape) else [(0, 1, 0)]
-        inside = all(start + size <= whole for whole, start, size in axes)
+        inside = len(box.start) == len(box.size) == len(shape)
+        inside = inside and all(start + size <= whole for whole, start, size in zip(*box, strict=True))
         place = f"{list(box.size)} at {list(box.start)}"
         require(inside, f"{what} has a piece outside its shape {list(shape)}: {place}")
         runs.sort()
-        ends = [0, *(run.last for run in runs)]
-        for first, end in zip([*(run.first for run in runs), box.numel], ends, strict=True):
+        end = 0
+        for first, last, *_ in [*runs, Stored(box.numel, 0, "", 0)]:
             where = f"of a box of {box.numel:,} the next run begins at {first:,}, not at {end:,}"
             require(first == end, f"{twice}: {where}")
-        listed += [box] if box.numel else []
+            end = last
+    listed = [box for box in entry.boxes if box.numel]
     covered = sum(box.numel for box in listed)
     apart = not any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i])
     require(apart and covered == math.prod(shape), f"{twice}: {covered:,} of its {math.prod(shape):,}")

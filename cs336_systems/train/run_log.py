@@ -27,10 +27,9 @@ TEMPERATURE = 0.8  # of a sample
 
 @contextmanager
 def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
-    """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter.
-
-    It is written anew, or for a run that goes on after `done` steps appended to, less what was written of later steps,
-    which will be taken again. Raises UserError, on every rank, where it cannot be written."""
+    """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter. A run that goes on after
+    `done` steps appends to it, less what was written of later steps, which will be taken again. Raises UserError, on
+    every rank, where it cannot be written."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:
@@ -107,7 +106,7 @@ def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory)
     if losses and not math.isfinite(sum(losses)):
         raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
     final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [min(memory), max(memory)]}
-    final["validation_loss"] = None if losses is None else losses[0]
+    final["validation_loss"] = losses and losses[0]
     if losses and trainer.recipe.model.is_bert:
         final["validation_sop_loss"] = losses[1]
     return final | sample(trainer)
