@@ -57,27 +57,14 @@ def save(
             why = disk.reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))
             raise UserError(f"rank {group.rank()}: {why}") from None
 
-    def publish() -> None:
-        if missing := [name for name in files if not (folder / name).exists()]:
-            raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
-        # What a reader would refuse gets no name, and replaces nothing: both readings check.
-        list_tensors(folder / name for name in files)
-        body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
-        disk.write_file(folder / NAME, [to_text(body)])
-        read_manifest(folder)
-        if os.path.lexists(final):  # rename would replace an empty folder
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-        disk.sync_folder(folder)
-        os.rename(folder, final)
-        disk.sync_folder(parent)
-
     try:
         folder = parent / on_rank_0("checkpoint", prepare, parent, group)
         if folder == final:
             return final
         written = together("checkpoint written", write, folder, group)
         files = {name: file for each in written for name, file in each.items()}
-        on_rank_0("checkpoint", publish, folder, group)
+        body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
+        on_rank_0("checkpoint", lambda: publish(folder, final, body), folder, group)
     except UserError as error:
         if group.rank() == 0 and folder != final:
             remove_folders([folder])
@@ -87,6 +74,21 @@ def save(
             saved = disk.list_checkpoints(parent)
             remove_folders(saved[: saved.index(final) + 1][:-keep])
     return final
+
+
+def publish(folder: Path, final: Path, body: dict[str, Any]) -> None:
+    """Rank 0's part once all have written: the manifest, and the name. Raises UserError and OSError."""
+    if missing := [name for name in body["files"] if not (folder / name).exists()]:
+        raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
+    # What a reader would refuse gets no name, and replaces nothing: both readings check.
+    list_tensors(folder / name for name in body["files"])
+    disk.write_file(folder / NAME, [to_text(body)])
+    read_manifest(folder)
+    if os.path.lexists(final):  # rename would replace an empty folder
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+    disk.sync_folder(folder)
+    os.rename(folder, final)
+    disk.sync_folder(final.parent)
 
 
 class Saver:
