@@ -91,7 +91,8 @@ class QuickMeta(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key, kwargs = None, kwargs or {}
+        key: Any = None
+        kwargs = kwargs or {}
         if function.namespace == "aten" and not function.is_view and function.overloadpacket not in UNALIKE:
             with suppress(TypeError):
                 key = function, torch.get_default_dtype(), kind_of(args), kind_of(tuple(kwargs.items()))

@@ -25,7 +25,7 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "ms or -": lambda time: "-" if time is None else f"{time / 1e6:.3f}",
     "% or -": lambda share: "-" if share is None else f"{100 * share:.1f} %",
 }
-LONGEST = 100  # characters of a name in Markdown; kernels' names are templates of hundreds
+LONGEST, SHORT = 100, 44  # characters of a name in Markdown and on a terminal; kernels' names are templates of hundreds
 NUMBER = re.compile(r"[-+(<]*\d|-?$")  # the beginning of a cell in a column of numbers; it may be empty
 
 
@@ -74,15 +74,15 @@ class Table:
         rows = "\n".join(markdown_row(line, str) for line in lines)
         return "\n\n".join(filter(None, (heading, rows, self.note))) + "\n"
 
-    def table(self, width: int = 44) -> rich.table.Table:
-        """The table for a terminal, names cut to a width."""
+    def table(self) -> rich.table.Table:
+        """The table for a terminal, with shorter names."""
         table = rich.table.Table(title=self.title, caption=self.note or None, title_justify="left")
         table.title_style, table.caption_justify = "bold", "left"
         for head, right in zip(self.heads, self.numeric(), strict=True):
             named = self.names and not table.columns
             table.add_column(head, justify="right" if right else "left", no_wrap=named, overflow="fold")
         for first, *rest in self.rows:
-            table.add_row(cut(first, width) if self.names else first, *rest)
+            table.add_row(cut(first, SHORT) if self.names else first, *rest)
         return table
 
 

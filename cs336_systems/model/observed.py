@@ -65,7 +65,7 @@ def _observer(
         with Observer(parameters=model.parameters()) as seen:
             if number := config.num_experts:  # a balanced router fills all slots
                 seen.rows = number * (config.mixture.capacity(batch * seq, number, training=True) or 0) or None
-            yield seen, model, *ids
+            yield seen, model, ids[0], ids[1]
 
 
 @cache
@@ -84,7 +84,7 @@ def observe_passes(
         parameters, optimizer = list(model.parameters()), AdamW(model.parameters())
         for each in parameters:
             each.grad = torch.empty_like(each)
-        seen.label("gradients", (each.grad for each in parameters))
+        seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
         optimizer.step()
         if not keeps_gradients:
             optimizer.zero_grad()
