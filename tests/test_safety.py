@@ -241,5 +241,5 @@ def test_secrets_of_the_environment_are_in_no_file(what, expected, tmp_path):
 def test_the_project_names_how_to_report():
     text = (ROOT / "SECURITY.md").read_text()
     assert "SECURITY.md" in (ROOT / "README.md").read_text()
-    for promise in ("not encrypted", "127.0.0.1", "SHA-256", "safetensors"):
+    for promise in ("unencrypted", "127.0.0.1", "SHA-256", "safetensors"):
         assert promise in text
