@@ -239,9 +239,12 @@ def _boxes(bar: Bar, track: str, row: int, start: int, end: int) -> Iterator[Box
         "collectives": INK if bar.posted else "white",
     }.get(track, fill)
     labels, hatch = (name, name.split(".")[-1]), BLOCKED if track == "waits" else ""
-    yield Box(*place(bar.start, bar.end), fill, tip, labels, edge, hatch)
+    early = bar.start < bar.joined < (bar.start + bar.end) / 2  # the label then stands behind the hatch
+    yield Box(*place(bar.start, bar.end), fill, tip, () if early else labels, edge, hatch)
     if bar.joined > bar.start:
         yield Box(*place(bar.start, bar.joined), "none", tip, (), "white", JOINING)
+    if early:
+        yield Box(*place(bar.joined, bar.end), fill, tip, labels, edge)
 
 
 def _ms(time: int) -> str:
