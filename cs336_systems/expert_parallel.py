@@ -14,7 +14,7 @@ is divided by the group's size, so that all gradients are means over the data-pa
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import Experts, GroupedLinear, even_shares
-from cs336_systems.model.moe import Dispatched, LocalDispatcher, MoELayer
+from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
 from cs336_systems.model.transformer import Block, TransformerLM
 
 
@@ -33,7 +33,7 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
     def __init__(self, group: Group, local: int) -> None:
         self.group, self.local = group, local
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> "AllToAllDispatched":
+    def dispatch(self, rows: Tensor, counts: Tensor) -> Combine:
         """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each. The host waits once
         for the device, to know how many rows go where."""
         ranks, received = self.group.size(), torch.empty_like(counts)
@@ -45,7 +45,20 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
             to_receive = [to_send[self.group.rank()]] * ranks
         else:
             to_send, to_receive = torch.stack((counts.view(ranks, self.local).sum(1), received.sum(1))).tolist()
-        return AllToAllDispatched(Exchange(rows, to_send, to_receive, self.group, "dispatch"), received)
+        exchange = Exchange(rows, to_send, to_receive, self.group, "dispatch")
+
+        def combine(experts: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+            """Sort the rows that arrive, in the order of ranks, by expert; undo that before the results are sent."""
+            rows = exchange.wait()
+            expert = torch.arange(self.local, device=rows.device).repeat(ranks)
+            order = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
+            inverse = torch.empty_like(order)
+            inverse[order] = torch.arange(len(order), device=order.device)
+            rows = rows.index_select(0, order)
+            rows = experts(rows, received.sum(0))
+            return Exchange(rows.index_select(0, inverse), to_receive, to_send, self.group, "combine").wait()
+
+        return combine
 
     def dispatch_slots(self, slots: Tensor) -> Tensor:
         """(experts slots d_model) of every rank -> (local (ranks slots) d_model), all slots of the experts here."""
@@ -59,25 +72,6 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
     def _exchange(self, rows: Tensor, label: str) -> Tensor:
         even = [self.local] * self.group.size()
         return Exchange(rows, even, even, self.group, label).wait()
-
-
-class AllToAllDispatched(Dispatched):
-    """Rows in an all-to-all, and counts (ranks local) of those that each rank sends to each expert here."""
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Sort the received rows by expert; within an expert they are in the order of ranks."""
-        rows = self.rows.wait()
-        ranks, local = self.counts.shape
-        expert = torch.arange(local, device=rows.device).repeat(ranks)
-        self.order = expert.repeat_interleave(self.counts.flatten(), output_size=len(rows)).argsort(stable=True)
-        return rows.index_select(0, self.order), self.counts.sum(0)
-
-    def combine(self, rows: Tensor) -> Tensor:
-        """Send the experts' results back to the ranks of their tokens, in the order in which the rows were sent."""
-        inverse = torch.empty_like(self.order)
-        inverse[self.order] = torch.arange(len(inverse), device=inverse.device)
-        sent: Exchange = self.rows
-        return Exchange(rows.index_select(0, inverse), sent.taken, sent.given, sent.group, "combine").wait()
 
 
 @dataclass

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Mesh, Work, receive, send
 from cs336_systems.data.corpus import Batch
-from cs336_systems.model.dropout import DropoutKey
 from cs336_systems.model.heads import BertOutput, Losses
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.schedule import Action, blocks_of, receives_from, schedule, sends_to
@@ -58,7 +57,7 @@ class Stage(nn.Module):
             model.bert_heads = model.head = model.tied_head = None
 
     def forward(
-        self, batch: Batch, hidden: Tensor | None = None, chunk: int = 0, key: DropoutKey | None = None
+        self, batch: Batch, hidden: Tensor | None = None, chunk: int = 0, key: Tensor | None = None
     ) -> Tensor | BertOutput | Losses:
         model = self.model
         if hidden is None:
@@ -85,7 +84,7 @@ class Pipeline:
 
     def run(
         self, microbatches: Sequence[Batch], loss: Callable[[Losses], Tensor] | None,
-        keys: Sequence[DropoutKey] | None = None,
+        keys: Sequence[Tensor] | None = None,
         accumulate: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> list[Losses]:  # fmt: skip
         """Forward and backward of all microbatches; the last stage returns their losses in order, detached. `loss` maps
@@ -118,7 +117,7 @@ class _Execution:
     pipeline: Pipeline
     microbatches: Sequence[Batch]
     loss: Callable[[Losses], Tensor] | None
-    keys: Sequence[DropoutKey] | None
+    keys: Sequence[Tensor] | None
     lists: Sequence[Sequence[Action]]
     live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # (microbatch, chunk)
     posted: dict[Action, tuple[tuple[int, Action], Work, Tensor]] = field(default_factory=dict)

@@ -13,16 +13,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 
-from cs336_systems.data.corpus import IGNORED, Batch, file_corpus, random_corpus, rank_rows, stdlib_corpus
-from cs336_systems.data.documents import (
-    DEFAULT_SPLIT,
-    Documents,
-    Splits,
-    encode_documents,
-    random_documents,
-    split_points,
-    text_documents,
-)  # fmt: skip
+from cs336_systems.data import corpus
+from cs336_systems.data.corpus import DEFAULT_SPLIT, IGNORED, Batch, Documents
 from cs336_systems.data.tokenizer import ByteTokenizer, IdTokenizer, Tokenizer, WordPieceTokenizer
 from cs336_systems.errors import UserError
 
@@ -114,7 +106,7 @@ class BertData:
     def batch(self, step: int, global_batch: int, rank: int = 0, world_size: int = 1) -> Batch:
         """This rank's rows of the global batch of one step, (global_batch/world_size seq); pair label 1: swapped. Row r
         of it is sample step * global_batch + r. Raises UserError if the batch does not divide over the ranks."""
-        rows = rank_rows(global_batch, rank, world_size)
+        rows = corpus.rank_rows(global_batch, rank, world_size)
         columns = zip(*(self.sample(step * global_batch + row) for row in rows), strict=True)
         tokens, targets, token_types, lengths, swapped = (torch.from_numpy(np.stack(each)) for each in columns)
         mask = torch.arange(self.seq_length) < lengths[:, None]
@@ -190,9 +182,9 @@ def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None
 def read_texts(data: Sequence[str]) -> tuple[list[list[str]], str]:
     """Documents of sentences and their name, from the user's files, each of which ends a document, or by default from
     the standard library. Raises UserError for a file that is not text."""
-    corpora = [file_corpus([Path(name)]) for name in data] or [stdlib_corpus()]
-    documents = [document for corpus in corpora for document in text_documents(corpus.tokens.tobytes())]
-    return documents, ", ".join(corpus.name for corpus in corpora)
+    texts = [corpus.file_corpus([Path(name)]) for name in data] or [corpus.stdlib_corpus()]
+    documents = [document for text in texts for document in corpus.text_documents(text.tokens.tobytes())]
+    return documents, ", ".join(text.name for text in texts)
 
 
 def make_tokenizer(
@@ -207,17 +199,17 @@ def make_tokenizer(
         tokenizer = WordPieceTokenizer.from_file(vocab_file, lower_case)
     elif kind == "wordpiece":
         documents, _ = read_texts(data)
-        training = documents[: split_points(split, len(documents))[1]]
+        training = documents[: corpus.split_points(split, len(documents))[1]]
         sentences = [sentence for document in training for sentence in document]
         tokenizer = WordPieceTokenizer.train(sentences, vocab_size, lower_case)
     check_vocabulary(tokenizer, vocab_size)
     return tokenizer
 
 
-def load_documents(data: Sequence[str], tokenizer: Tokenizer, split: str = DEFAULT_SPLIT) -> Splits:
+def load_documents(data: Sequence[str], tokenizer: Tokenizer, split: str = DEFAULT_SPLIT) -> list[Documents]:
     """Load, encode and split the documents that `--data` names: files, `random`, or by default the standard library."""
     if list(data) == ["random"]:
-        corpus = random_corpus(min(tokenizer.special_ids))
-        return random_documents(corpus.tokens, 0, corpus.name).split(split)
+        stream = corpus.random_corpus(min(tokenizer.special_ids))
+        return corpus.random_documents(stream.tokens, 0, stream.name).split(split)
     texts, name = read_texts(data)
-    return encode_documents(texts, tokenizer.encode, name).split(split)
+    return corpus.encode_documents(texts, tokenizer.encode, name).split(split)

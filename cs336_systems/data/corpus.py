@@ -1,11 +1,14 @@
-"""Corpora (streams of token ids) and batches. The global batch is a pure function of (seed, step), and each rank takes
-its rows of it, so a run sees the same tokens when it is resumed or runs on another number of ranks."""
+"""Corpora (streams of token ids), documents of sentences, and batches. The global batch is a pure function of (seed,
+step), and each rank takes its rows of it, so a run sees the same tokens when it is resumed or runs on another number of
+ranks."""
 
 import hashlib
 import os
 import sysconfig
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +20,8 @@ from cs336_systems.errors import UserError
 
 IGNORED = -100  # a target that is not predicted, as torch's cross entropy has it
 STDLIB_CAP = 8_000_000  # bytes: hours of training on a laptop, and loaded in a second
+DEFAULT_SPLIT = "949,50,1"  # of documents, by weights
+PARTS = "training", "validation", "test"
 
 
 class Batch(NamedTuple):
@@ -50,11 +55,15 @@ def count_targets(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream of token ids (tokens,) with its name and the SHA-256 of its bytes."""
+    """A stream of token ids (tokens,) with its name."""
 
     tokens: np.ndarray
     name: str
-    sha256: str
+
+    @property
+    def sha256(self) -> str:
+        """Of its bytes."""
+        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
 
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
         """(training, validation): the last `fraction` of the stream is kept for validation."""
@@ -77,36 +86,35 @@ def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
             raw += path.read_bytes()
     if not raw:
         raise UserError(f"this Python has no library source under {root}; name a text of yours with --data FILE")
-    return _byte_corpus(bytes(raw[:cap]), "Python's standard library")
+    return Corpus(np.frombuffer(bytes(raw[:cap]), np.uint8), "Python's standard library")
+
+
+def read_text(path: Path) -> bytes:
+    """The bytes of a text file. Raises UserError for one that is missing, unreadable or not UTF-8 text."""
+    try:
+        raw = path.read_bytes()
+        raw.decode()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}") from None
+    return raw
 
 
 def file_corpus(paths: Sequence[Path]) -> Corpus:
-    """The bytes of the user's text files, in the order given. Raises UserError for a file that is missing, unreadable,
-    empty or not UTF-8 text."""
-    pieces = []
-    for path in paths:
-        try:
-            raw = path.read_bytes()
-            raw.decode()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: byte {error.start} is 0x{raw[error.start]:02x}") from None
+    """The user's text files, read and joined in the order given. Raises UserError for one that is empty or no text."""
+    pieces = [read_text(path) for path in paths]
+    for path, raw in zip(paths, pieces, strict=True):
         if not raw or b"\0" in raw:
             problem = f"not text: byte {raw.index(0)} is zero" if raw else "empty"
             raise UserError(f"{path} is {problem}")
-        pieces.append(raw)
-    return _byte_corpus(b"".join(pieces), ", ".join(str(path) for path in paths))
-
-
-def _byte_corpus(raw: bytes, name: str) -> Corpus:
-    return Corpus(np.frombuffer(raw, dtype=np.uint8), name, hashlib.sha256(raw).hexdigest())
+    return Corpus(np.frombuffer(b"".join(pieces), np.uint8), ", ".join(map(str, paths)))
 
 
 def random_corpus(vocab_size: int, seed: int = 0, length: int = 4_000_000) -> Corpus:
     """Uniform random tokens, for benchmarks: no model's loss on them is below log(vocab_size) nats."""
     tokens = np.random.default_rng(seed).integers(vocab_size, size=length, dtype=np.int32)
-    return Corpus(tokens, f"random tokens below {vocab_size}", hashlib.sha256(tokens.tobytes()).hexdigest())
+    return Corpus(tokens, f"random tokens below {vocab_size}")
 
 
 def load_corpus(data: Sequence[str], vocab_size: int, context: int) -> Corpus:
@@ -145,3 +153,70 @@ def lm_batch(
     mine = starts[rank_rows(batch, rank, world_size)]
     window = corpus.tokens[mine[:, None] + np.arange(context + 1)].astype(np.int64)
     return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Sentence s is tokens[sentences[s] : sentences[s + 1]]; document d has sentences documents[d] to documents[d + 1].
+    tokens (tokens,), sentences (count + 1,) and documents (count + 1,). Splits share tokens and sentences, so
+    `documents` need not begin at 0."""
+
+    tokens: np.ndarray
+    sentences: np.ndarray
+    documents: np.ndarray
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.documents) - 1
+
+    def split(self, weights: str = DEFAULT_SPLIT) -> "list[Documents]":
+        """Split whole documents in their order: training, validation, and test after it."""
+        parts = []
+        for part, (start, end) in zip(PARTS, pairwise(split_points(weights, len(self))), strict=True):
+            name = f"{self.name}, {part} ({end - start} of {len(self)} documents, split {weights})"
+            parts.append(replace(self, documents=self.documents[start : end + 1], name=name))
+        return parts
+
+
+def split_points(weights: str, count: int) -> list[int]:
+    """Boundaries of the parts of `count` documents: [0, end of training, end of validation, count]. Each is the
+    cumulative weight's share of `count`, rounded. Weights left out are 0. Raises UserError unless they are one to three
+    numbers from 0 up, one of them positive."""
+    try:
+        numbers = [float(weight) for weight in weights.split(",")]
+    except ValueError:
+        raise UserError(f"split {weights!r} is not up to three numbers, such as {DEFAULT_SPLIT}") from None
+    if len(numbers) > 3:
+        raise UserError(f"split {weights!r} has {len(numbers)} parts; training, validation and test are 3")
+    if not all(0 <= number < float("inf") for number in numbers) or not any(numbers):
+        raise UserError(f"split {weights!r} needs weights from 0 up, and one above 0, such as {DEFAULT_SPLIT}")
+    shares = list(accumulate([*numbers, 0.0, 0.0][:3]))
+    return [0, *(round(share / shares[-1] * count) for share in shares)]
+
+
+def text_documents(raw: bytes) -> list[list[str]]:
+    """Documents of a text: a line is a sentence, and blank lines separate documents."""
+    runs = groupby(raw.decode(errors="replace").split("\n"), lambda line: bool(line.strip()))
+    return [[line.removesuffix("\r") for line in lines] for is_text, lines in runs if is_text]
+
+
+def encode_documents(documents: Sequence[Sequence[str]], encode: Callable[[str], list[int]], name: str) -> Documents:
+    """Encode documents to token ids; a sentence without tokens (control characters only) is left out."""
+    tokens, sentences, starts = array("i"), array("q", [0]), array("q", [0])
+    for document in documents:
+        for sentence in document:
+            tokens.extend(encode(sentence))
+            if len(tokens) > sentences[-1]:
+                sentences.append(len(tokens))
+        starts.append(len(sentences) - 1)
+    return Documents(np.array(tokens), np.array(sentences), np.array(starts), name)
+
+
+def random_documents(tokens: np.ndarray, seed: int, name: str) -> Documents:
+    """A stream of tokens cut into sentences of 8 to 63 tokens and documents of 2 to 31 sentences, for benchmarks."""
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(8, 64, size=len(tokens) // 8 + 1).cumsum()
+    sentences = np.concatenate(([0], ends[ends <= len(tokens)]))
+    ends = rng.integers(2, 32, size=len(sentences) // 2 + 1).cumsum()
+    documents = np.concatenate(([0], ends[ends < len(sentences)]))
+    return Documents(tokens, sentences, documents, name)

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer, WhitespaceSplit
 from tokenizers.trainers import WordPieceTrainer
 
+from cs336_systems.data.corpus import read_text
 from cs336_systems.errors import UserError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -121,10 +123,10 @@ class WordPieceTokenizer(Tokenizer):
         if vocab_size < SMALLEST_VOCABULARY:
             least = f"WordPiece needs a vocabulary of {SMALLEST_VOCABULARY} at least"
             raise UserError(f"{least}, not {vocab_size}; use bytes")
-        counts, letters = _count_words(sentences, lower_case), Counter[str]()
-        for word, count in counts.items():
-            for letter in word:
-                letters[letter] += count
+        every = max(1, -(-sum(map(len, sentences)) // TRAINING_CHARACTERS))
+        words = chain.from_iterable(split_words(sentence, lower_case) for sentence in sentences[::every])
+        counts = Counter(word for word in words if len(word) <= LONGEST_WORD)
+        letters = Counter(chain.from_iterable(counts.elements()))
         # A letter takes two ids; half of the vocabulary is left to longer pieces.
         largest = min(LARGEST_ALPHABET, (vocab_size - len(SPECIAL_TOKENS)) // 4)
         alphabet = set(sorted(letters, key=lambda letter: (-letters[letter], letter))[:largest])
@@ -144,13 +146,8 @@ class WordPieceTokenizer(Tokenizer):
     def from_file(cls, path: Path, lower_case: bool) -> "WordPieceTokenizer":
         """Read a published vocabulary, one piece per line in the order of ids (BERT's `vocab.txt`). Raises UserError
         for a file that cannot be read or is not such a vocabulary."""
-        try:
-            text = path.read_bytes().decode()
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text: byte {error.start} is no character") from None
-        return cls([line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")], lower_case, str(path))
+        lines = read_text(path).decode().removesuffix("\n").split("\n")
+        return cls([line.removesuffix("\r") for line in lines], lower_case, str(path))
 
     def encode(self, sentence: str) -> list[int]:
         return [piece for word in split_words(sentence, self.lower_case) for piece in self._encode_word(word)]
@@ -164,12 +161,6 @@ def split_words(sentence: str, lower_case: bool) -> list[str]:
     # The library splits the rest of Unicode, at a fifth of the speed.
     clean = BertNormalizer(lowercase=lower_case).normalize_str(sentence)
     return [word for word, _ in BertPreTokenizer().pre_tokenize_str(clean)]
-
-
-def _count_words(sentences: Sequence[str], lower_case: bool) -> Counter[str]:
-    every = max(1, -(-sum(map(len, sentences)) // TRAINING_CHARACTERS))
-    words = (word for sentence in sentences[::every] for word in split_words(sentence, lower_case))
-    return Counter(word for word in words if len(word) <= LONGEST_WORD)
 
 
 def tokenizer_from_json(text: str) -> Tokenizer:

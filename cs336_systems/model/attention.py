@@ -11,7 +11,7 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.model.dropout import DropoutKey, drop
+from cs336_systems.model.dropout import drop
 from cs336_systems.presets import ModelConfig
 from kernels.flash_attention import FlashAttention2
 
@@ -22,7 +22,7 @@ class BlockInputs(NamedTuple):
     rotary: Tensor | None = None  # (2 seq head_dim/2), a `rotary_table`
     bias: Tensor | None = None  # an `attention_bias`
     real: Tensor | None = None  # (batch seq), False at padding
-    key: DropoutKey | None = None  # random numbers by place in the run
+    key: Tensor | None = None  # random numbers by place in the run
 
 
 def angles(seq: int, dim: int, base: float, device: torch.device) -> Tensor:
@@ -103,7 +103,7 @@ class SelfAttention(nn.Module):
         y = attend(q, k, v, shared.bias, shared.key)
         return self.out(rearrange(y, "batch heads seq dim -> batch seq (heads dim)"))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key: Tensor | None = None) -> Tensor:
         """Attention without its linear layers: (batch heads seq head_dim) -> the same."""
         dropout = self.config.dropout if self.training else 0.0
         if self.config.attention == "flash":

@@ -11,7 +11,6 @@ each axis: hash = mix(hash + (index + 1) GOLDEN). It is integer arithmetic that 
 
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,20 +22,14 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # shift, factor
 
 
-class DropoutKey(NamedTuple):
-    """64 bits for each sequence of a microbatch, int64 (batch,), from `dropout_key`."""
-
-    rows: Tensor
-
-
-def dropout_key(seed: int, step: int, rows: Tensor) -> DropoutKey:
-    """The key of a microbatch in a step: `rows` int64 (batch,) are its rows' numbers in the global batch."""
+def dropout_key(seed: int, step: int, rows: Tensor) -> Tensor:
+    """The key of a microbatch in a step, int64 (batch,): `rows` (batch,) are its rows' numbers in the global batch."""
     words = _mix(torch.full_like(rows, _signed(seed + GOLDEN), dtype=torch.int64))
     words = _mix(words + _signed((step + 1) * GOLDEN))
-    return DropoutKey(_mix(words + (rows.long() + 1) * _signed(GOLDEN)))
+    return _mix(words + (rows.long() + 1) * _signed(GOLDEN))
 
 
-def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
+def keyed_dropout(x: Tensor, p: float, key: Tensor, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
     """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
     is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
     for those left out). `site` names the place in the model; 7 and "7" are the same. Backward keeps one byte per
@@ -51,14 +44,14 @@ def keyed_dropout(x: Tensor, p: float, key: DropoutKey, site: int | str, starts:
     return x * keep * (1 / (1 - p))  # a product with a bool keeps nothing but the bool for backward
 
 
-def drop(x: Tensor, p: float, key: DropoutKey | None, site: str, starts: Sequence[int] = ()) -> Tensor:
+def drop(x: Tensor, p: float, key: Tensor | None, site: str, starts: Sequence[int] = ()) -> Tensor:
     """`keyed_dropout` or, without a key, dropout by torch's generator."""
     if not p:
         return x
     return F.dropout(x, p) if key is None else keyed_dropout(x, p, key, site, starts)
 
 
-def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device: torch.device) -> Tensor:
+def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: torch.device) -> Tensor:
     """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
     None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
     words = _words("numbers", shape, key, site, (), device)
@@ -66,18 +59,18 @@ def keyed_uniform(shape: Sequence[int], key: DropoutKey, site: int | str, device
 
 
 def _words(
-    what: str, shape: Sequence[int], key: DropoutKey, site: int | str, starts: tuple[int, ...], device: torch.device
+    what: str, shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int, ...], device: torch.device
 ) -> Tensor:
     """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
-    if len(shape) < 2 or len(key.rows) != shape[0]:
-        raise UserError(f"{what} of shape {tuple(shape)} with a key of {len(key.rows)} rows: one a row is meant")
+    if len(shape) < 2 or len(key) != shape[0]:
+        raise UserError(f"{what} of shape {tuple(shape)} with a key of {len(key)} rows: one a row is meant")
     if len(starts) >= len(shape) or min(starts, default=0) < 0:
         raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(shape)}")
     starts += (0,) * (len(shape) - 1 - len(starts))
     first, last = starts[-1], starts[-1] + shape[-1]
     axes = [(start, start + extent) for extent, start in zip(shape[1:-1], starts, strict=False)]
     number = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest(), "little", signed=True)
-    words = _mix(key.rows.to(device) + number)
+    words = _mix(key.to(device) + number)
     # A word of 64 bits serves two neighbours of the last axis, its halves seen as int32.
     for begin, end in (*axes, (first // 2, (last + 1) // 2)):
         words = _mix(words[..., None] + torch.arange(begin + 1, end + 1, device=device) * _signed(GOLDEN))

@@ -7,8 +7,8 @@ process nothing moves between dispatch and combine. Expert parallelism (`expert_
 dispatcher by one that sends rows to the rank of their expert, and back.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,35 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from cs336_systems.model.dropout import DropoutKey
 from cs336_systems.model.feed_forward import Experts, FeedForward
 from cs336_systems.model.one_hot import one_hot_gate
 from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
 from cs336_systems.presets import ModelConfig
 
-
-@dataclass
-class Dispatched:
-    """Rows on their way to their experts; in one process they are there."""
-
-    rows: Any
-    counts: Tensor
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Rows (rows d_model) in the order of the experts on this rank, and the number of each expert's (experts,)."""
-        return self.rows, self.counts
-
-    def combine(self, rows: Tensor) -> Tensor:
-        """The experts' results back on the ranks of their tokens, in the order in which the rows were sent."""
-        return rows
+# Waits for rows, gives those of the experts on this rank (rows d_model) in the order of experts, with the number of
+# each's (experts,), to a function, and sends the results back: (rows d_model) in the order in which rows were sent.
+Combine = Callable[[Callable[[Tensor, Tensor], Tensor]], Tensor]
 
 
 class LocalDispatcher:
     """Dispatcher of a process that has all experts: nothing moves."""
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> Dispatched:
+    def dispatch(self, rows: Tensor, counts: Tensor) -> Combine:
         """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each."""
-        return Dispatched(rows, counts)
+        return lambda experts: experts(rows, counts)
 
     def dispatch_slots(self, slots: Tensor) -> Tensor:
         """Slots of all experts (experts slots d_model) -> all ranks' slots of the experts here."""
@@ -96,7 +83,7 @@ class MoELayer(nn.Module):
         self.balance: Tensor | None = None  # of the last call, without a gradient
         self.load: ExpertLoad | None = None  # of the last call; None with einsum
 
-    def forward(self, x: Tensor, real: Tensor | None = None, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, x: Tensor, real: Tensor | None = None, key: Tensor | None = None) -> Tensor:
         """`real` (batch seq) is False at padding; `key` chooses the random numbers of some policies by place."""
         mixture, tokens, noise = self.mixture, x.reshape(-1, x.shape[-1]), None
         logits = self.logits(tokens)
@@ -123,9 +110,9 @@ class MoELayer(nn.Module):
         """A row for each kept choice: (tokens d_model) -> the same, and the balancing loss; `rules` are for `gate`."""
         routing = gate(*rules)
         self.load = routing.load
-        dispatched = self.dispatcher.dispatch(tokens.index_select(0, routing.tokens), routing.counts)
+        combine = self.dispatcher.dispatch(tokens.index_select(0, routing.tokens), routing.counts)
         shared = None if self.shared is None else self.shared(tokens)  # while the rows travel
-        rows = dispatched.combine(self.experts(*dispatched.wait()))
+        rows = combine(self.experts)
         weighted = rows * routing.weights.to(rows.dtype)[:, None]
         y = torch.zeros_like(tokens, dtype=rows.dtype).index_add_(0, routing.tokens, weighted)
         return y if shared is None else y + shared, routing.balance

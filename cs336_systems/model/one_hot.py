@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.model.routing import Average, Noise
+from cs336_systems.model.routing import Average
 from cs336_systems.presets import Mixture
 
 
 def one_hot_gate(
     logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
-    noise: Noise | None = None, average: Average | None = None,
+    noise: Tensor | None = None, average: Average | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Weights (tokens experts slots) of each slot's result for each token, and the balancing loss; arguments as for
     `routing.gate`. Without a capacity an expert has as many slots as there are tokens."""
@@ -26,14 +26,14 @@ def one_hot_gate(
     masks = [F.one_hot(gates.argmax(dim=1), experts)]  # integers: bfloat16 could not count to 257
     if mixture.top_k == 2:
         scores = logits.detach()
-        if noise is not None and noise.logits is not None:
-            scores = scores + -torch.log(-torch.log(noise.logits))  # Gumbel's distribution
+        if noise is not None and mixture.second_policy == "sampling":
+            scores = scores + -torch.log(-torch.log(noise))  # Gumbel's distribution
         masks.append(F.one_hot(scores.masked_fill(masks[0].bool(), -torch.inf).argmax(dim=1), experts))
     weights = torch.stack([(gates * mask).sum(dim=1) for mask in masks])
     if mixture.top_k == 2 and mixture.normalize == "before":
         weights = _normalized(weights)
-    if mixture.top_k == 2 and noise is not None and noise.second is not None:
-        masks[1] = masks[1] * (2 * weights[1] > noise.second)[:, None]
+    if noise is not None and mixture.second_policy == "random":
+        masks[1] = masks[1] * (2 * weights[1] > noise)[:, None]
     if real is not None:
         masks = [mask * real[:, None] for mask in masks]
     places = _places(masks, gates if mixture.prioritized else None)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cs336_systems.model.dropout import DropoutKey, keyed_uniform
+from cs336_systems.model.dropout import keyed_uniform
 from cs336_systems.presets import Mixture
 
 Average = Callable[[Tensor], Tensor]  # the mean of a tensor over the ranks that balance together
@@ -41,41 +41,35 @@ class Routing(NamedTuple):
     load: ExpertLoad
 
 
-class Noise(NamedTuple):
-    """Random numbers, uniform in (0, 1), for the second of two choices; None where the policy needs none."""
-
-    logits: Tensor | None  # (tokens experts), for `sampling`
-    second: Tensor | None  # (tokens,), for `random`
-
-
-def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: DropoutKey | None, site: str) -> Noise:
-    """Noise for logits `like` (tokens experts) of `shape` (batch seq) tokens: by place if there is a key, else from
-    torch's generator. In float32 at least: bfloat16 would round one in 512 to 1."""
-    wide, sampling = torch.promote_types(like.dtype, torch.float32), mixture.second_policy == "sampling"
-    shape = (*shape, like.shape[-1]) if sampling else shape
+def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: Tensor | None, site: str) -> Tensor:
+    """Random numbers in (0, 1) for the second choices of `shape` (batch seq) tokens of logits `like` (tokens experts):
+    (tokens experts) to sample it, (tokens,) to keep it at random. By place if there is a key, else from torch's
+    generator. In float32 at least: bfloat16 would round one in 512 to 1."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    shape = (*shape, like.shape[-1]) if mixture.second_policy == "sampling" else shape
     if key is None:
         noise = torch.rand(shape, device=like.device, dtype=wide).clamp_(min=torch.finfo(wide).tiny)
     else:
         noise = keyed_uniform(shape, key, site, like.device).to(wide)
-    return Noise(noise.flatten(0, 1), None) if sampling else Noise(None, noise.flatten())
+    return noise.flatten(0, 1)
 
 
-def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Noise | None) -> Tensor:
+def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Tensor | None) -> Tensor:
     """The experts of every token, best first: logits and their softmax, gates (tokens experts) -> (top_k tokens). As in
     fairseq, the first choice has the largest probability and the second the largest logit of the others; ties go to the
-    lower number. With noise for the logits the second choice is a sample of the router's distribution without the first
+    lower number. With noise to sample it the second choice is one of the router's distribution without the first
     (Gumbel's trick)."""
     first = gates.argmax(dim=-1)
     if mixture.top_k == 1:
         return first[None]
-    if noise is not None and noise.logits is not None:
-        logits = logits - noise.logits.log().neg().log()
+    if noise is not None and mixture.second_policy == "sampling":
+        logits = logits - noise.log().neg().log()
     return torch.stack((first, logits.scatter(-1, first[:, None], -torch.inf).argmax(dim=-1)))
 
 
 def gate(
     logits: Tensor, mixture: Mixture, capacity: int | None = None, real: Tensor | None = None,
-    noise: Noise | None = None, average: Average | None = None,
+    noise: Tensor | None = None, average: Average | None = None,
 ) -> Routing:  # fmt: skip
     """Route one group of tokens by their logits (tokens experts). `capacity` is the number of an expert's slots, None
     for as many as are needed. `real` (tokens,) is False at padding. `average` is for the balancing loss. The host waits
@@ -87,15 +81,15 @@ def gate(
     if mixture.top_k == 2 and mixture.normalize == "before":
         weights = _normalized(weights)
     # Choices that are not made, an improbable second one and those of padding, get a number behind all experts'.
-    none, all_made = experts, real is None and (noise is None or noise.second is None)
-    if noise is not None and noise.second is not None:
-        chosen = torch.stack((chosen[0], chosen[1].masked_fill(noise.second >= 2 * weights[1].detach(), none)))
+    doubt = noise if mixture.second_policy == "random" else None
+    if doubt is not None:
+        chosen = torch.stack((chosen[0], chosen[1].masked_fill(doubt >= 2 * weights[1].detach(), experts)))
     if real is not None:
-        chosen = chosen.masked_fill(~real, none)
+        chosen = chosen.masked_fill(~real, experts)
     wanted = torch.zeros(len(chosen), experts + 1, dtype=torch.int64, device=logits.device)
     wanted = wanted.scatter_add_(1, chosen, torch.ones_like(chosen))[:, :experts]
     order, slots = _sort(chosen, wanted.sum(0), gates.detach().amax(-1) if mixture.prioritized else None)
-    if capacity is not None or not all_made:
+    if capacity is not None or doubt is not None or real is not None:
         keep = chosen.flatten()[order] < experts
         if capacity is not None:
             keep &= slots < capacity

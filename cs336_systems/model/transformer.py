@@ -6,7 +6,7 @@
     feed-forward  GELU, SwiGLU (feed_forward.py), or a mixture of experts (moe.py)
     head          tied to the embedding or not, BERT's heads (heads.py), or fused with the loss
     dropout       by torch's generator, or by place in the run (dropout.py)
-    recompute     segments of blocks, nested halves, or attention alone (recompute.py)
+    recompute     segments of blocks, nested halves, or attention alone
 
 Parallelism is applied from outside, at seams: a pipeline's stage calls `embed`, `run_blocks` and `finish` or `losses`;
 tensor parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
@@ -16,19 +16,20 @@ an expert layer. Shapes are in einops order: batch, seq, d_model, heads, head_di
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.model.attention import BlockInputs, SelfAttention, angles, attention_bias, rotary_table
-from cs336_systems.model.dropout import DropoutKey, drop
+from cs336_systems.model.dropout import drop
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
 from cs336_systems.model.moe import MoELayer
-from cs336_systems.model.recompute import recomputed, run_nested
 from cs336_systems.presets import ModelConfig
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.reference import rmsnorm
@@ -66,7 +67,7 @@ class Embedding(nn.Module):
         if config.token_types:
             self.types = nn.Embedding(config.token_types, config.d_model)
 
-    def forward(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None) -> Tensor:
         config, seq = self.config, tokens.shape[1]
         x = self.tokens(tokens)
         if config.positions == "learned":
@@ -133,6 +134,21 @@ def first_expert(model: nn.Module, name: str) -> int:
     return model.get_submodule(f"{layer}.experts").first if found else 0  # type: ignore[return-value]
 
 
+# Keep the input of a run of blocks for backward, which runs them again.
+recompute = partial(checkpoint, use_reentrant=False)
+
+
+def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
+    """Run blocks [first, last) as two recomputed halves, each of which does the same (arXiv:1604.06174). Not a closure
+    in `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until the garbage collector
+    runs."""
+    if last - first == 1:
+        return run(first, last, x)
+    middle = (first + last) // 2
+    half = partial(run_nested, run)
+    return recompute(half, middle, last, recompute(half, first, middle, x))
+
+
 class TransformerLM(nn.Module):
     """The language model: `forward` is `embed`, `run_blocks` and `finish` in turn."""
 
@@ -177,14 +193,14 @@ class TransformerLM(nn.Module):
         x = self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask))
         return self.finish(x, targets)
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, key: DropoutKey | None = None) -> Tensor:
+    def embed(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None) -> Tensor:
         """First part: tokens (batch seq) -> (batch seq d_model)."""
         if tokens.shape[1] > self.config.context_length:
             raise UserError(f"{tokens.shape[1]} tokens do not fit the context of {self.config.context_length}")
         return self.embedding(tokens, token_types, key)
 
     def shared_inputs(
-        self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None, key: DropoutKey | None = None
+        self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None, key: Tensor | None = None
     ) -> BlockInputs:
         """Inputs that all blocks share, for tokens (batch seq), in the dtype and on the device of `like`."""
         config, seq = self.config, tokens.shape[1]
@@ -206,12 +222,12 @@ class TransformerLM(nn.Module):
             return x
 
         first, last = (0, len(self.blocks)) if span is None else (span.start, span.stop)
-        every, recompute = self.config.recompute_every, self.config.recompute if torch.is_grad_enabled() else "none"
-        if recompute == "segments":
+        every, again = self.config.recompute_every, self.config.recompute if torch.is_grad_enabled() else "none"
+        if again == "segments":
             for start in range(first, last, every):
-                x = recomputed(run, start, min(start + every, last), x)
+                x = recompute(run, start, min(start + every, last), x)
             return x
-        return run_nested(run, first, last, x) if recompute == "nested" else run(first, last, x)
+        return run_nested(run, first, last, x) if again == "nested" else run(first, last, x)
 
     def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor | BertOutput:
         """Last part, of x (batch seq d_model): logits or, with targets, the mean loss, as `forward` returns them."""

@@ -26,7 +26,7 @@ from cs336_systems.comm import Group, Mesh, all_reduce
 from cs336_systems.data.corpus import Batch
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.layout import TIED, Layout
-from cs336_systems.model.dropout import DropoutKey, dropout_key
+from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.optim.adamw import AdamW, decay_groups
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -76,7 +76,7 @@ class Assembly:
         split = self.layout.tp if self.layout.sequence else 1  # parts of a sequence between the blocks
         return Pipeline(self.stage, self.wrappers[0], self.mesh, self.layout.schedule, split, timer)
 
-    def dropout_keys(self, seed: int, step: int, microbatches: list[Batch]) -> list[DropoutKey] | None:
+    def dropout_keys(self, seed: int, step: int, microbatches: list[Batch]) -> list[Tensor] | None:
         """The keys of microbatches in a step, None for a model that draws nothing."""
         config = self.stage.model.config
         if not (config.dropout or (config.num_experts and config.mixture.is_random)):

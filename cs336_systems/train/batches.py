@@ -11,8 +11,7 @@ import torch
 
 from cs336_systems.comm import Group, agree
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
-from cs336_systems.data.corpus import Batch, Corpus, check_length, lm_batch, load_corpus
-from cs336_systems.data.documents import Documents
+from cs336_systems.data.corpus import Batch, Corpus, Documents, check_length, lm_batch, load_corpus
 from cs336_systems.data.tokenizer import Tokenizer, tokenizer_from_json
 from cs336_systems.errors import UserError
 from cs336_systems.train.recipe import Recipe
@@ -59,14 +58,14 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """Pairs of stretches of text with masked tokens. Documents are divided by `--split`."""
     tokenizer, data = shared_tokenizer(recipe, group), recipe.data
     config = recipe.model_config(tokenizer.vocab_size)
-    splits = load_documents(data.data, tokenizer, data.split)
+    text, held_out, _ = load_documents(data.data, tokenizer, data.split)
 
     def batches(documents: Documents) -> Rows:
         settings = recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
-        text = BertData(documents, tokenizer, recipe.seq(config), *settings)
-        return lambda number, rank, ranks: text.batch(number, rows, rank, ranks)
+        samples = BertData(documents, tokenizer, recipe.seq(config), *settings)
+        return lambda number, rank, ranks: samples.batch(number, rows, rank, ranks)
 
-    text, validation = splits.training, batches(splits.validation) if len(splits.validation) else None
+    validation = batches(held_out) if len(held_out) else None
     first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
     sha256 = hashlib.sha256(np.ascontiguousarray(text.tokens[first:last]).tobytes()).hexdigest()
     return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)

@@ -12,7 +12,7 @@ import click
 
 from cs336_systems import presets
 from cs336_systems.comm.startup import TIMEOUT, Backend
-from cs336_systems.data.documents import DEFAULT_SPLIT
+from cs336_systems.data.corpus import DEFAULT_SPLIT
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, setting
 from cs336_systems.optim.adamw import learning_rate

@@ -18,8 +18,14 @@ from cs336_systems.data.bert import (
     read_texts,
     truncate,
 )
-from cs336_systems.data.corpus import IGNORED
-from cs336_systems.data.documents import Documents, encode_documents, random_documents, split_points, text_documents
+from cs336_systems.data.corpus import (
+    IGNORED,
+    Documents,
+    encode_documents,
+    random_documents,
+    split_points,
+    text_documents,
+)
 from cs336_systems.data.tokenizer import ByteTokenizer, IdTokenizer, WordPieceTokenizer
 from cs336_systems.errors import UserError
 

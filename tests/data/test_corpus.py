@@ -9,7 +9,7 @@ import torch
 from cs336_systems.data.corpus import Corpus, file_corpus, lm_batch, load_corpus, random_corpus, stdlib_corpus
 from cs336_systems.errors import UserError
 
-COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting", "")
+COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 6])
@@ -35,7 +35,7 @@ def test_targets_are_the_next_tokens():
 
 
 def test_every_window_can_be_drawn_and_none_beyond():
-    short = Corpus(np.arange(6, dtype=np.uint8), "six", "")
+    short = Corpus(np.arange(6, dtype=np.uint8), "six")
     starts = {int(tokens[0]) for step in range(20) for tokens in lm_batch(short, step, 0, 8, 4)[0]}
     assert starts == {0, 1}
 

@@ -150,11 +150,12 @@ def test_rare_letters_leave_room_for_words():
 
 
 def test_training_thins_the_text_evenly(monkeypatch):
-    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 3000)
-    counts = module._count_words([f"{'even' if i % 2 == 0 else 'oddd'}" for i in range(1500)], False)
-    assert counts == {"even": 750}
-    monkeypatch.setattr(module, "TRAINING_CHARACTERS", 6000)
-    assert module._count_words(["even"] * 1500, False) == {"even": 1500}
+    sentences = ["even" if i % 2 == 0 else "oddd" for i in range(1500)]
+    for characters, learned in ((3000, {"even"}), (6000, {"even", "oddd"})):
+        monkeypatch.setattr(module, "TRAINING_CHARACTERS", characters)
+        pieces = WordPieceTokenizer.train(sentences, 64, False).pieces
+        assert {"even", "oddd"} & {*pieces} == learned
+        assert ("o" in pieces) == ("oddd" in learned)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +187,7 @@ def test_a_vocabulary_file_numbers_its_lines(tmp_path, end):
     ("content", "message"),
     [
         (None, "cannot read .*: No such file"),
-        (b"\xff\xfe", "is not UTF-8 text: byte 0"),
+        (b"\xff\xfe", "is not UTF-8 text: byte 0 is 0xff"),
         (b"", r"has no \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\] among its 1 pieces"),
         (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\na", r"has no \[MASK\] among its 5 pieces"),
         (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\na\n", "has 'a' twice; each of its 7 lines"),

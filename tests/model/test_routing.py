@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.one_hot import one_hot_gate
-from cs336_systems.model.routing import Noise, Routing, balancing_loss, choose, draw_noise, gate
+from cs336_systems.model.routing import Routing, balancing_loss, choose, draw_noise, gate
 from cs336_systems.presets import Mixture
 from tests.support.tolerances import bound
 
@@ -35,13 +35,13 @@ def some_logits(seed: int, tokens: int = TOKENS, experts: int = EXPERTS) -> Tens
     return logits
 
 
-def some_noise(mixture: Mixture, logits: Tensor, seed: int = 0) -> Noise | None:
+def some_noise(mixture: Mixture, logits: Tensor, seed: int = 0) -> Tensor | None:
     key = dropout_key(seed, 1, torch.arange(1))
     return draw_noise(mixture, logits, (1, len(logits)), key, "router") if mixture.is_random else None
 
 
 def by_hand(
-    logits: Tensor, mixture: Mixture, capacity: int | None, real: Tensor | None, noise: Noise | None
+    logits: Tensor, mixture: Mixture, capacity: int | None, real: Tensor | None, noise: Tensor | None
 ) -> tuple[dict, float]:
     """({(expert, slot): (token, weight)}, the balancing loss), a token at a time."""
     gates, chosen, weights = [], [], []
@@ -51,14 +51,14 @@ def by_hand(
         first = gates[-1].index(max(gates[-1]))
         chosen.append([first])
         if mixture.top_k == 2:
-            if noise is not None and noise.logits is not None:
-                row = [z - math.log(-math.log(u)) for z, u in zip(row, noise.logits[token].tolist(), strict=True)]
+            if noise is not None and mixture.second_policy == "sampling":
+                row = [z - math.log(-math.log(u)) for z, u in zip(row, noise[token].tolist(), strict=True)]
             row[first] = -math.inf
             chosen[-1].append(row.index(max(row)))
         weights.append([gates[-1][expert] for expert in chosen[-1]])
         if mixture.top_k == 2 and mixture.normalize == "before":
             weights[-1] = [weight / sum(weights[-1]) for weight in weights[-1]]
-        if noise is not None and noise.second is not None and noise.second[token] >= 2 * weights[-1][1]:
+        if mixture.second_policy == "random" and noise is not None and noise[token] >= 2 * weights[-1][1]:
             chosen[-1][1] = None
         if real is not None and not real[token]:
             chosen[-1] = [None] * mixture.top_k
