@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.cost.flops import forward_flops, model_flops
-from cs336_systems.model.dropout import DropoutKey, dropout_key
+from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.moe import MoELayer, set_balance_scale
 from cs336_systems.model.transformer import TransformerLM, initial_weight, lm_loss
 from cs336_systems.presets import Mixture, ModelConfig
@@ -25,7 +25,7 @@ def build(mixture: Mixture, **changes) -> TransformerLM:
     return model
 
 
-def outcome(model: TransformerLM, key: DropoutKey | None) -> list[Tensor]:
+def outcome(model: TransformerLM, key: Tensor | None) -> list[Tensor]:
     """The loss and all gradients."""
     x = model.embed(TOKENS, None, key)
     loss = model.finish(model.run_blocks(x, model.shared_inputs(x, TOKENS, None, key)), TOKENS)

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cs336_systems.cost import backward_flops, count_parameters, forward_flops, recompute_flops
 from cs336_systems.host.observe import Observer
 from cs336_systems.model import routing
-from cs336_systems.model.dropout import DropoutKey
 from cs336_systems.model.observed import observe_kept, observe_passes
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import Mixture, ModelConfig, model_preset
@@ -79,7 +78,7 @@ def test_bytes_of_a_block_are_those_of_the_formula():
     half = TransformerLM(config, "meta").half()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = half.to_empty(device="cpu")
-        key = DropoutKey(torch.empty(BATCH, dtype=torch.int64))
+        key = torch.empty(BATCH, dtype=torch.int64)
         with Observer(parameters=model.parameters()) as seen:
             x = torch.empty(BATCH, SEQ, 48, dtype=torch.float16, requires_grad=True)
             y = model.run_blocks(x, model.shared_inputs(x, x, None, key))
