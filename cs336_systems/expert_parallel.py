@@ -14,7 +14,7 @@ is divided by the group's size, so that all gradients are means over the data-pa
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +24,7 @@ from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import Experts, GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
-from cs336_systems.model.transformer import Block, TransformerLM
+from cs336_systems.model.transformer import TransformerLM
 
 
 class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
@@ -60,18 +60,12 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
 
         return combine
 
-    def dispatch_slots(self, slots: Tensor) -> Tensor:
-        """(experts slots d_model) of every rank -> (local (ranks slots) d_model), all slots of the experts here."""
-        return self._exchange(slots, "dispatch").unflatten(0, (-1, self.local)).transpose(0, 1).flatten(1, 2)
-
-    def combine_slots(self, slots: Tensor) -> Tensor:
-        """The way back: (local (ranks slots) d_model) -> (experts slots d_model)."""
-        by_rank = slots.unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 1)
-        return self._exchange(by_rank, "combine")
-
-    def _exchange(self, rows: Tensor, label: str) -> Tensor:
-        even = [self.local] * self.group.size()
-        return Exchange(rows, even, even, self.group, label).wait()
+    def run_slots(self, slots: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+        """The same with a fixed number of slots, which a rank's experts get as (local (ranks slots) d_model)."""
+        ranks, even = self.group.size(), [self.local] * self.group.size()
+        arrived = Exchange(slots, even, even, self.group, "dispatch").wait().unflatten(0, (ranks, -1))
+        results = experts(arrived.transpose(0, 1).flatten(1, 2)).unflatten(1, (ranks, -1))
+        return Exchange(results.transpose(0, 1).flatten(0, 1), even, even, self.group, "combine").wait()
 
 
 @dataclass
@@ -85,11 +79,9 @@ class ExpertParallel:
     local: int
     names: set[str] = field(default_factory=set)
 
-    def layers(self) -> Iterator[MoELayer]:
+    def layers(self) -> list[MoELayer]:
         """The expert layers that are here."""
-        for block in self.model.blocks:
-            if isinstance(block, Block) and isinstance(block.feed_forward, MoELayer):
-                yield block.feed_forward
+        return [module for module in self.model.modules() if isinstance(module, MoELayer)]
 
     def experts(self) -> nn.ModuleList:
         """The experts of all layers, for a data-parallel wrapper of their own."""

@@ -202,12 +202,8 @@ _BERT = ModelConfig(29_056, 512, 1024, 4096, 24, 16, causal=False, token_types=2
 _LLAMA = ModelConfig(128_256, 8192, 4096, 14_336, 32, 32, num_kv_heads=8, rotary_base=500_000.0).override(
     positions="rotary", feed_forward="swiglu", tied_head=False
 )
-_FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512).override(
-    positions="sinusoidal",
-    bias=True,
-    norm="layernorm",
-    dropout=0.1,
-    mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05),
+_FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512, bias=True).override(
+    positions="sinusoidal", norm="layernorm", dropout=0.1, mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05)
 )
 _LLAMA_70B = replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64)
 _LLAMA_405B = replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from string import ascii_lowercase
 from typing import Literal, NamedTuple
@@ -94,19 +95,18 @@ def peak_live(name: str, stage: int, stages: int, microbatches: int, chunks: int
     return min(_warm_up(name, stage, stages, microbatches, chunks) + 1, microbatches * chunks)
 
 
-def receives_from(stage: int, action: Action, stages: int, chunks: int) -> tuple[int, Action] | None:
-    """Stage and action whose output this action receives; None where the input is the batch or the loss. The last stage
-    sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back."""
-    return _next_to(stage, action, stages, chunks, -1 if action.kind == "forward" else 1)
+def sends_to(stage: int, action: Action, stages: int, chunks: int, back: bool = False) -> tuple[int, Action] | None:
+    """Stage and action that receive this action's output; None after the last chunk and before the first. The last
+    stage sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back."""
+    place = action.chunk * stages + stage + (1 if (action.kind == "forward") != back else -1)
+    return (place % stages, action._replace(chunk=place // stages)) if 0 <= place < stages * chunks else None
 
 
-def sends_to(stage: int, action: Action, stages: int, chunks: int) -> tuple[int, Action] | None:
-    """Stage and action that receive this action's output; None after the last chunk and before the first."""
-    return _next_to(stage, action, stages, chunks, 1 if action.kind == "forward" else -1)
+# Stage and action whose output an action receives; None where the input is the batch or the loss.
+receives_from = partial(sends_to, back=True)
 
 
-@dataclass(frozen=True)
-class Timed:
+class Timed(NamedTuple):
     """Start and end of an action on a stage."""
 
     stage: int
@@ -244,11 +244,6 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
     ahead = _warm_up(name, stage, stages, microbatches, chunks)
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))  # one forward, one backward
     return chain(forwards[:ahead], steady, backwards[len(forwards) - ahead :])
-
-
-def _next_to(stage: int, action: Action, stages: int, chunks: int, step: int) -> tuple[int, Action] | None:
-    place = action.chunk * stages + stage + step
-    return (place % stages, action._replace(chunk=place // stages)) if 0 <= place < stages * chunks else None
 
 
 def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:

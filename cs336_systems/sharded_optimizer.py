@@ -22,21 +22,10 @@ from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
+from cs336_systems.optim.adamw import run_closure
 from cs336_systems.optim.elementwise import require_elementwise
 
 Layout = Literal["flat", "whole"]
-
-
-def refuse(optimizer_cls: type[torch.optim.Optimizer], layout: str, options: dict[str, Any]) -> None:
-    """Raises UserError, by name, for an optimizer whose work cannot be divided in this layout."""
-    if layout not in ("flat", "whole"):
-        raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
-    if issubclass(optimizer_cls, torch.optim.LBFGS):
-        raise UserError("LBFGS searches along one direction for all parameters at once; it cannot be sharded")
-    if issubclass(optimizer_cls, torch.optim.SparseAdam):
-        raise UserError("SparseAdam takes sparse gradients; only dense ones can be sharded")
-    if layout == "flat":
-        require_elementwise(optimizer_cls, options)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,7 +46,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         wrapper: Wrapper | None = None,
         **kwargs: Any,
     ) -> None:
-        refuse(optimizer_cls, layout, kwargs)
+        if layout not in ("flat", "whole"):
+            raise UserError(f'layout {layout!r} does not exist; it is "flat" or "whole"')
+        if issubclass(optimizer_cls, torch.optim.LBFGS):
+            raise UserError("LBFGS searches along one direction for all parameters at once; it cannot be sharded")
+        if issubclass(optimizer_cls, torch.optim.SparseAdam):
+            raise UserError("SparseAdam takes sparse gradients; only dense ones can be sharded")
+        if layout == "flat":
+            require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
         self.buffers: list[ParameterBuffer] = []
         self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
@@ -129,10 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         the optimizer's own step. Every rank must call this. Raises UserError for gradients that are not synchronised
         and for parameters that have been moved."""
         assert self.inner is not None
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self._check()
         if self.wrapper is None:
             self._attach_gradients()

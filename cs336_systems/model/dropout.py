@@ -29,26 +29,20 @@ def dropout_key(seed: int, step: int, rows: Tensor) -> Tensor:
     return _mix(words + (rows.long() + 1) * _signed(GOLDEN))
 
 
-def keyed_dropout(x: Tensor, p: float, key: Tensor, site: int | str, starts: Sequence[int] | None = None) -> Tensor:
+def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Sequence[int] = ()) -> Tensor:
     """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
     is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
     for those left out). `site` names the place in the model; 7 and "7" are the same. Backward keeps one byte per
-    element. The mask depends neither on dtype nor on device; p is met to 2^-32. p = 0 returns x itself. Raises
-    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis."""
+    element. The mask depends neither on dtype nor on device; p is met to 2^-32. p = 0 returns x itself. Without a key
+    it is dropout by torch's generator. Raises UserError for p outside [0, 1), a key of another number of rows, and
+    starts that fit no axis."""
     if not 0 <= p < 1:
         raise UserError(f"dropout p must lie in [0, 1), not {p}")
-    words = _words("dropout", x.shape, key, site, tuple(starts or ()), x.device)
-    if p == 0:
-        return x
+    if p == 0 or key is None:
+        return F.dropout(x, p) if p else x
+    words = _words("dropout", x.shape, key, site, tuple(starts), x.device)
     keep = words >= min(round(p * 2**32) - 2**31, 2**31 - 1)
     return x * keep * (1 / (1 - p))  # a product with a bool keeps nothing but the bool for backward
-
-
-def drop(x: Tensor, p: float, key: Tensor | None, site: str, starts: Sequence[int] = ()) -> Tensor:
-    """`keyed_dropout` or, without a key, dropout by torch's generator."""
-    if not p:
-        return x
-    return F.dropout(x, p) if key is None else keyed_dropout(x, p, key, site, starts)
 
 
 def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: torch.device) -> Tensor:

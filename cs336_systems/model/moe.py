@@ -33,13 +33,9 @@ class LocalDispatcher:
         """Start to send rows (rows d_model) in the order of all experts, counts (experts,) to each."""
         return lambda experts: experts(rows, counts)
 
-    def dispatch_slots(self, slots: Tensor) -> Tensor:
-        """Slots of all experts (experts slots d_model) -> all ranks' slots of the experts here."""
-        return slots
-
-    def combine_slots(self, slots: Tensor) -> Tensor:
-        """All ranks' slots of the experts here -> this rank's slots of all experts (experts slots d_model)."""
-        return slots
+    def run_slots(self, slots: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply a function of all ranks' slots of the experts here to slots of all experts (experts slots d_model)."""
+        return experts(slots)
 
 
 class _AddLoss(torch.autograd.Function):
@@ -121,8 +117,7 @@ class MoELayer(nn.Module):
         """The same over all slots of all experts, full or empty."""
         self.load = None
         combine, balance = one_hot_gate(*rules)  # (tokens experts slots)
-        here = torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens)  # empty slots are zero
-        here = self.dispatcher.dispatch_slots(here.unflatten(0, combine.shape[1:]))
-        results = self.dispatcher.combine_slots(self.experts.one_by_one(here))
+        slots = torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens)  # empty ones are zero
+        results = self.dispatcher.run_slots(slots.unflatten(0, combine.shape[1:]), self.experts.one_by_one)
         y = torch.mm(combine.to(results.dtype).flatten(1), results.flatten(0, 1))
         return y if self.shared is None else y + self.shared(tokens), balance

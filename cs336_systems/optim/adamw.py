@@ -40,15 +40,20 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     update(parameter, parameter.grad, self.state[parameter], group)
         return loss
+
+
+def run_closure(closure: Callable[[], float] | None) -> float | None:
+    """Run the closure, if any, that a step was given, with its backward, and return its loss."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import AdamW, update
+from cs336_systems.optim.adamw import AdamW, run_closure, update
 
 KEPT_WIDE = ("exp_avg", "exp_avg_sq", "master")
 
@@ -44,10 +44,7 @@ class MasterAdamW(AdamW):
         Raises UserError for a multiplier with axes, TypeError for a sparse gradient."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         used = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p, _ in used):  # before anything moves
             raise TypeError("AdamW keeps dense averages; a sparse gradient has none")

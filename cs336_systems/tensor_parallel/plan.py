@@ -13,7 +13,6 @@ keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2; `seque
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -132,11 +131,8 @@ def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool
         block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
         entered["feed-forward"] = feed_forward
     for label, module in entered.items():
-        if sequence:
-            # An input that is recomputed anyway need not be gathered a second time for backward.
-            gather_input(module, group, label, again=config.recompute in ("none", "attention"))
-        else:
-            _enter(module, group, label, sequence)
+        # An input that is recomputed anyway need not be gathered a second time for backward.
+        _enter(module, group, label, sequence, again=config.recompute in ("none", "attention"))
 
 
 def _split_columns(module: nn.Module, group: Group) -> None:
@@ -165,14 +161,12 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
     layer.copies = group.size()
 
 
-def _enter(module: nn.Module, group: Group, label: str, sequence: bool) -> None:
+def _enter(module: nn.Module, group: Group, label: str, sequence: bool, again: bool = False) -> None:
     """Bring a module's whole input to every rank. A closure: with a partial, a copied model would copy the group."""
-
-    def enter(module: nn.Module, args: Any) -> Any:
-        x = pairs.gather_sequence(args[0], 1, group, label) if sequence else pairs.copy(args[0], group, label)
-        return x, *args[1:]
-
-    module.register_forward_pre_hook(enter)
+    if sequence:
+        gather_input(module, group, label, again)
+    else:
+        module.register_forward_pre_hook(lambda module, args: (pairs.copy(args[0], group, label), *args[1:]))
 
 
 def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> None:
@@ -185,9 +179,6 @@ def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> N
             model.bert_heads.register_forward_pre_hook(lambda module, args: (pairs.gather(args[0], 1, group, "heads"),))
         model.bert_heads.bias = split(model.bert_heads.bias, 0, group, "words", plan.padded)
         sequence = False
-    if model.head is None:
-        assert model.tied_head is not None
-        _enter(model.tied_head, group, "head", sequence)
-    else:
+    if model.head is not None:
         model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded))
-        _enter(model.get_submodule("head"), group, "head", sequence)
+    _enter(model.get_submodule("head" if model.tied_head is None else "tied_head"), group, "head", sequence)

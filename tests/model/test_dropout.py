@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.errors import UserError
-from cs336_systems.model.dropout import _mix, _signed, dropout_key, keyed_dropout, keyed_uniform
+from cs336_systems.model.dropout import _mix, _signed, drop, dropout_key, keyed_uniform
 
 RARE = math.log(2e9)  # -log of half of 10^-9, for two tails
 SHAPE = (6, 10, 4, 9)  # batch, seq, heads, features
@@ -31,9 +31,9 @@ def key(rows: int = 6, seed: int = 1, step: int = 2, first: int = 0):
     return dropout_key(seed, step, torch.arange(first, first + rows))
 
 
-def kept(p: float, *shape: int, site: int | str = "a", starts=None, dtype=torch.float32, **place) -> Tensor:
+def kept(p: float, *shape: int, site: int | str = "a", starts=(), dtype=torch.float32, **place) -> Tensor:
     """The mask of kept elements, as float64 zeros and ones."""
-    return (keyed_dropout(torch.ones(shape, dtype=dtype), p, key(shape[0], **place), site, starts) != 0).double()
+    return (drop(torch.ones(shape, dtype=dtype), p, key(shape[0], **place), site, starts) != 0).double()
 
 
 def test_splitmix64_gives_its_published_numbers():
@@ -70,7 +70,7 @@ def test_the_mask_is_its_definition_to_the_last_bit():
         seed, step, row, site, position, feature = place
         mine, u = dropout_key(seed, step, torch.tensor([row])), level(*place)
         for p, survives in ((u / 2**32, True), ((u + 1) / 2**32, False)):
-            assert (keyed_dropout(ones, p, mine, site, (position, feature)).item() != 0) == survives
+            assert (drop(ones, p, mine, site, (position, feature)).item() != 0) == survives
 
 
 @pytest.mark.parametrize("p", [0.003, 0.1, 0.5, 0.9])
@@ -84,7 +84,7 @@ def test_the_share_that_is_kept(p):
 
 def test_survivors_are_scaled_and_the_others_zero():
     x = torch.randn(SHAPE, dtype=torch.float64)
-    y = keyed_dropout(x, 0.25, key(), 3)
+    y = drop(x, 0.25, key(), 3)
     gone = kept(0.25, *SHAPE, site=3) == 0
     assert gone.any()
     assert not y[gone].any()
@@ -146,44 +146,44 @@ def test_what_a_lower_p_drops_a_higher_one_drops_too():
 def test_a_slice_draws_its_slice_of_the_global_mask(axis, cut):
     """Rows are cut by data parallelism, positions by sequence parallelism, heads and features by tensor parallelism."""
     x = torch.randn(SHAPE)
-    whole = keyed_dropout(x, 0.4, key(), "a")
+    whole = drop(x, 0.4, key(), "a")
     starts = [0, 0, 0]
     if axis:
         starts[axis - 1] = cut
     for stop in (cut + 1, SHAPE[axis]):
         part = x.narrow(axis, cut, stop - cut)
         mine = key(len(part), first=cut) if axis == 0 else key()
-        y = keyed_dropout(part, 0.4, mine, "a", starts)
+        y = drop(part, 0.4, mine, "a", starts)
         assert torch.equal(y, whole.narrow(axis, cut, stop - cut))
         if axis == 1:  # axes left out start at 0
-            assert torch.equal(keyed_dropout(part, 0.4, mine, "a", (cut,)), y)
+            assert torch.equal(drop(part, 0.4, mine, "a", (cut,)), y)
 
 
 def test_rows_in_any_order_keep_their_masks():
     x = torch.randn(SHAPE)
     order = torch.tensor([4, 0, 5, 2, 1, 3])
-    whole = keyed_dropout(x, 0.4, key(), "a")
-    assert torch.equal(keyed_dropout(x[order], 0.4, dropout_key(1, 2, order), "a"), whole[order])
+    whole = drop(x, 0.4, key(), "a")
+    assert torch.equal(drop(x[order], 0.4, dropout_key(1, 2, order), "a"), whole[order])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 def test_the_dtype_does_not_change_the_mask(dtype):
     x = torch.randn(SHAPE, dtype=dtype)
-    y = keyed_dropout(x, 0.4, key(), "a")
+    y = drop(x, 0.4, key(), "a")
     assert y.dtype == dtype
     assert torch.equal(y, x * kept(0.4, *SHAPE).to(dtype) * (1 / 0.6))
 
 
 def test_memory_layout_does_not_change_the_mask():
     x = torch.randn(6, 9, 10)
-    assert torch.equal(keyed_dropout(x.mT.contiguous().mT, 0.4, key(), "a"), keyed_dropout(x, 0.4, key(), "a"))
+    assert torch.equal(drop(x.mT.contiguous().mT, 0.4, key(), "a"), drop(x, 0.4, key(), "a"))
 
 
 def test_the_gradient_passes_where_the_value_did_and_one_byte_an_element_is_kept():
     x = torch.randn(SHAPE, dtype=torch.float64, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        y = keyed_dropout(x, 0.4, key(), "a")
+        y = drop(x, 0.4, key(), "a")
     assert sum(t.untyped_storage().nbytes() for t in saved) == x.numel()
     weight = torch.randn(SHAPE, dtype=torch.float64)
     y.backward(weight)
@@ -196,7 +196,7 @@ def test_recompute_draws_the_same_mask_and_disturbs_no_generator():
     forwards = []
 
     def block(x: Tensor, k) -> Tensor:
-        forwards.append(keyed_dropout(x, 0.4, k, "a"))
+        forwards.append(drop(x, 0.4, k, "a"))
         return forwards[-1].sin()
 
     y = checkpoint(block, x, key(), use_reentrant=False, preserve_rng_state=False)
@@ -211,14 +211,14 @@ def test_recompute_draws_the_same_mask_and_disturbs_no_generator():
 
 def test_p_0_returns_the_input_itself():
     x = torch.randn(SHAPE)
-    assert keyed_dropout(x, 0.0, key(), "a") is x
+    assert drop(x, 0.0, key(), "a") is x
 
 
 def test_a_p_next_to_one_and_an_empty_slice():
-    assert not keyed_dropout(torch.ones(6, 7), math.nextafter(1.0, 0.0), key(), "a").any()
+    assert not drop(torch.ones(6, 7), math.nextafter(1.0, 0.0), key(), "a").any()
     for shape in ((6, 0), (6, 0, 3), (6, 3, 0)):
-        assert keyed_dropout(torch.ones(shape), 0.5, key(), "a", (1,)).shape == shape
-    assert keyed_dropout(torch.ones(0, 3), 0.5, key(0), "a").shape == (0, 3)
+        assert drop(torch.ones(shape), 0.5, key(), "a", (1,)).shape == shape
+    assert drop(torch.ones(0, 3), 0.5, key(0), "a").shape == (0, 3)
 
 
 CPU = torch.device("cpu")
@@ -274,13 +274,13 @@ def test_numbers_with_a_key_of_other_rows_are_refused():
 @pytest.mark.parametrize("p", [-0.1, 1.0, 1.5, math.nan])
 def test_a_p_outside_its_range_is_refused(p):
     with pytest.raises(UserError, match=r"must lie in \[0, 1\)"):
-        keyed_dropout(torch.ones(6, 3), p, key(), "a")
+        drop(torch.ones(6, 3), p, key(), "a")
 
 
 def test_what_does_not_fit_the_shape_is_refused():
     for shape, rows in (((6, 3), 5), ((6, 3), 1), ((6,), 6)):
         with pytest.raises(UserError, match=f"a key of {rows} rows"):
-            keyed_dropout(torch.ones(shape), 0.5, key(rows), "a")
+            drop(torch.ones(shape), 0.5, key(rows), "a")
     for starts in ((0, 0), (-1,)):
         with pytest.raises(UserError, match="do not fit the axes"):
-            keyed_dropout(torch.ones(6, 3), 0.5, key(), "a", starts)
+            drop(torch.ones(6, 3), 0.5, key(), "a", starts)
