@@ -63,9 +63,10 @@ class AllToAllDispatcher(pairs.SharesGroup, LocalDispatcher):
     def run_slots(self, slots: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
         """The same with a fixed number of slots, which a rank's experts get as (local (ranks slots) d_model)."""
         ranks, even = self.group.size(), [self.local] * self.group.size()
-        arrived = Exchange(slots, even, even, self.group, "dispatch").wait().unflatten(0, (ranks, -1))
-        results = experts(arrived.transpose(0, 1).flatten(1, 2)).unflatten(1, (ranks, -1))
-        return Exchange(results.transpose(0, 1).flatten(0, 1), even, even, self.group, "combine").wait()
+        slots = Exchange(slots, even, even, self.group, "dispatch").wait().unflatten(0, (ranks, -1))
+        slots = slots.transpose(0, 1).flatten(1, 2)
+        slots = experts(slots).unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+        return Exchange(slots, even, even, self.group, "combine").wait()
 
 
 @dataclass

@@ -117,7 +117,9 @@ class MoELayer(nn.Module):
         """The same over all slots of all experts, full or empty."""
         self.load = None
         combine, balance = one_hot_gate(*rules)  # (tokens experts slots)
-        slots = torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens)  # empty ones are zero
-        results = self.dispatcher.run_slots(slots.unflatten(0, combine.shape[1:]), self.experts.one_by_one)
+        results = self.dispatcher.run_slots(  # empty slots are zero; only the dispatcher holds them, and lets them go
+            torch.mm((combine > 0).to(tokens.dtype).flatten(1).t(), tokens).unflatten(0, combine.shape[1:]),
+            self.experts.one_by_one,
+        )
         y = torch.mm(combine.to(results.dtype).flatten(1), results.flatten(0, 1))
         return y if self.shared is None else y + self.shared(tokens), balance
