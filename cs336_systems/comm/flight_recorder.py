@@ -71,43 +71,40 @@ class Ring:
     in the oldest entry, which is never shown. `pid` and `started` identify the process of another rank."""
 
     def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, started: str = "") -> None:
-        self.token, self.written, self.steps, slots = (
-            np.frombuffer(memory, RING, 1)[name] for name in RING.names or ()
-        )
-        self.slots, self.states, self.changed = slots[0], slots[0]["state"], slots[0]["changed"]
-        self.pid, self.started = pid, started
+        self.fields = np.frombuffer(memory, RING, 1)[0]
+        self.slots, self.pid, self.started = self.fields["slots"], pid, started
         self.turns = itertools.count()  # whose next() no other thread interrupts
         if not started:
             self.at_step(NO_STEP)
 
     @property
     def step(self) -> int:
-        return int(self.steps[0])
+        return int(self.fields["step"])
 
     def at_step(self, step: int) -> None:
         """Set the current training step."""
-        self.steps[0] = step
+        self.fields["step"] = step
 
     def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int) -> int:
         """Write an entry for an operation that starts; returns its number in the ring."""
         turn = next(self.turns)
         texts = verb.encode(), group.encode(), dtype.encode(), label.encode(errors="replace")
         self.slots[turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), *texts)
-        self.written[0] = turn + 1
+        self.fields["written"] = turn + 1
         return turn
 
     def advance(self, turn: int, state: int) -> None:
         """Set the state of an entry, unless it has been overwritten."""
-        if self.written[0] - turn <= SLOTS:
-            self.states[turn % SLOTS], self.changed[turn % SLOTS] = state, monotonic()
+        if self.fields["written"] - turn <= SLOTS:
+            entry = self.slots[turn % SLOTS]
+            entry["state"], entry["changed"] = state, monotonic()
 
     def entries(self, count: int = SHOWN) -> list[Entry]:
         """The latest entries, oldest first."""
-        written = int(self.written[0])
-        found = []
+        written, found = int(self.fields["written"]), []
         for turn in range(max(0, written - min(count, SLOTS - 1)), written):
-            *numbers, verb, group, dtype, label = self.slots[turn % SLOTS].item()
-            found.append(Entry(*numbers, *map(_text, (verb, group, dtype, label))))
+            values = self.slots[turn % SLOTS].item()
+            found.append(Entry(*(printable(v.decode(errors="replace")) if isinstance(v, bytes) else v for v in values)))
         return found
 
     def status(self) -> str:
@@ -125,10 +122,6 @@ class Ring:
             if last.step != self.step != NO_STEP:
                 when += f", in step {self.step}"
         return f"{self.status() or 'runs but said nothing'} {when}"
-
-
-def _text(raw: bytes) -> str:
-    return printable(raw.decode(errors="replace"))
 
 
 def _process(pid: int) -> tuple[str, str]:
@@ -182,7 +175,7 @@ class Recorder:
             self.file = os.memfd_create(f"flight of rank {rank}")
             os.ftruncate(self.file, RING.itemsize)
         self.mine = Ring(mmap.mmap(self.file, RING.itemsize))
-        self.mine.token[0] = token.encode()
+        self.mine.fields["token"] = token.encode()
         store.set(f"flight/{rank}", f"{os.getpid()} {born(os.getpid())} {self.file} {token}")
 
     def attach(self, store: TimedStore) -> None:
@@ -190,7 +183,7 @@ class Recorder:
         for rank in self.machine:
             if rank != self.rank and store.check([f"flight/{rank}"]):
                 pid, started, file, token = store.get(f"flight/{rank}").split(" ")
-                if started and born(int(pid)) == started and (memory := _mapped(pid, file, token)):
+                if memory := _mapped(pid, file, token):
                     self.others[rank] = Ring(memory, int(pid), started)
 
     def lost(self) -> set[int]:

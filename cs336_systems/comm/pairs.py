@@ -6,6 +6,7 @@
     gather           all ranks' parts of x            its gradient is this rank's part
     gather_sequence  all ranks' parts of x            its gradient is this rank's part of the sum over the ranks
     reduce_sequence  this rank's part of the sum      the parts of its gradient are gathered
+    Exchange         rows from all ranks              the rows of its gradient go back
 
 Copy and reduce are f and g of Megatron-LM (arXiv:1909.08053, section 3), the last two g and g-bar of sequence
 parallelism (arXiv:2205.05198, section 4.2.2). The computation after copy or gather_sequence differs by rank, so its
@@ -15,7 +16,8 @@ No function writes to its input or to the gradient that it is given. A group of 
 """
 
 import copy as copying
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -23,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.comm.group import Group
-from cs336_systems.comm.verbs import all_gather, all_reduce, reduce_scatter
+from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, reduce_scatter
 
-Move = Callable[[Tensor, Group, int, str], Tensor]
+Move = Callable[..., Tensor]  # of x, group, dim and label
 
 
 def _same(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
@@ -55,19 +57,18 @@ def _part_of_sum(x: Tensor, group: Group, dim: int, label: str) -> Tensor:
     return parts[group.rank()].clone()
 
 
-class _Pair(torch.autograd.Function):
-    """One move in forward, its conjugate in backward."""
+class Conjugate(torch.autograd.Function):
+    """One function of x in forward, its conjugate of the gradient in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:
-        ctx.arguments = back, group, dim, label
-        return ahead(x, group, dim, label)
+    def forward(ctx: Any, x: Tensor, ahead: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return ahead(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        back, group, dim, label = ctx.arguments
-        return back(gradient, group, dim, f"{label}, gradient"), None, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradient), None, None
 
 
 def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: str) -> Tensor:
@@ -75,7 +76,8 @@ def _apply(x: Tensor, ahead: Move, back: Move, group: Group, dim: int, label: st
         return x
     if x.shape and ahead in (_part, _part_of_sum) and x.shape[dim] % group.size():
         raise ValueError(f"dimension {dim} of {tuple(x.shape)} does not divide over {group.size()} ranks")
-    y: Tensor = _Pair.apply(x, ahead, back, group, dim, label)
+    backward = partial(back, group=group, dim=dim, label=f"{label}, gradient")
+    y: Tensor = Conjugate.apply(x, partial(ahead, group=group, dim=dim, label=label), backward)
     return y
 
 
@@ -119,3 +121,43 @@ def gather_sequence(x: Tensor, dim: int, group: Group, label: str = "gather sequ
 def reduce_sequence(x: Tensor, dim: int, group: Group, label: str = "reduce sequence") -> Tensor:
     """This rank's part along `dim` of the sum of the ranks' x. Raises ValueError if it does not divide."""
     return _apply(x, _part_of_sum, _whole, group, dim, label)
+
+
+class Exchange:
+    """An all-to-all in flight: the first given[0] rows of x (rows ...) go to rank 0 of the group, and so on; taken[r]
+    rows arrive from rank r. Counts may be zero. Every rank must construct it, and run backward if any rank does.
+
+    Between its two halves, the constructor and `wait()`, computation overlaps it: in forward and, because autograd runs
+    nodes in reverse order, in backward as well. An empty tensor, the ticket, connects the halves in the graph, because
+    rows that arrive may have another shape than rows that leave.
+
+    A record lists it under `label` with the elements that this rank sends, and its backward as `label, gradient`. A
+    group of one rank sends nothing. Raises ValueError for counts that do not add up to the rows.
+    """
+
+    def __init__(self, x: Tensor, given: Sequence[int], taken: Sequence[int], group: Group, label: str) -> None:
+        self.given, self.taken, self.group, self.label = list(given), list(taken), group, label
+        self.under_way: list[tuple[Work, Tensor]] = []  # the graph keeps this object, so it holds no rows that arrived
+        if sum(given) != len(x) or not len(given) == len(taken) == group.size():
+            raise ValueError(f"counts {list(given)} of {len(x)} rows, and {list(taken)}, for {group.size()} ranks")
+        begin = partial(self._begin, self.given, self.taken, label)
+        self._ticket: Tensor | None = x if group.size() == 1 else Conjugate.apply(x, begin, self._end)
+
+    def wait(self) -> Tensor:
+        """Rows that arrived (rows ...), in the order of ranks. To be called once."""
+        assert self._ticket is not None, "the rows have been fetched already"
+        ticket, self._ticket = self._ticket, None
+        begin = partial(self._begin, self.taken, self.given, f"{self.label}, gradient")
+        return ticket if self.group.size() == 1 else Conjugate.apply(ticket, self._end, begin)
+
+    def _begin(self, given: list[int], taken: list[int], label: str, x: Tensor) -> Tensor:
+        """Start sending rows; returns a ticket."""
+        inbox = x.new_empty((sum(taken), *x.shape[1:]))
+        self.under_way.append((all_to_all(inbox, x.contiguous(), taken, given, self.group, label), inbox))
+        return x.new_empty(0)
+
+    def _end(self, ticket: Tensor) -> Tensor:
+        """Rows of the transfer that started last."""
+        work, inbox = self.under_way.pop()
+        work.wait()
+        return inbox

@@ -138,7 +138,7 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
         message = f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
     else:
         store.set(joined[place.rank], str(place.world_size))
-        absent = wait_for(store, joined, timeout, unless="refused")
+        absent = wait_for(store, joined, timeout, in_vain=lambda index: store.check(["refused"]))
         sizes = {rank: store.get(key) for rank, key in enumerate(joined) if rank not in absent}
         if store.check(["refused"]):
             message = store.get("refused")

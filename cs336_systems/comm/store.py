@@ -101,7 +101,8 @@ def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class _Asker(Thread):
-    """Thread that asks the store. A question that exceeded its limit (`late`) keeps it busy until the store answers."""
+    """Thread that asks the store, started before a rank may run out of memory. A question that exceeded its limit
+    (`late`) keeps it busy until the store answers."""
 
     def __init__(self) -> None:
         super().__init__(name="asks the store", daemon=True)
@@ -132,21 +133,18 @@ def wait_for(
     store: Store | TimedStore,
     keys: Sequence[str],
     timeout: timedelta,
-    unless: str = "",
     in_vain: Callable[[int], bool] = lambda index: False,
 ) -> list[int]:
-    """Wait until all keys are set, until the key `unless` is, or until waiting for a missing key is `in_vain`. Returns
-    the indices of the keys that are missing at the timeout, or of those for which waiting is in vain."""
+    """Wait until all keys are set, or until waiting for a missing key is `in_vain`. Returns the indices of the keys
+    that are missing at the timeout, or of those for which waiting is in vain."""
     missing: list[int] = []
 
     def answered() -> bool:
         missing[:] = [i for i, key in enumerate(keys) if not store.check([key])]
-        if not missing or (unless and store.check([unless])):
-            return True
         # A rank that has ended may have answered before; the others may only be slower.
         gone = [i for i in missing if in_vain(i) and not store.check([keys[i]])]
         missing[:] = gone or missing
-        return bool(gone)
+        return bool(gone) or not missing
 
     wait_until(answered, timeout.total_seconds())
     return missing

@@ -7,7 +7,8 @@ they move half as much, so there both are exchanges of slices by send and receiv
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -79,24 +80,22 @@ class Work:
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
     """Send a contiguous tensor to the group's rank `to`, which must `receive` it with the same label."""
-    work, tag = _message("send", tensor, group.rank(), to, group, label)
-    with work.launching():
-        work.pending = [dist.isend(tensor, group=group, tag=tag, group_dst=to)]
-    return work
+    return _message("send", f"{group.rank()} to {to}", tensor, group, label, partial(dist.isend, group_dst=to))
 
 
 def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
     """Fill a contiguous tensor with the message that the group's rank `source` sends with the same label."""
-    work, tag = _message("receive", tensor, source, group.rank(), group, label)
+    begin = partial(dist.irecv, group_src=source)
+    return _message("receive", f"{source} to {group.rank()}", tensor, group, label, begin)
+
+
+def _message(verb: str, way: str, tensor: Tensor, group: Group, label: str, begin: Callable[..., Any]) -> Work:
+    # Its number counts messages of the label on this way, since a group's collectives are counted on all its ranks.
+    number, tag = _tag(f"message {way} {label} {tensor.numel()} {tensor.dtype}", group)
+    work = Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number)
     with work.launching():
-        work.pending = [dist.irecv(tensor, group=group, tag=tag, group_src=source)]
+        work.pending = [begin(tensor, group=group, tag=tag)]
     return work
-
-
-def _message(verb: str, tensor: Tensor, source: int, target: int, group: Group, label: str) -> tuple[Work, int]:
-    # Its number counts messages of the label between the two, since a group's collectives are counted on all its ranks.
-    number, tag = _tag(f"message {source} to {target} {label} {tensor.numel()} {tensor.dtype}", group)
-    return Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number), tag
 
 
 def _tag(kind: str, group: Group) -> tuple[int, int]:
