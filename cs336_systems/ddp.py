@@ -102,8 +102,6 @@ class DataParallel(Wrapper):
             self._launch(again=True)
         self.next = 0
         finish_all(self.buckets, self.group)
-        for bucket in self.buckets:
-            bucket.close()
         self.end_synchronisation()
 
     @contextmanager

@@ -53,7 +53,7 @@ class FSDP(Wrapper):
     ) -> None:
         super().__init__(f"compute dtype {compute_dtype}", module, group, ignored)
         self.compute_dtype = compute_dtype
-        self.order = shard_weights(module, compute_dtype, self.guard)
+        self.order = shard_weights(module, compute_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
         shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
         replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
@@ -68,7 +68,6 @@ class FSDP(Wrapper):
         for number, (layer, weight) in enumerate(zip(self.order.layers, self.order.weights, strict=True)):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, number, weight))
-            weight.lend_by(self._lend, layer)
         for weight in (weight for weight in self.sharded if weight.trainable):
             weight.full.register_hook(weak_hook(self._before_gradient, weight))
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
@@ -191,8 +190,6 @@ class FSDP(Wrapper):
         finish_all([*(weight.gradients for weight in self.sharded), *self.buckets], self.group, also=replicated[:1])
         for weight in self.sharded:
             weight.deliver_gradient()
-        for bucket in self.buckets:
-            bucket.close()
         self.end_synchronisation()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import Mesh, Work, all_reduce, exchange, record
+from cs336_systems.comm import Mesh, Work, all_reduce, pairs, record
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.model.moe import MoELayer
@@ -197,13 +197,13 @@ class Told(Work):
 
 def order_case(group) -> list[str]:
     said: list[str] = []
-    begin = exchange.all_to_all
+    begin = pairs.all_to_all
 
     def told(*arguments: object) -> Told:
         said.append(f"begin {arguments[-1]}")
         return Told(begin(*arguments), said)
 
-    exchange.all_to_all = told
+    pairs.all_to_all = told
     model = whole_layer(replace(CONFIG, mixture=MIXTURES["shared"]))
     expert_parallel(model, group)
     layer = layer_of(model)

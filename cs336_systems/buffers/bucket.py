@@ -175,13 +175,6 @@ class GradBucket:
         owners = (self.parameters[piece.index] for piece in pieces)
         return [LocalGradient(p, part, True) for p, part in zip(owners, parts, strict=True) if p in self.used]
 
-    def close(self) -> None:
-        """End the step. A buffer that is one parameter's gradient is given up, so that zero_grad frees it."""
-        if self.shard is None:
-            self.used = set()
-            if len(self.parameters) == 1:
-                self.flat = None
-
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""
         if self.work is not None:
@@ -227,3 +220,7 @@ def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tenso
         bucket.used.add(parameter)
         if bucket.flat is not None:  # a shard has its mean gradient already
             parameter.grad = bucket.view(parameter)
+    for bucket in (bucket for bucket in buckets if bucket.shard is None):
+        bucket.used = set()
+        if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
+            bucket.flat = None

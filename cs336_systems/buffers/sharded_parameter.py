@@ -91,10 +91,6 @@ class ShardedParameter:
         for module in self.modules:
             module._parameters["weight"] = self.full
 
-    def lend_by(self, lend: Callable[["ShardedParameter"], nn.Parameter | None], layer: nn.Module) -> None:
-        """Let code outside a layer that reads its weight get what `lend` gives for it."""
-        layer.__dict__["_parameters"] = WeightProxy(layer._parameters, partial(lend, self))
-
     def reshard(self) -> None:
         """Free the whole weight; the modules see the shard."""
         if self.work is not None:
@@ -176,9 +172,14 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad]
 
 
-def shard_weights(module: nn.Module, compute_dtype: torch.dtype | None, guard: Guard) -> GatherOrder:
-    """Replace the 2-D `weight` of every layer by this rank's rows; the order is that in which layers are registered,
-    and tied layers share a sharded parameter."""
+def shard_weights(
+    module: nn.Module,
+    compute_dtype: torch.dtype | None,
+    guard: Guard,
+    lend: Callable[[ShardedParameter], nn.Parameter | None],
+) -> GatherOrder:
+    """Replace the 2-D `weight` of every layer by this rank's rows, and let code outside the layer that reads it get
+    what `lend` gives. The order is that in which layers are registered, and tied layers share a sharded parameter."""
     layers_of: dict[nn.Parameter, list[nn.Module]] = {}
     for layer in module.modules():
         weight = layer._parameters.get("weight")
@@ -191,7 +192,9 @@ def shard_weights(module: nn.Module, compute_dtype: torch.dtype | None, guard: G
     for weight, layers in layers_of.items():
         replaced[weight] = name = guard.names[weight]
         sharded = ShardedParameter(weight, layers, name, compute_dtype or weight.dtype, guard.group)
-        sharded_of |= dict.fromkeys(layers, sharded)
+        for layer in layers:
+            sharded_of[layer] = sharded
+            layer.__dict__["_parameters"] = WeightProxy(layer._parameters, partial(lend, sharded))
     guard.remember_structure({sharded.shard: sharded.full for sharded in sharded_of.values()})
     if compute_dtype is not None:
         compute_in(compute_dtype, module, sharded_of.keys())

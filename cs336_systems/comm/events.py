@@ -64,14 +64,10 @@ def is_profiling() -> bool:
     return bool(torch._C._autograd._profiler_enabled())
 
 
-def mark(category: str, tensor: Tensor) -> None:
-    """Tell a profiler, if one runs, that the tensor's storage holds `parameters`, `gradients` or `optimizer state` from
-    now on: an event of the trace, among the allocations in the order in which they happened."""
+def mark(category: str, storage: Tensor | int) -> None:
+    """Tell a profiler, if one runs, that the storage of a tensor, or at an address, holds `parameters`, `gradients` or
+    `optimizer state` from now on: an event of the trace, among the allocations in the order in which they happened."""
     if is_profiling():
-        mark_address(category, tensor.untyped_storage().data_ptr())
-
-
-def mark_address(category: str, address: int) -> None:
-    """As `mark`, where a profiler is known to run."""
-    with record_function(f"{MARK}{category} {address}"):
-        pass
+        address = storage.untyped_storage().data_ptr() if isinstance(storage, Tensor) else storage
+        with record_function(f"{MARK}{category} {address}"):
+            pass

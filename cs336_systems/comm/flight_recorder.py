@@ -104,7 +104,8 @@ class Ring:
         written, found = int(self.fields["written"]), []
         for turn in range(max(0, written - min(count, SLOTS - 1)), written):
             values = self.slots[turn % SLOTS].item()
-            found.append(Entry(*(printable(v.decode(errors="replace")) if isinstance(v, bytes) else v for v in values)))
+            texts = (printable(each.decode(errors="replace")) for each in values[6:])
+            found.append(Entry._make([*values[:6], *texts]))
         return found
 
     def status(self) -> str:

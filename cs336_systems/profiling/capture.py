@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_place, is_joined
 from cs336_systems.comm.clock import Offset, clock_offset
-from cs336_systems.comm.events import is_profiling, mark_address
+from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.labels import Held, describe, held_by, live_storages, tag_modules
 from cs336_systems.profiling.sanitize import clean, quiet_profiler
@@ -173,7 +173,7 @@ class Capture:
         if self.running:
             for held in describe(self.held()):
                 if held not in self.known:
-                    mark_address(held.category, held.address)
+                    mark(held.category, held.address)
 
     def _write(self) -> None:
         path = self.folder / trace_name(self.place.rank)
