@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.records import Record, read_records
 from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
-from cs336_systems.cost.notebook.differences import DIFFERENCES
+from cs336_systems.cost.notebook.tables import DIFFERENCES
 from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.text import markdown_row

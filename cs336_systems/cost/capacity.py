@@ -3,7 +3,7 @@
 What a run needs is counted elsewhere (`model/observed.py`, `train/observation.py`) and given here as bytes by part.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from cs336_systems.cost.step import MODES, Mode
 from cs336_systems.errors import UserError
@@ -32,12 +32,6 @@ def memory(
 
 def describe_parts(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
-
-
-def halvings(count: int) -> Iterator[int]:
-    while count > 1:
-        count //= 2
-        yield count
 
 
 def require_fit(
@@ -69,9 +63,10 @@ def require_fit(
         return sum(needs(shape, rows, length, mode_).values()) <= usable
 
     found = [f"--mode {other}" for other in modes if other != mode and fits(other)]
-    if rows := next((rows for rows in halvings(batch) if fits(mode, rows=rows)), None):
+    halves = [[count >> k for k in range(1, count.bit_length())] for count in (batch, seq)]
+    if rows := next((rows for rows in halves[0] if fits(mode, rows=rows)), None):
         found.append(f"--batch-size {rows}")
-    elif length := next((length for length in halvings(seq) if fits(mode, length=length)), None):
+    elif length := next((length for length in halves[1] if fits(mode, length=length)), None):
         found.append(f"--context {length}")
     advice = f"what fits here: {' or '.join(found)}" if found else "use a smaller --size"
     raise UserError(

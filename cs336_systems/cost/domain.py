@@ -6,7 +6,7 @@ fitted. What these have in common is the domain. Outside it the same formulas ar
 
 from collections.abc import Iterator
 
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import model_groups, timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
@@ -58,14 +58,14 @@ DOMAIN = (
 )
 
 
-def warnings(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> list[str]:
+def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
     """One sentence for each way in which a prediction lies outside the domain; none inside it. Raises UserError for a
     plan that does not divide the model."""
     plan.check(config, seq)
-    return [*_of_machine(config, plan, seq, system, constants), *_of_model(config, plan, seq, system)]
+    return [*_of_machine(config, plan, seq, system), *_of_model(config, plan, seq, system)]
 
 
-def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants) -> Iterator[str]:
+def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
     stage, parts = peak_bytes(config, plan, seq)
     need, there = sum(parts.values()), usable_memory(system)
     if need > there:
@@ -73,11 +73,11 @@ def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System, const
             f"stage {stage} is predicted to need {format_bytes(need)} on a rank, and {system.name} has "
             f"{format_bytes(there)} to use: as it stands it would not run at all"
         )
-    step = step_time(config, plan, seq, system, constants)
+    step = step_time(config, plan, seq, system)
     blocks = [group for group, _ in model_groups(config) if group in ("dense", "sparse")]
-    ahead = [timed_part(config, plan, seq, group, system, constants).forward for group in blocks]
+    ahead = [timed_part(config, plan, seq, group, system).forward for group in blocks]
     quick = min(each.busy / each.kernels for each in ahead)
-    slow_host = 10 * constants.host >= quick  # unlike that of a CPU that computes itself
+    slow_host = 10 * system.constants.host >= quick  # unlike that of a CPU that computes itself
     if slow_host and (quick < QUICK_KERNEL or step.parts["host"] / step.total > WAITING):
         yield (
             f"a kernel of a block takes {format_seconds(quick)} on average: below {format_seconds(QUICK_KERNEL)} the "

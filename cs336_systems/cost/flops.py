@@ -89,19 +89,10 @@ def recompute_flops(config: ModelConfig, batch: int, seq: int, layers: range | N
 
 
 def repeated_blocks(config: ModelConfig, layers: range) -> Counter[int]:
-    """How often backward runs each block again, of some that run in a row."""
-    match config.recompute:
-        case "segments":
-            return Counter(layers)
-        case "nested":
-            return _nested_repeats(layers)
-        case _:
-            return Counter()
-
-
-def _nested_repeats(layers: range) -> Counter[int]:
-    """How often each block is run again when halves are recomputed recursively."""
-    if len(layers) == 1:
+    """How often backward runs each block again, of some in a row; nested, halves are recomputed recursively."""
+    if config.recompute == "segments":
+        return Counter(layers)
+    if config.recompute != "nested" or len(layers) == 1:
         return Counter()
     half = len(layers) // 2
-    return Counter(layers) + _nested_repeats(layers[:half]) + _nested_repeats(layers[half:])
+    return Counter(layers) + repeated_blocks(config, layers[:half]) + repeated_blocks(config, layers[half:])

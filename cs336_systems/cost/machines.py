@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any, get_args
@@ -26,30 +26,6 @@ GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its dri
 HERE = "here"  # the name of this machine, to be probed, where presets have theirs
 SECONDS = 20.0  # of a probe
 MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "touch")
-
-
-@dataclass(frozen=True)
-class System:
-    """One kind of accelerator and the network of two tiers between many; every figure for a single accelerator."""
-
-    name: str
-    matmul_flops: float  # FLOP/s of 16-bit GEMMs with 32-bit sums, dense
-    wide_flops: float  # the same of 32-bit numbers, in TF32 where there is that
-    attainable: float  # the share of these that the largest GEMMs reach
-    bandwidth: float  # bytes/s of its memory
-    memory: float  # bytes
-    processors: int  # that share the tiles of a GEMM: streaming multiprocessors
-    node: int  # accelerators that the faster network joins
-    inside: Link  # a node: seconds a message needs at least, bytes/s out of one accelerator
-    between: Link  # nodes, the same
-    sources: dict[str, str] = field(default_factory=dict, compare=False)  # of each figure
-    touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
-    measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
-    overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
-
-    def rate(self, width: int) -> float:
-        """FLOP/s of large GEMMs on numbers of `width` bytes."""
-        return (self.wide_flops if width == 4 else self.matmul_flops) * self.attainable
 
 
 @dataclass(frozen=True)
@@ -71,6 +47,45 @@ class Constants:
 
 CONSTANTS = Constants()
 NAMES = tuple(each.name for each in fields(Constants))
+
+
+@dataclass(frozen=True)
+class System:
+    """One kind of accelerator and the network of two tiers between many; every figure for a single accelerator."""
+
+    name: str
+    matmul_flops: float  # FLOP/s of 16-bit GEMMs with 32-bit sums, dense
+    wide_flops: float  # the same of 32-bit numbers, in TF32 where there is that
+    attainable: float  # the share of these that the largest GEMMs reach
+    bandwidth: float  # bytes/s of its memory
+    memory: float  # bytes
+    processors: int  # that share the tiles of a GEMM: streaming multiprocessors
+    node: int  # accelerators that the faster network joins
+    inside: Link  # a node: seconds a message needs at least, bytes/s out of one accelerator
+    between: Link  # nodes, the same
+    sources: dict[str, str] = field(default_factory=dict, compare=False)  # of each figure
+    touch: float = 0.0  # seconds per byte of memory that the operating system has just given: page faults of a CPU
+    measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
+    overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
+    constants: Constants = CONSTANTS  # by which its times are predicted; not in its file
+
+    def rate(self, width: int) -> float:
+        """FLOP/s of large GEMMs on numbers of `width` bytes."""
+        return (self.wide_flops if width == 4 else self.matmul_flops) * self.attainable
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s of its memory that are reached."""
+        return self.bandwidth * self.constants.memory
+
+    @property
+    def link_rates(self) -> tuple[float, float]:
+        """Bytes/s out of one accelerator that are reached, within a node and between nodes."""
+        return self.inside.bandwidth * self.constants.inside, self.between.bandwidth * self.constants.between
+
+    def record(self) -> dict[str, Any]:
+        """The machine as `probe --out` writes it."""
+        return {name: value for name, value in asdict(self).items() if name != "constants"}
 
 
 def _links(row: Mapping[str, Any]) -> dict[str, Link]:
@@ -140,7 +155,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def read_machine(path: Path) -> System:
     """Read a machine from a file. Raises UserError for a file that cannot be read, and for a figure that is none."""
     found = _read(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
-    kinds = {each.name: each.type for each in fields(System)}
+    kinds = {each.name: each.type for each in fields(System) if each.name != "constants"}
     # Files written before machines had the field do not have it.
     found = {"overlap": System.overlap} | found if isinstance(found, dict) else found
     if not isinstance(found, dict) or set(found) != set(kinds):

@@ -17,7 +17,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.closed_forms import TRAFFIC
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.operators import Collective, Group, Kernel, Operator, Rank, operators_of
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.step import MAPPED
@@ -47,12 +47,12 @@ class KernelSeconds(NamedTuple):
         return self.starting + max(self.computing, self.moving) + self.touching
 
 
-def kernel_seconds(kernel: Kernel, system: System, constants: Constants) -> KernelSeconds:
+def kernel_seconds(kernel: Kernel, system: System) -> KernelSeconds:
     """Seconds of one kernel, or of several alike, by reason."""
     return KernelSeconds(
-        kernel.flops / product_rate(kernel, system, constants) if kernel.inner else 0.0,
-        kernel.nbytes / (system.bandwidth * constants.memory),
-        kernel.kernels * constants.start,
+        kernel.flops / product_rate(kernel, system) if kernel.inner else 0.0,
+        kernel.nbytes / system.memory_rate,
+        kernel.kernels * system.constants.start,
         system.touch * new_bytes(kernel) if system.touch else 0.0,
     )
 
@@ -65,36 +65,32 @@ def new_bytes(kernel: Kernel) -> float:
     return kernel.kernels * made if made >= MAPPED else 0.0
 
 
-def product_rate(kernel: Kernel, system: System, constants: Constants) -> float:
+def product_rate(kernel: Kernel, system: System) -> float:
     """FLOP/s of a GEMM of this size, if bytes do not hold it up."""
-    waves = kernel.number * kernel.rows * kernel.columns / (TILE * system.processors)
+    constants, waves = system.constants, kernel.number * kernel.rows * kernel.columns / (TILE * system.processors)
     if kernel.fused:
         return system.rate(kernel.width) * constants.product * constants.fused * waves / (waves + constants.wave)
     share = waves / (waves + constants.wave) * kernel.inner / (kernel.inner + constants.ramp)
     return system.rate(kernel.width) * constants.product * share
 
 
-def collective_seconds(each: Collective, plan: Plan, system: System, constants: Constants) -> float:
+def collective_seconds(each: Collective, plan: Plan, system: System) -> float:
     """Seconds that computing waits for one collective along an axis of the plan."""
     ranks, local = getattr(plan, each.axis), plan.local(each.axis, node=system.node)
-    return waiting_seconds(each, ranks, local, plan.overlap, system, constants)
+    return waiting_seconds(each, ranks, local, plan.overlap, system)
 
 
-def waiting_seconds(
-    each: Collective, ranks: int, local: int, overlap: Overlap, system: System, constants: Constants
-) -> float:
+def waiting_seconds(each: Collective, ranks: int, local: int, overlap: Overlap, system: System) -> float:
     """Seconds that computing waits for one collective over `ranks`, `local` to a node. Where all overlap, a gather or
     scatter of sequence parallelism is cut into as many parts as there are ranks, of which all but one travel behind a
     GEMM."""
-    seconds = group_seconds(each.verb, each.nbytes, ranks, local, system, constants)
+    seconds = group_seconds(each.verb, each.nbytes, ranks, local, system)
     if overlap == "all" and each.axis == "tp" and each.verb in RINGS:
-        return seconds * (1 + constants.hidden * (ranks - 1)) / ranks
+        return seconds * (1 + system.constants.hidden * (ranks - 1)) / ranks
     return seconds
 
 
-def group_seconds(
-    verb: str, nbytes: float, ranks: int, local: int, system: System, constants: Constants, calls: int = 1
-) -> float:
+def group_seconds(verb: str, nbytes: float, ranks: int, local: int, system: System, calls: int = 1) -> float:
     """Bandwidth-optimal collectives, `calls` in all, on tensors of `nbytes` together over `ranks`, `local` to a node.
 
     Members in one node send to other nodes side by side, each through a network port of its own: together they have
@@ -103,11 +99,10 @@ def group_seconds(
     """
     if ranks == 1:
         return 0.0
-    inside, between = system.inside.bandwidth * constants.inside, system.between.bandwidth * constants.between
-    rounds, nodes = TRAFFIC[verb], ranks // local
+    (inside, between), rounds, nodes = system.link_rates, TRAFFIC[verb], ranks // local
     far_steps, near_steps = (nodes - 1, ranks - nodes) if verb in RINGS else (log2(nodes), local - 1)
     steps = near_steps * system.inside.latency + far_steps * system.between.latency
-    latency = calls * (constants.call + rounds * steps)
+    latency = calls * (system.constants.call + rounds * steps)
     if verb == "all-to-all":
         near, far = nbytes * (local - 1) / ranks / inside, nbytes * (ranks - local) / ranks / between
         return latency + max(near, far)
@@ -115,10 +110,10 @@ def group_seconds(
     return latency + rounds * nbytes * (ranks - 1) / ranks / bandwidth
 
 
-def message_seconds(nbytes: float, near: bool, system: System, constants: Constants) -> float:
+def message_seconds(nbytes: float, near: bool, system: System) -> float:
     """One message to a rank of the same node (`near`) or of another."""
-    link, share = (system.inside, constants.inside) if near else (system.between, constants.between)
-    return link.latency + nbytes / (link.bandwidth * share)
+    inside, between = system.link_rates
+    return (system.inside if near else system.between).latency + nbytes / (inside if near else between)
 
 
 @dataclass(frozen=True)
@@ -184,17 +179,11 @@ class TimedOperator:
         }
 
 
-def timing(
-    kernels: Iterable[Kernel],
-    collectives: Iterable[Collective],
-    plan: Plan,
-    system: System,
-    constants: Constants = CONSTANTS,
-) -> Timing:
+def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: Plan, system: System) -> Timing:
     """Time of some kernels and collectives, by what bounds each of them."""
-    total = Timing(network=sum(collective_seconds(each, plan, system, constants) for each in collectives))
+    total = Timing(network=sum(collective_seconds(each, plan, system) for each in collectives))
     for kernel in kernels:
-        took = kernel_seconds(kernel, system, constants)
+        took = kernel_seconds(kernel, system)
         compute, memory = (took.computing, 0.0) if took.computing > took.moving else (0.0, took.moving)
         memory += took.touching
         total += Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory, took.starting)
@@ -219,21 +208,13 @@ class TimedPart:
         return GROUPS[self.group]
 
 
-def timed_part(
-    config: ModelConfig,
-    plan: Plan,
-    seq: int,
-    group: Group,
-    system: System,
-    constants: Constants = CONSTANTS,
-    times: float = 1,
-) -> TimedPart:
+def timed_part(config: ModelConfig, plan: Plan, seq: int, group: Group, system: System, times: float = 1) -> TimedPart:
     """The operators of a block or an end on one rank, for one microbatch."""
     found = [
         TimedOperator(
             each,
-            timing(each.forward, each.sent, plan, system, constants),
-            timing(each.backward, each.returned, plan, system, constants),
+            timing(each.forward, each.sent, plan, system),
+            timing(each.backward, each.returned, plan, system),
         )
         for each in operators_of(Rank(config, plan.alone(), seq), group)
     ]
@@ -244,7 +225,7 @@ def timed_part(
     again = [each.operator for each in found if block and (each.operator.core or not core)]
     kernels = [kernel for each in again for kernel in each.forward]
     sent = [one for each in again for one in each.sent if not core]
-    return TimedPart(group, times, found, forward, backward, timing(kernels, sent, plan, system, constants))
+    return TimedPart(group, times, found, forward, backward, timing(kernels, sent, plan, system))
 
 
 def model_groups(config: ModelConfig) -> list[tuple[Group, int]]:

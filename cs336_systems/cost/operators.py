@@ -54,14 +54,6 @@ class Operator:
     core: bool = False  # selective recomputation runs it again (arXiv:2205.05198, section 5)
     expert: bool = False  # its weights differ from rank to rank of ep
 
-    @property
-    def flops(self) -> tuple[float, float]:
-        return sum(kernel.flops for kernel in self.forward), sum(kernel.flops for kernel in self.backward)
-
-    @property
-    def nbytes(self) -> tuple[float, float]:
-        return sum(kernel.nbytes for kernel in self.forward), sum(kernel.nbytes for kernel in self.backward)
-
 
 @dataclass(frozen=True)
 class Rank:

@@ -3,12 +3,6 @@
 from cs336_systems.presets import ModelConfig
 
 
-def attention_parameters(config: ModelConfig) -> int:
-    """Query, key, value and output projections of one layer."""
-    d, kv = config.d_model, config.kv_heads * config.head_dim
-    return 2 * d * d + 2 * d * kv + (2 * d + 2 * kv if config.bias else 0)
-
-
 def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
     """One dense feed-forward layer, or one expert, of a hidden width: two matrices, three if gated."""
     d, f = config.d_model, hidden
@@ -42,11 +36,12 @@ def head_parameters(config: ModelConfig) -> int:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds."""
     d, layers, sparse = config.d_model, config.num_layers, config.expert_layers
-    norm = 2 * d if config.norm == "layernorm" and config.bias else d
+    kv, norm = config.kv_heads * config.head_dim, 2 * d if config.norm == "layernorm" and config.bias else d
+    projections = 2 * d * d + 2 * d * kv + (2 * d + 2 * kv if config.bias else 0)  # query, key, value and output
     return {
         "embedding": d * (config.vocab_size + config.token_types),
         "positions": d * config.context_length if config.positions == "learned" else 0,
-        "attention": layers * attention_parameters(config),
+        "attention": layers * projections,
         "feed-forward": (layers - sparse) * feed_forward_parameters(config, config.d_ff),
         "experts": sparse * expert_parameters(config) if sparse else 0,
         "norms": (2 * layers + 1) * norm,

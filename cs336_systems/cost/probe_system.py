@@ -11,7 +11,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from itertools import product
@@ -222,7 +221,7 @@ def main(device: str | None, budget: float, out: Path, errors: Path) -> None:
         check_out(out)
         chosen = choose_device(device)
         with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
-            write_json(out, asdict(probe_system(chosen, budget, advance)))
+            write_json(out, probe_system(chosen, budget, advance).record())
     except UserError as error:
         errors.write_text(str(error))
         sys.exit(2)

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.machines import CONSTANTS, DEFAULT_SYSTEM, Constants, System, nearest_system, system_preset
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, nearest_system, system_preset
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.step_time import StepTime, step_time
@@ -26,8 +26,8 @@ LITTLE = 0.25  # of the microbatches: a pipeline with more other stages takes lo
 MICRO_BATCHES = (1, 2, 4, 8, 16)
 MOST = 10**15
 
-_KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
-REQUIRED, DEFAULTS = _KEYS["required"], _KEYS["others"]
+KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
+REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
 WORDS = {"recompute": ("none", "selective", "full"), "attention": ("flash", "unfused")}
 FLAGS = {"0": False, "1": True, "false": False, "true": True}
 
@@ -99,8 +99,12 @@ class TrainingRun:
     notes: tuple[str, ...] = ()
     key: object = None  # its id as it was given, a number perhaps
 
-    def step(self, constants: Constants = CONSTANTS) -> StepTime:
-        return step_time(self.config, self.plan, self.seq, self.system, constants)
+    def under(self, constants: Constants) -> "TrainingRun":
+        """The run on the same machine by other constants."""
+        return replace(self, system=replace(self.system, constants=constants))
+
+    def step(self) -> StepTime:
+        return step_time(self.config, self.plan, self.seq, self.system)
 
 
 def read_runs(path: Path) -> list[TrainingRun]:

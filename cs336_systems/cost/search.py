@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.search_advice import left_out_fits, nothing_divides, nothing_fits
+from cs336_systems.cost.search_advice import gpus_needed, more_gpus
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, RECOMPUTES, Choice, Degrees, Space, placement
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.presets import ModelConfig
@@ -24,20 +24,6 @@ from cs336_systems.presets import ModelConfig
 BEST = 10
 LIMIT = 30_000
 _REFINED = 20  # of a space that was cut: the best whose microbatches, chunks and placements are all tried
-
-# What it means that a part of a step is longer.
-MEANING = {
-    "computing": "products are smaller, or split less",
-    "recompute": "more is run again",
-    "host": "kernels are too short for the host",
-    "tensor-parallel": "more traffic between layers",
-    "context-parallel": "keys and values travel",
-    "expert-parallel": "tokens travel farther to their experts",
-    "pipeline": "more messages between stages",
-    "bubble": "stages idle while the pipeline fills and drains",
-    "data-parallel": "more traffic of gradients and weights",
-    "optimizer": "each rank steps more weights",
-}
 
 
 def choices(config: ModelConfig, plan: Plan, place: str) -> dict[str, Any]:
@@ -98,7 +84,7 @@ class Loss:
             # Where layers do not divide, the last stage is the first to go without.
             last = step.stage == step.plan.pp - 1
             return f"stages are uneven: {'the last has the head as well' if last else 'the busiest computes longer'}"
-        return MEANING.get(self.part, "the winner has it")
+        return PARTS[self.part]["longer"] if self.part in PARTS else "the winner has it"
 
 
 class Miss(NamedTuple):
@@ -140,7 +126,6 @@ def search(
     overlap: Overlap | None = None,
     fixed: Mapping[str, Any] | None = None,
     limit: int = LIMIT,
-    constants: Constants = CONSTANTS,
     advance: Callable[[str], None] = lambda note: None,
 ) -> Search:
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
@@ -155,7 +140,7 @@ def search(
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     whole = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
     space, left_out = whole.within(limit)
-    trial = _Trial(Search(whole, system, left_out=left_out), constants)
+    trial = _Trial(Search(whole, system, left_out=left_out))
     layouts = space.layouts()
     if not layouts:
         held = ", ".join(f"{axis} {value}" for axis, value in whole.fixed.items())
@@ -175,18 +160,31 @@ def search(
 
 def _nothing(found: Search, cut: Space, limit: int) -> str:
     """Why nothing runs, and what would. `cut` is the space that was searched, up to `limit` configurations."""
-    if advice := left_out_fits(found.space, cut, found.system, limit, found.tried, found.left_out):
-        return advice
+    space, system, tried = found.space, found.system, found.tried
+    machines = f"{space.gpus} x {system.name}"
+    if found.left_out and gpus_needed(space, system, space.gpus, space.gpus):
+        # Once every layout has been tried, only the choices that were cut remain.
+        most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
+        return (
+            f"nothing that was tried fits {machines}, but some does that --limit {limit} left out "
+            f"({'; '.join(found.left_out)}): raise it; --limit {most} tries {words}"
+        )
     if found.nearest is None and not found.left_out:
-        return nothing_divides(found.space, found.indivisible)
-    return nothing_fits(found.space, found.system, found.nearest.memory if found.nearest else None, found.tried)
+        words = "; ".join(reason for reason, _ in found.indivisible.most_common(2)) or "no choice is left"
+        return f"nothing divides over {space.gpus} accelerators: {words}; change the number of them or the batch"
+    least = f"{format_bytes(found.nearest.memory)} on a rank at least" if found.nearest else None
+    fill = f"a plan may fill {format_bytes(usable_memory(system))}"
+    return (
+        f"nothing fits {machines}: {least or f'none of the {tried} tried divides'}, and {fill}; "
+        f"{more_gpus(space, system)}"
+    )
 
 
 class _Trial:
     """A search under way."""
 
-    def __init__(self, found: Search, constants: Constants) -> None:
-        self.found, self.constants = found, constants
+    def __init__(self, found: Search) -> None:
+        self.found = found
         self.seen: set[tuple[Degrees, Choice, tuple[str, ...]]] = set()
         self.models = {each: found.space.config.override(recompute=each) for each in RECOMPUTES}
         self.usable = usable_memory(found.system)
@@ -227,7 +225,7 @@ class _Trial:
                     self.lacking[key] = min(self.lacking.get(key, lacks), lacks)
             return
         for plan, place in zip(plans, places, strict=True):
-            step = step_time(config, plan, seq, self.found.system, self.constants)
+            step = step_time(config, plan, seq, self.found.system)
             self._runs(Candidate(step, memory, place), step.total)
 
     def _runs(self, candidate: Candidate, total: float) -> None:

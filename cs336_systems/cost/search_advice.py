@@ -4,7 +4,6 @@ Advice keeps fixed choices. Where no number of accelerators would do with them, 
 named without which fewest accelerators are enough.
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -15,32 +14,6 @@ from cs336_systems.cost.plan import RECOMPUTE_NAMES
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.search_space import MOST_GPUS, RECOMPUTES, Degrees, Space
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import format_bytes
-
-
-def nothing_divides(space: Space, reasons: Counter[str]) -> str:
-    """Message where no configuration divides: why, and what to change."""
-    words = "; ".join(reason for reason, _ in reasons.most_common(2)) or "no choice is left"
-    return f"nothing divides over {space.gpus} accelerators: {words}; change the number of them or the batch"
-
-
-def nothing_fits(space: Space, system: System, least: float | None, tried: int) -> str:
-    """Message where nothing fits: how much memory is needed at least, and what would do."""
-    fill = f"a plan may fill {format_bytes(usable_memory(system))}"
-    need = f"{format_bytes(least)} on a rank at least" if least else f"none of the {tried} tried divides"
-    return f"nothing fits {space.gpus} x {system.name}: {need}, and {fill}; {_more(space, system)}"
-
-
-def left_out_fits(space: Space, cut: Space, system: System, limit: int, tried: int, left_out: list[str]) -> str | None:
-    """Message where something that the limit left out fits: the limit that reaches it; None otherwise."""
-    if not left_out or not gpus_needed(space, system, space.gpus, space.gpus):
-        return None
-    # Once every layout has been tried, only the choices that were cut remain.
-    most, words = (cut.size(), "every layout") if tried < cut.size() else (space.size(), "all")
-    return (
-        f"nothing that was tried fits {space.gpus} x {system.name}, but some does that --limit {limit} left out "
-        f"({'; '.join(left_out)}): raise it; --limit {most} tries {words}"
-    )
 
 
 def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_GPUS) -> int:
@@ -78,7 +51,7 @@ def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
     return False
 
 
-def _more(space: Space, system: System) -> str:
+def more_gpus(space: Space, system: System) -> str:
     """How many accelerators would do, and without which fixed choice if no number does with it."""
     if enough := gpus_needed(space, system):
         return f"it would fit on {enough}"

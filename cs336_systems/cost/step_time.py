@@ -9,14 +9,16 @@ the first's forward. Stage 3 gathers weights for every forward and backward, lay
 microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
 """
 
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
+from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.cost.flops import model_flops
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
 from cs336_systems.cost.operators import Collective, Group, Rank, operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
@@ -28,11 +30,8 @@ GRADIENT = 4  # bytes: gradients add up in 32 bits
 OPTIMIZER_BYTES = 4 + 16 + 12 + 4
 
 
-# Parts of a step that every microbatch takes: the fields of `Seconds`.
-PARTS = (
-    *("forward", "backward", "recompute", "host"),
-    *("tensor-parallel", "context-parallel", "expert-parallel", "pipeline"),
-)
+# Parts of a step in order: those that every microbatch takes are the fields of `Seconds`.
+PARTS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "data" / "parts.toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -80,19 +79,17 @@ class Seconds(NamedTuple):
         return Seconds(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
 
-def step_time(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> StepTime:
+def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> StepTime:
     """Predict the time of one step. Raises UserError for a plan that does not divide the model."""
     plan.check(config, seq)
     kinds = stage_kinds(config, plan)
-    spent = {stage: stage_seconds(config, plan, seq, stage, system, constants) for stage in kinds}
+    spent = {stage: stage_seconds(config, plan, seq, stage, system) for stage in kinds}
     busiest = max(kinds, key=lambda stage: sum(spent[stage]))
     own, m = spent[busiest], plan.microbatches
     others = sum(count * sum(spent[stage]) for stage, count in kinds.items()) - sum(own)
-    parts = {part: m * seconds for part, seconds in zip(PARTS, own, strict=True)} | {
-        "bubble": others / plan.chunks,
-        "data-parallel": data_parallel_seconds(config, plan, seq, busiest, own, system, constants),
-        "optimizer": optimizer_seconds(config, plan, seq, busiest, system, constants),
-    }
+    sums = data_parallel_seconds(config, plan, seq, busiest, own, system)
+    once = others / plan.chunks, sums, optimizer_seconds(config, plan, seq, busiest, system)
+    parts = dict(zip(PARTS, (*(m * each for each in own), *once), strict=False))
     return StepTime(config, plan, seq, system, busiest, parts)
 
 
@@ -130,22 +127,20 @@ def _groups(num_layers: int, every: int, pp: int, chunks: int) -> tuple[tuple[tu
     return tuple(found)
 
 
-def stage_seconds(
-    config: ModelConfig, plan: Plan, seq: int, stage: int, system: System, constants: Constants
-) -> Seconds:
+def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> Seconds:
     """Seconds of one microbatch on a rank of a stage, all chunks together."""
-    total = Seconds(messages=_messages(config, plan, seq, system, constants))
+    total = Seconds(messages=_messages(config, plan, seq, system))
     rank = Rank(config, plan.alone(), seq)
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
     for group, times in stage_groups(config, plan, stage):
         recompute = config.recompute if group in ("dense", "sparse") else "none"
-        total = total.plus(_computing(rank, group, recompute, system, constants), times)
-        total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system, constants), times)
+        total = total.plus(_computing(rank, group, recompute, system), times)
+        total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
     return total
 
 
 @lru_cache(maxsize=8192)
-def _computing(rank: Rank, group: Group, recompute: str, system: System, constants: Constants) -> Seconds:
+def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seconds:
     """Seconds of computing. Each direction takes as long as the device needs, or the host."""
     operators = operators_of(rank, group)
     again = [each for each in operators if recompute != "none" and (recompute != "attention" or each.core)]
@@ -154,21 +149,15 @@ def _computing(rank: Rank, group: Group, recompute: str, system: System, constan
         [kernel for each in operators for kernel in each.backward],
         [kernel for each in again for kernel in each.forward],
     ]
-    busy = [sum(kernel_seconds(kernel, system, constants).total for kernel in way) for way in ways]
-    launches = [constants.host * sum(kernel.kernels for kernel in way) for way in ways]
+    busy = [sum(kernel_seconds(kernel, system).total for kernel in way) for way in ways]
+    launches = [system.constants.host * sum(kernel.kernels for kernel in way) for way in ways]
     waits = sum(max(0.0, host - device) for host, device in zip(launches, busy, strict=True))
     return Seconds(busy[0], busy[1], busy[2], waits)
 
 
 @lru_cache(maxsize=65536)
 def _sending(
-    rank: Rank,
-    group: Group,
-    recompute: str,
-    places: tuple[tuple[str, int, int], ...],
-    overlap: Overlap,
-    system: System,
-    constants: Constants,
+    rank: Rank, group: Group, recompute: str, places: tuple[tuple[str, int, int], ...], overlap: Overlap, system: System
 ) -> Seconds:
     """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node). Recomputed blocks send again;
     attention's core alone has nothing to send."""
@@ -177,7 +166,7 @@ def _sending(
 
     def send(collectives: Iterable[Collective], times: int) -> None:
         for each in collectives:
-            spent[each.axis] += times * waiting_seconds(each, *groups[each.axis], overlap, system, constants)
+            spent[each.axis] += times * waiting_seconds(each, *groups[each.axis], overlap, system)
 
     for each in operators_of(rank, group):
         send(each.sent, 1 if recompute in ("none", "attention") else 2)
@@ -185,14 +174,14 @@ def _sending(
     return Seconds(**spent)
 
 
-def _messages(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants) -> float:
+def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> float:
     """A microbatch enters and leaves each chunk of a stage, forward and backward; each tp rank sends its part."""
     if plan.pp == 1:
         return 0.0
     nbytes = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
     near = plan.local("pp", node=system.node) == plan.pp
-    seen = constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
-    return 2 * plan.chunks * seen * message_seconds(nbytes, near, system, constants)
+    seen = system.constants.hidden if plan.overlap == "all" and plan.chunks > 1 else 1.0
+    return 2 * plan.chunks * seen * message_seconds(nbytes, near, system)
 
 
 def bucket_size(ranks: int) -> float:
@@ -227,7 +216,7 @@ def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[t
 
 
 def data_parallel_seconds(
-    config: ModelConfig, plan: Plan, seq: int, stage: int, spent: Seconds, system: System, constants: Constants
+    config: ModelConfig, plan: Plan, seq: int, stage: int, spent: Seconds, system: System
 ) -> float:
     """Seconds that a step is longer because gradients, and from ZeRO stage 1 on weights, travel between replicas."""
     shared, owned, matrices = stage_weights(config, plan, seq, stage)
@@ -237,7 +226,7 @@ def data_parallel_seconds(
         total = 0.0
         for weights, ranks, local in replica_groups(plan, shared, owned, system.node):
             calls = ceil(matrices) if plan.zero == 3 else ceil(weights / bucket_size(ranks))
-            total += group_seconds(verb, width * weights, ranks, local, system, constants, calls)
+            total += group_seconds(verb, width * weights, ranks, local, system, calls)
         return total
 
     def exposed(seconds: float, computing: float) -> float:
@@ -246,7 +235,7 @@ def data_parallel_seconds(
             return seconds
         last = min(1.0, bucket_size(plan.replicas) / max(1.0, shared + owned))
         seen = max(seconds - computing, last * seconds)
-        return seen + constants.hidden * (seconds - seen)
+        return seen + system.constants.hidden * (seconds - seen)
 
     forward, backward = spent.forward, spent.backward + spent.recompute
     if plan.zero == 0:
@@ -259,18 +248,16 @@ def data_parallel_seconds(
     if plan.pp > 1 and config.tied_head:  # first and last stage have the embedding, whose gradients they sum
         nbytes = GRADIENT * vocabulary_rows(Rank(config, plan, seq)) * config.d_model
         near = plan.local("pp", node=system.node) == plan.pp
-        total += group_seconds("all-reduce", nbytes, 2, 1 + near, system, constants)
+        total += group_seconds("all-reduce", nbytes, 2, 1 + near, system)
     return total
 
 
-def optimizer_seconds(
-    config: ModelConfig, plan: Plan, seq: int, stage: int, system: System, constants: Constants
-) -> float:
+def optimizer_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system: System) -> float:
     """Seconds of AdamW over the weights that a rank steps: from ZeRO stage 1 on its share of them."""
     shared, owned, _ = stage_weights(config, plan, seq, stage)
     if plan.zero:
         shared, owned = shared / plan.replicas, owned / (plan.cp * plan.dp)
-    return optimizer_bytes(plan) * (shared + owned) / (system.bandwidth * constants.memory)
+    return optimizer_bytes(plan) * (shared + owned) / system.memory_rate
 
 
 def optimizer_bytes(plan: Plan) -> int:

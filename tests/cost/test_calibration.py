@@ -9,12 +9,11 @@ from statistics import fmean, stdev
 import pytest
 
 from cs336_systems.cost.commands.fit import command, summary
-from cs336_systems.cost.fitting.calibration import fit, mean_error, worst_error
+from cs336_systems.cost.fitting.calibration import errors, fit
 from cs336_systems.cost.fitting.observations import Observation, observe_step
 from cs336_systems.cost.machines import CONSTANTS, NAMES, load_constants, system_preset, write_json
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun
-from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig
@@ -39,7 +38,7 @@ RUNS = [
 
 
 def observed(runs, truth) -> list[Observation]:
-    times = [step_time(each.config, each.plan, each.seq, each.system, truth).total for each in runs]
+    times = [each.under(truth).step().total for each in runs]
     return [
         each for one, seconds in zip(runs, times, strict=True) for each in observe_step(replace(one, seconds=seconds))
     ]
@@ -60,8 +59,8 @@ def test_constants_are_recovered_from_what_the_model_says():
     found = fit(observed(RUNS, truth), which=which, width=10.0, noise=1e-6)
     assert asdict(found.constants) == pytest.approx(asdict(truth), rel=1e-5)
     assert min(map(found.determined, which)) > 0.999
-    assert worst_error(found.before) > 0.2
-    assert worst_error(found.after) < 1e-5
+    assert errors(found.before)[1] > 0.2
+    assert errors(found.after)[1] < 1e-5
     assert found.noise == 1e-6
 
 
@@ -89,7 +88,7 @@ def test_one_measurement_of_one_constant_in_closed_form(width, noise):
     assert found.determined("host") == pytest.approx(share, rel=1e-4)
     assert found.before == pytest.approx([-log(3.0)])
     assert found.left_out == pytest.approx([-log(3.0)], rel=1e-3)  # without it nothing is known but the prior
-    assert mean_error(found.before) == pytest.approx(2 / 3)
+    assert errors(found.before)[0] == pytest.approx(2 / 3)
 
 
 def test_left_out_is_what_a_fit_without_it_predicts():

@@ -182,7 +182,7 @@ def test_every_part_of_a_step_is_derived(printed, name):
         for part in found.parts:
             for sent in found.collectives(part, axis).values():
                 for each, count in sent.items():
-                    total += part.times * count * collective_seconds(each, request.plan, request.system, CONSTANTS)
+                    total += part.times * count * collective_seconds(each, request.plan, request.system)
         assert total == pytest.approx(getattr(found.stage, axis), rel=1e-12)
     waits = 0.0
     for way in PASSES:

@@ -161,7 +161,7 @@ def test_the_slowest_rank_is_not_the_last():
     run = logged_run(logged, A100)
     weights = stage_weights(run.config, run.plan, run.seq, 1)[0]
     (sums,) = (each for each in observe_log(logged, A100) if each.what == "gradients")
-    expected = group_seconds("all-reduce", 2 * weights, 2, 2, A100.system, CONSTANTS)
+    expected = group_seconds("all-reduce", 2 * weights, 2, 2, A100.system)
     assert sums.predict(CONSTANTS) == pytest.approx(expected)
     (last,) = (each for each in observe_log(logged, A100) if each.what == "compute")
     logged.over_ranks = True
@@ -226,7 +226,7 @@ def test_options_count_for_more_than_a_log():
     assert run.notes[0].endswith("blocks recomputed, gradients summed behind backward, ZeRO 3, 32-bit numbers")
     assert "--size is not used" in run.notes[1]
     line = "using world size: 4, data-parallel size: 2, tensor-model-parallel size: 2\n"
-    given = LogOptions(A100.system, None, model_preset("tiny"), Plan(tp=1, dp=4, global_batch=4), {"tp": 1, "dp": 4})
+    given = LogOptions(A100.system, model_preset("tiny"), Plan(tp=1, dp=4, global_batch=4), {"tp": 1, "dp": 4})
     bare = run_of(line + iteration(20, 232.5), given)
     assert (bare.plan.tp, bare.plan.dp, bare.plan.global_batch) == (1, 4, 32)
     more = replace(given, plan=given.plan.override(global_batch=8), options=given.options | {"batch_size": 8})
@@ -276,7 +276,7 @@ def test_a_log_without_arguments_may_say_its_degrees():
         "[default0]:using world size: 16, data-parallel size: 2, context-parallel size: 2, tensor-model-parallel "
         "size: 2, pipeline-model-parallel size: 2\n"
     )
-    given = LogOptions(A100.system, None, model_preset("tiny"), Plan(micro_batch=2, global_batch=2))
+    given = LogOptions(A100.system, model_preset("tiny"), Plan(micro_batch=2, global_batch=2))
     (logged,) = read_log(line + iteration(20, 232.5), "x")
     run = logged_run(logged, given)
     assert (run.plan.tp, run.plan.pp, run.plan.dp, run.plan.cp, run.plan.micro_batch) == (2, 2, 2, 2, 2)

@@ -12,12 +12,11 @@ from rich.console import Console
 
 from cs336_systems.cost.commands.notebook_page import print_notebook
 from cs336_systems.cost.notebook import physics as nb
-from cs336_systems.cost.notebook.differences import DIFFERENCES
 from cs336_systems.cost.notebook.tables import (
     COLUMNS,
+    DIFFERENCES,
     SUMMED,
     notebook_tables,
-    number,
     show,
 )
 
@@ -149,8 +148,8 @@ def test_the_ranks_of_a_group_share_the_work():
     whole, part = notebook_tables(alone)["attention"], notebook_tables(eight)["attention"]
     for first, second in zip(whole.rows, part.rows, strict=True):
         if first["layer"] in ("logits", "softmax", "dropout_softmax", "attend", "dropout"):
-            assert number(first["flops_fwd"]) == pytest.approx(8 * number(second["flops_fwd"]), rel=1e-15)
-            assert number(first["total_mem_bwd"]) == pytest.approx(8 * number(second["total_mem_bwd"]), rel=1e-15)
+            assert first["flops_fwd"] == pytest.approx(8 * second["flops_fwd"], rel=1e-15)
+            assert first["total_mem_bwd"] == pytest.approx(8 * second["total_mem_bwd"], rel=1e-15)
     # Eight GPUs do not fit in a node of four: the network's 100 GB/s instead of 600.
     row = part.rows[0]
     assert row["comm_topology"] == "ib"
@@ -191,7 +190,7 @@ def test_the_differences_numbers():
     parameters = weights / 2  # 10^9 on a GPU
     assert f"{12 * parameters:.0f} GB more, and {28 * parameters / 1555:.2f} s" in effect("optimizer")
     rows = {row["layer"]: row for row in tables["attention"].rows}
-    hidden = sum(number(rows[name][f"flops_{way}"]) for name in ("logits", "attend") for way in ("fwd", "bwd"))
+    hidden = sum(rows[name][f"flops_{way}"] for name in ("logits", "attend") for way in ("fwd", "bwd"))
     assert f"{hidden * 96 / 2:.1f} of {work:.1f} TFLOP" in effect("causal mask")
     assert f"48.3 of {kept:.1f} GB" in effect("fused attention")  # (0.2013 + 0.1007 + 0.2013) x 96
     assert "7.2 GB less for 16.1 ms" in effect("gathering norms' outputs again in backward")

@@ -8,7 +8,7 @@ import pytest
 
 from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, system_preset
+from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, system_preset
 from cs336_systems.cost.operator_time import (
     collective_seconds,
     group_seconds,
@@ -24,7 +24,6 @@ from cs336_systems.host.console import run_command
 from tests.support.cost_cases import GPT, IDEAL, LLAMA, machine
 
 RANK = Rank(GPT, Plan(), 32)
-FITTED = Constants()
 A100 = system_preset("A100-80GB")
 
 
@@ -41,7 +40,7 @@ def test_products_gain_with_size_and_stay_below_what_is_attainable(system):
         lambda n: product(64, 64, 64, n),
         lambda n: product(n, 128, n)._replace(fused=True),
     ):
-        rates = [product_rate(grow(2**power), system, FITTED) for power in range(4, 18)]
+        rates = [product_rate(grow(2**power), system) for power in range(4, 18)]
         assert all(one < more for one, more in pairwise(rates))
         assert rates[-1] < system.matmul_flops * system.attainable
 
@@ -51,31 +50,30 @@ def test_a_product_takes_the_slower_of_computing_and_moving():
     work = product(8, 16, 32)
     flops, nbytes = 2 * 8 * 16 * 32, 2 * (8 * 16 + 16 * 32 + 8 * 32)
     assert (work.flops, work.nbytes) == (flops, nbytes)
-    assert kernel_seconds(work, slow, IDEAL).total == flops / 2
-    assert kernel_seconds(work, narrow, IDEAL).total == nbytes / 3
+    assert kernel_seconds(work, slow).total == flops / 2
+    assert kernel_seconds(work, narrow).total == nbytes / 3
     both = replace(slow, bandwidth=3.0)
-    assert kernel_seconds(work, both, IDEAL).total == max(flops / 2, nbytes / 3)
+    assert kernel_seconds(work, both).total == max(flops / 2, nbytes / 3)
     # Where both are equal, neither waits for the other.
-    assert kernel_seconds(work, replace(slow, bandwidth=2 * nbytes / flops), IDEAL).total == flops / 2
+    assert kernel_seconds(work, replace(slow, bandwidth=2 * nbytes / flops)).total == flops / 2
 
 
 def test_element_wise_work_moves_bytes_and_starts_kernels():
-    system, constants = machine(memory=10.0), replace(IDEAL, memory=0.5, start=0.25)
-    assert kernel_seconds(sweep(40.0, 3), system, constants).total == 3 * 0.25 + 40 / 5
+    system = replace(machine(memory=10.0), constants=replace(IDEAL, memory=0.5, start=0.25))
+    assert kernel_seconds(sweep(40.0, 3), system).total == 3 * 0.25 + 40 / 5
 
 
 def test_narrow_numbers_and_wide_ones_have_rates_of_their_own():
     system = replace(machine(), matmul_flops=8.0, wide_flops=2.0, attainable=0.5)
     work = product(8, 16, 32)
-    assert kernel_seconds(work, system, IDEAL).total == work.flops / 4
-    assert kernel_seconds(work._replace(width=4), system, IDEAL).total == work.flops / 1
+    assert kernel_seconds(work, system).total == work.flops / 4
+    assert kernel_seconds(work._replace(width=4), system).total == work.flops / 1
 
 
 def test_fused_attention_pays_for_what_is_not_a_product_but_not_for_its_short_inner_dimension():
-    constants, work = replace(IDEAL, fused=0.5, ramp=64.0), product(128, 64, 128)
-    system = machine(flops=1.0)
-    assert product_rate(work, system, constants) == 64 / (64 + 64)
-    assert product_rate(work._replace(fused=True), system, constants) == 0.5
+    system, work = machine(flops=1.0, fused=0.5, ramp=64.0), product(128, 64, 128)
+    assert product_rate(work, system) == 64 / (64 + 64)
+    assert product_rate(work._replace(fused=True), system) == 0.5
 
 
 @pytest.mark.parametrize(("verb", "rounds"), [("all-reduce", 2), ("all-gather", 1), ("reduce-scatter", 1)])
@@ -83,7 +81,7 @@ def test_rings_within_a_node_between_nodes_and_on_rails(verb, rounds):
     system = machine(link=30.0, far=10.0)
 
     def seconds(ranks: int, local: int) -> float:
-        return group_seconds(verb, 960.0, ranks, local, system, IDEAL)
+        return group_seconds(verb, 960.0, ranks, local, system)
 
     assert seconds(1, 1) == 0
     assert seconds(8, 8) == pytest.approx(rounds * 960 * 7 / 8 / 30)
@@ -95,74 +93,71 @@ def test_rings_within_a_node_between_nodes_and_on_rails(verb, rounds):
 
 def test_an_all_to_all_sends_near_and_far_side_by_side():
     system = machine(link=30.0, far=10.0)
-    assert group_seconds("all-to-all", 960.0, 8, 8, system, IDEAL) == pytest.approx(960 * 7 / 8 / 30)
-    assert group_seconds("all-to-all", 960.0, 8, 1, system, IDEAL) == pytest.approx(960 * 7 / 8 / 10)
-    assert group_seconds("all-to-all", 960.0, 8, 4, system, IDEAL) == pytest.approx(960 * 4 / 8 / 10)
+    assert group_seconds("all-to-all", 960.0, 8, 8, system) == pytest.approx(960 * 7 / 8 / 30)
+    assert group_seconds("all-to-all", 960.0, 8, 1, system) == pytest.approx(960 * 7 / 8 / 10)
+    assert group_seconds("all-to-all", 960.0, 8, 4, system) == pytest.approx(960 * 4 / 8 / 10)
     near = machine(link=1.0, far=1e9)
-    assert group_seconds("all-to-all", 960.0, 8, 4, near, IDEAL) == pytest.approx(960 * 3 / 8)
-    assert group_seconds("all-to-all", 960.0, 1, 1, system, IDEAL) == 0
+    assert group_seconds("all-to-all", 960.0, 8, 4, near) == pytest.approx(960 * 3 / 8)
+    assert group_seconds("all-to-all", 960.0, 1, 1, system) == 0
 
 
 def test_latency_adds_up_along_a_ring_and_along_a_tree_between_nodes():
-    system = replace(machine(), inside=Link(1.0, inf), between=Link(100.0, inf))
-    constants = replace(IDEAL, call=0.5)
+    system = replace(machine(call=0.5), inside=Link(1.0, inf), between=Link(100.0, inf))
 
     def seconds(verb: str, calls: int = 1) -> float:
-        return group_seconds(verb, 64.0, 16, 4, system, constants, calls)
+        return group_seconds(verb, 64.0, 16, 4, system, calls)
 
     # Sixteen in a circle have fifteen steps, of which three leave a node.
     assert seconds("all-gather") == seconds("reduce-scatter") == 0.5 + 12 * 1 + 3 * 100
     assert seconds("all-reduce") == 0.5 + 2 * (3 * 1 + log2(4) * 100)
     assert seconds("all-gather", 5) == 5 * seconds("all-gather")
-    assert group_seconds("all-gather", 64.0, 4, 4, system, constants) == 0.5 + 3
+    assert group_seconds("all-gather", 64.0, 4, 4, system) == 0.5 + 3
 
 
 def test_a_collective_goes_along_its_axis_where_the_plan_put_that():
     system = machine(link=30.0, far=10.0)
     plan = Plan(tp=4, dp=8, global_batch=8, overlap="data")
     each = Collective("all-gather", "tp", 960.0)
-    assert collective_seconds(each, plan, system, IDEAL) == pytest.approx(960 * 3 / 4 / 30)
+    assert collective_seconds(each, plan, system) == pytest.approx(960 * 3 / 4 / 30)
     apart = plan.override(order=("dp", "tp", "cp", "ep", "pp"))
-    assert collective_seconds(each, apart, system, IDEAL) == pytest.approx(960 * 3 / 4 / 10)
-    assert collective_seconds(each._replace(axis="cp"), plan, system, IDEAL) == 0
+    assert collective_seconds(each, apart, system) == pytest.approx(960 * 3 / 4 / 10)
+    assert collective_seconds(each._replace(axis="cp"), plan, system) == 0
 
 
 def test_keys_and_values_travel_in_the_open_whatever_overlaps():
     each, plan, system = Collective("all-gather", "cp", 1e6), Plan(cp=4), machine(link=1.0)
-    seconds = [collective_seconds(each, plan.override(overlap=o), system, IDEAL) for o in ("data", "all")]
+    seconds = [collective_seconds(each, plan.override(overlap=o), system) for o in ("data", "all")]
     assert seconds == [1e6 * 3 / 4] * 2
 
 
 def test_overlap_leaves_one_part_of_a_gather_and_what_the_others_take_from_products():
-    system, constants = machine(link=30.0), replace(IDEAL, hidden=0.25)
+    system = machine(link=30.0, hidden=0.25)
     plan = Plan(tp=4, overlap="data")
     for verb in ("all-gather", "reduce-scatter"):
         each = Collective(verb, "tp", 960.0)
-        alone = collective_seconds(each, plan, system, constants)
-        behind = collective_seconds(each, plan.override(overlap="all"), system, constants)
+        alone = collective_seconds(each, plan, system)
+        behind = collective_seconds(each, plan.override(overlap="all"), system)
         assert behind == pytest.approx(alone / 4 + 0.25 * alone * 3 / 4)
     # A sum has no parts that a product could wait for one by one.
     each = Collective("all-reduce", "tp", 960.0)
-    assert collective_seconds(each, plan.override(overlap="all"), system, constants) == pytest.approx(
-        collective_seconds(each, plan, system, constants)
+    assert collective_seconds(each, plan.override(overlap="all"), system) == pytest.approx(
+        collective_seconds(each, plan, system)
     )
 
 
 def test_a_message_takes_the_link_that_it_travels():
-    system = replace(machine(), inside=Link(1.0, 30.0), between=Link(5.0, 10.0))
-    constants = replace(IDEAL, inside=0.5, between=0.25)
-    assert message_seconds(60.0, True, system, constants) == 1 + 60 / 15
-    assert message_seconds(60.0, False, system, constants) == 5 + 60 / 2.5
+    system = replace(machine(inside=0.5, between=0.25), inside=Link(1.0, 30.0), between=Link(5.0, 10.0))
+    assert message_seconds(60.0, True, system) == 1 + 60 / 15
+    assert message_seconds(60.0, False, system) == 5 + 60 / 2.5
 
 
 def test_new_memory_counts_alone_as_in_a_stage():
     config, plan, seq = replace(LLAMA, context_length=2**20, num_layers=1), Plan(), 2**20
-    constants = replace(CONSTANTS, host=0.0)
     for touch in (0.0, 1e-9):
-        system = replace(system_preset("A100-80GB"), touch=touch)
-        parts = [timed_part(config, plan, seq, group, system, constants) for group in ("dense", "embedding", "head")]
+        system = replace(system_preset("A100-80GB"), touch=touch, constants=replace(CONSTANTS, host=0.0))
+        parts = [timed_part(config, plan, seq, group, system) for group in ("dense", "embedding", "head")]
         alone = [sum(getattr(part, way).busy for part in parts) for way in ("forward", "backward")]
-        found = stage_seconds(config, plan, seq, 0, system, constants)
+        found = stage_seconds(config, plan, seq, 0, system)
         assert alone == pytest.approx([found.forward, found.backward], rel=1e-12)
 
 

@@ -31,7 +31,11 @@ def all_operators(config: ModelConfig, plan: Plan) -> list[tuple[Operator, float
 
 
 def flops(config: ModelConfig, plan: Plan, of: str = "") -> tuple[float, float]:
-    found = [(each.flops, times) for each, times in all_operators(config, plan) if of in each.name]
+    found = [
+        ([sum(one.flops for one in way) for way in (each.forward, each.backward)], times)
+        for each, times in all_operators(config, plan)
+        if of in each.name
+    ]
     return sum(times * each[0] for each, times in found), sum(times * each[1] for each, times in found)
 
 

@@ -16,8 +16,8 @@ from cs336_systems.presets import model_preset
 A100 = system_preset("A100-80GB")
 GPT3 = model_preset("gpt3-175b")
 # A network of one speed without latency, in nodes of 8.
-PLAIN = replace(A100, inside=Link(0.0, 1e11), between=Link(0.0, 1e11))
 FULL_SPEED = Constants(inside=1.0, between=1.0, call=0.0)
+PLAIN = replace(A100, inside=Link(0.0, 1e11), between=Link(0.0, 1e11), constants=FULL_SPEED)
 
 
 # The roofline.
@@ -37,12 +37,12 @@ def test_a_point_of_the_roofline_is_flops_over_bytes_and_over_time():
 
 
 def test_points_take_as_long_as_a_block_does_and_lie_under_the_attainable_roof():
-    plan, constants = Plan(tp=4, micro_batch=2, global_batch=2), Constants(host=0.0)
-    found = roofline.points(GPT3, plan, 2048, A100, constants)
-    one, two = (step_time(GPT3.override(num_layers=layers), plan, 2048, A100, constants).parts for layers in (1, 2))
+    plan, system = Plan(tp=4, micro_batch=2, global_batch=2), replace(A100, constants=Constants(host=0.0))
+    found = roofline.points(GPT3, plan, 2048, system)
+    one, two = (step_time(GPT3.override(num_layers=layers), plan, 2048, system).parts for layers in (1, 2))
     block = sum(point.seconds for point in found if point.operator not in ("last norm", "logits", "loss"))
     assert block == pytest.approx(sum(two[way] - one[way] for way in ("forward", "backward")), rel=1e-9)
-    peak, attainable = roofline.roofs(plan, A100, constants)
+    peak, attainable = roofline.roofs(plan, system)
     assert peak == (A100.bandwidth, A100.matmul_flops)
     assert all(point.rate <= attainable.at(point.intensity) < peak.at(point.intensity) for point in found)
     wide = roofline.roofs(replace(plan, width=4), A100)[0]
@@ -112,12 +112,12 @@ def test_a_model_that_fits_nowhere_gets_one_line():
 
 def test_what_an_axis_sends_grows_as_n_minus_one_over_n_of_the_same_bytes():
     config = model_preset("llama-8b").override(attention="flash")
-    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, [2, 8], 16, FULL_SPEED) for axis in degrees.AXES}
+    lines = {axis: degrees.shares(config, 8192, PLAIN, axis, [2, 8], 16) for axis in degrees.AXES}
     for axis, ratio in (("tp", 7 / 4), ("cp", 7 / 4), ("dp", 7 / 4), ("ep", 7 / 16)):  # of ep each has 1/n of the rows
         two, eight = lines[axis]
         assert eight.communication / two.communication == pytest.approx(ratio, rel=1e-6), axis
         assert 2 < two.computing / eight.computing <= 4, axis
-    step = step_time(config, Plan(tp=8, sequence=True, overlap="none"), 8192, PLAIN, FULL_SPEED)
+    step = step_time(config, Plan(tp=8, sequence=True, overlap="none"), 8192, PLAIN)
     both = lines["tp"][1].communication + lines["tp"][1].computing
     assert both == pytest.approx(step.total - step.parts["optimizer"], rel=1e-12)
     # ZeRO 3 gathers 16-bit weights twice and scatters 32-bit gradients.

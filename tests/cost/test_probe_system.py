@@ -1,7 +1,7 @@
 """This machine as a System: the law of its products, the file that keeps it, and the commands that read it."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import log
 from types import SimpleNamespace
 
@@ -31,9 +31,9 @@ SIZES = [(64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512), (2048,
 
 def timed(ramp: float, wave: float, start: float) -> list[TimedGemm]:
     """Time of a machine that obeys the law of `operator_time.py`."""
-    constants = Constants(product=1.0, ramp=ramp, wave=wave, start=start)
+    system = replace(LAPTOP, constants=Constants(product=1.0, ramp=ramp, wave=wave, start=start))
     works = [Kernel(2.0 * r * i * c, 0.0, r, c, i, width=4) for r, i, c in SIZES]
-    seconds = (kernel_seconds(work, LAPTOP, constants).total for work in works)
+    seconds = (kernel_seconds(work, system).total for work in works)
     return [TimedGemm(*size, took) for size, took in zip(SIZES, seconds, strict=True)]
 
 
@@ -61,19 +61,18 @@ def test_large_results_are_given_new_memory():
     assert new_bytes(large) == 0  # three kernels of a third each
     product = Kernel(2.0, 0.0, rows=4096, columns=2048, inner=1, width=4)
     assert new_bytes(product) == 2**25
-    constants = Constants(start=0.0)
-    free = replace(LAPTOP, touch=0.0)
-    added = kernel_seconds(product, LAPTOP, constants).total - kernel_seconds(product, free, constants).total
+    system = replace(LAPTOP, constants=Constants(start=0.0))
+    added = kernel_seconds(product, system).total - kernel_seconds(product, replace(system, touch=0.0)).total
     assert added == pytest.approx(LAPTOP.touch * 2**25)
 
 
 def test_a_machine_is_kept_in_a_file(tmp_path):
-    write_json(tmp_path / "m.json", asdict(LAPTOP))
+    write_json(tmp_path / "m.json", LAPTOP.record())
     found = read_machine(tmp_path / "m.json")
     assert found == LAPTOP
     assert (found.measured, found.sources) == (LAPTOP.measured, LAPTOP.sources)
     with pytest.raises(UserError, match="name another file"):
-        write_json(tmp_path / "no" / "m.json", asdict(LAPTOP))
+        write_json(tmp_path / "no" / "m.json", LAPTOP.record())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_a_machine_is_kept_in_a_file(tmp_path):
 )
 def test_a_figure_that_is_none_is_one_line(change, says, tmp_path):
     path = tmp_path / "m.json"
-    path.write_text(json.dumps(asdict(LAPTOP) | change))
+    path.write_text(json.dumps(LAPTOP.record() | change))
     with pytest.raises(UserError, match=says) as error:
         read_machine(path)
     assert "\n" not in str(error.value)
@@ -110,7 +109,7 @@ def test_a_file_that_is_not_there_says_how_to_make_it(tmp_path):
 
 
 def test_a_file_of_before_machines_said_what_overlaps(tmp_path):
-    older = asdict(LAPTOP)
+    older = LAPTOP.record()
     del older["overlap"]
     (tmp_path / "m.json").write_text(json.dumps(older), encoding="utf-8-sig")
     assert read_machine(tmp_path / "m.json") == LAPTOP
@@ -124,10 +123,10 @@ def predicted(capsys: pytest.CaptureFixture[str], *where: str) -> float:
 
 
 def test_the_commands_predict_for_it(tmp_path, capsys, monkeypatch):
-    write_json(tmp_path / "m.json", asdict(LAPTOP))
+    write_json(tmp_path / "m.json", LAPTOP.record())
     seconds = predicted(capsys, "--machine-file", str(tmp_path / "m.json"))
     slower = replace(LAPTOP, measured=LAPTOP.measured | {"ramp": 500.0})
-    write_json(tmp_path / "slow.json", asdict(slower))
+    write_json(tmp_path / "slow.json", slower.record())
     assert predicted(capsys, "--machine-file", str(tmp_path / "slow.json")) > 1.2 * seconds  # its own constants count
     monkeypatch.setattr("cs336_systems.cost.machines.probe_here", lambda: LAPTOP)
     assert predicted(capsys, "--system", "HERE") == seconds
@@ -174,7 +173,7 @@ def probe_case(rank: int, world: int, folder: str, out: str) -> None:
     """In a process of its own, for ranks are forked from one that has run no tensor code."""
     probing.CPU_SIZES, probing.LARGE_BYTES = ((64, 64, 64), (128, 32, 64)), 2**16
     probing.COPIED, probing.HEADS, probing.ROUNDS, probe.FRESH_BYTES = {"cpu": 2**16}, 1, 2, 2**20
-    write_json(probing.Path(out), asdict(probing.probe_system(torch.device("cpu"), 0.05)))
+    write_json(probing.Path(out), probing.probe_system(torch.device("cpu"), 0.05).record())
 
 
 def test_this_machine_has_figures(tmp_path):
@@ -186,5 +185,7 @@ def test_this_machine_has_figures(tmp_path):
     assert 0 < found.measured["start"] < 1
     assert found.measured["host"] == 0
     assert all("measured on" in found.sources[name] for name in ("wide_flops", "bandwidth", "inside", "touch", "ramp"))
-    rate = product_rate(Kernel(1.0, 0.0, 64, 64, 64, width=4), found, replace(Constants(), **found.measured))
+    rate = product_rate(
+        Kernel(1.0, 0.0, 64, 64, 64, width=4), replace(found, constants=replace(Constants(), **found.measured))
+    )
     assert 0 < rate <= found.wide_flops

@@ -1,7 +1,7 @@
 """Where a search finds nothing that runs: its advice, followed, finds something; and whose constants times are of."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
@@ -103,19 +103,22 @@ def test_options_are_those_of_the_command():
 
 
 def test_constants_are_measured_ones_unless_a_file_has_others(tmp_path):
-    assert MachineOptions().constants_for(A100) == CONSTANTS
-    assert MachineOptions().constants_for(OWN) == replace(CONSTANTS, **OWN.measured) != CONSTANTS
-    write_json(tmp_path / "c.json", {"constants": {"host": 1e-3}})
-    assert MachineOptions(constants=tmp_path / "c.json").constants_for(OWN) == replace(CONSTANTS, host=1e-3)
+    assert MachineOptions().machine().constants == CONSTANTS
+    own, constants = tmp_path / "own.json", tmp_path / "c.json"
+    write_json(own, OWN.record())
+    assert MachineOptions(machine_file=own).machine().constants == replace(CONSTANTS, **OWN.measured) != CONSTANTS
+    write_json(constants, {"constants": {"host": 1e-3}})
+    found = MachineOptions(machine_file=own, constants=constants).machine()
+    assert found.constants == replace(CONSTANTS, host=1e-3)
 
 
 def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(plot, "check_path", lambda path: None)
     monkeypatch.setattr(plot, "_write", lambda figure, out: None)
-    monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append((study.system, study.constants)))
-    monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(zip(given[2], given[5], strict=True)))
-    write_json(tmp_path / "own.json", asdict(OWN))
+    monkeypatch.setattr(plot.scaling, "draw", lambda study, *rest: seen.append(study.system))
+    monkeypatch.setattr(degrees, "draw", lambda *given: seen.extend(given[2]))
+    write_json(tmp_path / "own.json", OWN.record())
     monkeypatch.setattr(machines, "probe_here", lambda: replace(OWN, name="this"))
     own = replace(CONSTANTS, **OWN.measured)
     for words, expected in {
@@ -125,4 +128,4 @@ def test_pictures_use_measured_constants(tmp_path, monkeypatch):
     }.items():
         seen.clear()
         assert run_command(main, ["plot", *words.split(), *["--size", "small", "--out", "a.svg"]]) == 0
-        assert [(machine.name, constants) for machine, constants in seen] == expected
+        assert [(machine.name, machine.constants) for machine in seen] == expected

@@ -6,7 +6,6 @@ import pytest
 
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import forward_flops
-from cs336_systems.cost.machines import Constants
 from cs336_systems.cost.operators import Rank, operators_of
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import Seconds, stage_groups, stage_seconds
@@ -19,11 +18,9 @@ from tests.support.cost_cases import COMPUTES, GPT, IDEAL, LLAMA, MOE, MOVES, SE
 ROWS = 5
 
 
-def spent(
-    config: ModelConfig, system, plan: Plan | None = None, stage: int = 0, constants: Constants = IDEAL
-) -> Seconds:
+def spent(config: ModelConfig, system, plan: Plan | None = None, stage: int = 0) -> Seconds:
     plan = plan or Plan(micro_batch=ROWS, global_batch=ROWS)
-    return stage_seconds(config, plan, SEQ, stage, system, constants)
+    return stage_seconds(config, plan, SEQ, stage, system)
 
 
 def plan_of(m: int = 1, **degrees) -> Plan:
@@ -57,12 +54,12 @@ def test_the_device_waits_for_the_host_where_kernels_are_short():
         for each in operators_of(rank, group):
             kernels[0] += int(times) * sum(work.kernels for work in each.forward)
             kernels[1] += int(times) * sum(work.kernels for work in each.backward)
-    slow = spent(GPT, machine(), constants=replace(IDEAL, host=2.0))
+    slow = spent(GPT, machine(host=2.0))
     assert (slow.forward, slow.host) == (0, 2.0 * sum(kernels))
     # Each kernel that takes half as long as the host needs hides half of that.
-    half = spent(GPT, machine(), constants=replace(IDEAL, host=2.0, start=1.0))
+    half = spent(GPT, machine(host=2.0, start=1.0))
     assert (half.forward, half.backward, half.host) == (*kernels, sum(kernels))
-    assert spent(GPT, machine(), constants=replace(IDEAL, host=1.0, start=1.0)).host == 0
+    assert spent(GPT, machine(host=1.0, start=1.0)).host == 0
 
 
 def test_messages_are_those_of_the_projects_own_stages():
@@ -83,7 +80,7 @@ def test_messages_cross_nodes_as_soon_as_one_does():
     assert spent(GPT, system, plan_of(tp=4, pp=4, m=4)).messages == pytest.approx(2 * 10.0)
     chunks = plan_of(tp=4, pp=2, chunks=3, m=4)
     assert spent(GPT, system, chunks).messages == pytest.approx(2 * 3 * 1.0)
-    hidden = spent(GPT, system, chunks.override(overlap="all"), constants=replace(IDEAL, hidden=0.25))
+    hidden = spent(GPT, replace(system, constants=replace(IDEAL, hidden=0.25)), chunks.override(overlap="all"))
     assert hidden.messages == pytest.approx(0.25 * 2 * 3)
 
 

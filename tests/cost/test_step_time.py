@@ -47,13 +47,13 @@ def plan_of(m: int = 1, **degrees) -> Plan:
 def predicted(monkeypatch, plan: Plan, forward: list[float], backward: list[float]) -> float:
     """The pipeline's time if stages take so long."""
 
-    def stage_seconds(config, plan, seq, stage, system, constants):
+    def stage_seconds(config, plan, seq, stage, system):
         return Seconds(forward=forward[stage], backward=backward[stage])
 
     monkeypatch.setattr(module, "stage_seconds", stage_seconds)
     monkeypatch.setattr(module, "stage_kinds", lambda config, plan: dict.fromkeys(range(plan.pp), 1))
     config = replace(GPT, num_layers=plan.pp * plan.chunks, tied_head=False)
-    return step_time(config, plan, SEQ, IDLE, IDEAL).total
+    return step_time(config, plan, SEQ, IDLE).total
 
 
 def played(plan: Plan, forward: list[float], backward: list[float]) -> float:
@@ -98,8 +98,8 @@ def test_stages_that_are_alike_are_counted_and_not_computed_anew():
 
 def test_the_last_stage_has_the_head_and_the_others_wait_for_it():
     plan = plan_of(m=6, pp=3)
-    found = step_time(GPT, plan, SEQ, COMPUTES, IDEAL)
-    times = [sum(module.stage_seconds(GPT, plan, SEQ, stage, COMPUTES, IDEAL)) for stage in range(3)]
+    found = step_time(GPT, plan, SEQ, COMPUTES)
+    times = [sum(module.stage_seconds(GPT, plan, SEQ, stage, COMPUTES)) for stage in range(3)]
     assert found.stage == 2
     assert found.total == pytest.approx(6 * times[2] + times[0] + times[1])
     assert found.parts["bubble"] == pytest.approx(times[0] + times[1])
@@ -108,11 +108,11 @@ def test_the_last_stage_has_the_head_and_the_others_wait_for_it():
 @pytest.mark.parametrize("name", sorted(set(KINDS) - {"bert"}))
 @pytest.mark.parametrize("degrees", [{}, {"dp": 2}, {"cp": 2}, {"m": 3, "dp": 2}])
 def test_a_machine_without_losses_is_used_in_full(name, degrees):
-    assert step_time(KINDS[name], plan_of(**degrees), SEQ, COMPUTES, IDEAL).mfu == pytest.approx(1)
+    assert step_time(KINDS[name], plan_of(**degrees), SEQ, COMPUTES).mfu == pytest.approx(1)
 
 
-def data_parallel(plan: Plan, spent: Seconds = NOTHING, config: ModelConfig = LLAMA, constants=IDEAL) -> float:
-    return data_parallel_seconds(config, plan, SEQ, 0, spent, SENDS, constants)
+def data_parallel(plan: Plan, spent: Seconds = NOTHING, config: ModelConfig = LLAMA, system=SENDS) -> float:
+    return data_parallel_seconds(config, plan, SEQ, 0, spent, system)
 
 
 def test_what_each_zero_stage_sends():
@@ -134,9 +134,9 @@ def test_experts_are_summed_over_those_that_have_the_same():
 
 
 def test_stage_3_calls_once_for_each_matrix():
-    calls, m = replace(IDEAL, call=1.0), 5
+    m = 5
     plan = plan_of(m=m, dp=4, zero=3, overlap="none")
-    found = data_parallel_seconds(LLAMA, plan, SEQ, 0, NOTHING, machine(), calls)
+    found = data_parallel_seconds(LLAMA, plan, SEQ, 0, NOTHING, machine(call=1.0))
     assert found == m * 3 * (4 * LLAMA.num_layers + 1)  # gathered twice and scattered; the head besides
 
 
@@ -145,7 +145,7 @@ def test_a_tied_embedding_is_summed_within_a_node_or_between():
     words = 4 * config.vocab_size * config.d_model
     for node, rate in ((2, 10.0), (1, 2.0)):
         system = machine(link=10.0, far=2.0, node=node)
-        assert data_parallel_seconds(config, plan, SEQ, 0, NOTHING, system, IDEAL) == words / rate
+        assert data_parallel_seconds(config, plan, SEQ, 0, NOTHING, system) == words / rate
 
 
 def test_gradients_hide_behind_backward_but_for_the_last_bucket():
@@ -154,7 +154,7 @@ def test_gradients_hide_behind_backward_but_for_the_last_bucket():
     assert data_parallel(plan_of(dp=4), Seconds(backward=1e12)) == 2 * 4 * weights * 3 / 4
     weights = stage_weights(BIG, plan_of(), SEQ, 0)[0]
     alone, last = 2 * 4 * weights * 3 / 4, 40e6 / weights
-    hidden = replace(IDEAL, hidden=0.25)
+    hidden = machine(link=1.0, hidden=0.25)
     for backward, recompute, sticks_out in (
         (1e12, 0.0, last * alone),
         (0.0, 1e12, last * alone),
@@ -174,8 +174,8 @@ def test_gradients_hide_behind_backward_but_for_the_last_bucket():
 def test_buckets_grow_with_the_ranks_that_each_waits_for(dp, size):
     """Megatron-LM's default: 40 million gradients, or a million for each rank if that is more."""
     weights = stage_weights(BIG, plan_of(), SEQ, 0)[0]
-    plan, calls = plan_of(dp=dp), replace(IDEAL, call=1.0)
-    assert data_parallel_seconds(BIG, plan, SEQ, 0, NOTHING, IDLE, calls) == ceil(weights / size) > 2
+    plan = plan_of(dp=dp)
+    assert data_parallel_seconds(BIG, plan, SEQ, 0, NOTHING, machine(call=1.0)) == ceil(weights / size) > 2
     exposed = data_parallel(plan, Seconds(backward=1e12), BIG)
     assert exposed == pytest.approx(2 * 4 * size * (dp - 1) / dp)
 
@@ -184,11 +184,11 @@ def test_adamw_moves_38_bytes_a_weight_that_a_rank_steps():
     """The gradient is read for its norm; gradient, weight and moments for the step, which writes the last three and the
     weight in 16 bits; the gradient is set to zero."""
     each = 4 + 4 * 4 + 3 * 4 + 2 + 4
-    machine_of_bytes = replace(IDLE, bandwidth=2.0)
+    machine_of_bytes = replace(IDLE, bandwidth=2.0, constants=replace(IDEAL, memory=0.5))
     shared, owned, _ = stage_weights(MOE, plan_of(ep=2), SEQ, 0)
     for zero, weights in ((0, shared + owned), (1, shared / 8 + owned / 4), (3, shared / 8 + owned / 4)):
         plan = plan_of(dp=2, ep=2, cp=2, zero=zero)
-        found = optimizer_seconds(MOE, plan, SEQ, 0, machine_of_bytes, replace(IDEAL, memory=0.5))
+        found = optimizer_seconds(MOE, plan, SEQ, 0, machine_of_bytes)
         assert found == pytest.approx(each * weights)
 
 

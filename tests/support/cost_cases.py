@@ -40,9 +40,13 @@ KINDS = {"gpt": GPT, "bert": BERT, "llama": LLAMA, "experts": MOE, "shared exper
 IDEAL = Constants(1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)
 
 
-def machine(flops: float = inf, memory: float = inf, link: float = inf, far: float = 0.0, node: int = 8) -> System:
-    """FLOP/s, bytes/s of memory, bytes/s of links; what is not said takes no time."""
-    return System("test", flops, flops, 1.0, memory, inf, 1, node, Link(0.0, link), Link(0.0, far or link))
+def machine(
+    flops: float = inf, memory: float = inf, link: float = inf, far: float = 0.0, node: int = 8, **losses: float
+) -> System:
+    """FLOP/s, bytes/s of memory, bytes/s of links; what is not said takes no time. `losses` are constants that are not
+    ideal."""
+    links, constants = (Link(0.0, link), Link(0.0, far or link)), replace(IDEAL, **losses)
+    return System("test", flops, flops, 1.0, memory, inf, 1, node, *links, constants=constants)
 
 
 COMPUTES, MOVES, SENDS = machine(flops=1.0), machine(memory=1.0), machine(link=1.0)

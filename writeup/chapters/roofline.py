@@ -6,9 +6,8 @@ from typing import Any
 
 from cs336_systems.cost.commands.notebook_page import MACHINE, compared
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import COLUMNS, UNITS, notebook_tables
+from cs336_systems.cost.notebook.tables import COLUMNS, DIFFERENCES, UNITS, Kind, notebook_tables
 from cs336_systems.cost.notebook.tables import Table as NotebookTable
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots import breakdown, roofline

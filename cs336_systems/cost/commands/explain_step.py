@@ -38,9 +38,9 @@ class Derivation:
 
     def __init__(self, request: Request) -> None:
         self.request, self.step = request, request.step()
-        self.plan, self.system, self.constants = request.plan, request.system, request.constants
+        self.plan, self.system = request.plan, request.system
         stage = request.config, request.plan, request.seq, self.step.stage
-        self.stage = stage_seconds(*stage, request.system, request.constants)
+        self.stage = stage_seconds(*stage, request.system)
         self.parts = request.timed(stage_groups(request.config, request.plan, self.step.stage))
         self.peak = self.system.matmul_flops if self.plan.width == 2 else self.system.wide_flops
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
@@ -71,7 +71,7 @@ def explain_step(request: Request) -> tuple[dict[str, Any], dict[str, Table]]:
 
 def _totals(found: Derivation) -> dict[str, Any]:
     """FLOPs, passes of a microbatch, AdamW, and the sum."""
-    request, plan, system, constants = found.request, found.plan, found.system, found.constants
+    request, plan, system, constants = found.request, found.plan, found.system, found.system.constants
     step, stage, parts, peak = found.step, found.stage, found.step.parts, found.peak
     flops = forward_flops(request.config, 1, request.seq)
     sequence_flops, least = step.model_flops / plan.global_batch, step.model_flops / (plan.ranks * peak)
@@ -83,7 +83,7 @@ def _totals(found: Derivation) -> dict[str, Any]:
     rerun = "attention's core" if request.config.recompute == "attention" else "whole blocks"
     collectives = "" if found.axes else None
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
-    memory_rate, adamw_bytes, zero = system.bandwidth * constants.memory, optimizer_bytes(plan), plan.zero > 0
+    memory_rate, adamw_bytes, zero = system.memory_rate, optimizer_bytes(plan), plan.zero > 0
     adamw_moved = parts["optimizer"] * memory_rate
     return locals() | {
         "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
@@ -94,20 +94,20 @@ def _totals(found: Derivation) -> dict[str, Any]:
 
 def _product(found: Derivation) -> dict[str, Any]:
     """Both sides of the roofline of the largest product."""
-    system, constants = found.system, found.constants
+    system, constants = found.system, found.system.constants
     operator, product = found.largest_product()
     batched, rows, tile = product.number > 1, product.number * product.rows, TILE
     waves = product.number * product.rows * product.columns / (TILE * system.processors)
     full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)
-    rate, kernel = product_rate(product, system, constants), timing([product], [], found.plan, system, constants)
+    rate, kernel = product_rate(product, system), timing([product], [], found.plan, system)
     rate_share, compute = rate / found.peak, product.flops / rate
-    moving, compute_bound = product.nbytes / (system.bandwidth * constants.memory), kernel.compute > 0
+    moving, compute_bound = product.nbytes / system.memory_rate, kernel.compute > 0
     return locals()
 
 
 def _between(found: Derivation) -> dict[str, Any]:
     """Messages and the bubble of a pipeline, and collectives of data parallelism."""
-    request, plan, step, constants = found.request, found.plan, found.step, found.constants
+    request, plan, step, constants = found.request, found.plan, found.step, found.system.constants
     config, seq, verbs = request.config, request.seq, {0: "all-reduced", 3: f"{SCATTERED} for each pass"}
     pipeline, messages, others, chunked = "" if plan.pp > 1 else None, 2 * plan.chunks, plan.pp - 1, plan.chunks > 1
     message = plan.width * plan.micro_batch * seq * config.d_model / (plan.cp * plan.tp)
@@ -118,7 +118,7 @@ def _between(found: Derivation) -> dict[str, Any]:
     weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
     gradients, verb = GRADIENT * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
-    alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system, constants)
+    alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
     overlaps, bucket = plan.overlap != "none", bucket_size(plan.replicas)
     return locals()
 
@@ -126,7 +126,7 @@ def _between(found: Derivation) -> dict[str, Any]:
 def _kernels(found: Derivation) -> Table:
     """Kernels of one block or end of the model in each pass, and how long the host takes to launch them."""
     columns = ["one of", "<pass", "FLOPs", "bytes", "by compute", "by memory", "kernels", "start", "together"]
-    rows, host = [], found.constants.host
+    rows, host = [], found.system.constants.host
     for part in found.parts:
         for way in PASSES:
             one: Timing = getattr(part, way)
@@ -140,8 +140,8 @@ def _kernels(found: Derivation) -> Table:
 
 def _axes(found: Derivation) -> Table:
     """Ranks of each axis, the bandwidth at which they send, and the seconds that they take on the stage."""
-    system, constants, m = found.system, found.constants, found.plan.microbatches
-    inside, between = system.inside.bandwidth * constants.inside, system.between.bandwidth * constants.between
+    system, m = found.system, found.plan.microbatches
+    inside, between = system.link_rates
     rows = []
     for axis in found.axes:
         ranks, local = getattr(found.plan, axis), found.plan.local(axis, node=system.node)
@@ -160,6 +160,6 @@ def _collectives(found: Derivation) -> Table:
         for part in found.parts:
             for way, sent in found.collectives(part, axis).items():
                 for each, count in sent.items():
-                    seconds = format_seconds(collective_seconds(each, found.plan, found.system, found.constants))
+                    seconds = format_seconds(collective_seconds(each, found.plan, found.system))
                     rows.append([axis, part.name, way, str(count), each.verb, format_bytes(each.nbytes), seconds])
     return new_table(["axis", "<one of", "<pass", "count", "<collective", "bytes", "each takes"], rows)

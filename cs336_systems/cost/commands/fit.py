@@ -13,10 +13,10 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.commands.request import FILE, MachineOptions, ModelOptions, PlanOptions, take
-from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, fit, mean_error, worst_error
+from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
-from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, write_json
+from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, load_constants, write_json
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, options, setting
@@ -56,7 +56,8 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
-    prior = machine.constants_for(system) if system or machine.constants else CONSTANTS
+    kept = load_constants(machine.constants) if machine.constants else CONSTANTS
+    prior = system.constants if system else kept
     given = _given(kwargs, named, system)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
@@ -83,9 +84,7 @@ def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> Lo
     model, plan = take(ModelOptions, kwargs), take(PlanOptions, kwargs)
     said = {name: value for part in (model, plan) for name, value in asdict(part).items() if name in named}
     known = bool(named & {"size", "d_model"})
-    return LogOptions(
-        system, model.vocab_size, model.model_config() if known else None, plan.plan() if known else None, said
-    )
+    return LogOptions(system, model.model_config() if known else None, plan.plan() if known else None, said)
 
 
 def described(found: Sequence[Observation]) -> list[str]:
@@ -140,8 +139,8 @@ def summary(result: Calibration, fitted: Sequence[Observation], apart: Sequence[
     ways = [("before", result.before), ("after", result.after), ("if each is left out", result.left_out)]
     if apart:
         ways.append((f"of the {len(apart)} left out", [log_ratio(each, result.constants) for each in apart]))
-    errors = (f"{mean_error(logs):.1%} {name} (worst {worst_error(logs):.0%})" for name, logs in ways)
-    lines = [f"mean error over {len(fitted)}: {', '.join(errors)}"]
+    texts = (f"{mean:.1%} {name} (worst {worst:.0%})" for name, logs in ways for mean, worst in [errors(logs)])
+    lines = [f"mean error over {len(fitted)}: {', '.join(texts)}"]
     if result.noise > NOISE and len(fitted) > 1:
         lines.append(f"the data scatter about the fit by {result.noise:.0%}, from which the uncertainties follow")
     far = [each for each, log in zip(fitted, result.after, strict=True) if not 1 / FAR < exp(log) < FAR]

@@ -1,7 +1,6 @@
 """`memory`: bytes of each rank of a plan, stage by stage, and which choices would make it fit."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 from rich.console import Console
@@ -14,15 +13,6 @@ from cs336_systems.cost.plan_memory import RESERVE, fullest_stages, peak_bytes, 
 from cs336_systems.cost.step_time import expert_every
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
-
-
-class Choice(NamedTuple):
-    """Bytes of the fullest rank of the same plan with another recomputation and ZeRO stage."""
-
-    recompute: str
-    zero: int
-    peak_bytes: float
-    fits: bool
 
 
 @click.command("memory")
@@ -40,7 +30,7 @@ def command(as_json: bool, **given: Any) -> None:
         for zero in range(4) if plan.replicas > 1 else (0,):
             other = config.override(recompute=recompute), plan.override(zero=zero)
             need = sum(peak_bytes(*other, request.seq)[1].values())
-            choices.append(Choice(name, zero, need, need <= available))
+            choices.append({"recompute": name, "zero": zero, "peak_bytes": need, "fits": need <= available})
     if not as_json:
         _print(console.console(), request, stages, choices)
         return
@@ -54,12 +44,12 @@ def command(as_json: bool, **given: Any) -> None:
             "peak_bytes": need,
             "room_bytes": available,
             "fits": need <= available,
-            "choices": [each._asdict() for each in choices],
+            "choices": choices,
         }
     )
 
 
-def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], choices: Sequence[Choice]) -> None:
+def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]], choices: list[Any]) -> None:
     system, pp, available = request.system, request.plan.pp, usable_memory(request.system)
     peaks = {stage: sum(parts.values()) for stage, parts in stages.items()}
     places = {0: "first", pp - 1: "last"}
@@ -80,10 +70,10 @@ def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]
     screen.print(Text.assemble(counted, verdict, f": {left}\n"))
 
     screen.print("Peak by recomputation and ZeRO stage; in brackets: does not fit.")
-    found = {name: [each for each in choices if each.recompute == name] for name in RECOMPUTE}
-    cells = {name: [format_bytes(each.peak_bytes) for each in row] for name, row in found.items()}
+    found = {name: [each for each in choices if each["recompute"] == name] for name in RECOMPUTE}
+    texts = {True: "{}", False: "({})"}
     rows = [
-        [name, *(text if each.fits else f"({text})" for text, each in zip(cells[name], row, strict=True))]
+        [name, *(texts[each["fits"]].format(format_bytes(each["peak_bytes"])) for each in row)]
         for name, row in found.items()
     ]
-    screen.print(new_table(["recompute", *(f"ZeRO {each.zero}" for each in found["none"])], rows))
+    screen.print(new_table(["recompute", *(f"ZeRO {each['zero']}" for each in found["none"])], rows))

@@ -10,9 +10,17 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import system_preset
-from cs336_systems.cost.notebook.differences import DIFFERENCES, Kind
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import SECTIONS, SUMMED, UNITS, as_records, notebook_tables, show
+from cs336_systems.cost.notebook.tables import (
+    DIFFERENCES,
+    SECTIONS,
+    SUMMED,
+    UNITS,
+    Kind,
+    as_records,
+    notebook_tables,
+    show,
+)
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.errors import UserError

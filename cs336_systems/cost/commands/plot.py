@@ -91,12 +91,11 @@ def scaling_command(
     out: Path, batch_size: int, per_gpu: int, least: int, most: int, fixed: tuple[str, ...], zero: int, **given: Any
 ) -> None:
     """MFU and tokens per second by number of accelerators: strong and weak, of the best plan and of fixed ones."""
-    config, asked = take(ModelOptions, given).model_config(), take(MachineOptions, given)
+    config = take(ModelOptions, given).model_config()
     if least > most:
         raise UserError(f"--least {least} is more than --most {most}")
-    pairs, system = [_pair(text) for text in fixed], asked.machine()
-    base, constants = Plan(zero=zero, overlap=system.overlap), asked.constants_for(system)
-    study = scaling.Study(config, config.context_length, system, base, constants)
+    pairs, system = [_pair(text) for text in fixed], take(MachineOptions, given).machine()
+    study = scaling.Study(config, config.context_length, system, Plan(zero=zero, overlap=system.overlap))
     counts = [least << k for k in range((most // least).bit_length())]
     _write(scaling.draw(study, counts, batch_size, per_gpu, pairs), out)
 
@@ -115,10 +114,8 @@ def degrees_command(out: Path, system: tuple[str, ...], most: int, batch_size: i
     if most & (most - 1):
         raise UserError(f"--most {most} is not a power of two: take {1 << most.bit_length() - 1}")
     config = take(ModelOptions, given).model_config()
-    asked = [MachineOptions(system=name) for name in dict.fromkeys(map(str.lower, system))]
-    systems = [each.machine() for each in asked]
-    constants = [each.constants_for(found) for each, found in zip(asked, systems, strict=True)]
-    _write(degrees.draw(config, config.context_length, systems, most, batch_size or most, constants), out)
+    systems = [MachineOptions(system=name).machine() for name in dict.fromkeys(map(str.lower, system))]
+    _write(degrees.draw(config, config.context_length, systems, most, batch_size or most), out)
 
 
 @command.command("all")

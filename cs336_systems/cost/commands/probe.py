@@ -1,6 +1,5 @@
 """`probe`: this machine, measured in seconds, as the machine that the other commands predict for."""
 
-from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 from typing import Literal
@@ -24,7 +23,7 @@ def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: flo
     check_out(out)
     system = probe_here(budget, device)
     if out:
-        write_json(out, asdict(system))
+        write_json(out, system.record())
     screen = console.console()
     screen.print(figures(system))
     used = f"--machine-file {out}" if out else "--system here (or keep it: probe --out FILE)"

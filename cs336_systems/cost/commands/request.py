@@ -10,7 +10,7 @@ import click
 
 from cs336_systems.cost import machines
 from cs336_systems.cost.domain import warnings
-from cs336_systems.cost.machines import CONSTANTS, DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, Constants, System
+from cs336_systems.cost.machines import CONSTANTS, DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
 from cs336_systems.cost.operator_time import TimedPart, timed_part
 from cs336_systems.cost.operators import Group
 from cs336_systems.cost.parameters import count_parameters
@@ -56,7 +56,7 @@ class ModelOptions:
     num_experts: int | None = setting(None, "Experts of a layer.  [default: the preset's]", type=COUNT)
     expert_every: int | None = setting(None, "Every k-th layer has experts.  [default: the preset's]", type=COUNT)
     recompute: Literal["none", "selective", "full"] | None = setting(
-        None, "What backward runs again: nothing, attention's core, or blocks.  [default: none]"
+        None, "What backward runs again: nothing, attention's core, or blocks.  [default: none; of `search`: all three]"
     )
 
     def model_config(self) -> ModelConfig:
@@ -132,17 +132,17 @@ class MachineOptions:
     )
 
     def machine(self) -> System:
-        """Raises UserError for a machine that is not known, or a file that has none."""
+        """The machine by the constants of the file; without one by this project's, but for those measured on the
+        machine itself. Raises UserError for a machine that is not known, or a file that has none."""
+        name = (self.system or DEFAULT_SYSTEM).lower()
         if self.machine_file and self.system:
             raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")
         if self.machine_file:
-            return machines.read_machine(self.machine_file)
-        name = self.system or DEFAULT_SYSTEM
-        return machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
-
-    def constants_for(self, system: System) -> Constants:
-        """Constants of the file; without one this project's, but for those that were measured on the machine itself."""
-        return machines.load_constants(self.constants) if self.constants else replace(CONSTANTS, **system.measured)
+            found = machines.read_machine(self.machine_file)
+        else:
+            found = machines.probe_here() if name == HERE else machines.system_preset(name)
+        own = machines.load_constants(self.constants) if self.constants else replace(CONSTANTS, **found.measured)
+        return replace(found, constants=own)
 
 
 @dataclass(frozen=True)
@@ -153,29 +153,23 @@ class Request:
     config: ModelConfig
     plan: Plan
     system: System
-    constants: Constants = CONSTANTS
 
     @property
     def seq(self) -> int:
         return self.config.context_length
 
     @property
-    def args(self) -> tuple[ModelConfig, Plan, int, System, Constants]:
-        return self.config, self.plan, self.seq, self.system, self.constants
+    def args(self) -> tuple[ModelConfig, Plan, int, System]:
+        return self.config, self.plan, self.seq, self.system
 
     @property
     def parameters(self) -> int:
         return sum(count_parameters(self.config).values())
 
-    @property
-    def tokens(self) -> int:
-        """Of a step, all ranks together."""
-        return self.plan.global_batch * self.seq
-
     def timed(self, groups: Iterable[tuple[Group, float]]) -> list[TimedPart]:
         """Some parts of the model, and how many of each, on one rank for one microbatch."""
-        config, plan, seq, system, constants = self.args
-        return [timed_part(config, plan, seq, group, system, constants, times) for group, times in groups]
+        config, plan, seq, system = self.args
+        return [timed_part(config, plan, seq, group, system, times) for group, times in groups]
 
     def step(self) -> StepTime:
         return step_time(*self.args)
@@ -221,7 +215,7 @@ def take_request(given: dict[str, Any]) -> Request:
     config = model.model_config()
     plan.plan().check(config, config.context_length)  # a mistake here shows before a machine is measured
     system = machine.machine()
-    return Request(model.title, config, plan.plan(system), system, machine.constants_for(system))
+    return Request(model.title, config, plan.plan(system), system)
 
 
 def as_options(settings: Any) -> list[str]:

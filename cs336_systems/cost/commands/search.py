@@ -45,15 +45,6 @@ LOSSES = (
 
 
 @dataclass(frozen=True)
-class SearchedModelOptions(ModelOptions):
-    """A model, of which the search tries all kinds of recomputation."""
-
-    recompute: Literal["none", "selective", "full"] | None = setting(
-        None, "Only this: backward runs nothing again, attention's core, or blocks.  [default: all three are tried]"
-    )
-
-
-@dataclass(frozen=True)
 class SearchOptions:
     """Options of `search`: accelerators, batch, and choices held at one value."""
 
@@ -83,23 +74,22 @@ class SearchOptions:
 
 
 @click.command("search")
-@options(SearchedModelOptions)
+@options(ModelOptions)
 @options(SearchOptions)
 @options(MachineOptions)
 @tokens_option
 @json_option
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
-    model, asked, machine = (take(each, given) for each in (SearchedModelOptions, SearchOptions, MachineOptions))
+    model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
     config, system = model.model_config(), machine.machine()
-    constants = machine.constants_for(system)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
     layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
     with console.progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
         found = search(
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
-            limit=asked.limit, constants=constants, advance=advance,
+            limit=asked.limit, advance=advance,
         )  # fmt: skip
 
     request = SearchRequest(model, machine, asked.precision, tokens)
@@ -108,7 +98,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     else:
         screen, best = console.console(), found.best[0]
         print_search(screen, found, model.title, request.command(best), request.training(best))
-        print_warnings(screen, warnings(best.step.config, best.plan, seq, system, constants))
+        print_warnings(screen, warnings(best.step.config, best.plan, seq, system))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from cs336_systems.cost.commands.request import (
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.step_time import StepTime
+from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 
@@ -28,19 +28,6 @@ GLOSSARY = (
     "Words: MFU, the share of the accelerators' peak that the model's own FLOPs are; HFU, the same with recomputation; "
     "bubble, the time that stages wait for the pipeline to fill and to drain."
 )
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "recompute": "forward again, in backward",
-    "host": "waiting for the host to launch kernels",
-    "tensor-parallel": "tensor-parallel collectives",
-    "context-parallel": "context-parallel collectives",
-    "expert-parallel": "expert-parallel collectives",
-    "pipeline": "messages between stages",
-    "bubble": "pipeline bubble: filling and draining",
-    "data-parallel": "data-parallel collectives, not hidden",
-    "optimizer": "AdamW",
-}
 
 
 @click.command("step", epilog=f"{DOMAIN}\n\n{GLOSSARY}")
@@ -71,7 +58,7 @@ def step_record(request: Request, step: StepTime) -> dict[str, Any]:
     """All results. `losses` are three summands of the step: the model's FLOPs at the peak, time that kernels of the
     busiest stage, forward and backward, take besides, and everything else."""
     stage, memory = peak_bytes(request.config, request.plan, request.seq)
-    rate, peak = request.tokens / step.total, step.mfu * step.total
+    rate, peak = request.plan.global_batch * request.seq / step.total, step.mfu * step.total
     kernels = step.parts["forward"] + step.parts["backward"]
     return {
         "seconds": step.total,
@@ -111,7 +98,7 @@ def _breakdown(step: StepTime, width: int) -> Table:
     for name, seconds in step.parts.items():
         if seconds:
             bar = Bar(step.total, begin, begin + seconds, width=max(1, room_for_bar))
-            rows.append([LABELS[name], format_seconds(seconds), f"{seconds / step.total:.1%}", bar])
+            rows.append([PARTS[name]["label"], format_seconds(seconds), f"{seconds / step.total:.1%}", bar])
         begin += seconds
     total = Total(["step", format_seconds(step.total), "100.0%", ""])
     return new_table([title, "time", "share", "?<"], [*rows, None, total], narrow=width < NARROW)

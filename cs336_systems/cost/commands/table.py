@@ -65,7 +65,7 @@ def part_totals(request: Request, part: TimedPart) -> dict[str, float]:
         "kept_bytes": sum(each.operator.kept for each in part.operators),
         "weights": sum(each.operator.weights for each in part.operators),
         **{f"{name}_seconds": way.seconds for name, way in ways.items()},
-        "host_seconds": sum(way.waits(request.constants.host) for way in ways.values()),
+        "host_seconds": sum(way.waits(request.system.constants.host) for way in ways.values()),
     }
 
 

@@ -34,7 +34,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     Without FILE, the published runs that this project keeps, by family, those that constants were fitted to apart.
     """
     used, runs = load_constants(constants) if constants else CONSTANTS, read_runs(file or PUBLISHED)
-    pairs = [(run, run.step(used)) for run in runs]
+    pairs = [(run, run.under(used).step()) for run in runs]
     remarks, screen = console.console(stderr=True), console.console()
     for run in runs:
         for note in notes(run):

@@ -14,8 +14,7 @@ from cs336_systems.cost.course.answers import Answer as Answer
 from cs336_systems.cost.course.answers import Question, given
 from cs336_systems.cost.course.arithmetic import ARITHMETIC
 from cs336_systems.cost.course.communication import COMMUNICATION
-from cs336_systems.cost.course.memory import MEMORY
-from cs336_systems.cost.course.xxl import XXL
+from cs336_systems.cost.course.memory import MEMORY, XXL
 from cs336_systems.errors import UserError
 
 # Each computes the numbers of the template of its name, `_` written as `-`.

@@ -61,12 +61,10 @@ class Calibration:
         return {name: value for name, value in values.items() if value > 1 + ROUNDED}
 
 
-def mean_error(logs: Sequence[float]) -> float:
-    return sum(abs(exp(each) - 1.0) for each in logs) / len(logs)
-
-
-def worst_error(logs: Sequence[float]) -> float:
-    return max(abs(exp(each) - 1.0) for each in logs)
+def errors(logs: Sequence[float]) -> tuple[float, float]:
+    """(mean, worst) of predictions, relative."""
+    found = [abs(exp(each) - 1.0) for each in logs]
+    return sum(found) / len(found), max(found)
 
 
 def fit(

@@ -12,44 +12,22 @@ from typing import Any
 from cs336_systems.cost.logs import LoggedRun
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.runs import TrainingRun, read_run
+from cs336_systems.cost.runs import KEYS, TrainingRun, read_run
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
 from cs336_systems.presets import ModelConfig
 
-# Options of `fit` and Megatron-LM's names of them.
-_ARGUMENTS = {
-    "num_layers": "num_layers",
-    "d_model": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_query_groups",
-    "d_ff": "ffn_hidden_size",
-    "vocab_size": "padded_vocab_size",
-    "context": "seq_length",
-    "num_experts": "num_experts",
-    "expert_every": "moe_layer_freq",
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "dp": "data_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "chunks": "virtual_pipeline_model_parallel_size",
-    "micro_batch_size": "micro_batch_size",
-    "batch_size": "global_batch_size",
-    "sequence_parallel": "sequence_parallel",
-}
-_SHAPE = ("hidden_size", "num_layers", "num_attention_heads", "seq_length")
-_OLDER = {"seq_length": "encoder_seq_length"}  # names in other versions or kinds of model
+_NUMBERS, _ARGUMENTS = KEYS["megatron"], KEYS["options"]
+_SHAPE = {key: _NUMBERS[key].split()[0] for key in ("h", "L", "a", "s")}
 _LONG = 4096  # tokens; scores of longer sequences do not fit into memory
 
 
 @dataclass(frozen=True)
 class LogOptions:
-    """A user's options about logged runs: their machine, vocabulary, model and plan where a log has no arguments, and
-    each option of the command line by its name in `ModelOptions` and `PlanOptions`."""
+    """A user's options about logged runs: their machine, model and plan where a log has no arguments, and each
+    option of the command line by its name in `ModelOptions` and `PlanOptions`."""
 
     system: System | None = None
-    vocab_size: int | None = None
     model: ModelConfig | None = None
     plan: Plan | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -58,17 +36,20 @@ class LogOptions:
 def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """The run that a log describes, on the given machine, which no log names. Raises UserError, naming the run, for
     what neither log nor user says, and for contradictions."""
-    if not any(name in logged.arguments for name in _SHAPE):
+    if not any(name in logged.arguments for name in _SHAPE.values()):
         return _bare(logged, given)
-    logged = replace(logged, arguments=logged.arguments | _as_arguments(given.options))
-    lacking = [name for name in _SHAPE if logged.number(name, *_OLDER.get(name, "").split()) is None]
+    said = {_ARGUMENTS[name]: str(value) for name, value in given.options.items() if name in _ARGUMENTS}
+    said |= {"group_query_attention": "True"} if "num_kv_heads" in given.options else {}
+    logged = replace(logged, arguments=logged.arguments | said)
+    numbers = _numbers(logged)
+    lacking = [name for key, name in _SHAPE.items() if numbers[key] is None]
     if lacking:
         flags = [flag(name) for name, argument in _ARGUMENTS.items() if argument in lacking]
         raise UserError(f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: give {', '.join(flags)}")
     if given.system is None:
         raise UserError(f"{logged.name}: a log does not say on what machine it was written: give --system")
     fused, why = _fused(logged, given)
-    run = read_run(_row(logged, given) | {"gpu": given.system.name, "attention": fused}, logged.name)
+    run = read_run(_row(logged, given, numbers) | {"gpu": given.system.name, "attention": fused}, logged.name)
     config, plan, options = run.config, run.plan, given.options
     bert = "bert" in logged.arguments.get("tokenizer_type", "").lower()
     if bert:
@@ -89,9 +70,8 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
 
 
-def _as_arguments(options: Mapping[str, Any]) -> dict[str, str]:
-    found = {_ARGUMENTS[name]: str(value) for name, value in options.items() if name in _ARGUMENTS}
-    return found | ({"group_query_attention": "True"} if "num_kv_heads" in options else {})
+def _numbers(logged: LoggedRun) -> dict[str, Any]:
+    return {key: logged.number(*names.split()) for key, names in _NUMBERS.items()}
 
 
 def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
@@ -107,7 +87,8 @@ def _taken(config: ModelConfig, plan: Plan, why: str) -> str:
 def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     """A run whose log has times, and perhaps a line of degrees, but no arguments."""
     options = {*given.options, *({"global_batch"} if "batch_size" in given.options else ())}
-    said = _degrees(logged) | {"global_batch": logged.batch}
+    numbers = _numbers(logged)
+    said = {axis: numbers[axis] for axis in ("tp", "pp", "cp", "dp")} | {"global_batch": logged.batch}
     said = {name: value for name, value in said.items() if value and name not in options}
     unsaid = [name for name in ("tp", "pp", "dp", "micro_batch_size") if name not in said and name not in given.options]
     flags = ", ".join(map(flag, unsaid))
@@ -125,15 +106,6 @@ def _bare(logged: LoggedRun, given: LogOptions) -> TrainingRun:
         seconds = logged.sample_ms * plan.global_batch / 1e3
     notes = (f"{flags}: 1, since neither the log nor an option says",) if flags else ()
     return TrainingRun(logged.name, given.model, plan, seq, given.system, seconds, notes)
-
-
-def _degrees(logged: LoggedRun) -> dict[str, int | None]:
-    return {
-        "tp": logged.number("tensor_model_parallel_size", "model_parallel_size"),
-        "pp": logged.number("pipeline_model_parallel_size"),
-        "cp": logged.number("context_parallel_size"),
-        "dp": logged.number("data_parallel_size"),
-    }
 
 
 def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
@@ -158,22 +130,17 @@ def _fused(logged: LoggedRun, given: LogOptions) -> tuple[str, str]:
     return next((kind, why) for holds, kind, why in rules if holds)
 
 
-def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
+def _row(logged: LoggedRun, given: LogOptions, numbers: dict[str, Any]) -> dict[str, Any]:
     """The keys of a list of runs."""
-    degrees = _degrees(logged)
-    tp, pp, cp = (degrees[axis] or 1 for axis in ("tp", "pp", "cp"))
+    tp, pp, cp = (numbers[axis] or 1 for axis in ("tp", "pp", "cp"))
     world = logged.number("world_size") or tp * pp * cp
-    dp = degrees["dp"] or world // (tp * pp * cp)
+    dp = numbers["dp"] or world // (tp * pp * cp)
     if tp * pp * cp * dp != world:
         raise UserError(f"{logged.name}: world_size {world} is not tp {tp} x pp {pp} x cp {cp} x dp {dp}")
-    words = given.vocab_size or logged.vocabulary()
+    words = logged.vocabulary()
     if words is None:
         raise UserError(f"{logged.name} does not say how many words its vocabulary has: give --vocab-size")
-    micro = logged.number("micro_batch_size", "batch_size")
-    layers = logged.number("num_layers")
-    within = logged.number("num_layers_per_virtual_pipeline_stage")
-    chunks = logged.number("virtual_pipeline_model_parallel_size")
-    chunks = chunks or (layers // pp // within if layers and within else 1)
+    micro, layers, within = numbers["mbs"], numbers["L"], logged.number("num_layers_per_virtual_pipeline_stage")
     # Version 1 has no microbatches: its batch_size is a replica's.
     older = micro * dp if micro and logged.number("micro_batch_size") is None else None
     batch = given.options.get("batch_size") or logged.batch or older
@@ -184,22 +151,10 @@ def _row(logged: LoggedRun, given: LogOptions) -> dict[str, Any]:
     older_full = logged.says("checkpoint_activations") or logged.says("activations_checkpoint_method")
     recompute = logged.arguments.get("recompute_granularity", "None")
     recompute = recompute if recompute in ("full", "selective") else "full" if older_full else "none"
-    grouped = logged.number("num_query_groups") if logged.says("group_query_attention") else None
-    return {
-        "h": logged.number("hidden_size"),
-        "a": logged.number("num_attention_heads"),
-        "L": layers,
-        "s": logged.number("seq_length", "encoder_seq_length"),
-        "V": words,
-        "tp": tp,
-        "pp": pp,
-        "dp": dp,
-        "cp": cp,
-        "gbs": batch,
-        "mbs": micro,
-        "vpp": chunks,
-        "kv": grouped,
-        "ffn": logged.number("ffn_hidden_size"),
+    return numbers | {
+        **{"V": words, "tp": tp, "pp": pp, "dp": dp, "cp": cp, "gbs": batch},
+        "vpp": numbers["vpp"] or (layers // pp // within if layers and within else 1),
+        "kv": logged.number("num_query_groups") if logged.says("group_query_attention") else None,
         "gated": logged.says("swiglu"),
         "recompute": given.options.get("recompute") or recompute,
         "sp": logged.says("sequence_parallel"),

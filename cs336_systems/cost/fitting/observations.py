@@ -92,8 +92,8 @@ def read_measured(path: Path, given: LogOptions) -> list[Observation]:
 def observe_log(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
     """The step of a run of Megatron-LM, and the parts of it that timers measured. Raises UserError as `logged_run`."""
     run = logged_run(logged, given)
-    yield from observe_step(run)
     half = not logged.says("accumulate_allreduce_grads_in_fp32") and run.plan.width == 2
+    yield from observe_step(run)
     yield from observe_timers(run, logged.timers(), logged.over_ranks, 2 if half else 4)
 
 
@@ -104,7 +104,7 @@ def observe_step(run: TrainingRun) -> Iterator[Observation]:
 
 
 def _step(run: TrainingRun, constants: Constants) -> float:
-    return run.step(constants).total
+    return run.under(constants).step().total
 
 
 def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) -> Observation:
@@ -113,7 +113,8 @@ def observe_compute(run: TrainingRun, seconds: float, over_ranks: bool = False) 
 
     def predict(constants: Constants) -> float:
         stages = stage_kinds(run.config, run.plan) if over_ranks else [run.plan.pp - 1]
-        each = [stage_seconds(run.config, run.plan, run.seq, one, run.system, constants) for one in stages]
+        system = run.under(constants).system
+        each = [stage_seconds(run.config, run.plan, run.seq, one, system) for one in stages]
         return run.plan.microbatches * max(sum(spent) - spent.messages for spent in each)
 
     return _observation(run, "compute", seconds, predict)
@@ -127,14 +128,14 @@ def observe_timers(
     `over_ranks` timers are the slowest stage's, others the last one's. Gradients have `gradient_width` bytes; where
     they travel behind backward, in shards, or not at all, their timer measures something else and is left out.
     """
-    plan, system, last = run.plan, run.system, (run.config, run.plan, run.seq, run.plan.pp - 1)
+    plan, last = run.plan, (run.config, run.plan, run.seq, run.plan.pp - 1)
 
     def reduced(constants: Constants) -> float:
         """One all-reduce after backward of the last stage's weights, which has those of the head."""
         shared, owned, _ = stage_weights(*last)
         return sum(
-            group_seconds("all-reduce", gradient_width * weights, ranks, local, system, constants)
-            for weights, ranks, local in replica_groups(plan, shared, owned, system.node)
+            group_seconds("all-reduce", gradient_width * weights, ranks, local, run.under(constants).system)
+            for weights, ranks, local in replica_groups(plan, shared, owned, run.system.node)
         )
 
     ahead, back = (milliseconds.get(f"{way}-compute", 0.0) for way in ("forward", "backward"))
@@ -145,7 +146,9 @@ def observe_timers(
         yield _observation(run, "gradients", summed / 1e3, reduced)
     stepped = milliseconds.get("optimizer", 0.0) - milliseconds.get(_CHECK, 0.0)
     if stepped > 0:
-        yield _observation(run, "optimizer", stepped / 1e3, lambda used: optimizer_seconds(*last, system, used))
+        yield _observation(
+            run, "optimizer", stepped / 1e3, lambda used: optimizer_seconds(*last, run.under(used).system)
+        )
 
 
 def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
@@ -196,20 +199,26 @@ def _of_layout(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observatio
     )
     name, seconds = f"{about['size']} {about['layout']} {about['precision']}", median(row["samples_ms"]) / 1e3
     plan = _plan(about, about, about["micro_batch_size"], about["global_batch_size"])
-    run = TrainingRun(name, _as_predicted(model), plan, about["context"], _system(given, name), seconds)
     last = {timer: values[-1] for timer, values in row["metrics"]["timers_ms"].items() if values[-1] is not None}
-    yield from observe_step(run)
-    yield from observe_timers(run, last)
+    return _laid_out(given, name, model, plan, about["context"], seconds, last)
 
 
 def _of_training(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
     header = logged.header
     model = ModelConfig(**header["model"] | {"mixture": Mixture(**header["model"]["mixture"])})
     plan = _plan(header["mesh"], header["recipe"], header["micro_batch_size"], header["batch_size"])
-    system = _system(given, logged.name)
-    run = TrainingRun(logged.name, _as_predicted(model), plan, header["seq"], system, logged.seconds)
+    return _laid_out(given, logged.name, model, plan, header["seq"], logged.seconds, logged.timers())
+
+
+def _laid_out(
+    given: LogOptions, name: str, model: ModelConfig, plan: Plan, seq: int, took: float | None, timers: dict[str, float]
+) -> Iterator[Observation]:
+    """A layout of several ranks of this project, on a machine that its file does not describe."""
+    if given.system is None:
+        raise UserError(f"{name}: this file does not say what its machine can do: give --system")
+    run = TrainingRun(name, _as_predicted(model), plan, seq, given.system, took)
     yield from observe_step(run)
-    yield from observe_timers(run, logged.timers())
+    yield from observe_timers(run, timers)
 
 
 def _plan(degrees: Mapping[str, Any], choices: Mapping[str, Any], micro_batch: int, batch: int) -> Plan:
@@ -227,9 +236,3 @@ def _plan(degrees: Mapping[str, Any], choices: Mapping[str, Any], micro_batch: i
 def _as_predicted(model: ModelConfig) -> ModelConfig:
     """The cost model knows one way of recomputing blocks, where this project has two."""
     return replace(model, recompute="segments") if model.recompute == "nested" else model
-
-
-def _system(given: LogOptions, name: str) -> System:
-    if given.system is None:
-        raise UserError(f"{name}: this file does not say what its machine can do: give --system")
-    return given.system

@@ -1,16 +1,17 @@
 """The notebook's two tables, digit for digit: a roofline time for each operator, totals over the layers, and the share
-of the forward time that is communication.
+of the forward time that is communication; and what the notebook gets wrong or leaves out.
 
 An operator takes the longer of its arithmetic and its memory traffic, and then its collective, which nothing hides.
 """
 
 from dataclasses import dataclass
 from math import fsum
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from cs336_systems.cost.notebook.physics import Notebook, Operator, attention_operators, mlp_operators
 
-Cell = float | str | None
+Kind = Literal["wrong", "missing", "text"]
 
 # The notebook's columns in its order, by section, and their units by their first word.
 _COLUMNS = (
@@ -41,12 +42,12 @@ class Table:
     """One of the two tables: a row per operator, by the names of COLUMNS; `None` where the notebook's cell is empty."""
 
     title: str
-    rows: tuple[dict[str, Cell], ...]
+    rows: tuple[dict[str, Any], ...]
     depth: int
 
     def total(self, column: str) -> float:
         """A column's sum over this table, one layer."""
-        return fsum(number(row[column]) for row in self.rows)  # `sum` rounds otherwise from Python 3.12 on
+        return fsum(row[column] for row in self.rows)  # `sum` rounds otherwise from Python 3.12 on
 
     def totals(self) -> dict[str, float]:
         """The columns that the notebook adds up, over all layers."""
@@ -58,14 +59,7 @@ class Table:
         return self.total("t_comm_fwd") / self.total("t_total_fwd")
 
 
-def number(cell: Cell) -> float:
-    """A cell that is to be added up. Raises TypeError for text and for an empty one."""
-    if cell is None or isinstance(cell, str):
-        raise TypeError(f"not a number: {cell!r}")
-    return cell
-
-
-def show(cell: Cell) -> str:
+def show(cell: float | str | None) -> str:
     """A cell as the notebook prints it: six decimals, without the zeros behind them; nothing for an empty cell."""
     if cell is None:
         return ""
@@ -84,12 +78,12 @@ def notebook_tables(config: Notebook | None = None) -> dict[str, Table]:
     }
 
 
-def operator_row(config: Notebook, operator: Operator) -> dict[str, Cell]:
+def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
     """One operator's cells by column name. The volume of a collective is the whole stream's, for either verb."""
     topology = "nvlink" if config.tp <= config.nvlink_size else "ib"
     link = config.nvlink_rate if topology == "nvlink" else config.network_rate
     sends = operator.forward_collective or operator.backward_collective
-    row: dict[str, Cell] = {
+    row: dict[str, Any] = {
         "layer": operator.name,
         "activation_in_mem": operator.read * 1e-9,
         "activation_in_other_mem": operator.read_other * 1e-9,
@@ -121,7 +115,7 @@ def operator_row(config: Notebook, operator: Operator) -> dict[str, Cell]:
             f"t_total_{way}": max(compute, memory) + send,
             f"frac_t_comm_{way}": send / (max(compute, memory) + send),
         }
-    row["intensity"] = number(row["t_comp_fwd"]) / number(row["t_mem_fwd"])
+    row["intensity"] = row["t_comp_fwd"] / row["t_mem_fwd"]
     return {column: row[column] for column in COLUMNS}
 
 
@@ -132,3 +126,30 @@ def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:
         records += [{"table": key, "kind": "operator", **row} for row in each.rows]
         records.append({"table": key, "kind": "total", **each.totals(), "communication": each.communication})
     return records
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference, at the notebook's own sizes: what it has (nothing where that is `missing`), what is right (of a
+    `text` of its code: what it printed), and what that changes. Tests compute the numbers."""
+
+    kind: Kind
+    name: str
+    notebook: str
+    right: str
+    effect: str
+
+
+def _differences() -> tuple[Difference, ...]:
+    """Those of `differences.txt`: a line of kind and name, and one for each of the rest."""
+    found: list[list[Any]] = []
+    for line in Path(__file__).with_name("differences.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            kind, _, name = line[2:].partition(": ")
+            found.append([kind, name, *[""] * (kind == "missing")])
+        else:
+            found[-1].append(line)
+    return tuple(Difference(*each) for each in found)
+
+
+DIFFERENCES = _differences()

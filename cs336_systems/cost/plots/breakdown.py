@@ -7,26 +7,13 @@ time that the model's FLOPs would take at the peak of all ranks. A bar as long a
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.plots.style import BACKWARD, FORWARD, new_figure, tidy
+from cs336_systems.cost.plots.style import new_figure, tidy
 from cs336_systems.cost.runs import PUBLISHED, read_runs
-from cs336_systems.cost.step_time import StepTime
+from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 
-# Okabe and Ito 2008, computing in blues; the bubble is hatched, since it is the absence of work.
-COLOURS = {
-    "forward": FORWARD,
-    "backward": BACKWARD,
-    "recompute": "#003A5C",
-    "host": "#BBBBBB",
-    "tensor-parallel": "#D55E00",
-    "context-parallel": "#F0E442",
-    "expert-parallel": "#7B4B94",
-    "pipeline": "#009E73",
-    "bubble": "#FFFFFF",
-    "data-parallel": "#E69F00",
-    "optimizer": "#CC79A7",
-}
+COLOURS = {name: each["colour"] for name, each in PARTS.items() if "colour" in each}
 DARK = ("backward", "recompute", "tensor-parallel", "expert-parallel", "pipeline")  # where text is white
 SHOWN, NAMED = 0.05, 0.005  # shares of a step: smaller parts have no number; are not in the legend
 KORTHIKANTI = "kort22-"  # how the names of the runs of arXiv:2205.05198, table 5, begin

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, ticks_at, tidy
 from cs336_systems.cost.search_space import refused
@@ -57,20 +57,14 @@ def plan_at(axis: Axis, degree: int, batch: int) -> Plan | None:
 
 
 def shares(
-    config: ModelConfig,
-    seq: int,
-    system: System,
-    axis: Axis,
-    degrees: Sequence[int],
-    batch: int,
-    constants: Constants = CONSTANTS,
+    config: ModelConfig, seq: int, system: System, axis: Axis, degrees: Sequence[int], batch: int
 ) -> list[Share]:
     """One Share for each degree that divides the model, the sequence or the batch."""
     config, found = with_experts(config) if axis == "ep" else config, []
     for degree in degrees:
         plan = plan_at(axis, degree, batch)
         if plan and not refused(lambda: plan.check(config, seq)):  # noqa: B023
-            parts = step_time(config, plan, seq, system, constants).parts
+            parts = step_time(config, plan, seq, system).parts
             found.append(Share(degree, parts[AXES[axis][0]], sum(parts[name] for name in COMPUTING)))
     return found
 
@@ -80,11 +74,9 @@ def crossing(found: Sequence[Share]) -> Share | None:
     return next((each for each in found if each.communication > each.computing), None)
 
 
-def draw(
-    config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int, constants: Sequence[Constants]
-) -> Any:
-    """A matplotlib Figure of four panels, one for each axis, with a line for each machine and its constants. Raises
-    UserError if no degree divides."""
+def draw(config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int) -> Any:
+    """A matplotlib Figure of four panels, one for each axis, with a line for each machine. Raises UserError if no
+    degree divides."""
     heading = (
         f"{config.num_layers} layers x {config.d_model}, sequences of {seq} tokens, nothing hidden; "
         "ringed: the first degree at which communication takes longer than computing"
@@ -93,8 +85,7 @@ def draw(
     panels, sparse = figure.subplots(2, 2, sharey=True, sharex=True).ravel(), with_experts(config)
     words = {"batch": f"{batch} sequences", "experts": f"{sparse.num_experts} experts in {sparse.expert_layers} layers"}
     for axes, (axis, (_, title)) in zip(panels, AXES.items(), strict=True):
-        machines = zip(systems, constants, strict=True)
-        lines = {each.name: shares(config, seq, each, axis, degrees, batch, own) for each, own in machines}
+        lines = {each.name: shares(config, seq, each, axis, degrees, batch) for each in systems}
         if not any(lines.values()):
             raise UserError(f"no power of two up to {most} divides what {axis} splits: choose another --batch-size")
         _panel(axes, lines)

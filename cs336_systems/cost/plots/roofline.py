@@ -5,7 +5,7 @@ Left of the ridge an operator waits for memory, right of it for the processors (
 
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import kernel_seconds
 from cs336_systems.cost.operators import Rank, block_operators, head_operators
 from cs336_systems.cost.plan import Plan
@@ -44,21 +44,21 @@ class Roof(NamedTuple):
         return min(self.flops, self.bandwidth * intensity)
 
 
-def roofs(plan: Plan, system: System, constants: Constants = CONSTANTS) -> tuple[Roof, Roof]:
+def roofs(plan: Plan, system: System) -> tuple[Roof, Roof]:
     """(of the data sheet, attainable)."""
     peak = system.matmul_flops if plan.width == 2 else system.wide_flops
-    attainable = Roof(system.bandwidth * constants.memory, system.rate(plan.width) * constants.product)
+    attainable = Roof(system.memory_rate, system.rate(plan.width) * system.constants.product)
     return Roof(system.bandwidth, peak), attainable
 
 
-def points(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> list[Point]:
+def points(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[Point]:
     """The operators of one block, with experts if the model has any, and of the head, forward and backward. Raises
     UserError for a plan that does not divide the model."""
     plan.check(config, seq)
     rank, found = Rank(config, plan.alone(), seq), []
     for each in (*block_operators(rank, config.num_experts > 0), *head_operators(rank)):
         for way, works in (("forward", each.forward), ("backward", each.backward)):
-            seconds = sum(kernel_seconds(kernel, system, constants).total for kernel in works)
+            seconds = sum(kernel_seconds(kernel, system).total for kernel in works)
             flops = sum(work.flops or work.nbytes / work.width for work in works)
             nbytes = sum(work.nbytes for work in works)
             found.append(Point(each.name, way, flops / nbytes, flops / seconds, seconds, any(w.flops for w in works)))
@@ -72,9 +72,9 @@ def labels(found: list[Point]) -> dict[str, str]:
     return {name: f"{name}, {share:.0%}" for name, share in shares.items() if share >= SHOWN}
 
 
-def draw(config: ModelConfig, plan: Plan, seq: int, system: System, constants: Constants = CONSTANTS) -> Any:
+def draw(config: ModelConfig, plan: Plan, seq: int, system: System) -> Any:
     """A matplotlib Figure: all operators under the machine's two roofs, and the products in a linear scale."""
-    found, both = points(config, plan, seq, system, constants), roofs(plan, system, constants)
+    found, both = points(config, plan, seq, system), roofs(plan, system)
     total, products = sum(point.seconds for point in found), [point for point in found if point.counted]
     split = f", tp {plan.tp}{' with sequence parallelism' if plan.sequence else ''}" if plan.tp > 1 else ""
     heading = (

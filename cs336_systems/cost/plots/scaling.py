@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.plots.style import GREY, STYLES, name_ends, new_figure, ticks_at, tidy
@@ -27,7 +27,6 @@ class Study(NamedTuple):
     seq: int
     system: System
     base: Plan
-    constants: Constants = CONSTANTS
 
 
 def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterator[tuple[ModelConfig, Plan]]:
@@ -49,7 +48,7 @@ def plans(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> Iterato
 def best(study: Study, gpus: int, batch: int, pairs: Sequence[Pair]) -> StepTime | None:
     """The fastest step of these plans; None if none fits."""
     tried = plans(study, gpus, batch, pairs)
-    steps = (step_time(config, plan, study.seq, study.system, study.constants) for config, plan in tried)
+    steps = (step_time(config, plan, study.seq, study.system) for config, plan in tried)
     return min(steps, key=lambda step: step.total, default=None)
 
 
@@ -91,7 +90,7 @@ def draw(study: Study, counts: Sequence[int], batch: int, each: int, fixed: Sequ
     panels[0].yaxis.set_major_formatter("{x:.0%}")
     # Tokens per second on the right: MFU times what one accelerator could do at its peak.
     batch = study.base.micro_batch * study.base.data
-    step = step_time(study.config, study.base.override(global_batch=batch), study.seq, study.system, study.constants)
+    step = step_time(study.config, study.base.override(global_batch=batch), study.seq, study.system)
     per_second = batch * study.seq / (step.model_flops / study.system.matmul_flops)
     scales = (lambda mfu: mfu * per_second, lambda rate: rate / per_second)
     other = panels[1].secondary_yaxis("right", functions=scales)
