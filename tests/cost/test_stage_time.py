@@ -43,8 +43,8 @@ def test_recomputation_computes_forward_once_more_of_what_is_not_kept():
 def test_bytes_that_are_moved_are_those_of_the_operators():
     found, rank = spent(LLAMA, MOVES), Rank(LLAMA, plan_of(), SEQ)
     groups = [(each, times) for group, times in stage_groups(LLAMA, plan_of(), 0) for each in operators_of(rank, group)]
-    assert found.forward == pytest.approx(sum(times * each.nbytes[0] for each, times in groups))
-    assert found.backward == pytest.approx(sum(times * each.nbytes[1] for each, times in groups))
+    assert found.forward == pytest.approx(sum(times * one.nbytes for each, times in groups for one in each.forward))
+    assert found.backward == pytest.approx(sum(times * one.nbytes for each, times in groups for one in each.backward))
 
 
 def test_the_device_waits_for_the_host_where_kernels_are_short():

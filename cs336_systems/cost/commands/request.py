@@ -134,13 +134,13 @@ class MachineOptions:
     def machine(self) -> System:
         """The machine by the constants of the file; without one by this project's, but for those measured on the
         machine itself. Raises UserError for a machine that is not known, or a file that has none."""
-        name = (self.system or DEFAULT_SYSTEM).lower()
+        name = self.system or DEFAULT_SYSTEM
         if self.machine_file and self.system:
             raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")
         if self.machine_file:
             found = machines.read_machine(self.machine_file)
         else:
-            found = machines.probe_here() if name == HERE else machines.system_preset(name)
+            found = machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
         own = machines.load_constants(self.constants) if self.constants else replace(CONSTANTS, **found.measured)
         return replace(found, constants=own)
 
