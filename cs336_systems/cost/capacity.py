@@ -31,6 +31,7 @@ def memory(
 
 
 def describe_parts(parts: Mapping[str, int]) -> str:
+    """Name the parts that have bytes, and how many."""
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts.items() if count)
 
 

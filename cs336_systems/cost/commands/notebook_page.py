@@ -106,6 +106,7 @@ def _grid(columns: list[str], title: str) -> Table:
 
 
 def notebook_records(notebook: Notebook) -> dict[str, Any]:
+    """The notebook's page for a program."""
     differences = [asdict(each) for each in DIFFERENCES]
     return {"rows": as_records(notebook), "differences": differences, "layer": compared(notebook)}
 

@@ -44,5 +44,6 @@ def new_table(
 
 
 def print_warnings(screen: Console, warnings: Iterable[str]) -> None:
+    """Print one line for each warning."""
     for line in warnings:
         screen.print(Text.assemble(("warning:", "yellow"), f" {line}"))

@@ -171,6 +171,7 @@ def _record(found: Search, asked: SearchRequest) -> dict[str, Any]:
 
 
 def choice_text(axis: str, value: Any) -> str:
+    """The value of a choice as the answer has it."""
     if axis == "recompute":
         return RECOMPUTE_NAMES[value]
     return ("yes" if value else "no") if axis == "sequence" else str(value)

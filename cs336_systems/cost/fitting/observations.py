@@ -52,6 +52,7 @@ class Observation:
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
+    """log(predicted / measured) by some constants."""
     return log(each.predict(constants) / each.seconds)
 
 
