@@ -102,8 +102,7 @@ def _either(line: dict[str, Option], *names: str) -> Option | None:
 
 def _take_option(left: deque[str]) -> Option:
     """Take one option and its values from the front. Raises UserError if Megatron's option lacks its value."""
-    token = left.popleft()
-    typed, equals, inline = token.partition("=")
+    typed, equals, inline = left.popleft().partition("=")
     name, words = typed.replace("_", "-"), list[str]()
     entry = _ENTRIES.get(name)
     if entry == name and equals:
@@ -113,8 +112,8 @@ def _take_option(left: deque[str]) -> Option:
         words.append(left.popleft())
     values = (inline,) if equals else tuple(words)
     if entry is None:
-        return Option(typed, values, (token, *words))
-    if most and not words:
+        name = typed
+    elif most and not words:
         raise UserError(f"{name} lacks its value")
     return Option(name, values, (f"{name}={inline}" if equals else name, *words))
 

@@ -27,15 +27,14 @@ from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
+MAPPED = 2**25  # bytes of new storages that an allocator maps anew
 KINDS = ("bucket", "buffer", "replicated")
 LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
 AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"}  # some axes have the same ranks
 
 
-def observe(
-    recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, mapped: int = 2**25, most: int = 4
-) -> Observation:
-    """One optimizer step, not the first, of a rank. `mapped` is the size of new storages that count as new memory.
+def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, most: int = 4) -> Observation:
+    """One optimizer step, not the first, of a rank.
 
     From the second round of a pipeline's stages on each adds the same, so that of more than `most` rounds two and three
     are run and the rest is added. Raises UserError for a layout that does not divide.
@@ -43,7 +42,7 @@ def observe(
     pp, m = layout.pp, layout.microbatches
     if m > most * pp:
         sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
-        few, more = (observe(recipe, config, replace(layout, global_batch=n), rank, mapped) for n in sizes)
+        few, more = (observe(recipe, config, replace(layout, global_batch=n), rank) for n in sizes)
 
         def at(a: Any, b: Any) -> Any:
             if isinstance(b, dict):
@@ -52,15 +51,13 @@ def observe(
 
         return Observation(**at(vars(few), vars(more)))
     with observed_rank(recipe, config, layout, rank) as step:
-        # The optimizer makes its state in the first step.
-        step.run(batches(config, recipe.seq(config), layout, pp if layout.chunks > 1 else 1))
-        return step.observe(batches(config, recipe.seq(config), layout, m), mapped)
+        return step.observe()
 
 
 def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0) -> Counter[Transfer]:
     """The transfers alone of one step, which takes less time than `observe`."""
     with observed_rank(recipe, config, layout, rank, counted=False) as step:
-        return step.run(batches(config, recipe.seq(config), layout, layout.microbatches))
+        return step.run(layout.microbatches)
 
 
 @contextmanager
@@ -72,25 +69,23 @@ def observed_rank(
     seen = Observer()
     with fake_ranks(rank, layout.ranks), seen if counted else QuickMeta():
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
-        yield RankStep(Assembly(recipe, config, layout, mesh, torch.device("meta")), seen)
-
-
-def batches(config: ModelConfig, seq: int, layout: Layout, count: int, device: str = "meta") -> list[Batch]:
-    """Microbatches of a rank; on the meta device they have no values."""
-    rows = count * layout.micro_batch
-    tokens, numbers = torch.zeros((rows, seq), dtype=torch.int64, device=device), torch.arange(rows)
-    bert = (tokens, torch.ones_like(tokens, dtype=torch.bool), tokens[:, 0]) if config.bert_heads else ()
-    return Batch(tokens, tokens, numbers, *bert).split(layout.micro_batch)
+        yield RankStep(Assembly(recipe, config, layout, mesh, torch.device("meta")), seen, recipe.seq(config))
 
 
 class RankStep:
-    """A step of an assembly, whose phases the pipeline's timers tell apart."""
+    """A step of an assembly on sequences of `seq` tokens, whose phases the pipeline's timers tell apart."""
 
-    def __init__(self, part: Assembly, seen: Observer) -> None:
-        self.part, self.seen, self.pipeline = part, seen, part.pipeline(self.timer)
+    def __init__(self, part: Assembly, seen: Observer, seq: int) -> None:
+        self.part, self.seen, self.seq, self.pipeline = part, seen, seq, part.pipeline(self.timer)
 
-    def run(self, microbatches: list[Batch]) -> Counter[Transfer]:
-        """Take a step; returns what it sends."""
+    def run(self, count: int) -> Counter[Transfer]:
+        """Take a step of so many microbatches; returns what it sends."""
+        rows, device = count * self.part.layout.micro_batch, next(self.part.stage.parameters()).device
+        tokens, numbers = torch.zeros((rows, self.seq), dtype=torch.int64, device=device), torch.arange(rows)
+        is_bert = self.part.stage.model.config.bert_heads
+        bert = (tokens, torch.ones_like(tokens, dtype=torch.bool), tokens[:, 0]) if is_bert else ()
+        microbatches = Batch(tokens, tokens, numbers, *bert).split(self.part.layout.micro_batch)
+        self.rest = self.live_activations()
         self.traffic, self.counts = Counter[Transfer](), {phase: Counts() for phase in PHASES}
         self.kept: list[int] = []
         self.phase, self.counted, part = "after", 0, self.part
@@ -130,19 +125,20 @@ class RankStep:
     def live_activations(self) -> int:
         """Bytes that are alive and no gradient."""
         gradients = (p.grad for p in self.part.stage.parameters() if p.grad is not None)
-        return self.seen.live - sum(storages(gradients).values())
+        return self.seen.live - storage_bytes(gradients)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
         """Give tensors a kind in the step's peak; returns their bytes."""
         found = list(tensors)
         self.seen.label(kind, found)
-        return sum(storages(found).values())
+        return storage_bytes(found)
 
-    def observe(self, microbatches: list[Batch], mapped: int) -> Observation:
-        """Take one more step, all of it counted."""
-        part, rest = self.part, self.live_activations()
+    def observe(self) -> Observation:
+        """Take two steps and count the second: the optimizer makes its state in the first."""
+        part, layout = self.part, self.part.layout
+        self.run(layout.pp if layout.chunks > 1 else 1)
         self.seen.begin("step")
-        self.run(microbatches)
+        self.run(layout.microbatches)
         kept = [getattr(each, "inner", each).state.values() for each in part.optimizers]
         state = [value for each in kept for values in each for value in values.values() if isinstance(value, Tensor)]
         at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
@@ -150,17 +146,17 @@ class RankStep:
         work = {}
         for phase, counts in self.counts.items():
             moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
-            work[phase] = Work(counts.flops, counts.operators, moved, counts.new_bytes(mapped))
-        activations = [each - rest for each in self.kept]
+            work[phase] = Work(counts.flops, counts.operators, moved, counts.new_bytes(MAPPED))
+        activations = [each - self.rest for each in self.kept]
         peak = self.seen.peak()
         peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
         return Observation(part.parameters, at_rest, activations[0], max(activations), peak, work, self.traffic)
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the distinct storages of some tensors."""
     found = (tensor.untyped_storage() for tensor in tensors)
-    return {each._cdata: each.nbytes() for each in found}
+    return sum({each._cdata: each.nbytes() for each in found}.values())
 
 
 def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:

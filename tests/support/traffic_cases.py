@@ -17,7 +17,7 @@ from cs336_systems.model import routing as gating
 from cs336_systems.presets import Mixture, ModelConfig
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.train.assembly import Assembly
-from cs336_systems.train.observation import RankStep, batches, observe_traffic
+from cs336_systems.train.observation import RankStep, observe_traffic
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.zero import zero
 from tests.support.parallel_cases import loss_of, make
@@ -55,8 +55,8 @@ def layout_case(group, steps) -> list:
     for changes, degrees in steps:
         config, layout = config_of(changes), Layout(**degrees)
         mesh = mesh_of(layout.tp, layout.pp, layout.ep)
-        step = RankStep(Assembly(Recipe(), config, layout, mesh, torch.device("cpu")), Observer())
-        found.append(items(step.run(batches(config, SEQ, layout, layout.microbatches, "cpu"))))
+        step = RankStep(Assembly(Recipe(), config, layout, mesh, torch.device("cpu")), Observer(), SEQ)
+        found.append(items(step.run(layout.microbatches)))
     return found
 
 

@@ -15,7 +15,7 @@ from cs336_systems.model import routing as gating
 from cs336_systems.presets import model_preset
 from cs336_systems.train.__main__ import least_memory
 from cs336_systems.train.assembly import Assembly
-from cs336_systems.train.observation import RankStep, batches, dry_run, fullest, observe
+from cs336_systems.train.observation import RankStep, dry_run, fullest, observe
 from cs336_systems.train.recipe import Recipe
 from tests.support.ranks import run
 from tests.support.traffic_cases import BERT, GPT, LLAMA, SEQ, config_of, in_turn, mesh_of, settings
@@ -53,9 +53,7 @@ def real_case(group, cases) -> list:
         mesh = mesh_of(layout.tp, layout.pp, layout.ep)
         with Observer() as seen:
             part = Assembly(Recipe.of(precision=precision), config, layout, mesh, torch.device("cpu"))
-            step = SettledStep(part, seen)
-            step.run(batches(config, SEQ, layout, layout.pp if layout.chunks > 1 else 1, "cpu"))
-            seen_in_step = step.observe(batches(config, SEQ, layout, layout.microbatches, "cpu"), 2**25)
+            seen_in_step = SettledStep(part, seen, SEQ).observe()
         found.append(told(seen_in_step, layout))
     return found
 
