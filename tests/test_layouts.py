@@ -203,7 +203,7 @@ def tensor(rank: int) -> dict:
 
 
 def norm(ranks: int) -> dict:
-    return {("all-reduce", 1, ranks): 1}
+    return {("all-gather", ranks, ranks): 1}  # of the gradient, a number of each rank
 
 
 def sequence(rank: int) -> dict:

@@ -29,7 +29,7 @@ from cs336_systems.layout import TIED, Layout
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.optim.adamw import AdamW, decay_groups
-from cs336_systems.optim.grad_norm import LocalGradient
+from cs336_systems.optim.grad_norm import LocalGradient, global_norm
 from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.pipeline import Pipeline, Stage, Timer
 from cs336_systems.presets import ModelConfig
@@ -126,24 +126,15 @@ class Assembly:
             return None
         return self.mesh.dp if name in self.experts.names else self.mesh.data
 
-    @torch.no_grad()
     def norm(self) -> Tensor:
-        """The L2 norm of the whole model's gradient, a float64 scalar, equal on every rank.
-
-        Not finite if any gradient of any rank is not: a sum keeps infinity and NaN, where a maximum would lose NaN. The
-        host does not wait for the device.
-        """
-        total = torch.zeros(1, dtype=torch.float64, device=next(self.stage.parameters()).device)
-        norms = list[Tensor]()
+        """The L2 norm of the whole model's gradient, a float64 scalar, equal on every rank; not finite if any gradient
+        of any rank is not. The host does not wait for the device."""
+        parts = [next(self.stage.parameters()).detach().new_empty(0)]  # which says the device where no gradient counts
         for name, each in self.kept().items():
             replicas = self.replicas(name)
-            if each.gradient.numel() and replicas is not None and (each.sharded or replicas.rank() == 0):
-                dtype = torch.promote_types(each.gradient.dtype, torch.float32)
-                norms.append(torch.linalg.vector_norm(each.gradient, dtype=dtype).double())
-        if norms:
-            total += torch.stack(norms).square().sum()
-        all_reduce(total, self.mesh.world, "gradient norm", "sum").wait()
-        return total.sqrt()[0]
+            if replicas is not None and (each.sharded or replicas.rank() == 0):
+                parts.append(each.gradient)
+        return global_norm(parts, (), 2.0, self.mesh.world)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
