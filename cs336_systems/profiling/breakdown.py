@@ -69,7 +69,15 @@ class ModuleRow(Row):
     inclusive: Row = field(default_factory=lambda: Row(""))
 
 
-def _group(trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str]) -> dict[str, Row]:
+def _column(node: Node) -> str:
+    """forward, recomputed, backward or other: the time of its module that an operator counts for."""
+    phase = "backward" if node.direction == "backward" else node.phase
+    return "recomputed" if node.recomputed else phase if phase in ("forward", "backward") else "other"
+
+
+def _group(
+    trace: Trace, names: Callable[[Node], Iterable[str]], column: Callable[[Node], str] = _column
+) -> dict[str, Row]:
     """The time of all operators by the names that each counts for, with shares of the whole step."""
     rows, whole = dict[str, Row](), Row("")
     for node in timeline(trace).busy:
@@ -78,13 +86,6 @@ def _group(trace: Trace, names: Callable[[Node], Iterable[str]], column: Callabl
     for row in rows.values():
         row.share, row.of_forward = share(row.total, whole.total), share(row.forward, whole.forward)
     return rows
-
-
-def _column(node: Node) -> str:
-    """forward, recomputed, backward or other: the time of its module that an operator counts for."""
-    if node.direction == "backward" or (node.phase == "backward" and not node.recomputed):
-        return "backward"
-    return "recomputed" if node.recomputed else "forward" if node.phase == "forward" else "other"
 
 
 def _part(node: Node) -> str:
@@ -102,7 +103,7 @@ def _part(node: Node) -> str:
 
 def part_rows(trace: Trace) -> list[Row]:
     """The whole step by part, the longest first; each nanosecond is in one row only."""
-    rows = _group(trace, lambda node: [_part(node)], _column).values()
+    rows = _group(trace, lambda node: [_part(node)]).values()
     return sorted((row for row in rows if row.total), key=lambda row: (-row.total, row.name))
 
 
@@ -114,8 +115,8 @@ def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
     def short(modules: Modules) -> list[str]:
         return list(dict.fromkeys(without_layer_numbers(name) for name, _ in reversed(modules)))
 
-    inclusive = _group(trace, lambda node: short(node.modules), _column)
-    own = _group(trace, lambda node: short(node.modules)[:1], _column)
+    inclusive = _group(trace, lambda node: short(node.modules))
+    own = _group(trace, lambda node: short(node.modules)[:1])
     names, calls = dict[str, set[str]](), Counter[str]()
     for node in (node for node in timeline(trace).busy if node.modules):
         name = short(node.modules)[0]
@@ -164,9 +165,7 @@ def attention_rows(trace: Trace) -> list[Row]:
     In the forward pass the product before a module's softmax is that of queries and keys, the one after it that of
     weights and values; backward's four are told together, and what backward recomputes counts for backward.
     """
-    rows: dict[str, Row] = {}
-    seen_softmax: dict[str, bool] = {}
-    labels = _labels(trace)
+    rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
         label, operator = labels[id(node)]
         modules = [name for name, kind in node.modules if kind_of(kind) == "attention"]
@@ -174,13 +173,12 @@ def attention_rows(trace: Trace) -> list[Row]:
             continue
         module, span, direction = modules[-1], node.span, "forward" if node.phase == "forward" else "backward"
         if (tag := parse_tag(span.name)) and tag[0] == module:
-            seen_softmax[module] = False
+            past_softmax.discard(module)
         name = label if label in (SOFTMAX, FUSED_ATTENTION, COLLECTIVES) else REST
         if label == MATMUL:
-            both = VALUES if seen_softmax.get(module) else SCORES
-            batched = operator in ("aten::bmm", "aten::baddbmm")
-            name = PROJECTIONS if not batched else both if direction == "forward" else PRODUCTS
-        seen_softmax[module] = seen_softmax.get(module, False) or label == SOFTMAX
+            both = PRODUCTS if direction == "backward" else VALUES if module in past_softmax else SCORES
+            name = both if operator in ("aten::bmm", "aten::baddbmm") else PROJECTIONS
+        past_softmax |= {module} if label == SOFTMAX else set()
         # Counted where an operator is the softmax, the product or the fused attention itself.
         inner = label == FUSED_ATTENTION and operator != span.name and FUSED.match(operator)
         count = softmax_flops if label == SOFTMAX else operator_flops
@@ -215,9 +213,9 @@ def share_lines(trace: Trace) -> list[str]:
         lines.append(NO_SOFTMAX)
     softmax, products = attention.get(SOFTMAX), attention.get(PRODUCTS)
     if softmax and products and products.forward:
-        times = " and ".join(format_seconds(row.forward / 1e9) for row in (softmax, products))
+        both = " and ".join(format_seconds(row.forward / 1e9) for row in (softmax, products))
         ratio = softmax.forward / products.forward
-        line = f"In the forward pass attention's softmax takes {ratio:.2f} of the time of its two products ({times})"
+        line = f"In the forward pass attention's softmax takes {ratio:.2f} of the time of its two products ({both})"
         if softmax.forward_flops and products.forward_flops:
             counts = " and ".join(format_count(row.forward_flops) for row in (softmax, products))
             line += f" with {softmax.forward_flops / products.forward_flops:.3f} of their FLOPs ({counts})"

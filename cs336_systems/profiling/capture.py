@@ -5,14 +5,14 @@ the key "cs336" what it lacks: the rank, its clock against rank 0's, and the sto
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_place, is_joined
@@ -37,7 +37,6 @@ class Capture:
     A worker that knows nothing of it is profiled whole: `with Capture(folder): worker()`. With a `group`, every rank of
     which must do the same, clocks are compared and the ranks begin the first step together.
 
-    `held` lists (category, tensor) of what is to be told apart in memory, by default the model's and the optimizer's.
     `device` is where the model computes, by default where it lies, or a GPU if there is one. `tags` names modules; a
     compiled model allows no hooks. `stack` adds Python's frames; `nvtx` makes ranges of the same names for nsys, which
     then has the GPU's kernels to itself.
@@ -58,7 +57,6 @@ class Capture:
         tags: bool = True,
         stack: bool = False,
         nvtx: bool = False,
-        held: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
         meta: dict[str, Any] | None = None,
     ) -> None:
         if warmup < 0 or steps < 1:
@@ -66,7 +64,7 @@ class Capture:
         self.folder, self.group, self.model, self.meta = Path(folder), group, model, meta or {}
         self.warmup, self.steps, self.total = warmup, steps, warmup + steps
         self.tags, self.stack, self.nvtx = tags, stack, nvtx
-        self.held = held or (lambda: held_by(model, optimizer))
+        self.held = lambda: describe(held_by(model, optimizer))
         first = next(model.parameters(), None) if model is not None else None
         default = first.device if first is not None else "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device or default)
@@ -107,7 +105,7 @@ class Capture:
         cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" and not self.nvtx else []
         activities = [ProfilerActivity.CPU, *cuda]
         self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=self.stack)
-        self.before = [*describe(self.held()), *live_storages(self.held())]
+        self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
         self._synchronise()
         with quiet_profiler():
@@ -150,7 +148,7 @@ class Capture:
         if self.taken == self.warmup - 1:
             self._start()
         if self.taken == self.warmup:
-            self.known.update(describe(self.held()))
+            self.known.update(self.held())
             # The ranks begin as one: else the slowest one's start of the profiler would look like a wait.
             if self.group is not None:
                 all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
@@ -171,7 +169,7 @@ class Capture:
         with self.annotate(name):
             yield
         if self.running:
-            for held in describe(self.held()):
+            for held in self.held():
                 if held not in self.known:
                     mark(held.category, held.address)
 

@@ -37,20 +37,16 @@ def tag_modules(annotate: Annotate = torch.profiler.record_function, model: nn.M
     others: Counter[str] = Counter()
     open_tags: list[tuple[nn.Module, AbstractContextManager[Any]]] = []
 
-    def learn(module: nn.Module) -> None:
-        found = module_names(module)
-        if known and not any(each in known for each in found):  # neither the first nor around the known
-            name = type(module).__name__
-            others[name] += 1
-            name += f"_{others[name]}" if others[name] > 1 else ""
-            found = {each: f"{name}.{inner}".rstrip(".") for each, inner in found.items()}
-        known.update(found)
-
     def enter(module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if module not in known:
-            learn(module)
+            found = module_names(module)
+            if known and not any(each in known for each in found):  # neither the first nor around the known
+                others[name := type(module).__name__] += 1
+                name += f"_{others[name]}" if others[name] > 1 else ""
+                found = {each: f"{name}.{inner}".rstrip(".") for each, inner in found.items()}
+            known.update(found)
         span = annotate(f"{known[module] or ROOT} ({type(module).__name__})")
         span.__enter__()
         open_tags.append((module, span))
@@ -80,17 +76,16 @@ def held_by(model: nn.Module | None, optimizer: torch.optim.Optimizer | None) ->
     """(category, tensor) of a model's parameters, buffers and gradients and of an optimizer's state; of a sharded
     optimizer also those of the one that it runs, its `inner`."""
     parameters: list[Tensor] = [*model.parameters(), *model.buffers()] if model is not None else []
-    states: list[Tensor] = []
+    states: list[Any] = []
     while optimizer is not None:
         parameters += [each for group in optimizer.param_groups for each in group["params"]]
-        for state in optimizer.state.values():
-            states += [each for each in state.values() if isinstance(each, Tensor)] if isinstance(state, dict) else []
+        states += [each for state in optimizer.state.values() if isinstance(state, dict) for each in state.values()]
         optimizer = getattr(optimizer, "inner", None)
     for parameter in parameters:
         yield "parameters", parameter
         if parameter.grad is not None:
             yield "gradients", parameter.grad
-    yield from (("optimizer state", each) for each in states)
+    yield from (("optimizer state", each) for each in states if isinstance(each, Tensor))
 
 
 def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
@@ -107,9 +102,9 @@ def describe(held: Iterable[tuple[str, Tensor]]) -> list[Held]:
     return list(found.values())
 
 
-def live_storages(known: Iterable[tuple[str, Tensor]]) -> list[Held]:
+def live_storages(known: Iterable[Held]) -> list[Held]:
     """Every other storage that a tensor known to Python holds, such as a batch, as `other`."""
-    seen = {each.address for each in describe(known)}
+    seen = {each.address for each in known}
     gc.collect()
     plain = (Tensor, nn.Parameter)  # not a DTensor, whose local tensor is found by itself, nor a fake
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and type(each) in plain]

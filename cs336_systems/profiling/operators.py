@@ -156,8 +156,8 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     for node in found.nodes:
         if node.span.lane in found.apart and node.span.category != FRAME:
             role = found.apart[node.span.lane]
-            nested = any(up.span.name == node.span.name for up in [*node.outwards()][1:])
             where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
+            nested = any(up.span.name == node.span.name for up in [*node.outwards()][1:])
             calls.append((node.span.name, where, 0 if nested else node.duration))
     return _time_rows(calls)
 

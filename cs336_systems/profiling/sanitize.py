@@ -55,8 +55,7 @@ def _cut_crossings(chrome: dict[str, Any], base: int) -> None:
     outlasts its parent by the rounding of a clock."""
     if not any(event.get("cat") == FRAME for event in chrome["traceEvents"]):
         return
-    roots = [root for lane in nest_host(parse(chrome)).values() for root in lane]
-    nodes = [node for root in roots for node in root.walk()]
+    nodes = (node for roots in nest_host(parse(chrome)).values() for root in roots for node in root.walk())
     ends = {(node.span.lane, node.span.start, node.span.name, node.span.end): node.end for node in nodes}
     kept = []
     for event in chrome["traceEvents"]:
