@@ -277,5 +277,6 @@ def vocabulary_rows(rank: Rank) -> int:
 
 
 def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
+    """Operators of a block or of an end of the model."""
     ends = {"embedding": embedding_operators, "head": head_operators}
     return ends[group](rank) if group in ends else block_operators(rank, group == "sparse")

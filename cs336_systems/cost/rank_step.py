@@ -17,6 +17,7 @@ DATA = ("dp", "data", "world")
 
 
 def work_seconds(work: Work, hardware: Hardware) -> float:
+    """Seconds of a rank's own work, transfers apart."""
     busy = work.flops / hardware.matmul_flops + work.moved / hardware.bandwidth
     return busy + hardware.waiting(work.operators, busy) + hardware.first_touch * work.new
 

@@ -31,6 +31,8 @@ _CUTS: tuple[tuple[str, Any, str, str], ...] = (
 
 
 class Degrees(NamedTuple):
+    """Ranks along each axis."""
+
     tp: int = 1
     pp: int = 1
     dp: int = 1

@@ -20,6 +20,7 @@ GREY, PALE = "#555555", "#dddddd"
 
 
 def can_plot() -> bool:
+    """True if matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
