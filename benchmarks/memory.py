@@ -75,9 +75,8 @@ class MemorySettings(ModelOptions):
             raise UserError("what a compiled model needs is not known beforehand; measure without --compile")
         sizes = course_sizes(self.year) if self.all_sizes else (self.size,)
         found = [(size, self.case(size, device)) for size in sizes]
-        if self.all_sizes and self.precision == "fp32":
-            found.append((sizes[-1], replace(found[-1][1], precision="bf16")))
-        return found
+        largest = found[-1:] if self.all_sizes and self.precision == "fp32" else []
+        return found + [(size, replace(case, precision="bf16")) for size, case in largest]
 
 
 @dataclass(frozen=True)

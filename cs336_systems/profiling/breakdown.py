@@ -200,8 +200,8 @@ def share_lines(trace: Trace) -> list[str]:
     for row in share_rows(trace):
         if not row.total and row.name != MATMUL:  # there is none, or the trace has no modules that would tell
             continue
-        times = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
-        parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in times.items() if time)
+        spent = {"forward": row.forward, "backward": row.backward, "elsewhere": row.other}
+        parts = ", ".join(f"{where} {format_seconds(time / 1e9)}" for where, time in spent.items() if time)
         line = f"{row.name[0].upper()}{row.name[1:]}: {row.share:.2%} of the step"
         if row.name == MATMUL and any(node.phase == "forward" for node in busy):
             line += f", {row.of_forward:.2%} of the forward pass"
