@@ -6,7 +6,7 @@ project's own and stays as it is.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from cs336_systems.errors import UserError
@@ -193,6 +193,17 @@ def _added(line: dict[str, Option], said: dict[str, list[str]]) -> dict[str, str
     return {ours: value for ours, value in added.items() if ours not in taken}
 
 
+def _partly_ignored(line: Mapping[str, Option], said: Mapping[str, list[str]]) -> list[str]:
+    """Notes on options of which this project takes a part: weights of texts, one of two dropouts."""
+    notes = []
+    if "--data" in said and (weights := _weights(line["--data-path"])):
+        notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
+    dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
+    if len(dropouts) == 1 and "--dropout" in said and _plain(dropouts[0].values[0]) != 0.1:
+        notes.append(f"{dropouts[0]} holds for all dropout (one option here)")
+    return notes
+
+
 def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Translate a command line in Megatron-LM v2.5's names, this project's or both: (its words here, notes of changes).
 
@@ -233,11 +244,7 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     added = _added(line, said)
     notes = [f"ignored: {', '.join(them)} ({reason})" for reason, them in ignored.items()]
     notes += [f"replaced: {', '.join(replaced)} (this project's own names win)"] if replaced else []
-    if "--data" in said and (weights := _weights(line["--data-path"])):
-        notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
-    dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
-    if len(dropouts) == 1 and "--dropout" in said and _plain(dropouts[0].values[0]) != 0.1:
-        notes.append(f"{dropouts[0]} holds for all dropout (one option here)")
+    notes += _partly_ignored(line, said)
     if added:
         notes.append(f"added: {', '.join(map(' '.join, added.items()))} (what Megatron-LM takes for granted)")
     return (*tokens, *(token for pair in added.items() for token in pair), *left), tuple(notes)
