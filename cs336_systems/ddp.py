@@ -37,8 +37,8 @@ class DataParallel(Wrapper):
     mean over the ranks, as one process would have computed it from all rows (if each rank has equally many). A rank
     that did not use a parameter contributes zeros; if no rank used it, it has no gradient.
 
-    `apart` are parameters that get a bucket of their own, so that ranks of another group, whose module has other
-    parameters, cut their gradients alike; `ignored` are left to another wrapper.
+    Each parameter of `apart` gets a bucket of its own: a tied embedding is on two pipeline stages, and its shards must
+    match there. `ignored` are left to another wrapper.
     """
 
     bucket_size_mb: float | None = 25.0  # cap of a bucket in 10^6 bytes; 0: one parameter a bucket; None: one bucket
@@ -65,7 +65,8 @@ class DataParallel(Wrapper):
         self.guard.protect(self.bucket_of)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own forward. It does not communicate, so one rank may evaluate alone."""
+        """The module's own forward. It communicates only if gradients of an unfinished
+        synchronisation were dropped, so one rank may evaluate alone."""
         self.guard.before_forward()
         if torch.is_grad_enabled() and self.guard.dropped():
             self.reset()

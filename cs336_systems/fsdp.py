@@ -5,7 +5,7 @@ Its gradient is reduce-scattered as soon as it is complete. The traffic is 3/2 o
 (Rajbhandari et al., arXiv:1910.02054, section 5.3; Zhao et al., PyTorch FSDP, arXiv:2304.11277).
 
     forward     gather 0 1 2 | compute 0, free 0, gather 3 | compute 1, free 1, gather 4 | ...
-    backward    gather 7 6 5 | compute 7, reduce-scatter 7, free 7, gather 4 | ...    (eight layers)
+    backward    gather 7 6 5 | compute 7, free 7, reduce-scatter 7, gather 4 | ...    (eight layers)
 
     hook of a layer    pre_forward          post_forward     pre_backward         post_backward
     it does            gather and unshard   reshard          gather and unshard   reshard, reduce

@@ -1,4 +1,5 @@
-"""ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, and updates and sends that.
+"""ZeRO stage 1: every rank keeps the optimizer's state for its share of the parameters, updates these and
+sends them to the others.
 
 The state (8 bytes a parameter for fp32 AdamW, as much as parameters and gradients together) shrinks to 1/N; the traffic
 is one all-gather of the parameters a step (Rajbhandari et al., arXiv:1910.02054, section 5.1).
@@ -58,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.buffers: list[ParameterBuffer] = []
         self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
         self.inner: torch.optim.Optimizer | None = None
-        # Made for one number only: it checks the options and knows the defaults of those that were not given.
+        # An optimizer of one number, which is dropped, checks the options and supplies their defaults.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             self._take_shards(wrapper)

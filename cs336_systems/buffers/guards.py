@@ -3,7 +3,7 @@
 on construction      every parameter has values, and the ranks' modules are equal
 before_forward       no parameter was replaced, cast or unfrozen since, and no shard has a gradient hook
 before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
-on_gradient          note a second backward that reduces before the synchronisation: every bucket is reduced twice
+on_gradient          note a backward that comes after one that has begun to reduce: every bucket is then reduced twice
 before_finish        as before forward, and no gradient was dropped
 finished             optimizers may step
 """
@@ -117,7 +117,7 @@ class Guard:
                 change = "was frozen when wrapped and wants a gradient now"
             else:
                 continue
-            raise fault(f"{name} {change}; change the module first, then wrap it anew (see `unwrap`)")
+            raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
     def dropped(self) -> bool:
         """True if an optimizer's zero_grad has dropped gradients that are being reduced."""

@@ -1,6 +1,6 @@
 """A sharded parameter: one weight of which each rank keeps some rows, and has the rest while a layer computes with it.
 
-    resharded     `shard` (rows/N columns), the fp32 master that the optimizer steps; `full` has an empty storage
+    resharded     `shard` (rows/N columns) in the module's dtype, which the optimizer steps; `full` has an empty storage
     unsharded     `full` (rows columns) in the compute dtype, gathered from all ranks; the module sees it as its weight
 
 The storage of `full` is resized, not replaced: autograd keeps `full` for backward, and would keep its memory, too.

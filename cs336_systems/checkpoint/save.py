@@ -32,7 +32,7 @@ State = dict[str, Any]  # JSON without NaN
 def save(
     parent: Path, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State, group: Group, keep: int = 2
 ) -> Path:
-    """Write the checkpoint of a step to parent/step-...; of it and those before, the last `keep` (2 or more) stay.
+    """Write the checkpoint of a step to parent/step-..., and keep the newest `keep` (2 or more) up to it.
 
     Every rank calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once.
     `state` is rank 0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the
@@ -40,7 +40,7 @@ def save(
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / disk.step_name(step)
-    folder = parent / f".saving-{final.name}-{secrets.token_hex(4)}"  # that of rank 0 is made
+    folder = parent / f".saving-{final.name}-{secrets.token_hex(4)}"  # only rank 0's is made
 
     def prepare() -> str:
         disk.make_folder(parent)
@@ -80,7 +80,7 @@ def publish(folder: Path, final: Path, body: dict[str, Any]) -> None:
     """Rank 0's part once all have written: the manifest, and the name. Raises UserError and OSError."""
     if missing := [name for name in body["files"] if not (folder / name).exists()]:
         raise UserError(f"rank 0 does not see {missing[0]}: all machines must share the folder")
-    # What a reader would refuse gets no name, and replaces nothing: both readings check.
+    # Read headers and manifest as a reader would, before the folder gets its name.
     list_tensors(folder / name for name in body["files"])
     disk.write_file(folder / NAME, [to_text(body)])
     read_manifest(folder)

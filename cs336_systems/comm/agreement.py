@@ -46,10 +46,10 @@ def fault(message: str) -> UserError:
 def comm_error(
     doing: str, group: Group, cause: str = "", silent: Collection[int] | None = None, headline: str = ""
 ) -> CommError:
-    """Error of a rank that was `doing` something in a group: what became of every other rank of it, or of the `silent`
-    ones (numbers among all ranks), then the flight recorder's entries of this rank and of those without a reason. Posts
-    this rank's reason, and waits for the others' unless they are known to be silent. Ranks of this machine that died or
-    are stopped are always included: a rank that is waited for may wait for them."""
+    """Error of a rank that was `doing` something in a group. It posts this rank's reason, waits for those of the other
+    ranks (only of the `silent` ones, by global rank, without a wait, if given), and adds the flight recorder's entries
+    of this rank and of ranks without a reason. Ranks of this machine that died or are stopped are always included,
+    since the rank that did not answer may be waiting for them."""
     me, reasons = dist.get_rank(), dict[int, str]()
     asked = {global_rank(r, group) for r in range(group.size())} if silent is None else {*silent}
     asked, readable, limit = asked - {me}, sorted(recorder.others), timedelta(seconds=EXPLAIN_SECONDS)

@@ -1,4 +1,4 @@
-"""Store of the ranks for text, in which they find each other, with a time limit for every answer.
+"""A key-value store shared by the ranks, through which they find each other; every answer has a time limit.
 
 It is a file of one machine, or at an address and port; ranks of one machine use the loopback address, so that nothing
 listens to the network. Rank 0 may hold it. If that is stopped, its machine keeps the connection open and no answer
@@ -34,7 +34,7 @@ _asker: "_Asker | None" = None
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a process: rank, world size, the same on its machine, and where the ranks find each other."""
+    """Place of a process: rank, world size, both on its machine alone (local), and where the ranks find each other."""
 
     rank: int = 0
     world_size: int = 1

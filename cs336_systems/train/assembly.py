@@ -103,8 +103,8 @@ class Assembly:
 
     @torch.no_grad()
     def add_shared(self) -> None:
-        """Add up, over tp, what was computed of some tokens only or of a part of what experts make of them; and what
-        the first and the last stage have of the embedding that they share; by one all-reduce each."""
+        """Complete the partial gradients by one all-reduce each: norms and routers over tp, the tied embedding over the
+        first and the last stage."""
         kept = self.kept()
         tied = [TIED] if self.tied else []
         sums = (sorted(self.plan.partial), self.mesh.tp, "norms"), (tied, self.mesh.ends, "tied embedding")

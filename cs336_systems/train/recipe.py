@@ -114,6 +114,8 @@ class Recipe:
     def check_layout(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
         parallel, seq = self.parallel, self.seq(config)
+        if parallel.pp == 1 and parallel.chunks > 1:
+            raise UserError(f"--chunks {parallel.chunks} divide a pipeline stage; with --pp 1 there is none")
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if parallel.sequence_parallel and parallel.tp == 1:

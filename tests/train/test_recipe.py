@@ -66,7 +66,7 @@ def refusal(ranks: int, **settings: object) -> str:
             {"pp": 2, "chunks": 3, "batch_size": 4, "micro_batch_size": 1},
             "num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of the three",
         ),
-        (1, {"chunks": 2}, "2 chunks are of no use on one stage: set chunks to 1, or pp above 1"),
+        (1, {"chunks": 2}, "--chunks 2 divide a pipeline stage; with --pp 1 there is none"),
         (2, {"batch_size": 7}, "--batch-size 7 does not divide over 2 ranks"),
         (4, {"batch_size": 7, "tp": 2}, "--batch-size 7 does not divide over 2 data-parallel ranks"),
         (

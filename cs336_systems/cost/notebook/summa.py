@@ -18,7 +18,7 @@ takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide tho
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal
+from typing import Literal, get_args
 
 from cs336_systems.errors import UserError
 
@@ -33,6 +33,16 @@ class Grid:
     kind: Kind
     side: int
     depth: int = 1
+
+    def __post_init__(self) -> None:
+        layered = self.kind in ("2.5d", "tesseract")
+        if self.kind not in get_args(Kind) or min(self.side, self.depth) < 1 or (self.depth > 1 and not layered):
+            raise UserError(
+                f"no grid {self.kind!r} of side {self.side}, depth {self.depth}: kinds are {', '.join(get_args(Kind))}, "
+                "sizes at least 1; only 2.5d and tesseract have a depth"
+            )
+        if self.kind == "2.5d" and self.side % self.depth:
+            raise UserError(f"2.5d layers share {self.side} steps: depth {self.depth} must divide them")
 
     @property
     def name(self) -> str:
@@ -124,6 +134,8 @@ def rows_for_summa(d_model: int, d_ff: int, side: int) -> float:
     f) + w) in 2d, where w = 4 e^2 + 2 e f weights travel too, however few the tokens. Infinite where 1d always receives
     less.
     """
+    if side < 2:
+        raise UserError(f"a grid of {side} x {side} sends nothing: use a side of at least 2")
     weights = 4 * d_model**2 + 2 * d_model * d_ff
     streams = 3 * d_model + d_ff  # of A, a row of each product
     saved = 4 * (side + 1) * d_model - streams
