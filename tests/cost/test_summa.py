@@ -221,7 +221,7 @@ def test_what_does_not_divide_says_so(capsys):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Grid("4d", 2), "no grid '4d' of side 2, depth 1: kinds are 1d, 2d, 2.5d, tesseract, 3d"),
+        (lambda: Grid("4d", 2), "no grid '4d' of side 2, depth 1: kinds: 1d, 2d, 2.5d, tesseract, 3d"),
         (lambda: Grid("2d", 0), "no grid '2d' of side 0, depth 1: "),
         (lambda: Grid("2d", 2, 2), "no grid '2d' of side 2, depth 2: "),
         (lambda: Grid("2.5d", 4, 3), "2.5d layers share 4 steps: depth 3 must divide them"),

@@ -38,7 +38,7 @@ class Grid:
         layered = self.kind in ("2.5d", "tesseract")
         if self.kind not in get_args(Kind) or min(self.side, self.depth) < 1 or (self.depth > 1 and not layered):
             raise UserError(
-                f"no grid {self.kind!r} of side {self.side}, depth {self.depth}: kinds are {', '.join(get_args(Kind))}, "
+                f"no grid {self.kind!r} of side {self.side}, depth {self.depth}: kinds: {', '.join(get_args(Kind))}, "
                 "sizes at least 1; only 2.5d and tesseract have a depth"
             )
         if self.kind == "2.5d" and self.side % self.depth:
