@@ -155,7 +155,8 @@ class FSDP(Wrapper):
         self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
-        """The whole weight for code outside its layer, until the end of the pass; None if nothing is computing."""
+        """The whole weight for code outside its layer, until the end of the pass; None if nothing is computing, or if it
+        is whole already."""
         recomputing = torch._C._current_graph_task_id() != -1
         if weight.unsharded or not (self.in_forward or recomputing):
             return None
@@ -186,6 +187,7 @@ class FSDP(Wrapper):
             bucket.launch()
         for bucket in self.buckets:
             bucket.finish()
+        # One of the replicated gradients is enough to carry the NaN of another rank's shard.
         replicated = [p.grad for p in self.bucket_of if p.grad is not None]
         finish_all([*(weight.gradients for weight in self.sharded), *self.buckets], self.group, also=replicated[:1])
         for weight in self.sharded:

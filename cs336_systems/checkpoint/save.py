@@ -70,7 +70,7 @@ def save(
             remove_folders([folder])
         raise SaveError(f"{final} was not saved: {error}; earlier checkpoints are as they were") from None
     if group.rank() == 0:
-        with suppress(OSError):  # the next save tries again
+        with suppress(OSError, ValueError):  # gone already, or the next save tries again
             saved = disk.list_checkpoints(parent)
             remove_folders(saved[: saved.index(final) + 1][:-keep])
     return final

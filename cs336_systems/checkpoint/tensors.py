@@ -251,7 +251,8 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
                 require(numbers, f"the scalars of {name} are not numbers")
                 first = scalars.setdefault(name, values)
                 require(first == values, f"the ranks disagree on the scalars of {name}: {first} and {values}")
-            require(not described, f"it has no {min(described, default='')}")
+            if described:
+                raise RefusedError(f"it has no {min(described)}")
         except RefusedError as error:
             raise RefusedError(f"{path.name}: {error}") from None
         except MALFORMED as error:

@@ -105,10 +105,13 @@ class RunState:
         whole = {name for name, _ in TransformerLM(self.part.stage.model.config, "meta").named_parameters()}
         found = source.parameters.keys()
         missing, unknown = sorted(whole - found), sorted(found - whole)
-        some = f"lacks {len(missing)} of the model's {len(whole)} parameters"
-        require(not missing, f"it has no {''.join(missing[:1])}, and {some}")
-        some = f"nor {len(unknown)} of the {len(found)} parameters there in all"
-        require(not unknown, f"the model has no {''.join(unknown[:1])}, {some}")
+        if missing:
+            of = f"{len(missing)} of the model's {len(whole)} parameters"
+            raise RefusedError(f"it has no {missing[0]}, and lacks {of}")
+        if unknown:
+            raise RefusedError(
+                f"the model has no {unknown[0]}, nor {len(unknown)} of the {len(found)} parameters there in all"
+            )
         for name, parameter in self.parameters.items():
             kinds, scalars, shape = source.tensors[name], source.scalars.get(name, {}), self.box(name).shape
             require(VALUE in kinds, f"it has no value of {name}")
