@@ -106,12 +106,11 @@ class RunState:
         found = source.parameters.keys()
         missing, unknown = sorted(whole - found), sorted(found - whole)
         if missing:
-            of = f"{len(missing)} of the model's {len(whole)} parameters"
-            raise RefusedError(f"it has no {missing[0]}, and lacks {of}")
+            lacks = f"lacks {len(missing)} of the model's {len(whole)} parameters"
+            raise RefusedError(f"it has no {missing[0]}, and {lacks}")
         if unknown:
-            raise RefusedError(
-                f"the model has no {unknown[0]}, nor {len(unknown)} of the {len(found)} parameters there in all"
-            )
+            nor = f"nor {len(unknown)} of the {len(found)} parameters there in all"
+            raise RefusedError(f"the model has no {unknown[0]}, {nor}")
         for name, parameter in self.parameters.items():
             kinds, scalars, shape = source.tensors[name], source.scalars.get(name, {}), self.box(name).shape
             require(VALUE in kinds, f"it has no value of {name}")
