@@ -155,7 +155,7 @@ class FSDP(Wrapper):
         self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
-        """The whole weight for code outside its layer, until the end of the pass; None if nothing computes or it is whole."""
+        """The whole weight for code outside its layer, until the end of the pass; None if idle, or if it is whole."""
         recomputing = torch._C._current_graph_task_id() != -1
         if weight.unsharded or not (self.in_forward or recomputing):
             return None
