@@ -28,7 +28,7 @@ def choices(option: str, *values: str) -> tuple[str, ...]:
 # torch.compile takes seconds for every shape. So only the course's normalisations are compiled; elsewhere the time goes
 # into more shapes. What matters most comes first, since what comes last may find no time left.
 STEPS = (
-    GPUStep("correctness", ("pytest", "-q", "--maxfail=5", *(f"tests/kernels/test_{name}.py" for name in TESTS)), 90),
+    GPUStep("correctness", ("pytest", "-q", "--maxfail", "5", *(f"tests/kernels/test_{t}.py" for t in TESTS)), 90),
     GPUStep("norms fp32", ("benchmarks.norms", "--dtype", "fp32"), 40, takes_budget=True),
     GPUStep(
         "norms bf16",
