@@ -214,8 +214,8 @@ def _time_link(place: Place, kind: str, out: str) -> None:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
 @click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0), help="Seconds, about.")
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File of the machine.")
-@click.option("--errors", required=True, type=click.Path(path_type=Path), help="File for the error message.")
-def main(device: str | None, budget: float, out: Path, errors: Path) -> None:
+@click.option("--errors", type=click.Path(path_type=Path), help="File for the error message, in place of the screen.")
+def main(device: str | None, budget: float, out: Path, errors: Path | None) -> None:
     """Measure this machine for `python -m cs336_systems.cost`, and write it to a file."""
     try:
         check_out(out)
@@ -223,6 +223,8 @@ def main(device: str | None, budget: float, out: Path, errors: Path) -> None:
         with console.progress("measuring this machine", ROUNDS + 3, budget) as advance:
             write_json(out, probe_system(chosen, budget, advance).record())
     except UserError as error:
+        if errors is None:
+            raise
         errors.write_text(str(error))
         sys.exit(2)
 
