@@ -149,6 +149,7 @@ def prepare(folder: Path, page: Page) -> dict[str, str]:
     # The environment has the project's original installed: torchrun puts a script's folder on sys.path, and no more.
     environment["PYTHONPATH"] = str(project)
     environment["TMPDIR"] = str(folder / "tmp")
+    environment["OMP_NUM_THREADS"] = "1"  # two commands with two threads each would wait for each other's cores
     return environment
 
 
