@@ -119,7 +119,7 @@ class _Keeper(Observer):
                 self.kept[storage] = self.kept[storage]._replace(module=self.path[-1])
 
     def of_kind(self, kind: str) -> tuple[Residual, ...]:
-        """What is kept of a kind: activations, or casts of parameters."""
+        """Residuals of a kind: activations, or casts of parameters."""
         return tuple(each for storage, each in self.kept.items() if storage.kind == kind)
 
 

@@ -155,7 +155,7 @@ def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
 
 
 def affinity(ranks: int, threads: int) -> dict[str, Any]:
-    """Who shares cores with whom: counts, the bound that follows for efficiency, and a note if it is below 1."""
+    """Sharing of cores among ranks: counts, the bound that follows for efficiency, and a note if it is below 1."""
     allowed, cores = cores_allowed(), os.cpu_count() or 1
     bound = min(1.0, allowed / (ranks * threads))
     note = ""

@@ -63,7 +63,7 @@ def original_seconds(size: str, what: str, precision: str = "fp32", norm: Norm =
 
 
 def original(book: Book) -> str:
-    """Who is meant by the name of the original in tables, and on which GPU: a sentence, from the source's own note."""
+    """Meaning of the original's name in tables, and its GPU: a sentence, from the source's own note."""
     source = book.published.sources[ORIGINAL]
     return (
         f"Rød is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "

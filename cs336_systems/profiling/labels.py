@@ -1,4 +1,4 @@
-"""What `Capture` tells the profiler besides operators: whose forward runs, and whose memory lies where.
+"""Labels that `Capture` gives the profiler: the module whose forward runs, and the category of each storage.
 
 Every module's forward becomes a span of its qualified name, `blocks.0.attention (SelfAttention)`, by global hooks, so
 that a worker is profiled unchanged. A backward pass needs no such spans (`timeline.py`).

@@ -177,7 +177,7 @@ def draw_timeline(traces: Sequence[Trace], step: int, title: str) -> Figure:
 
 
 def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
-    """What occurs: kinds of bars, and signs on them."""
+    """Legend of the kinds of bars and signs that occur."""
     bars = [bar for rank in ranks for _, bars in rank.tracks for bar in bars]
     kinds, red = {bar.kind for bar in bars} - {"wait"}, FILLS["exposed"]
     order = [kind for kind in [*FILLS, *sorted(kinds - {*FILLS})] if kind in kinds]

@@ -135,7 +135,7 @@ class RunState:
                 require(possible, f"{name} has the {kind} {count!r:.40} there, after {source.step} steps")
 
     def _state_of(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What one step of the optimizer makes for a parameter of one element, by kind."""
+        """State that one step of the optimizer makes for a parameter of one element, by kind."""
         inner: Any = getattr(self.optimizers[0], "inner", self.optimizers[0])
         one = nn.Parameter(torch.zeros(1, dtype=dtype))
         one.grad = torch.zeros_like(one)
