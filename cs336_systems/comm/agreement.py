@@ -53,6 +53,7 @@ def comm_error(
     me, reasons = dist.get_rank(), dict[int, str]()
     asked = {global_rank(r, group) for r in range(group.size())} if silent is None else {*silent}
     asked, readable, limit = asked - {me}, sorted(recorder.others), timedelta(seconds=EXPLAIN_SECONDS)
+    concerned: set[int] | None = None
     with suppress(StoreLostError):  # it may be gone with rank 0
         post("reason", doing, limit)
         store = timed_store(default_group(), limit)
@@ -66,10 +67,11 @@ def comm_error(
                 store.set(f"summary/{rank}", recorder.summary(rank).removeprefix(f"rank {rank} "))
         patience = EXPLAIN_SECONDS if silent is None else 0.0
         wait_until(lambda: all(posted(rank) for rank in asked - recorder.lost()), patience)
-        for rank in asked | recorder.lost():
+        concerned = asked | recorder.lost()  # once: a rank that ends in order from now on is not among them
+        for rank in concerned:
             if reason := posted(rank) or (rank not in readable and posted(rank, "summary")):
                 reasons[rank] = reason
-    unexplained = sorted((asked | recorder.lost()) - reasons.keys())
+    unexplained = sorted((asked | recorder.lost() if concerned is None else concerned) - reasons.keys())
     told = {rank: f"rank {rank} {reason}" for rank, reason in reasons.items()}
     told |= {rank: recorder.summary(rank) for rank in unexplained}
     unrelated = {rank for rank in reasons.keys() - asked if reasons[rank].startswith("ended")}  # ended in order
