@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
+from cs336_systems.buffers.bucket import SHARDED, GradBucket, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
 from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
+
+REDUCING = 2  # reductions at once: before one more, the oldest is awaited and its buffer freed
 
 
 class FSDP(Wrapper):
@@ -42,7 +44,7 @@ class FSDP(Wrapper):
     are registered and every output counts in the loss.
     """
 
-    gradients = Sharded(in_flight=2)
+    gradients = SHARDED
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class FSDP(Wrapper):
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
         self.reduced: set[ShardedParameter] = set()  # in this backward
-        self.reducing: deque[GradBucket] = deque()  # launched last; others have finished, and their buffers are free
+        self.reducing: deque[GradBucket] = deque()  # launched and not awaited
         self.guard.protect((*self.bucket_of, *shards))
         for number, (layer, weight) in enumerate(zip(self.order.layers, self.order.weights, strict=True)):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
@@ -115,17 +117,17 @@ class FSDP(Wrapper):
                 tensor.register_hook(lambda gradient: weight.reshard())
 
     def _pre_backward(self, number: int, weight: ShardedParameter, gradient: Tensor) -> None:
-        self.guard.synchronised = False
+        self.guard.before_gradient(weight.full)
         self._walk_back(number)
         weight.unshard()
         if not weight.shard.requires_grad:  # frozen after wrapping; other ranks may still reduce it
             self._reduce(weight)
 
     def _before_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:
+        self.guard.before_gradient(weight.full)
         weight.gradients.finish()  # a second gradient must not be added to a buffer that is being reduced
 
     def _post_backward(self, weight: ShardedParameter, full: nn.Parameter) -> None:
-        self.guard.synchronised = False
         self.guard.watch(weight.shard)
         weight.gradients.mark_ready(full)
         self.expected.discard(weight)
@@ -137,7 +139,7 @@ class FSDP(Wrapper):
         """Start the reduce-scatter of a weight's gradient, or of zeros, once in a backward."""
         if weight in self.reduced or not weight.trainable:
             return
-        while len(self.reducing) >= self.gradients.in_flight:
+        while len(self.reducing) >= REDUCING:
             self.reducing.popleft().finish()
         weight.gradients.launch()
         self.reduced.add(weight)
@@ -151,7 +153,7 @@ class FSDP(Wrapper):
                 self._reduce(weight)
 
     def _on_replicated_gradient(self, parameter: nn.Parameter) -> None:
-        self.guard.synchronised = False
+        self.guard.before_gradient(parameter)
         self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
@@ -171,7 +173,6 @@ class FSDP(Wrapper):
 
     def _end_backward(self) -> None:
         """Reduce zeros for layers that only other ranks' backward reached."""
-        self.guard.check_watched()
         self._walk_back(-1)
         for weight in reversed(self.sharded):  # in the order of a backward, for which another rank may wait
             weight.reshard()
@@ -195,7 +196,6 @@ class FSDP(Wrapper):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. After an interrupted backward every rank must call it."""
-        self.guard.watched = None
         if not self.guard.synchronised:
             self._end_backward()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):

@@ -26,8 +26,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import run_closure
 from cs336_systems.optim.elementwise import require_elementwise
 
-Layout = Literal["flat", "whole"]
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer class, of which each rank of a group runs a share.
@@ -43,7 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: Iterable[Tensor] | Iterable[dict[str, Any]],
         optimizer_cls: type[torch.optim.Optimizer],
         group: Group | None = None,
-        layout: Layout = "flat",
+        layout: Literal["flat", "whole"] = "flat",
         wrapper: Wrapper | None = None,
         **kwargs: Any,
     ) -> None:
@@ -63,7 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             self._take_shards(wrapper)
-        self.inner = optimizer_cls([self._share(group) for group in self.param_groups], **kwargs)
+        self.inner = optimizer_cls(list(map(self._share, self.param_groups, self.owners)), **kwargs)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -78,22 +76,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
                 self.buffers.append(ParameterBuffer(same, layout, self.group, equal=flat))
         if self.inner is not None:
-            self.inner.add_param_group(self._share(added))
+            self.inner.add_param_group(self._share(added, self.owners[-1]))
 
     def _take_shards(self, wrapper: Wrapper) -> None:
         """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
         if not wrapper.bucket_of.keys() <= self._numbers().keys():
             raise UserError("the wrapper synchronises parameters that the optimizer was not given")
         self.buffers = [ParameterBuffer(list(b.parameters), b.layout, self.group, equal=True) for b in wrapper.buckets]
-        parts = {part.owner: part.tensor for part in self._parts()}
         for group, owners in zip(self.param_groups, self.owners, strict=True):
-            group["params"] = [parts[owner] for owner in owners if owner in parts]
+            group["params"] = self._share(group, owners)["params"]
         wrapper.after_synchronisation.append(self._attach_gradients)
 
-    def _share(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _share(self, group: dict[str, Any], owners: list[nn.Parameter]) -> dict[str, Any]:
         """A group of parameters as the inner optimizer has it: this rank's parts of them."""
-        owners = set(self.owners[next(i for i, g in enumerate(self.param_groups) if g is group)])
-        return {**group, "params": [part.tensor for part in self._parts() if part.owner in owners]}
+        mine = {part.owner: part.tensor for part in self._parts()}
+        return {**group, "params": [mine[owner] for owner in owners if owner in mine]}
 
     def _parts(self) -> Iterable[Part]:
         return (part for buffer in self.buffers for part in buffer.parts)
@@ -101,16 +98,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _attach_gradients(self) -> None:
         """Give each part its piece of the gradient, as a view. None stays None: the inner optimizer skips it."""
-        shards = {each.parameter: each.gradient for each in self.wrapper.kept_gradients()} if self.wrapper else {}
+        if self.wrapper is None:
+            found = {p.owner: p.piece.of(p.owner.grad) for p in self._parts() if p.owner.grad is not None}
+        else:
+            found = {each.parameter: each.gradient for each in self.wrapper.kept_gradients()}
         for part in self._parts():
-            whole, shard = part.owner.grad, shards.get(part.owner)
-            if self.wrapper is None and whole is not None:
-                shard = part.piece.of(whole)
-            part.tensor.grad = None if shard is None else shard.view_as(part.tensor)
+            gradient = found.get(part.owner)
+            part.tensor.grad = None if gradient is None else gradient.view_as(part.tensor)
 
     def _check(self) -> None:
-        if self.wrapper is not None and not self.wrapper.guard.synchronised:
-            raise UserError("step() before finish_gradient_synchronization(): the shards are not complete")
+        if self.wrapper is not None:
+            self.wrapper.guard.require_finished("step()")
         for buffer in self.buffers:
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}

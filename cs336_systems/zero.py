@@ -26,7 +26,6 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 
 ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
 
-
 R, S = REPLICATED, SHARDED
 STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, S), (R, S, S), (S, S, S))
 

@@ -13,7 +13,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """The elements [start, stop) of a flattened tensor, number `index` of its layout."""
 
     index: int
@@ -81,14 +81,14 @@ class FlatLayout:
         """The slice that a rank owns, as a view of the buffer."""
         return flat[self.cuts[rank] : self.cuts[rank + 1]]
 
-    def pieces(self, rank: int) -> list[Piece]:
+    def pieces(self, rank: int) -> list[FlatPiece]:
         """The piece of each tensor that a rank owns, in the order of its slice; empty ones are left out."""
         first, last = self.cuts[rank], self.cuts[rank + 1]
         found = {}
         for index, (shape, offset) in enumerate(zip(self.shapes, self.offsets, strict=True)):
             start, stop = max(first, offset), min(last, offset + shape.numel())
             if start < stop:
-                found[start] = Piece(index, start - offset, stop - offset)
+                found[start] = FlatPiece(index, start - offset, stop - offset)
         return [found[start] for start in sorted(found)]
 
 

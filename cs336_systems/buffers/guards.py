@@ -1,10 +1,12 @@
 """Base of the data-parallel wrappers, and its guard: checks that protect users, at named points of ddp.py and fsdp.py.
 
 on construction      every parameter has values, and the ranks' modules are equal
-before_forward       no parameter was replaced, cast or unfrozen since, and no shard has a gradient hook
+before_forward       no parameter was replaced, cast or unfrozen since, no shard has a gradient hook, and no watched
+                     gradient was dropped before another backward
 before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
 on_gradient          note a backward that comes after one that has begun to reduce: every bucket is then reduced twice
-before_finish        as before forward, and no gradient was dropped
+watch                watch one shard's gradient, which FSDP delivers at the end: only an optimizer would touch it before
+before_finish        no parameter was replaced, cast or unfrozen, and no gradient dropped, watched ones neither
 finished             optimizers may step
 """
 
@@ -102,6 +104,8 @@ class Guard:
 
     def before_forward(self) -> None:
         self._check_unchanged()
+        if torch.is_grad_enabled():  # a backward follows
+            self._check_watched()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard])
 
@@ -119,12 +123,13 @@ class Guard:
                 continue
             raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
-    def dropped(self) -> bool:
-        """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
-        return any(self.gradients.dropped(parameter) for parameter in self.arrived)
+    def dropped(self, arrived: Set[nn.Parameter]) -> bool:
+        """True if an optimizer's zero_grad has dropped gradients that are being reduced. Unknown where they are
+        sharded, since each `.grad` is freed after its reduction."""
+        return self.gradients is REPLICATED and any(parameter.grad is None for parameter in arrived)
 
-    def _refuse_dropped(self, parameters: Iterable[nn.Parameter]) -> None:
-        if any(self.gradients.dropped(parameter) for parameter in parameters):
+    def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
+        if self.dropped(arrived):
             raise fault(
                 "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or "
                 "by zero_grad() of the wrapper"
@@ -142,6 +147,7 @@ class Guard:
     def before_finish(self) -> None:
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
+        self._check_watched()
 
     def watch(self, shard: nn.Parameter) -> None:
         """Give one shard a gradient of zeros: an optimizer's zero_grad drops it or writes to it, and so is noticed."""
@@ -149,7 +155,7 @@ class Guard:
             shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
             self.watched = (shard, shard.grad, shard.grad._version)
 
-    def check_watched(self) -> None:
+    def _check_watched(self) -> None:
         """Raises UserError if the gradient of the watched shard was dropped or written to."""
         if self.watched is None:
             return

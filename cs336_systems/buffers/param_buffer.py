@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout, Piece
+from cs336_systems.buffers.flat import FlatLayout, FlatPiece
 from cs336_systems.comm import Group, agree, all_gather, broadcast
 from cs336_systems.errors import UserError
 
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """A rank's piece of a parameter `owner`, and `tensor`, a view of it that an optimizer steps."""
 
     owner: nn.Parameter
-    piece: Piece
+    piece: FlatPiece
     tensor: nn.Parameter
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs336_systems.buffers.flat import FlatLayout, Piece, plan_buckets
+from cs336_systems.buffers.flat import FlatLayout, FlatPiece, plan_buckets
 
 SIZES = [(5,), (2,), (), (3, 4), (0,), (7,)]
 
@@ -15,10 +15,10 @@ def tensors() -> list[torch.Tensor]:
 def test_layouts_drawn_in_the_docstring():
     two = [torch.empty(5), torch.empty(2)]
     assert FlatLayout.pack(two, 2).cuts == (0, 4, 8)
-    assert FlatLayout.pack(two, 2).pieces(0) == [Piece(0, 0, 4)]
-    assert FlatLayout.pack(two, 2).pieces(1) == [Piece(0, 4, 5), Piece(1, 0, 2)]
+    assert FlatLayout.pack(two, 2).pieces(0) == [FlatPiece(0, 0, 4)]
+    assert FlatLayout.pack(two, 2).pieces(1) == [FlatPiece(0, 4, 5), FlatPiece(1, 0, 2)]
     assert FlatLayout.whole(two, 2).cuts == (0, 5, 7)
-    assert FlatLayout.whole(two, 2).pieces(1) == [Piece(1, 0, 2)]
+    assert FlatLayout.whole(two, 2).pieces(1) == [FlatPiece(1, 0, 2)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 40])
