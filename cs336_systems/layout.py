@@ -1,9 +1,9 @@
-"""A layout: how a model and its batch are spread over ranks, checked before anything is built, and what each rank owns.
+"""A layout: how a model and its batch are spread over ranks, checked before anything is built; observations of a rank.
 
 Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
 each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
-of which each has some of the experts and all else. What a rank owns follows from its stage alone: the vocabulary is
-padded until it divides, so that all other ranks of a stage have tensors of the same shapes.
+of which each has some of the experts and all else. The vocabulary is padded until it divides, so that all ranks of a
+stage have tensors of the same shapes.
 """
 
 from collections import Counter
@@ -77,23 +77,7 @@ class Layout:
             raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
         check_divides(config, self.tp, self.sequence, seq)
         padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp)
-        self.blocks(config)
-
-    def blocks(self, config: ModelConfig, stage: int = 0, chunk: int = 0) -> range:
-        """The blocks of one chunk of a stage. Raises UserError if the layers do not divide."""
-        return blocks_of(stage, chunk, self.pp, self.chunks, config.num_layers)
-
-    def vocabulary(self, config: ModelConfig) -> int:
-        """Words, padding included, of which a rank has the logits; one tp rank needs no padding."""
-        if self.tp == 1:
-            return config.vocab_size
-        return padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp) // self.tp
-
-    def ends(self, stage: int) -> tuple[bool, bool]:
-        """(has the embedding, has the head) of a stage. Raises UserError for no stage."""
-        if not 0 <= stage < self.pp:
-            raise UserError(f"stage {stage} does not exist: the {self.pp} stages are 0 to {self.pp - 1}")
-        return stage == 0, stage == self.pp - 1
+        blocks_of(0, 0, self.pp, self.chunks, config.num_layers)
 
 
 def check_experts(config: ModelConfig, ranks: int) -> None:

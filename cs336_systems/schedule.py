@@ -8,7 +8,7 @@ forward while stage 1 sends its first backward.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain, pairwise
@@ -36,33 +36,23 @@ class Action(NamedTuple):
         return f"{self.kind} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 
-def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """GPipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2), these in the order of microbatches, as
-    one process adds gradients. Raises UserError, as the others do, for a count below 1."""
-    return _one_stage("gpipe", stage, stages, microbatches, 1)
-
-
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """1F1B: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
-    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory."""
-    return _one_stage("1f1b", stage, stages, microbatches, 1)
-
-
-def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """Interleaved 1F1B: a stage has several chunks of layers, and the pipeline fills and drains `chunks` times as fast.
-    arXiv:2104.04473, section 2.2.2, as in Megatron-LM v2.5: for p stages, p microbatches pass one chunk, then the next
-    chunk, and so on; raises UserError if microbatches are not a multiple of p. The warm-up of stage r is 2 (p - 1 - r)
-    + (v - 1) p forwards for v chunks, or all where microbatches == p. One chunk: 1F1B, for any number of
-    microbatches."""
-    return _one_stage("interleaved", stage, stages, microbatches, chunks)
-
-
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved". Raises UserError for another name, a
-    count below 1, more than one chunk where the schedule has one, and microbatches that are not a multiple of the
-    stages where chunks are interleaved."""
+    """The lists of all stages of a schedule. Raises UserError for another name, a count below 1, more than one chunk
+    where the schedule has one, and microbatches that are not a multiple of the stages where chunks are interleaved.
+
+    gpipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2), these in the order of microbatches, as one
+    process adds gradients. A stage holds the activations of all microbatches.
+
+    1f1b: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
+    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory.
+
+    interleaved: 1F1B with several chunks of layers a stage; the pipeline fills and drains `chunks` times as fast.
+    arXiv:2104.04473, section 2.2.2, as in Megatron-LM v2.5: for p stages, p microbatches pass one chunk, then the next
+    chunk, and so on. The warm-up of stage r is 2 (p - 1 - r) + (v - 1) p forwards for v chunks, and it holds one more,
+    or all where microbatches == p. One chunk: 1F1B, for any number of microbatches.
+    """
     _check(name, stages, microbatches, chunks)
-    return [list(_one_stage(name, stage, stages, microbatches, chunks)) for stage in range(stages)]
+    return [_one_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
 
 
 def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int) -> range:
@@ -85,14 +75,6 @@ def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) 
     the busy time instead of the whole: (p - 1) / (v m)."""
     _check(name, stages, microbatches, chunks)
     return (stages - 1) / (microbatches * chunks + stages - 1)
-
-
-def peak_live(name: str, stage: int, stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Largest number of forwards whose activations stage r holds at once, each of 1 / chunks of its layers. m for
-    GPipe, min(p - r, m) for 1F1B (arXiv:2104.04473, section 2.2.1); interleaved with v > 1 the warm-up plus one, 2 (p -
-    1 - r) + (v - 1) p + 1, but m v where m = p."""
-    _check(name, stages, microbatches, chunks, stage)
-    return min(_warm_up(name, stage, stages, microbatches, chunks) + 1, microbatches * chunks)
 
 
 def sends_to(stage: int, action: Action, stages: int, chunks: int, back: bool = False) -> tuple[int, Action] | None:
@@ -224,16 +206,8 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, stage: int = 
         raise UserError(f"{numbers}, as interleaved needs: use {near}")
 
 
-def _warm_up(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> int:
-    """Number of forwards that a stage runs before it alternates."""
-    if name == "gpipe" or (chunks > 1 and microbatches == stages):
-        return microbatches * chunks
-    return min(stages - 1 - stage, microbatches) if chunks == 1 else 2 * (stages - 1 - stage) + (chunks - 1) * stages
-
-
-def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> Iterator[Action]:
+def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
     """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
-    _check(name, stages, microbatches, chunks, stage)
     # `stages` microbatches through one chunk, then the same through the next; backwards begin at the last chunk.
     forwards, backwards = [], []
     for step in range(microbatches * chunks):
@@ -241,9 +215,14 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
         chunk, microbatch = place // stages, group * stages + place % stages
         forwards.append(Action("forward", microbatch, chunk))
         backwards.append(Action("backward", microbatch, chunks - 1 - chunk))
-    ahead = _warm_up(name, stage, stages, microbatches, chunks)
+    if name == "gpipe" or (chunks > 1 and microbatches == stages):
+        ahead = len(forwards)
+    elif chunks > 1:
+        ahead = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+    else:
+        ahead = min(stages - 1 - stage, microbatches)
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))  # one forward, one backward
-    return chain(forwards[:ahead], steady, backwards[len(forwards) - ahead :])
+    return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
 
 
 def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:

@@ -84,8 +84,3 @@ def test_a_sequence_is_checked_before_anything_is_built():
         with pytest.raises(UserError, match=said):
             layout.check(SMALL, seq)
     assert (layout_of(tp=2, pp=2, dp=4, m=6).ranks, layout_of(dp=4, m=6, micro_batch=2).microbatches) == (16, 6)
-
-
-def test_a_stage_that_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="stage 2 does not exist"):
-        layout_of(pp=2).ends(2)

@@ -18,7 +18,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.pipeline import OtherStage, Pipeline, Stage
-from cs336_systems.schedule import Action, peak_live, receives_from, sends_to
+from cs336_systems.schedule import Action, receives_from, schedule, sends_to, simulate
 from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support import ranks
 from tests.support.parallel_models import (
@@ -139,7 +139,7 @@ def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunk
     batches = microbatches(config, count)
     seen = watched(pipe, batches)
     check_losses(stage, seen.losses, oracle.losses[:count])
-    assert seen.peak == peak_live(name, stage.stage, stage.stages, count, chunks), where
+    assert seen.peak == simulate(schedule(name, stage.stages, count, chunks)).peak_live[stage.stage], where
     assert seen.accumulated == (count - 1 if chunks == 1 else count * chunks), where
     check_messages(stage, seen, count, dense.embedding.tokens.weight.itemsize)
     mine = {each: parameter.grad for each, parameter in stage.model.named_parameters()}

@@ -11,10 +11,6 @@ from cs336_systems.schedule import (
     ScheduleError,
     blocks_of,
     bubble_fraction,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    peak_live,
     receives_from,
     schedule,
     sends_to,
@@ -61,7 +57,6 @@ def test_bubble_and_peak_equal_their_formulas(forward, backward):
         assert ran.idle == [(p - 1) * (forward + backward) / v] * p, (name, p, m, v)
         assert ran.makespan == (m * v + p - 1) * (forward + backward) / v, (name, p, m, v)
         assert ran.peak_live == peaks, (name, p, m, v)
-        assert [peak_live(name, r, p, m, v) for r in range(p)] == peaks, (name, p, m, v)
 
 
 def test_every_action_once_and_gradients_added_in_the_order_of_one_process():
@@ -123,14 +118,8 @@ def test_lists_by_hand():
         actions("F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"),
         actions("F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
     ]
+    assert schedule("interleaved", 3, 5) == schedule("1f1b", 3, 5)
     assert schedule("interleaved", 2, 2, 2) == [actions("F0a F1a F0b F1b B0b B1b B0a B1a")] * 2
-
-
-def test_one_stage_at_a_time():
-    assert list(gpipe(1, 2, 3)) == schedule("gpipe", 2, 3)[1]
-    assert list(one_f_one_b(2, 4, 8)) == schedule("1f1b", 4, 8)[2]
-    assert list(interleaved(1, 2, 4, 2)) == schedule("interleaved", 2, 4, 2)[1]
-    assert list(interleaved(1, 3, 5, 1)) == list(one_f_one_b(1, 3, 5))
 
 
 def test_unequal_stages():
@@ -255,17 +244,16 @@ def test_other_lists_that_are_none():
 )
 def test_refusals(arguments, words):
     name, *counts = arguments
-    for refuse in (schedule, bubble_fraction, lambda name, *rest: peak_live(name, 0, *rest)):
+    for refuse in (schedule, bubble_fraction):
         with pytest.raises(UserError) as error:
             refuse(name, *counts)
         assert str(error.value) == words
 
 
 def test_other_refusals():
-    for one_stage in (gpipe, one_f_one_b, lambda *counts: interleaved(*counts, 2)):
-        for stage in (-1, 4):
-            with pytest.raises(UserError, match=f"stage {stage} does not exist: the 4 stages are 0 to 3"):
-                one_stage(stage, 4, 8)
+    for stage in (-1, 4):
+        with pytest.raises(UserError, match=f"stage {stage} does not exist: the 4 stages are 0 to 3"):
+            blocks_of(stage, 0, 4, 2, 24)
     with pytest.raises(UserError, match="num_layers 24 is not a multiple of stages 5 x chunks 2 = 10: change one"):
         blocks_of(0, 0, 5, 2, 24)
     with pytest.raises(UserError, match="num_layers 0 is not a multiple"):

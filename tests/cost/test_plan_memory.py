@@ -23,7 +23,7 @@ from cs336_systems.cost.plan_memory import (
 from cs336_systems.cost.step_time import stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig
-from cs336_systems.schedule import peak_live, schedule
+from cs336_systems.schedule import schedule, simulate
 
 GIB = 2**30
 # Korthikanti et al., arXiv:2205.05198, table 3: width, heads, layers, tp, pp, chunks, microbatch.
@@ -118,7 +118,7 @@ def test_passes_under_way_are_those_of_the_schedule(p, v, m):
     played = schedule("interleaved" if v > 1 else "1f1b", p, m, v)
     for stage in range(p):
         live = live_passes(stage, p, m, v)
-        assert {sum(moment) for moment in live} == {peak_live("interleaved" if v > 1 else "1f1b", stage, p, m, v)}
+        assert {sum(moment) for moment in live} == {simulate(played).peak_live[stage]}
         for _ in range(8):
             sizes = [random.randrange(1, 100) for _ in range(v)]
             steps = ((1 if each.kind == "forward" else -1) * sizes[each.chunk] for each in played[stage])
