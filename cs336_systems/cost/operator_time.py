@@ -16,12 +16,12 @@ from math import log2
 from operator import add
 from typing import Any, NamedTuple
 
-from cs336_systems.cost.closed_forms import TRAFFIC
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operators import Collective, Group, Kernel, Operator, Rank, operators_of
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.cost.step import MAPPED
 from cs336_systems.presets import ModelConfig
+from cs336_systems.traffic import TRAFFIC
 
 TILE = 128 * 256
 RINGS = ("all-gather", "reduce-scatter")

@@ -12,22 +12,16 @@ Value = float | str | bool | None
 Number = Callable[[Any, str], str]  # (value, unit) as text
 
 
-class _Shown:
-    """A value as a field of a template formats it."""
+class _Filled(Formatter):
+    """A formatter whose numbers have units, and whose conditions choose a text."""
 
-    def __init__(self, value: Any, number: Number) -> None:
-        self._value, self._number = value, number
+    def __init__(self, number: Number) -> None:
+        self._number = number
 
-    def __getattr__(self, name: str) -> "_Shown":
-        return _Shown(getattr(self._value, name), self._number)
-
-    def __getitem__(self, key: str) -> "_Shown":
-        return _Shown(self._value[key], self._number)
-
-    def __format__(self, spec: str) -> str:
-        if isinstance(self._value, bool):
-            return spec.split("|")[not self._value]
-        return "" if self._value is None else self._number(self._value, spec)  # None: in the text that is not chosen
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if isinstance(value, bool):
+            return format_spec.split("|")[not value]
+        return "" if value is None else self._number(value, format_spec)  # None: in the text that is not chosen
 
 
 def fields(line: str) -> list[tuple[str, str]]:
@@ -44,5 +38,4 @@ def kept_lines(template: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 def fill(template: str, values: Mapping[str, Any], number: Number) -> Iterator[str]:
     """Lines of a template with their values, `number(value, unit)` as text."""
-    shown = {name: _Shown(value, number) for name, value in values.items()}
-    return (line.format_map(shown) for line in kept_lines(template, values))
+    return (_Filled(number).vformat(line, (), values) for line in kept_lines(template, values))

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from benchmarks.segments import strategy
 from cs336_systems.cost.closed_forms import exposed_seconds
 from cs336_systems.cost.commands.explain import command
-from cs336_systems.cost.course import ANSWERS, QUESTIONS, contents, markdown, parse_numbers, question
+from cs336_systems.cost.course import ANSWERS, QUESTIONS, parse_numbers, question
 from cs336_systems.cost.course.arithmetic import accumulate, half, single
 from cs336_systems.cost.course.communication import (
     EGRESS,
@@ -32,14 +32,23 @@ from cs336_systems.model.observed import observe_kept
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig, course_sizes, model_preset
 from kernels.tiled_attention import TiledAttentionFunction
+from tests.support.course_questions import problems_of, years_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/accounting.md"
 BEGIN, END = "<!-- accounting: begin (python -m tests.cost.test_course writes this) -->", "<!-- accounting: end -->"
 
 
 def with_answers(text: str) -> str:
+    """The page with a list of all questions, each with a link to its answer, and all answers."""
+    listed = (f"- [{each.title}](#{anchor(each.title)}) (`{each.id}`)" for each in QUESTIONS.values())
+    answers = (question(name).markdown() for name in ANSWERS)
     before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{contents()}\n\n{markdown()}\n\n{END}{rest.split(END)[1]}"
+    return "\n\n".join((f"{before}{BEGIN}", "\n".join(listed), *answers, f"{END}{rest.split(END)[1]}"))
+
+
+def anchor(heading: str) -> str:
+    """Target of a link within the page, as GitHub writes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def test_the_page_is_what_is_computed():
@@ -428,8 +437,8 @@ def test_template_and_numbers_belong_together(name):
     assert set(ANSWERS[name].__annotations__) - {"return"} <= set(answer.values)
     assert asked.template.startswith("## ")
     assert asked.template.splitlines()[2].startswith(f"`{name}`, 20")
-    assert asked.problems
-    assert set(asked.years) <= {2024, 2025, 2026}
+    assert problems_of(asked)
+    assert set(years_of(asked)) <= {2024, 2025, 2026}
     assert not re.search("[{}]", answer.markdown())
 
 

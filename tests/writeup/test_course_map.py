@@ -10,6 +10,7 @@ from cs336_systems.cost.course import QUESTIONS
 from cs336_systems.errors import UserError
 from cs336_systems.presets import COURSE_YEARS
 from tests.support.command_lines import problem_of
+from tests.support.course_questions import problems_of, years_of
 from writeup.course import MAP, course_map
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +79,8 @@ def test_everything_that_is_named_is_there(problem):
 def test_the_accounting_has_the_same_problems():
     known = {(problem.id, year) for problem in PROBLEMS for year in problem.years}
     for asked in QUESTIONS.values():
-        for name in asked.problems:
-            assert {year for id, year in known if id == name.split()[0]} & set(asked.years), name
+        for name in problems_of(asked):
+            assert {year for id, year in known if id == name.split()[0]} & set(years_of(asked)), name
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The accounting questions of the course's three editions as worked calculations: words, symbols, numbers.
 
-`question("buckets")` is one `Answer`, `question("rings", N=16)` the same with another number, `markdown()` all of them.
-The words are in `templates/`, one file per question.
+`question("buckets")` is one `Answer`, `question("rings", N=16)` one with another number than its own. The words are in
+`templates/`, one file per question.
 """
 
 import re
@@ -62,16 +62,6 @@ def parse_numbers(settings: Iterable[str]) -> dict[str, float | str]:
         except ValueError:
             found[name] = value
     return found
-
-
-def contents() -> str:
-    """A list of all questions, each with its name and a link to its answer in `markdown()`."""
-    return "\n".join(f"- [{each.title}](#{each.anchor}) (`{each.id}`)" for each in QUESTIONS.values())
-
-
-def markdown() -> str:
-    """All answers with their own numbers: what docs/accounting.md holds."""
-    return "\n\n".join(question(name).markdown() for name in ANSWERS)
 
 
 def _checked(asked: Question, key: str, value: float | str, kind: type) -> float | str:

@@ -35,25 +35,6 @@ class Question:
         return self.template.splitlines()[0].removeprefix("## ")
 
     @property
-    def anchor(self) -> str:
-        """Target of a link within the page: the heading, as GitHub writes it."""
-        return re.sub(r"[^\w -]", "", self.title.lower()).replace(" ", "-")
-
-    @property
-    def years(self) -> tuple[int, ...]:
-        """Editions of the course that ask it."""
-        return tuple(int(year) for year in re.findall(r"\b20\d\d\b", self._origin.partition(":")[0]))
-
-    @property
-    def problems(self) -> list[str]:
-        """Names of its problems in the handouts."""
-        return re.split(r", (?!\()", self._origin.partition(": ")[2])
-
-    @property
-    def _origin(self) -> str:
-        return self.template.splitlines()[2]
-
-    @property
     def fields(self) -> list[str]:
         return list(dict.fromkeys(re.findall(r"{(\w+)", self.template)))
 

@@ -10,11 +10,12 @@ from dataclasses import replace
 from math import ceil, log2, sqrt
 from typing import Any
 
-from cs336_systems.cost.closed_forms import TRAFFIC, zero_memory
+from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.cost.course.answers import given, require
 from cs336_systems.cost.machines import GIB, system_preset
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.traffic import TRAFFIC
 
 _H100 = system_preset("H100").memory / GIB * 1e9  # a GB as the course has it
 # Of the XXL model: bytes of a number, and of weight, accumulated gradient and two moments of a parameter.
