@@ -8,17 +8,10 @@ comes from, `course/` the accounting questions of a course, `fitting/` where con
 
 from cs336_systems.cost.capacity import memory
 from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops, recompute_flops
-from cs336_systems.cost.machines import System, system_preset
 from cs336_systems.cost.parameters import count_parameters
-from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.rank_step import predict_step
-from cs336_systems.cost.search import Search, search
 from cs336_systems.cost.step import MODES, Hardware, Mode, predict
-from cs336_systems.cost.step_time import StepTime, step_time
-from cs336_systems.layout import Layout
 
 __all__ = [
-    "MODES", "Hardware", "Layout", "Mode", "Plan", "Search", "StepTime", "System", "backward_flops", "count_parameters",
-    "forward_flops", "least_forward_flops", "memory", "predict", "predict_step", "recompute_flops", "search",
-    "step_time", "system_preset",
+    "MODES", "Hardware", "Mode", "backward_flops", "count_parameters", "forward_flops", "least_forward_flops", "memory",
+    "predict", "recompute_flops",
 ]  # fmt: skip

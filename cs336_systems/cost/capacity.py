@@ -16,12 +16,7 @@ Needs = Callable[[ModelConfig, int, int, Mode], Mapping[str, int]]
 
 
 def memory(
-    config: ModelConfig,
-    batch: int,
-    seq: int,
-    mode: Mode,
-    precision: Precision = "fp32",
-    keeps_gradients: bool = False,
+    config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision = "fp32", keeps_gradients: bool = False
 ) -> dict[str, int]:
     """Bytes by part at the fullest moment of a pass over (batch seq) tokens, counted from the model's own code on fake
     tensors; their sum is the peak."""

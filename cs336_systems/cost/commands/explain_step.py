@@ -8,14 +8,7 @@ from rich.table import Table
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.commands.request import Request
 from cs336_systems.cost.flops import forward_flops
-from cs336_systems.cost.operator_time import (
-    TILE,
-    TimedPart,
-    Timing,
-    collective_seconds,
-    product_rate,
-    timing,
-)
+from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.operators import Collective, Kernel, Operator
 from cs336_systems.cost.step_time import (
     GRADIENT,

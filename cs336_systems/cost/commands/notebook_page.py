@@ -29,16 +29,6 @@ from cs336_systems.presets import model_preset
 
 SEED = "seed"  # the preset of the notebook
 MACHINE = "A100-40GB"  # whose data sheet the notebook has
-LAYER_UNITS = {
-    "forward computes": "TFLOP",
-    "backward computes": "TFLOP",
-    "forward reads and writes": "GB",
-    "backward reads and writes": "GB",
-    "kept for backward": "GB",
-    "weights": "GB",
-    "forward time": "ms",
-    "backward time": "ms",
-}
 OPERATORS = 5  # side by side at most
 KINDS: dict[Kind, tuple[str, list[str]]] = {  # title and columns of a kind's table
     "wrong": ("What the notebook gets wrong", ["the notebook", "what is right"]),
@@ -119,18 +109,20 @@ def compared(notebook: Notebook) -> list[dict[str, Any]]:
     )
     plan = Plan(tp=notebook.tp, sequence=notebook.tp > 1, micro_batch=notebook.batch, global_batch=notebook.batch)
     part = timed_part(one, plan, notebook.seq, "dense", system_preset(MACHINE))
-    columns = ("flops_fwd", "flops_bwd", "total_mem_fwd", "total_mem_bwd", "activation_buffer", "weights_mem")
-    tables = notebook_tables(notebook).values()
-    old = [sum(each.total(name) for each in tables) for name in (*columns, "t_total_fwd", "t_total_bwd")]
-    passes = [[getattr(each, way) for each in part.operators] for way in ("forward", "backward")]
-    new = [
-        *(sum(each.flops for each in way) * 1e-12 for way in passes),
-        *(sum(each.nbytes for each in way) * 1e-9 for way in passes),
-        sum(each.operator.kept for each in part.operators) * 1e-9,
-        sum(each.operator.weights for each in part.operators) * notebook.element_bytes * 1e-9,
-        *(sum(each.seconds for each in way) * 1e3 for way in passes),
+    ahead, back, operators = part.forward, part.backward, [each.operator for each in part.operators]
+    weights = sum(each.weights for each in operators) * notebook.element_bytes
+    found = [
+        ("forward computes", "flops_fwd", ahead.flops * 1e-12),
+        ("backward computes", "flops_bwd", back.flops * 1e-12),
+        ("forward reads and writes", "total_mem_fwd", ahead.nbytes * 1e-9),
+        ("backward reads and writes", "total_mem_bwd", back.nbytes * 1e-9),
+        ("kept for backward", "activation_buffer", sum(each.kept for each in operators) * 1e-9),
+        ("weights", "weights_mem", weights * 1e-9),
+        ("forward time", "t_total_fwd", sum(each.forward.seconds for each in part.operators) * 1e3),
+        ("backward time", "t_total_bwd", sum(each.backward.seconds for each in part.operators) * 1e3),
     ]
+    tables = notebook_tables(notebook).values()
     return [
-        {"name": name, "unit": unit, "notebook": before, "corrected": after}
-        for (name, unit), before, after in zip(LAYER_UNITS.items(), old, new, strict=True)
+        {"name": name, "unit": UNITS[column], "notebook": sum(each.total(column) for each in tables), "corrected": new}
+        for name, column, new in found
     ]

@@ -22,12 +22,7 @@ from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, FeedFor
 
 COUNT, FILE = click.IntRange(1), click.Path(path_type=Path)
 MOST_TOKENS = 1e18  # of a training, that anybody asks about
-# Options of how a model runs, which leave its shape; options that have the same name in `ModelConfig`.
-_RUN = ("attention", "kernels", "recompute", "dropout", "context_length")
-_SAME = (
-    *("num_layers", "d_model", "num_heads", "vocab_size", "feed_forward", "attention", "dropout", "kernels"),
-    *("num_experts", "expert_every"),
-)
+_RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
 
 
 @dataclass(frozen=True)
@@ -61,13 +56,14 @@ class ModelOptions:
 
     def model_config(self) -> ModelConfig:
         """The model, its context the sequence. Raises UserError for what does not exist or divide."""
-        return preset(self.size, self.year).model.override(
-            **{name: getattr(self, name) for name in _SAME},
-            d_ff=self.d_ff if self.d_ff or not self.d_model else 4 * self.d_model,
-            num_kv_heads=self.num_kv_heads if self.num_kv_heads or not self.num_heads else 0,
-            context_length=self.context,
-            recompute=RECOMPUTE[self.recompute] if self.recompute else None,
-        )
+        known = {each.name for each in fields(ModelConfig)}
+        changes = {name: value for name, value in asdict(self).items() if name in known} | {
+            "d_ff": self.d_ff if self.d_ff or not self.d_model else 4 * self.d_model,
+            "num_kv_heads": self.num_kv_heads if self.num_kv_heads or not self.num_heads else 0,
+            "context_length": self.context,
+            "recompute": RECOMPUTE[self.recompute] if self.recompute else None,
+        }
+        return preset(self.size, self.year).model.override(**changes)
 
     @property
     def title(self) -> str:

@@ -7,7 +7,6 @@
 import re
 from collections.abc import Callable, Iterable
 from inspect import signature
-from math import isfinite
 from typing import Any, get_type_hints
 
 from cs336_systems.cost.course.answers import Answer as Answer
@@ -71,7 +70,7 @@ def _checked(asked: Question, key: str, value: float | str, kind: type) -> float
         return value if isinstance(value, str) else f"{value:g}"
     if isinstance(value, str):
         value = _nbytes(asked.unit(key), value)
-    if isinstance(value, str) or not isfinite(value) or not 0 < value <= LARGEST:
+    if isinstance(value, str) or not 0 < value <= LARGEST:
         raise UserError(f"{asked.id}: {key} must be a number above 0 and up to 1e30, not {given(value)}")
     if value < 1 / LARGEST:
         raise UserError(f"{asked.id}: {key} must be at least 1e-30, not {given(value)}")

@@ -62,7 +62,9 @@ class Answer:
         """Every number of the table of symbols and of the steps as the page writes it."""
         lines = kept_lines(self.question.template, self.values)
         found = [each for line in lines if line[:1] == "|" or line[:1].isdigit() for each in fields(line)]
-        return {name: _text(value, unit) for name, unit in reversed(found) if (value := self.values[name]) is not None}
+        return {
+            name: quantity(value, unit) for name, unit in reversed(found) if (value := self.values[name]) is not None
+        }
 
     @property
     def result(self) -> str:
@@ -71,12 +73,8 @@ class Answer:
 
     def markdown(self) -> str:
         """The answer as a section of a Markdown page."""
-        number, lines = count(1), fill(self.question.template, self.values, _text)
+        number, lines = count(1), fill(self.question.template, self.values, quantity)
         return "\n".join(re.sub(r"^\d+(?=\. )", lambda _: str(next(number)), line) for line in lines)
-
-
-def _text(value: float | str, unit: str) -> str:
-    return given(value) if unit == "given" else quantity(value, unit)
 
 
 def require(holds: bool, message: str) -> None:
@@ -98,8 +96,8 @@ def given(value: float | str) -> str:
 def quantity(value: float | str, unit: str = "") -> str:
     """A number as people read it: four digits, a prefix where the unit takes one, bytes in both kinds of units.
     `quantity(3.518e12, "B")` is `3.518 TB (3276 GiB)`."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or unit == "given":
+        return given(value)
     if unit == "":
         return _digits(value)
     if unit == "decimals":

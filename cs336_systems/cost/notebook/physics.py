@@ -2,7 +2,7 @@
 computes, reads, writes, keeps and sends on one GPU of a tensor-parallel group.
 
 It is the ideal that a first model should be: closed forms, nothing fitted. What its physics lacks is said in
-`differences.txt`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
+`differences.toml`; `cost/` is the corrected model. The notebook is `transformer_estimates.ipynb` of
 github.com/ShashankSubramanian/transformer-perf-estimates in its state of January 2024, later arXiv:2410.00273.
 """
 

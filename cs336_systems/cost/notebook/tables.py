@@ -4,6 +4,7 @@ of the forward time that is communication; and what the notebook gets wrong or l
 An operator takes the longer of its arithmetic and its memory traffic, and then its collective, which nothing hides.
 """
 
+import tomllib
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -128,28 +129,17 @@ def as_records(config: Notebook | None = None) -> list[dict[str, Any]]:
     return records
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Difference:
     """One difference, at the notebook's own sizes: what it has (nothing where that is `missing`), what is right (of a
     `text` of its code: what it printed), and what that changes. Tests compute the numbers."""
 
     kind: Kind
     name: str
-    notebook: str
+    notebook: str = ""
     right: str
     effect: str
 
 
-def _differences() -> tuple[Difference, ...]:
-    """Those of `differences.txt`: a line of kind and name, and one for each of the rest."""
-    found: list[list[Any]] = []
-    for line in Path(__file__).with_name("differences.txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("# "):
-            kind, _, name = line[2:].partition(": ")
-            found.append([kind, name, *[""] * (kind == "missing")])
-        else:
-            found[-1].append(line)
-    return tuple(Difference(*each) for each in found)
-
-
-DIFFERENCES = _differences()
+_FILE = Path(__file__).with_name("differences.toml")
+DIFFERENCES = tuple(Difference(**each) for each in tomllib.loads(_FILE.read_text(encoding="utf-8"))["difference"])
