@@ -43,34 +43,31 @@ class Sample(NamedTuple):
 class BertData:
     """Batches of one split, over any number of epochs. Each epoch shuffles the packed spans of sentences, and cuts,
     swaps and masks them anew. The spans are the same in every epoch (Megatron-LM draws new lengths), so that any sample
-    can be made without the epochs before it. `model_vocab_size` is the size of the model's embedding. Raises UserError
-    for documents that give no sample, and for sizes and ids that do not fit."""
+    can be made without the epochs before it. Raises UserError for documents that give no sample, and for sizes and ids
+    that do not fit."""
 
     def __init__(
         self, documents: Documents, tokenizer: Tokenizer, seq_length: int, seed: int = 0, mask_prob: float = 0.15,
-        short_seq_prob: float = 0.1, model_vocab_size: int | None = None,
+        short_seq_prob: float = 0.1,
     ) -> None:  # fmt: skip
         if seq_length < SHORTEST:
             raise UserError(f"a BERT sample needs a context of {SHORTEST} tokens at least, not {seq_length}")
         if not 0 < mask_prob < 1 or not 0 <= short_seq_prob <= 1:
             raise UserError(f"mask_prob {mask_prob} must lie in (0, 1), and short_seq_prob {short_seq_prob} in [0, 1]")
-        check_vocabulary(tokenizer, model_vocab_size)
         ids, largest = documents.tokens, tokenizer.vocab_size - 1
-        if len(ids) and (ids.min() < 0 or ids.max() > largest):
-            found = f"{documents.name} has token ids from {ids.min()} to {ids.max()}"
-            raise UserError(f"{found}; the tokenizer's are 0 to {largest}")
+        low, high = (ids.min(), ids.max()) if len(ids) else (0, 0)
+        if low < 0 or high > largest:
+            raise UserError(f"{documents.name} has token ids from {low} to {high}; the tokenizer's are 0 to {largest}")
         self.documents, self.tokenizer, self.seq_length = documents, tokenizer, seq_length
         self.seed, self.mask_prob = seed, mask_prob
         self.ordinary = np.setdiff1d(np.arange(tokenizer.vocab_size), tokenizer.special_ids)
         self.spans = pack(documents, seq_length - SPECIAL_PER_SAMPLE, short_seq_prob, seed)
-        if not len(self.spans):
+        if not (count := len(self.spans)):
             none = f"no document has two sentences of at most {LONG_SENTENCE} tokens"
             rules = "(a line is a sentence, a blank line ends a document)"
             raise UserError(f"{documents.name}: {none} {rules}; use a longer text or another split")
         # Two epochs' orders are kept, since a batch may reach from one epoch into the next.
-        self._order = lru_cache(2)(
-            lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(len(self.spans))
-        )
+        self._order = lru_cache(2)(lambda epoch: np.random.default_rng((SHUFFLE, seed, epoch)).permutation(count))
 
     def sample(self, index: int) -> Sample:
         """Sample number `index`, counted from 0 over all epochs."""
@@ -172,13 +169,6 @@ def choose_words(words: np.ndarray, budget: int, rng: np.random.Generator) -> np
     return places[taken[words[places]]]
 
 
-def check_vocabulary(tokenizer: Tokenizer, model_vocab_size: int | None) -> None:
-    """Raises UserError if the tokenizer has more ids than the model's embedding."""
-    if model_vocab_size is not None and (size := tokenizer.vocab_size) > model_vocab_size:
-        numbers = f"the tokenizer has {size} tokens and the model's vocabulary {model_vocab_size}"
-        raise UserError(f"{numbers}: use a vocabulary of {size} or more")
-
-
 def read_texts(data: Sequence[str]) -> tuple[list[list[str]], str]:
     """Documents of sentences and their name, from the user's files, each of which ends a document, or by default from
     the standard library. Raises UserError for a file that is not text."""
@@ -202,7 +192,9 @@ def make_tokenizer(
         training = documents[: corpus.split_points(split, len(documents))[1]]
         sentences = [sentence for document in training for sentence in document]
         tokenizer = WordPieceTokenizer.train(sentences, vocab_size, lower_case)
-    check_vocabulary(tokenizer, vocab_size)
+    if (size := tokenizer.vocab_size) > vocab_size:
+        numbers = f"the tokenizer has {size} tokens and the model's vocabulary {vocab_size}"
+        raise UserError(f"{numbers}: use a vocabulary of {size} or more")
     return tokenizer
 
 

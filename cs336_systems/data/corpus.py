@@ -2,7 +2,6 @@
 step), and each rank takes its rows of it, so a run sees the same tokens when it is resumed or runs on another number of
 ranks."""
 
-import hashlib
 import os
 import sysconfig
 from array import array
@@ -21,7 +20,6 @@ from cs336_systems.errors import UserError
 IGNORED = -100  # a target that is not predicted, as torch's cross entropy has it
 STDLIB_CAP = 8_000_000  # bytes: hours of training on a laptop, and loaded in a second
 DEFAULT_SPLIT = "949,50,1"  # of documents, by weights
-PARTS = "training", "validation", "test"
 
 
 class Batch(NamedTuple):
@@ -60,11 +58,6 @@ class Corpus:
     tokens: np.ndarray
     name: str
 
-    @property
-    def sha256(self) -> str:
-        """Of its bytes."""
-        return hashlib.sha256(self.tokens.tobytes()).hexdigest()
-
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
         """(training, validation): the last `fraction` of the stream is kept for validation."""
         cut = len(self.tokens) - round(fraction * len(self.tokens))
@@ -74,14 +67,14 @@ class Corpus:
 
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
     """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes. Every
-    machine has it; it differs between Python versions, hence the hash. Raises UserError if Python was installed without
+    machine has it; it differs between Python versions. Raises UserError if Python was installed without
     its source."""
     root, paths, raw = Path(sysconfig.get_path("stdlib")), [], bytearray()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped]
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+    for path in sorted(paths, key=Path.as_posix):
         if len(raw) < cap and os.access(path, os.R_OK):
             raw += path.read_bytes()
     if not raw:
@@ -171,8 +164,8 @@ class Documents:
 
     def split(self, weights: str = DEFAULT_SPLIT) -> "list[Documents]":
         """Split whole documents in their order: training, validation, and test after it."""
-        parts = []
-        for part, (start, end) in zip(PARTS, pairwise(split_points(weights, len(self))), strict=True):
+        names, parts = ("training", "validation", "test"), []
+        for part, (start, end) in zip(names, pairwise(split_points(weights, len(self))), strict=True):
             name = f"{self.name}, {part} ({end - start} of {len(self)} documents, split {weights})"
             parts.append(replace(self, documents=self.documents[start : end + 1], name=name))
         return parts

@@ -102,9 +102,8 @@ class WordPieceTokenizer(Tokenizer):
         if len(ids) < len(pieces):
             twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
             raise UserError(f"{name} has {twice!r} twice; each of its {len(pieces)} lines is a piece of its own")
-        if missing := [token for token in SPECIAL_TOKENS if token not in ids]:
-            among = f"among its {len(pieces)} pieces; a BERT vocabulary does"
-            raise UserError(f"{name} has no {', '.join(missing)} {among}")
+        if absent := [token for token in SPECIAL_TOKENS if token not in ids]:
+            raise UserError(f"{name} has no {', '.join(absent)} among its {len(pieces)} pieces; a BERT vocabulary does")
         pad, self.unknown, cls, sep, mask = (ids[token] for token in SPECIAL_TOKENS)
         joins = np.array([piece.startswith(CONTINUES) and piece != CONTINUES for piece in pieces])
         super().__init__((pad, cls, sep, mask), outside=np.zeros(len(pieces), bool), joins=joins)

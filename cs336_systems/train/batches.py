@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from cs336_systems.comm import Group, agree
@@ -50,7 +49,8 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
         return Batch(tokens, targets, torch.arange(rank * len(tokens), (rank + 1) * len(tokens)))
 
     validation = partial(batch, held_out) if len(held_out.tokens) > seq else None
-    known = training.name, corpus.sha256, len(training.tokens), config.vocab_size, rows * seq
+    sha256 = hashlib.sha256(corpus.tokens.tobytes()).hexdigest()
+    known = training.name, sha256, len(training.tokens), config.vocab_size, rows * seq
     return Batches(*known, partial(batch, training), validation)
 
 
@@ -61,13 +61,13 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     text, held_out, _ = load_documents(data.data, tokenizer, data.split)
 
     def batches(documents: Documents) -> Rows:
-        settings = recipe.run.seed, data.mask_prob, data.short_seq_prob, config.vocab_size
-        samples = BertData(documents, tokenizer, recipe.seq(config), *settings)
+        seed, seq = recipe.run.seed, recipe.seq(config)
+        samples = BertData(documents, tokenizer, seq, seed, data.mask_prob, data.short_seq_prob)
         return lambda number, rank, ranks: samples.batch(number, rows, rank, ranks)
 
     validation = batches(held_out) if len(held_out) else None
     first, last = (int(text.sentences[text.documents[end]]) for end in (0, -1))
-    sha256 = hashlib.sha256(np.ascontiguousarray(text.tokens[first:last]).tobytes()).hexdigest()
+    sha256 = hashlib.sha256(text.tokens[first:last].tobytes()).hexdigest()
     return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)
 
 

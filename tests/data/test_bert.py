@@ -365,7 +365,6 @@ def test_an_epoch_has_every_stretch_once_and_the_next_another_order_and_masks():
         ({"mask_prob": 0.0}, r"mask_prob 0.0 must lie in \(0, 1\)"),
         ({"mask_prob": 1.0}, r"mask_prob 1.0 must lie in \(0, 1\)"),
         ({"short_seq_prob": 1.1}, r"short_seq_prob 1.1 in \[0, 1\]"),
-        ({"model_vocab_size": 20}, "tokenizer has 21 tokens and the model's vocabulary 20: use a vocabulary of 21"),
         ({"tokenizer": IdTokenizer(16)}, "has token ids from 0 to 16; the tokenizer's are 0 to 15"),
         ({"documents": documents_of([9], [7])}, "counting: no document has two sentences of at most 512 tokens"),
         (
@@ -404,7 +403,7 @@ def test_text_becomes_samples_that_can_be_read(files, kind):
     tokenizer = make_tokenizer(kind, files, 300, "1,1", None, lower_case=True)
     training, validation, test = load_documents(files, tokenizer, "1,1")
     assert (len(training), len(validation), len(test)) == (2, 2, 0)
-    data = BertData(validation, tokenizer, 64, model_vocab_size=300)
+    data = BertData(validation, tokenizer, 64)
     if kind == "bytes":
         ids = [id for i in range(2) for id in original(data.sample(i)).tolist() if id < 256]
         words = bytes(ids).decode()
@@ -423,7 +422,7 @@ def test_random_tokens_are_documents_too():
     training, validation, _ = load_documents(["random"], tokenizer)
     assert isinstance(tokenizer, IdTokenizer)
     assert training.tokens.max() == 45
-    assert BertData(training, tokenizer, 128, model_vocab_size=50).batch(0, 2).tokens.max() < 50
+    assert BertData(training, tokenizer, 128).batch(0, 2).tokens.max() < 50
     assert len(validation) == pytest.approx(len(training) * 50 / 949, abs=1)
 
 
