@@ -60,18 +60,19 @@ def reason(error: Exception, folder: Path, needed: int = 0) -> str:
 
 
 def together(
-    topic: str, action: Callable[[], Any], folder: Path, group: Group | None, failed: str | None = None
+    topic: str, action: Callable[[], Any], folder: Path, group: Group | None, failed: str | None = None, needed: int = 0
 ) -> list[Any]:
     """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise: a
     UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever else the action
-    raises. A rank whose disk is slow is waited for. Runs also beside training: nothing is counted."""
+    raises, with `needed` bytes to write. A rank whose disk is slow is waited for. Runs also beside training: nothing is
+    counted."""
     done, problem, refused = None, "", False
     try:
         done = action()
     except Exception as error:
         if failed is None and not isinstance(error, UserError):
             raise
-        said = f"{'' if isinstance(error, UserError) else failed}{reason(error, folder)}"
+        said = f"{'' if isinstance(error, UserError) else failed}{reason(error, folder, needed)}"
         problem, refused = printable(said), isinstance(error, RefusedError)  # names from a file may not be Unicode
     votes: list[Any] = [(done, problem, refused)]
     if group is not None:
@@ -175,22 +176,19 @@ def locked(folder: Path) -> Iterator[IO[str]]:
     """Hold the lock of a run's folder, which is made: a file with a line about its holder, or the one before. It ends
     with the process, however that ends. Raises UserError if another process holds it, or the folder cannot be written
     or locked."""
-    other = "another folder with --out DIR"
+    other = "name another folder with --out DIR"
     try:
         make_folder(folder)
-        lock = os.fdopen(
-            os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+", errors="replace"
-        )
+        file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        lock = os.fdopen(file, "r+", errors="replace")
     except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; name {other}") from None
+        raise UserError(f"cannot write to {folder}: {error.strerror}; {other}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = lock.read(100).strip() or "of an unknown process"
-            raise UserError(
-                f"{folder} is in use by another run ({holder}); wait for its end, or name {other}"
-            ) from None
+            raise UserError(f"{folder} is in use by another run ({holder}); wait for its end, or {other}") from None
         except OSError as error:
             cannot = f"the file system of {folder} cannot lock a file: {error.strerror}"
             raise UserError(f"{cannot}; name a folder on another with --out DIR") from None

@@ -142,11 +142,10 @@ def open_newest(
     def rename(refused: Path) -> str:
         return refused.rename(f"{refused}.refused-{secrets.token_hex(2)}").name
 
-    failed = f"cannot read {parent}: "
-    found = on_rank_0(
-        "checkpoints", lambda: [each.name for each in disk.list_checkpoints(parent)], parent, group, failed
-    )
-    for name in reversed(found):
+    def names() -> list[str]:
+        return [folder.name for folder in reversed(disk.list_checkpoints(parent))]
+
+    for name in on_rank_0("checkpoints", names, parent, group, f"cannot read {parent}: "):
         try:
             checkpoint = open_checkpoint(parent / name, group)
             together("checkpoint fits", partial(check_named, checkpoint), parent, group)

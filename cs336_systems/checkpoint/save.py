@@ -3,9 +3,8 @@
     rank 0   make .saving-step-...  |  write  |  vote  |  manifest, fsync, rename, fsync  |  vote  |  delete the oldest
     others                          |  write  |  vote  |                                  |  vote  |
 
-Nothing that exists is written to, and nothing is deleted before the new one has its name: whoever is killed at whatever
-point leaves the old checkpoint, or the new one, whole. Votes go through the store, so that a save may run beside
-training, whose collectives it must not meet.
+Nothing that exists is written to, and nothing is deleted before the new one has its name. Votes go through the store:
+a save may run beside training, whose collectives it must not meet.
 """
 
 import errno
@@ -15,7 +14,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +49,13 @@ def save(
         os.mkdir(folder)
         return folder.name
 
-    def write() -> dict[str, Any]:
-        try:
-            return write_tensors(folder, group.rank(), pieces, scalars)
-        except Exception as error:
-            why = disk.reason(error, folder, sum(piece.tensor.nbytes for piece in pieces))
-            raise UserError(f"rank {group.rank()}: {why}") from None
-
     try:
         folder = parent / on_rank_0("checkpoint", prepare, parent, group)
         if folder == final:
             return final
-        written = together("checkpoint written", write, folder, group)
+        rank, needed = group.rank(), sum(piece.tensor.nbytes for piece in pieces)
+        write = partial(write_tensors, folder, rank, pieces, scalars)
+        written = together("checkpoint written", write, folder, group, f"rank {rank}: ", needed)
         files = {name: file for each in written for name, file in each.items()}
         body = {"format": FORMAT, "version": VERSION, "step": step, "files": files, "state": state}
         on_rank_0("checkpoint", lambda: publish(folder, final, body), folder, group)
@@ -105,7 +99,7 @@ class Saver:
         if not self.background:
             save(self.parent, step, pieces, scalars, state, self.group, self.keep)
             return
-        copies = [replace(piece, tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in pieces]
+        copies = [piece._replace(tensor=piece.tensor.detach().to("cpu", copy=True)) for piece in pieces]
         rest = deepcopy((scalars, state))
 
         def work() -> None:

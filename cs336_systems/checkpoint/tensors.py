@@ -61,16 +61,14 @@ class Box(NamedTuple):
 
     def overlap(self, other: "Box") -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """The common elements as slices of each of the two; None without any."""
-        axes = zip(*self[1:], *other[1:], strict=True)
-        ends = [(max(a, b), min(a + m, b + n)) for a, m, b, n in axes]
-        if any(low >= high for low, high in ends):
+        axes = [(a, b, max(a, b), min(a + m, b + n)) for a, m, b, n in zip(*self[1:], *other[1:], strict=True)]
+        if any(low >= high for _, _, low, high in axes):
             return None
-        mine = tuple(slice(low - a, high - a) for (low, high), a in zip(ends, self.start, strict=True))
-        return mine, tuple(slice(low - b, high - b) for (low, high), b in zip(ends, other.start, strict=True))
+        mine = tuple(slice(low - a, high - a) for a, _, low, high in axes)
+        return mine, tuple(slice(low - b, high - b) for _, b, low, high in axes)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The elements [first, first + tensor.numel()) of a box in order, of the tensor `name` and of this `kind`."""
 
     name: str
@@ -238,7 +236,7 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
         try:
             described = {} if plain else json.loads(metadata["pieces"])
             for key, (dtype, shape, count, at) in found.items():
-                whole: list[Any] = [key, VALUE, shape, [0] * len(shape), shape, 0]
+                whole: tuple[Any, ...] = (key, VALUE, *Box.whole(shape), 0)
                 name, kind, shape, start, size, first = whole if plain else described.pop(key)
                 box = Box(naturals(*shape), naturals(*start), naturals(*size))
                 entry = tensors.setdefault(str(name), {}).setdefault(str(kind), Entry(box.shape, dtype, {}))
