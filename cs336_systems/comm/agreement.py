@@ -13,8 +13,8 @@ from typing import Literal
 import torch.distributed as dist
 
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, recorder
-from cs336_systems.comm.group import Group, count, default_group, global_rank, group_timeout, is_fake
-from cs336_systems.comm.store import StoreLostError, TimedStore, first_line, wait_for, wait_until
+from cs336_systems.comm.group import Group, count, default_group, group_timeout, is_fake
+from cs336_systems.comm.store import StoreLostError, TimedStore, first_line, polls, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
@@ -50,28 +50,29 @@ def comm_error(
     ranks (only of the `silent` ones, by global rank, without a wait, if given), and adds the flight recorder's entries
     of this rank and of ranks without a reason. Ranks of this machine that died or are stopped are always included,
     since the rank that did not answer may be waiting for them."""
-    me, reasons = dist.get_rank(), dict[int, str]()
-    asked = {global_rank(r, group) for r in range(group.size())} if silent is None else {*silent}
-    asked, readable, limit = asked - {me}, sorted(recorder.others), timedelta(seconds=EXPLAIN_SECONDS)
-    concerned: set[int] | None = None
+    me, readable, reasons = dist.get_rank(), sorted(recorder.others), dict[int, str]()
+    asked = {*(dist.get_process_group_ranks(group) if silent is None else silent)} - {me}
+    limit = timedelta(seconds=EXPLAIN_SECONDS)
+    store = timed_store(default_group(), limit)
+
+    def posted(rank: int, kind: str = "reason") -> str:
+        key = f"{kind}/{rank}"
+        return printable(" ".join(store.get(key).split())) if store.check([key]) else ""
+
     with suppress(StoreLostError):  # it may be gone with rank 0
         post("reason", doing, limit)
-        store = timed_store(default_group(), limit)
-
-        def posted(rank: int, kind: str = "reason") -> str:
-            key = f"{kind}/{rank}"
-            return printable(" ".join(store.get(key).split())) if store.check([key]) else ""
-
         for rank in readable:
             if default_group().size() > len(readable) + 1 and not posted(rank):  # for ranks of other machines
                 store.set(f"summary/{rank}", recorder.summary(rank).removeprefix(f"rank {rank} "))
-        patience = EXPLAIN_SECONDS if silent is None else 0.0
-        wait_until(lambda: all(posted(rank) for rank in asked - recorder.lost()), patience)
-        concerned = asked | recorder.lost()  # once: a rank that ends in order from now on is not among them
+        for _ in polls(EXPLAIN_SECONDS if silent is None else 0.0):
+            if all(posted(rank) for rank in asked - recorder.lost()):
+                break
+    concerned = asked | recorder.lost()  # once: a rank that ends in order from now on is not among them
+    with suppress(StoreLostError):
         for rank in concerned:
             if reason := posted(rank) or (rank not in readable and posted(rank, "summary")):
                 reasons[rank] = reason
-    unexplained = sorted((asked | recorder.lost() if concerned is None else concerned) - reasons.keys())
+    unexplained = sorted(concerned - reasons.keys())
     told = {rank: f"rank {rank} {reason}" for rank, reason in reasons.items()}
     told |= {rank: recorder.summary(rank) for rank in unexplained}
     unrelated = {rank for rank in reasons.keys() - asked if reasons[rank].startswith("ended")}  # ended in order
@@ -103,7 +104,7 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
     if counted:
         count(group)
     keys = [f"{topic}/{number}/{rank}" for rank in range(group.size())]
-    everyone, known = timed_store(default_group()), [global_rank(rank, group) for rank in range(group.size())]
+    everyone, known = timed_store(default_group()), dist.get_process_group_ranks(group)
 
     def ended(index: int) -> bool:
         return recorder.died(known[index]) or everyone.check([f"done/{known[index]}"])

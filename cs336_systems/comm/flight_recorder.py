@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cs336_systems.comm.store import TimedStore
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import printable
 
@@ -169,23 +168,21 @@ class Recorder:
         self.rank, self.machine, self.file = -1, range(0), -1
         self.mine, self.others = Ring(bytearray(RING.itemsize)), dict[int, Ring]()
 
-    def open(self, rank: int, machine: range, store: TimedStore) -> None:
-        """Start recording, and announce the ring in the store to the ranks of this machine."""
+    def open(self, rank: int, machine: range) -> str:
+        """Start recording; returns what the other ranks of this machine need to `attach` the ring."""
         self.rank, self.machine, token = rank, machine, secrets.token_hex(8)
         if hasattr(os, "memfd_create"):
             self.file = os.memfd_create(f"flight of rank {rank}")
             os.ftruncate(self.file, RING.itemsize)
         self.mine = Ring(mmap.mmap(self.file, RING.itemsize))
         self.mine.fields["token"] = token.encode()
-        store.set(f"flight/{rank}", f"{os.getpid()} {born(os.getpid())} {self.file} {token}")
+        return f"{os.getpid()} {born(os.getpid())} {self.file} {token}"
 
-    def attach(self, store: TimedStore) -> None:
-        """Map the rings of the other ranks of this machine, which have all joined, as far as they can be read."""
-        for rank in self.machine:
-            if rank != self.rank and store.check([f"flight/{rank}"]):
-                pid, started, file, token = store.get(f"flight/{rank}").split(" ")
-                if memory := _mapped(pid, file, token):
-                    self.others[rank] = Ring(memory, int(pid), started)
+    def attach(self, rank: int, opened: str) -> None:
+        """Map the ring of another rank of this machine, as `open` described it there, if it can be read."""
+        pid, started, file, token = opened.split(" ")
+        if memory := _mapped(pid, file, token):
+            self.others[rank] = Ring(memory, int(pid), started)
 
     def lost(self) -> set[int]:
         """Other ranks of this machine that died or are stopped."""

@@ -31,6 +31,7 @@ from cs336_systems.host import console
 GRACE = 5.0  # seconds that the other ranks get to report the cause after one has failed
 SAME_SIGNAL = 1.0  # seconds in which a second SIGTERM counts as the first: schedulers may signal the whole group
 PATIENCE = 2.0  # seconds that ranks get to end after SIGTERM by default
+TURN = 0.1  # seconds between two looks whether SIGTERM came
 
 Worker = Callable[..., None]  # worker(place, *arguments)
 
@@ -63,7 +64,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sys.stdout.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _sigterm_pipe() as told:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _sigterms() as told:
         processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         try:
             for rank, report in enumerate(reports):
@@ -92,42 +93,36 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
 
 
 @contextmanager
-def _sigterm_pipe() -> Iterator[int]:
-    """A pipe that receives a byte for each SIGTERM, which does nothing else: it may come while a rank is started."""
-    reading, writing = os.pipe()
-    before = signal.signal(signal.SIGTERM, lambda number, frame: os.write(writing, b"."))
+def _sigterms() -> Iterator[list[float]]:
+    """Times of the SIGTERMs inside the block, which do nothing else: one may come while a rank is started."""
+    times: list[float] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: times.append(time.monotonic()))
     try:
-        yield reading
+        yield times
     finally:
         signal.signal(signal.SIGTERM, before)
-        os.close(reading)
-        os.close(writing)
 
 
-def _first_failure(processes: list[BaseProcess], told: int, patience: float) -> int | None:
+def _first_failure(processes: list[BaseProcess], told: list[float], patience: float) -> int | None:
     """Wait until all ranks have ended, or one has failed; returns its number after GRACE seconds for the others.
 
-    A byte in the pipe `told` passes SIGTERM on to the ranks, which then have `patience` seconds. Raises
+    SIGTERM (`told` has the time of each) is passed on to the ranks, which then have `patience` seconds. Raises
     KeyboardInterrupt if that time ends, if a rank dies of SIGTERM, or at another signal after SAME_SIGNAL seconds.
     """
-    running, since, deadline = {process.sentinel: rank for rank, process in enumerate(processes)}, math.inf, math.inf
+    running, deadline = {process.sentinel: rank for rank, process in enumerate(processes)}, math.inf
     while running:
-        ended = wait([told, *running], None if deadline == math.inf else max(0.0, deadline - time.monotonic()))
-        if not ended or (told in ended and time.monotonic() - since >= SAME_SIGNAL):
+        if told and deadline == math.inf:
+            deadline = time.monotonic() + patience
+            for process in processes:
+                process.terminate()
+        if time.monotonic() >= deadline or (told and told[-1] - told[0] >= SAME_SIGNAL):
             raise KeyboardInterrupt
-        if told in ended:
-            ended.remove(told)
-            os.read(told, 4096)
-            if since == math.inf:
-                since, deadline = time.monotonic(), time.monotonic() + patience
-                for process in processes:
-                    process.terminate()
-        for sentinel in ended:
+        for sentinel in wait(list(running), TURN):
             rank = running.pop(sentinel)  # type: ignore[arg-type]
             processes[rank].join()
             if processes[rank].exitcode:
                 _join(processes, min(deadline, time.monotonic() + GRACE))
-                if deadline < math.inf and processes[rank].exitcode == -signal.SIGTERM:
+                if told and processes[rank].exitcode == -signal.SIGTERM:
                     raise KeyboardInterrupt
                 return rank
     return None

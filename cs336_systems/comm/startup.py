@@ -6,7 +6,6 @@ torchrun, Slurm or the parent that forked it tells a process its place; otherwis
 import ctypes
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
@@ -131,20 +130,17 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
     """Wait until every rank has joined, and map the flight recorders of this machine's ranks. Raises UserError on all
     ranks that joined if a rank is missing, joined twice, or was told another world size."""
     message, joined = "", [f"joined/{rank}" for rank in range(place.world_size)]
-    if place.world_size > 1:
-        recorder.open(place.rank, place.machine, store)
-    claim = secrets.token_hex(8)
-    if store.set_first(f"claims/{place.rank}", claim) != claim:
+    mine = f"{place.world_size} {recorder.open(place.rank, place.machine)}"
+    if store.set_first(joined[place.rank], mine) != mine:
         message = f"rank {place.rank} of {place.world_size} has joined already: two processes have its number"
     else:
-        store.set(joined[place.rank], str(place.world_size))
         absent = wait_for(store, joined, timeout, in_vain=lambda index: store.check(["refused"]))
-        sizes = {rank: store.get(key) for rank, key in enumerate(joined) if rank not in absent}
+        said = {rank: store.get(key).split(" ", 1) for rank, key in enumerate(joined) if rank not in absent}
         if store.check(["refused"]):
             message = store.get("refused")
-        elif len(set(sizes.values())) > 1:
-            said = ", ".join(f"rank {rank} says {size}" for rank, size in sizes.items())
-            message = f"the ranks disagree on how many they are: {said}"
+        elif len({size for size, _ in said.values()}) > 1:
+            sizes = ", ".join(f"rank {rank} says {size}" for rank, (size, _) in said.items())
+            message = f"the ranks disagree on how many they are: {sizes}"
         elif absent:
             names = f"{ranks_text(absent)} of {place.world_size}"
             message = f"{names} did not join within {timeout.total_seconds():g} s at {place.meeting}"
@@ -155,7 +151,9 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
             waiting = [rank for rank, key in enumerate(joined) if store.check([key])]
             wait_for(store, [f"told/{rank}" for rank in waiting], EXPLAIN)
         raise UserError(message)
-    recorder.attach(store)
+    for rank in place.machine:
+        if rank != place.rank:
+            recorder.attach(rank, said[rank][1])
 
 
 @contextmanager

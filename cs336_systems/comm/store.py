@@ -8,7 +8,7 @@ comes, for which torch's TCPStore has no time limit. So a thread asks, and the c
 import os
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -90,7 +90,14 @@ def ask(limit: timedelta, call: Callable[..., Any], *arguments: Any) -> Any:
     asker, answer = _asker, Future[Any]()
     if asker.late and not asker.late.done():
         raise StoreLostError("the store of the ranks does not answer")
-    asker.questions.put((answer, call, arguments))
+
+    def reply() -> None:
+        try:
+            answer.set_result(call(*arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    asker.questions.put(reply)
     try:
         return answer.result(limit.total_seconds())
     except TimeoutError:
@@ -106,27 +113,23 @@ class _Asker(Thread):
 
     def __init__(self) -> None:
         super().__init__(name="asks the store", daemon=True)
-        self.questions: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = SimpleQueue()
+        self.questions: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.late: Future[Any] | None = None
         self.start()
 
     def run(self) -> None:
         while True:
-            self._answer(*self.questions.get())  # a function, so that no reference keeps the store alive
-
-    def _answer(self, answer: "Future[Any]", call: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-        try:
-            answer.set_result(call(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
+            self.questions.get()()  # without a variable, which would keep the store alive
 
 
-def wait_until(done: Callable[[], bool], seconds: float) -> None:
-    """Poll `done` until it is true, at most for some seconds."""
+def polls(seconds: float) -> Iterator[None]:
+    """Turns of a loop that polls for some seconds, at least one, with pauses of a millisecond to 0.1 s in between."""
     deadline, pause = monotonic() + seconds, 0.001
-    while not done() and monotonic() < deadline:
+    yield
+    while monotonic() < deadline:
         sleep(pause)
         pause = min(2 * pause, 0.1)
+        yield
 
 
 def wait_for(
@@ -135,18 +138,16 @@ def wait_for(
     timeout: timedelta,
     in_vain: Callable[[int], bool] = lambda index: False,
 ) -> list[int]:
-    """Wait until all keys are set, or until waiting for a missing key is `in_vain`. Returns the indices of the keys
-    that are missing at the timeout, or of those for which waiting is in vain."""
-    missing: list[int] = []
+    """Wait until all keys are set. Returns the indices of the keys that are not set at the timeout.
 
-    def answered() -> bool:
-        missing[:] = [i for i, key in enumerate(keys) if not store.check([key])]
-        # A rank that has ended may have answered before; the others may only be slower.
-        gone = [i for i in missing if in_vain(i) and not store.check([keys[i]])]
-        missing[:] = gone or missing
-        return bool(gone) or not missing
-
-    wait_until(answered, timeout.total_seconds())
+    `in_vain(index)` is true of a key that will not be set if it is not set by now. As soon as such a key is missing,
+    the wait ends, and the indices of such keys only are returned: the others may only be slower.
+    """
+    for _ in polls(timeout.total_seconds()):
+        missing = [i for i, key in enumerate(keys) if not store.check([key])]
+        gone = [i for i in missing if in_vain(i) and not store.check([keys[i]])]  # it may have been set in between
+        if gone or not missing:
+            return gone
     return missing
 
 
