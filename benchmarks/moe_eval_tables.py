@@ -8,7 +8,7 @@ from benchmarks.moe_eval_model import DECODER, MOE, RUN
 from benchmarks.moe_eval_options import DTYPES, MoEEvalSettings
 from benchmarks.moe_eval_profile import Calls, calls, seconds, waiting
 from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer, Tally
-from benchmarks.moe_eval_record import bytes_each
+from benchmarks.moe_eval_record import bytes_each, predicted_bytes
 from benchmarks.records import Record
 from cs336_systems.cost import experts as cost
 from cs336_systems.host.console import console, format_bytes, format_count, format_seconds
@@ -100,9 +100,8 @@ def formulations(scorer: Scorer, outcomes: Sequence[Outcome], found: dict[Dispat
         sent, shares = bytes_each(outcome), waiting(record)
         sizes = ["-"] * 3
         if sent is not None:
-            padded = cost.payload_bytes if outcome.dispatch == "einsum" else cost.useful_bytes
-            guess = [fun(config, tokens, training=False, width=width) for fun in (padded, cost.useful_bytes)]
-            sizes = [format_bytes(size) for size in (sent, *guess)]
+            guess = predicted_bytes(config, outcome.dispatch, tokens, width)
+            sizes = [format_bytes(size) for size in (sent, guess, predicted_bytes(config, "sort", tokens, width))]
         times = outcome.mean("scoring"), outcome.mean("cpu"), outcome.mean("layers_cpu") / max(1, config.expert_layers)
         waits = [f"{share:.1%}" for share in (min(shares), sum(shares) / len(shares), max(shares))]
         linear = f"{max(calls(record, 'aten::linear')):,}"
@@ -165,7 +164,7 @@ def diagnosis(scorer: Scorer, outcome: Outcome, ranks: list[Calls], width: int, 
     config, tokens, name = scorer.config, scorer.rows * scorer.blocks.context, outcome.dispatch
     lines = []
     if (sent := bytes_each(outcome)) is not None and name == "einsum":
-        useful = cost.useful_bytes(config, tokens, training=False, width=width)
+        useful = predicted_bytes(config, "sort", tokens, width)
         lines.append(
             f"padding: an all-to-all has {format_bytes(sent)}, a balanced router's rows in use {format_bytes(useful)}: "
             f"{sent / useful:.2f} x"

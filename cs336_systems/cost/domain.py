@@ -7,10 +7,10 @@ fitted. What these have in common is the domain. Outside it the same formulas ar
 from collections.abc import Iterator
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operator_time import model_groups, timed_part
+from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.step_time import step_time
+from cs336_systems.cost.step_time import stage_groups, step_time
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.presets import ModelConfig
 
@@ -74,7 +74,7 @@ def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> It
             f"{format_bytes(there)} to use: as it stands it would not run at all"
         )
     step = step_time(config, plan, seq, system)
-    blocks = [group for group, _ in model_groups(config) if group in ("dense", "sparse")]
+    blocks = [group for group, _ in stage_groups(config, Plan(), 0) if group in ("dense", "sparse")]
     ahead = [timed_part(config, plan, seq, group, system).forward for group in blocks]
     quick = min(each.busy / each.kernels for each in ahead)
     slow_host = 10 * system.constants.host >= quick  # unlike that of a CPU that computes itself

@@ -22,7 +22,7 @@ def kept_rows(config: ModelConfig, tokens: int, training: bool = True) -> int:
 
 
 def padded_rows(config: ModelConfig, tokens: int, training: bool = True) -> int:
-    """Slots of all experts, full or empty: the rows of the one-hot formulation."""
+    """Slots of all experts, full or empty: the rows of the one-hot formulation, which sends them all."""
     return config.num_experts * slots(config, tokens, training)
 
 
@@ -35,16 +35,6 @@ def computed_rows(config: ModelConfig, tokens: int, training: bool = True) -> in
 def row_bytes(config: ModelConfig, rows: int, width: int = 2) -> int:
     """Bytes of one all-to-all, all that a rank gives: rows of d_model numbers of `width` bytes."""
     return rows * config.d_model * width
-
-
-def payload_bytes(config: ModelConfig, tokens: int, training: bool = True, width: int = 2) -> int:
-    """`row_bytes` of the one-hot formulation, which sends every slot."""
-    return row_bytes(config, padded_rows(config, tokens, training), width)
-
-
-def useful_bytes(config: ModelConfig, tokens: int, training: bool = True, width: int = 2) -> int:
-    """`row_bytes` of what an expert takes."""
-    return row_bytes(config, kept_rows(config, tokens, training), width)
 
 
 def expert_flops(config: ModelConfig, rows: int) -> int:

@@ -11,9 +11,7 @@ the device waits for launches is known of a block as a whole, not of an operator
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
 from math import log2
-from operator import add
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
@@ -218,18 +216,9 @@ def timed_part(config: ModelConfig, plan: Plan, seq: int, group: Group, system: 
         )
         for each in operators_of(Rank(config, plan.alone(), seq), group)
     ]
-    forward, backward = (
-        reduce(add, (getattr(each, way) for each in found), Timing()) for way in ("forward", "backward")
-    )
+    forward, backward = (sum((getattr(each, way) for each in found), Timing()) for way in ("forward", "backward"))
     core, block = config.recompute == "attention", group in ("dense", "sparse") and config.recompute != "none"
     again = [each.operator for each in found if block and (each.operator.core or not core)]
     kernels = [kernel for each in again for kernel in each.forward]
     sent = [one for each in again for one in each.sent if not core]
     return TimedPart(group, times, found, forward, backward, timing(kernels, sent, plan, system))
-
-
-def model_groups(config: ModelConfig) -> list[tuple[Group, int]]:
-    """Groups of operators of a whole model, and how many of each."""
-    sparse = config.expert_layers
-    found: list[tuple[Group, int]] = [("dense", config.num_layers - sparse), ("sparse", sparse)]
-    return [*((group, times) for group, times in found if times), ("embedding", 1), ("head", 1)]

@@ -143,12 +143,14 @@ def leave(rank: Rank, name: str) -> Operator:
     return Operator(name, work, back, kept=mask, sent=sent, returned=returned)
 
 
-@lru_cache(maxsize=4096)
-def block_operators(rank: Rank, sparse: bool = False) -> tuple[Operator, ...]:
-    """Operators of a block, in order; a `sparse` one has experts, and its router is taken to be balanced."""
-    inside = _experts(rank) if sparse else _feed_forward(rank, "")
+@lru_cache(maxsize=16384)
+def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
+    """Operators of a block or of an end of the model, in order; the router of experts is taken to be balanced."""
+    if group in ("embedding", "head"):
+        return tuple(_embedding(rank) if group == "embedding" else _head(rank))
+    inside = _experts(rank) if group == "sparse" else _feed_forward(rank, "")
     last = leave(rank, "feed-forward dropout, sum")
-    if sparse and rank.plan.sequence and not rank.config.mixture.shared_expert:
+    if group == "sparse" and rank.plan.sequence and not rank.config.mixture.shared_expert:
         last = replace(last, sent=(), returned=())  # experts have scattered their sum themselves
     return (*_attention(rank), norm(rank, "feed-forward norm"), *inside, last)
 
@@ -245,38 +247,31 @@ def _experts(rank: Rank) -> Iterator[Operator]:
         yield from _feed_forward(rank, "shared expert's ")
 
 
-@lru_cache(maxsize=4096)
-def embedding_operators(rank: Rank) -> tuple[Operator, ...]:
+def _embedding(rank: Rank) -> Iterator[Operator]:
     """From token ids to the residual stream: a table whose rows are split over tp, positions, dropout."""
     config = rank.config
     extra = (config.context_length if config.positions == "learned" else 0) + config.token_types
     mask = rank.resting / rank.plan.width if config.dropout else 0.0
     passes = 2 + (2 if extra else 0) + (2 if config.dropout else 0)
     work = (sweep(passes * rank.stream + mask, passes),)
-    return (Operator("embedding", work, work, (vocabulary_rows(rank) + extra) * config.d_model, mask, *_summed(rank)),)
+    yield Operator("embedding", work, work, (vocabulary_rows(rank) + extra) * config.d_model, mask, *_summed(rank))
 
 
-@lru_cache(maxsize=4096)
-def head_operators(rank: Rank) -> tuple[Operator, ...]:
+def _head(rank: Rank) -> Iterator[Operator]:
     """The last norm, BERT's transform, logits over a split vocabulary, and the loss in 32 bits."""
     d, tokens, columns = rank.config.d_model, rank.tokens, vocabulary_rows(rank)
-    logits, found = float(tokens * columns), [norm(rank, "last norm")]
+    logits = float(tokens * columns)
+    yield norm(rank, "last norm")
     if rank.config.bert_heads:
-        found.append(rank.linear("transform", tokens, d, d, kept=2 * rank.stream))
-    found.append(rank.linear("logits", tokens, d, columns, kept=rank.resting, **entry(rank)))
+        yield rank.linear("transform", tokens, d, d, kept=2 * rank.stream)
+    yield rank.linear("logits", tokens, d, columns, kept=rank.resting, **entry(rank))
     # Cast, largest, subtract, exponentiate, sum and divide; backward makes the gradient, and casts it.
     # The largest logit of all ranks; then the sum, and the target's logit, which one rank has.
     sent = Collective("all-reduce", "tp", 4.0 * tokens), Collective("all-reduce", "tp", 8.0 * tokens)
     swept = (sweep(24 * logits, 6),), (sweep(14 * logits, 2),)
-    return (*found, Operator("loss", *swept, kept=4 * logits, sent=sent))
+    yield Operator("loss", *swept, kept=4 * logits, sent=sent)
 
 
 def vocabulary_rows(rank: Rank) -> int:
     """Rows of the vocabulary on a rank, padded until they divide."""
     return -(-rank.config.vocab_size // rank.plan.tp)
-
-
-def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
-    """Operators of a block or of an end of the model."""
-    ends = {"embedding": embedding_operators, "head": head_operators}
-    return ends[group](rank) if group in ends else block_operators(rank, group == "sparse")

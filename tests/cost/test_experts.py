@@ -100,14 +100,11 @@ def test_the_numbers_of_fairseqs_evaluation():
     assert closed.slots(config, 2048, training=False) == 103
     assert closed.padded_rows(config, 2048, training=False) == 512 * 103 == 52_736
     assert closed.kept_rows(config, 2048, training=False) == 4096
-    assert (
-        closed.payload_bytes(config, 2048, training=False) / closed.useful_bytes(config, 2048, training=False) == 12.875
-    )
-    sent, useful = (count(config, 2048, training=False) for count in (closed.payload_bytes, closed.useful_bytes))
+    padded, kept = (count(config, 2048, False) for count in (closed.padded_rows, closed.kept_rows))
+    sent, useful = (closed.row_bytes(config, rows) for rows in (padded, kept))
     assert sent / useful == 12.875
     assert round(sent / 1e6, 1) == 81.0
     assert round(useful / 1e6, 1) == 6.3
-    padded, kept = (count(config, 2048, False) for count in (closed.padded_rows, closed.kept_rows))
     assert [round(closed.expert_flops(config, rows) / 1e9, 1) for rows in (padded, kept)] == [497.7, 38.7]
     assert round(closed.dispatch_flops(config, 2048, training=False) / 1e9) == 332
     # In training a factor of 2 on 4 tokens an expert.

@@ -12,8 +12,10 @@ from cs336_systems.cost.commands.notebook_page import asked_notebook, notebook_r
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json, print_warnings
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
-from cs336_systems.cost.operator_time import TimedPart, Timing, model_groups
+from cs336_systems.cost.operator_time import TimedPart, Timing
 from cs336_systems.cost.operators import Operator
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.step_time import stage_groups
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count
 
@@ -40,7 +42,7 @@ def command(context: click.Context, /, as_json: bool, **given: Any) -> None:
             print_notebook(console.console(), notebook)
         return
     request = take_request(given)
-    parts = request.timed(model_groups(request.config))
+    parts = request.timed(stage_groups(request.config, Plan(), 0))  # of the whole model, as on one stage
     if as_json:
         listed = [
             {

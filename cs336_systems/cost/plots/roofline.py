@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import kernel_seconds
-from cs336_systems.cost.operators import Rank, block_operators, head_operators
+from cs336_systems.cost.operators import Rank, operators_of
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, new_figure, spread, tidy
 from cs336_systems.host.console import format_seconds
@@ -56,7 +56,7 @@ def points(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[Po
     UserError for a plan that does not divide the model."""
     plan.check(config, seq)
     rank, found = Rank(config, plan.alone(), seq), []
-    for each in (*block_operators(rank, config.num_experts > 0), *head_operators(rank)):
+    for each in (*operators_of(rank, "sparse" if config.num_experts else "dense"), *operators_of(rank, "head")):
         for way, works in (("forward", each.forward), ("backward", each.backward)):
             seconds = sum(kernel_seconds(kernel, system).total for kernel in works)
             flops = sum(work.flops or work.nbytes / work.width for work in works)
