@@ -18,7 +18,7 @@ _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 # What launchers write before each line: `[default7]:` torchrun, `3: ` srun -l, `[1,3]<stdout>:` mpirun --tag-output.
 _PREFIX = re.compile(r"^(?:\[(?:default|rank)?\d+\]:|\[\d+,\d+\]<std(?:out|err)>:|\d+:(?= )) ?", re.IGNORECASE)
 _STAMP = re.compile(r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]? ?(?:\[?(?:INFO|WARNING)\]?:? )?")
-_BEGIN, _END = re.compile(r"-{5,} arguments -{5,}"), re.compile(r"-{5,} end of arguments -{5,}")
+_BLOCK = re.compile(r"-{5,} (end of )?arguments -{5,}")
 _ARGUMENT = re.compile(r"(?:^|[\s:\]>])([A-Za-z]\w*) \.+ (.*?)\s*$")
 _HEADING = re.compile(r"^#+\s+(.+?)\s*$")
 _WORLD, _DEGREE = re.compile(r"using world size:\s*(\d+)"), re.compile(r"([a-z-]+)-parallel[- ]size:\s*(\d+)")
@@ -135,11 +135,9 @@ def megatron_runs(text: str, name: str) -> list[LoggedRun]:
     """One run for what comes before any block of arguments, and one for each block, timed or not."""
     found, inside, heading = [LoggedRun(name)], False, name
     for line in _joined_lines(text):
-        if _END.search(line):
-            inside = False
-        elif _BEGIN.search(line):
-            found.append(LoggedRun(heading))
-            inside = True
+        if match := _BLOCK.search(line):
+            inside = not match[1]
+            found += [LoggedRun(heading)] * inside
         elif inside and (match := _ARGUMENT.search(line)):
             found[-1].arguments[match[1].lower()] = match[2]
         elif match := _HEADING.match(line):
@@ -232,8 +230,7 @@ def read_train_log(text: str, name: str) -> LoggedRun:
         raise UserError(f"{name} has no step yet: wait for the first line that train writes, after --log-every steps")
     found = LoggedRun(name, header=header, notes={"peak_memory": lines[-1].get("peak_memory")})
     for each in reports:
-        last = {timer: values[-1] for timer, values in each.get("timers_ms", {}).items()}
-        timers = {timer: value for timer, value in last.items() if value is not None}
+        timers = {name: of[-1] for name, of in each.get("timers_ms", {}).items() if of[-1] is not None}
         found.reports.append(Report(each["step_ms"], header["batch_size"], each.get("skipped", 0), timers))
     return found
 

@@ -174,11 +174,12 @@ def read_machine(path: Path) -> System:
     if unknown := set(found["measured"]) - set(NAMES):
         raise UserError(f"{path} measured {', '.join(sorted(unknown))}, which the cost model does not know")
     found["measured"] = {name: _figure(path, name, value) for name, value in found["measured"].items()}
-    for name in (name for name, kind in kinds.items() if kind in (int, float)):
-        figure = _figure(path, name, found[name])
-        if kinds[name] is int and figure != int(figure):
-            raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
-        found[name] = int(figure) if kinds[name] is int else figure
+    for name, kind in kinds.items():
+        if kind in (int, float):
+            figure = _figure(path, name, found[name])
+            if kind is int and figure != int(figure):
+                raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
+            found[name] = kind(figure)
     return System(**found | _links(found))
 
 

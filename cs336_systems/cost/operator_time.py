@@ -183,8 +183,7 @@ def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: P
     for kernel in kernels:
         took = kernel_seconds(kernel, system)
         compute, memory = (took.computing, 0.0) if took.computing > took.moving else (0.0, took.moving)
-        memory += took.touching
-        total += Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory, took.starting)
+        total += Timing(kernel.flops, kernel.nbytes, kernel.kernels, compute, memory + took.touching, took.starting)
     return total
 
 
@@ -210,9 +209,7 @@ def timed_part(config: ModelConfig, plan: Plan, seq: int, group: Group, system: 
     """The operators of a block or an end on one rank, for one microbatch."""
     found = [
         TimedOperator(
-            each,
-            timing(each.forward, each.sent, plan, system),
-            timing(each.backward, each.returned, plan, system),
+            each, timing(each.forward, each.sent, plan, system), timing(each.backward, each.returned, plan, system)
         )
         for each in operators_of(Rank(config, plan.alone(), seq), group)
     ]

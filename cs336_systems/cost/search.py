@@ -226,14 +226,12 @@ class _Trial:
             return
         for plan, place in zip(plans, places, strict=True):
             step = step_time(config, plan, seq, self.found.system)
-            self._runs(Candidate(step, memory, place), step.total)
-
-    def _runs(self, candidate: Candidate, total: float) -> None:
-        self.found.running += 1
-        self.ranking.append((total, candidate.memory, self.found.running, candidate))
-        for key in candidate.values.items():
-            if key not in self.fastest or total < self.fastest[key].step.total:
-                self.fastest[key] = candidate
+            candidate, total = Candidate(step, memory, place), step.total
+            self.found.running += 1
+            self.ranking.append((total, memory, self.found.running, candidate))
+            for key in candidate.values.items():
+                if key not in self.fastest or total < self.fastest[key].step.total:
+                    self.fastest[key] = candidate
 
     def refine(self, whole: Space) -> None:
         """Try what was cut, around the best."""

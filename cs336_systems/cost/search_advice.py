@@ -4,7 +4,6 @@ Advice keeps fixed choices. Where no number of accelerators would do with them, 
 named without which fewest accelerators are enough.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,20 +30,18 @@ def gpus_needed(space: Space, system: System, least: int = 0, most: int = MOST_G
 
 def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
     """True if degrees fit with those of the choices that need least memory."""
-    if "placement" in space.fixed and not space.placements(degrees):
-        return False
     choices = set(space.choices(degrees))
-    if not choices:
+    if not choices or ("placement" in space.fixed and not space.placements(degrees)):
         return False
     chunks, small = min(each.chunks for each in choices), min(each.micro_batch for each in choices)
     recompute = max((each.recompute for each in choices), key=RECOMPUTES.index)
+    config = space.config.override(recompute=recompute)
     for choice in sorted(choices, key=lambda each: (-each.zero, not each.sequence, each.micro_batch)):
         if (choice.chunks, choice.recompute) != (chunks, recompute):
             continue
         # Gradients of ZeRO 2 are split only where a single microbatch is all: a large one may need less.
         if choice.micro_batch > small and choice.zero != 2:
             continue
-        config = space.config.override(recompute=choice.recompute)
         with suppress(UserError):  # it does not divide
             if sum(peak_bytes(config, space.plan(degrees, choice), space.seq)[1].values()) <= most:
                 return True
@@ -61,19 +58,15 @@ def more_gpus(space: Space, system: System) -> str:
     never += f" with {' '.join(option(axis, value) for axis, value in space.fixed.items())}"
     fewest, named = MOST_GPUS, list[str]()
     for axis, value in space.fixed.items():
-        freed = gpus_needed(_without(space, {axis: value}), system, space.gpus, fewest)
-        if freed:
+        others = {name: held for name, held in space.fixed.items() if name != axis}
+        if freed := gpus_needed(replace(space, fixed=others), system, space.gpus, fewest):
             named = [*(named if freed == fewest else []), option(axis, value)]
             fewest = freed
     if named:
         return f"{never}: without {' or without '.join(named)} it would fit on {fewest}"
-    if freed := gpus_needed(_without(space, space.fixed), system, space.gpus):
+    if freed := gpus_needed(replace(space, fixed={}), system, space.gpus):
         return f"{never}: without all of these it would fit on {freed}"
     return f"{never}, nor without: raise the batch"
-
-
-def _without(space: Space, released: Mapping[str, Any]) -> Space:
-    return replace(space, fixed={axis: value for axis, value in space.fixed.items() if axis not in released})
 
 
 def option(axis: str, value: Any) -> str:

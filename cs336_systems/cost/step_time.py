@@ -10,7 +10,7 @@ microbatch's gradients (Rajbhandari et al., arXiv:1910.02054, section 7).
 """
 
 import tomllib
-from collections.abc import Iterable
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
-from cs336_systems.cost.operators import Collective, Group, Rank, operators_of, vocabulary_rows
+from cs336_systems.cost.operators import Group, Rank, operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
 from cs336_systems.presets import ModelConfig
 
@@ -28,8 +28,6 @@ GRADIENT = 4  # bytes: gradients add up in 32 bits
 # AdamW in one kernel: the gradient is read for its norm, and with master weight and two moments for the step, which
 # writes these three; then it is set to zero. In half precision the weight is written besides.
 OPTIMIZER_BYTES = 4 + 16 + 12 + 4
-
-
 # Parts of a step in order: those that every microbatch takes are the fields of `Seconds`.
 PARTS: dict[str, dict[str, str]] = tomllib.loads((Path(__file__).parent / "data" / "parts.toml").read_text("utf-8"))
 
@@ -100,10 +98,8 @@ def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Gro
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
     """The first of all stages with the same groups, and how many such stages there are."""
-    found: dict[tuple[tuple[Group, int], ...], list[int]] = {}
-    for stage, groups in enumerate(_groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)):
-        found.setdefault(groups, []).append(stage)
-    return {stages[0]: len(stages) for stages in found.values()}
+    stages = _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)
+    return {stages.index(groups): count for groups, count in Counter(stages).items()}
 
 
 def expert_every(config: ModelConfig) -> int:
@@ -161,16 +157,12 @@ def _sending(
 ) -> Seconds:
     """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node). Recomputed blocks send again;
     attention's core alone has nothing to send."""
-    spent = {axis: 0.0 for axis, *_ in places}
     groups = {axis: (ranks, local) for axis, ranks, local in places}
-
-    def send(collectives: Iterable[Collective], times: int) -> None:
-        for each in collectives:
-            spent[each.axis] += times * waiting_seconds(each, *groups[each.axis], overlap, system)
-
+    spent, passes = dict.fromkeys(groups, 0.0), 1 if recompute in ("none", "attention") else 2
     for each in operators_of(rank, group):
-        send(each.sent, 1 if recompute in ("none", "attention") else 2)
-        send(each.returned, 1)
+        for collectives, times in ((each.sent, passes), (each.returned, 1)):
+            for one in collectives:
+                spent[one.axis] += times * waiting_seconds(one, *groups[one.axis], overlap, system)
     return Seconds(**spent)
 
 

@@ -77,29 +77,9 @@ def fit(
     """Fit the constants in `which`; the others stay, and so do those that are zero, since constants change by factors.
     Where the data scatter about the fit by more than `noise`, they count for less: the noise is then the scatter, and
     the fit is repeated. Raises UserError without data, for an unknown constant, and where there is nothing to fit."""
-    names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
     if not observations:
         raise UserError("there is nothing to fit to: no run has a measured time")
-    if unknown := [name for name in which if name not in NAMES]:
-        raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
-    if not which:
-        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
-    if not names:
-        raise UserError(
-            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
-        )
-    return _solve(observations, prior, tuple(which), names, width, noise)
-
-
-def _solve(
-    observations: Sequence[Observation],
-    prior: Constants,
-    which: tuple[str, ...],
-    names: tuple[str, ...],
-    width: float,
-    noise: float,
-) -> Calibration:
-    least, count = noise, len(observations)
+    names, least, count = _fitted(prior, which), noise, len(observations)
 
     def constants(x: Array) -> Constants:
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
@@ -125,8 +105,22 @@ def _solve(
         x = _descend(weighted, x)
     spreads = dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True))
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
-    left_out = tuple(name for name in NAMES if name in which and name not in names)
-    return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, left_out)
+    zeros = tuple(name for name in NAMES if name in which and name not in names)
+    return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
+
+
+def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:
+    """The constants of `which` that are not zero."""
+    if unknown := [name for name in which if name not in NAMES]:
+        raise UserError(f"no constant is called {', '.join(unknown)}: choose from {', '.join(NAMES)}")
+    if not which:
+        raise UserError(f"name at least one constant to fit: {', '.join(NAMES)}")
+    names = tuple(name for name in NAMES if name in which and getattr(prior, name) > 0)
+    if not names:
+        raise UserError(
+            f"{', '.join(which)}: zero before the fit, which changes constants by factors; nothing else is to be fitted"
+        )
+    return names
 
 
 def _slopes(weighted: Residuals, x: Array) -> Array:

@@ -42,8 +42,7 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     said |= {"group_query_attention": "True"} if "num_kv_heads" in given.options else {}
     logged = replace(logged, arguments=logged.arguments | said)
     numbers = _numbers(logged)
-    lacking = [name for key, name in _SHAPE.items() if numbers[key] is None]
-    if lacking:
+    if lacking := [name for key, name in _SHAPE.items() if numbers[key] is None]:
         flags = [flag(name) for name, argument in _ARGUMENTS.items() if argument in lacking]
         raise UserError(f"{logged.name}: the arguments in this log lack {', '.join(lacking)}: give {', '.join(flags)}")
     if given.system is None:
@@ -51,20 +50,15 @@ def logged_run(logged: LoggedRun, given: LogOptions) -> TrainingRun:
     fused, why = _fused(logged, given)
     run = read_run(_row(logged, given, numbers) | {"gpu": given.system.name, "attention": fused}, logged.name)
     config, plan, options = run.config, run.plan, given.options
-    bert = "bert" in logged.arguments.get("tokenizer_type", "").lower()
-    if bert:
+    if "bert" in logged.arguments.get("tokenizer_type", "").lower():
         config = config.override(causal=False, token_types=2, bert_heads=config.bias and config.tied_head)
     elif logged.says("untie_embeddings_and_output_weights"):
         config = config.override(tied_head=False)
     overlap = "all" if logged.says("tp_comm_overlap") else "data" if logged.says("overlap_grad_reduce") else "none"
     narrow = options["precision"] != "fp32" if options.get("precision") else logged.says("fp16") or logged.says("bf16")
     plan = plan.override(overlap=options.get("overlap") or overlap, width=2 if narrow else 4)
-    if experts := logged.number("num_experts", "num_moe_experts"):
-        mixture = replace(config.mixture, top_k=logged.number("moe_router_topk") or config.mixture.top_k)
-        every, spread = (logged.number(each) or 1 for each in ("moe_layer_freq", "expert_model_parallel_size"))
-        config = config.override(num_experts=experts, expert_every=every, mixture=mixture)
-        plan = plan.override(ep=spread, dp=plan.dp // spread)
-    config = config.override(**{name: options.get(name) for name in ("feed_forward", "dropout", "kernels")})
+    asked = {name: options.get(name) for name in ("feed_forward", "dropout", "kernels")}
+    config = config.override(**asked, expert_every=logged.number("moe_layer_freq") or 1)
     notes = [_taken(config, plan, why)]
     notes += ["--size is not used, since the log has arguments"] * ("size" in options)
     return replace(run, config=config, plan=plan, system=given.system, seconds=logged.seconds, notes=tuple(notes))
@@ -155,6 +149,7 @@ def _row(logged: LoggedRun, given: LogOptions, numbers: dict[str, Any]) -> dict[
         **{"V": words, "tp": tp, "pp": pp, "dp": dp, "cp": cp, "gbs": batch},
         "vpp": numbers["vpp"] or (layers // pp // within if layers and within else 1),
         "kv": logged.number("num_query_groups") if logged.says("group_query_attention") else None,
+        "top_k": numbers["top_k"] if numbers["experts"] else None,
         "gated": logged.says("swiglu"),
         "recompute": given.options.get("recompute") or recompute,
         "sp": logged.says("sequence_parallel"),

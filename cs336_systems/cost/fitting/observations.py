@@ -20,13 +20,7 @@ from cs336_systems.cost.machines import Constants, System
 from cs336_systems.cost.operator_time import group_seconds
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import TrainingRun, read_runs
-from cs336_systems.cost.step_time import (
-    optimizer_seconds,
-    replica_groups,
-    stage_kinds,
-    stage_seconds,
-    stage_weights,
-)
+from cs336_systems.cost.step_time import optimizer_seconds, replica_groups, stage_kinds, stage_seconds, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.presets import Mixture, ModelConfig, preset
 
@@ -157,16 +151,15 @@ def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable
 
 
 def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:
-    for row in rows:
-        if not row["samples_ms"]:  # it did not fit, for example
-            continue
+    for row in (each for each in rows if each["samples_ms"]):  # one that did not fit has none
+        seconds = median(row["samples_ms"]) / 1e3
         if row["benchmark"] == "e2e" and row["config"]["mode"] in ("step", "forward-backward"):
-            yield from _of_pass(row, given)
+            yield from _of_pass(row, seconds, given)
         elif row["benchmark"] == "scaling":
-            yield from _of_layout(row, given)
+            yield from _of_layout(row, seconds, given)
 
 
-def _of_pass(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]:
+def _of_pass(row: Mapping[str, Any], seconds: float, given: LogOptions) -> Iterator[Observation]:
     """A record of benchmarks.e2e: one device, whose two measured ceilings the record has."""
     about, metrics, batch = row["config"], row["metrics"], row["config"]["batch_size"]
     model = preset(about["size"], about["year"]).model.override(
@@ -175,22 +168,16 @@ def _of_pass(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]
         context_length=about["context"],
     )
     name = f"{about['size']} {batch} x {about['context']} {about['precision']} {about['mode']}"
-    plan, seconds = (
-        Plan(micro_batch=batch, global_batch=batch, width=_WIDTHS[about["precision"]]),
-        median(row["samples_ms"]) / 1e3,
-    )
+    plan = Plan(micro_batch=batch, global_batch=batch, width=_WIDTHS[about["precision"]])
     flops, bandwidth, device = metrics["peak_flops_per_s"], metrics["bandwidth_bytes_per_s"], row["environment"]
     cores, alone = int(device["cores"]) if device["device_type"] == "cpu" else 1, Link(0.0, bandwidth)
     system = System(str(device["device"]), flops, flops, 1.0, bandwidth, 0.0, cores, 1, alone, alone)
     notes = ("the machine is the record's own, not the one asked for",) if given.system else ()
     run = TrainingRun(name, _as_predicted(model), plan, about["context"], system, seconds, notes)
-    if about["mode"] == "step":
-        yield from observe_step(run)
-    else:
-        yield observe_compute(run, seconds)
+    yield from observe_step(run) if about["mode"] == "step" else [observe_compute(run, seconds)]
 
 
-def _of_layout(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observation]:
+def _of_layout(row: Mapping[str, Any], seconds: float, given: LogOptions) -> Iterator[Observation]:
     """A record of benchmarks.scaling: a layout of several ranks, on a machine that the record does not describe."""
     about = row["config"]
     model = preset(about["size"]).model.override(
@@ -198,40 +185,37 @@ def _of_layout(row: Mapping[str, Any], given: LogOptions) -> Iterator[Observatio
         context_length=about["context"],
         causal=about["objective"] != "bert",
     )
-    name, seconds = f"{about['size']} {about['layout']} {about['precision']}", median(row["samples_ms"]) / 1e3
-    plan = _plan(about, about, about["micro_batch_size"], about["global_batch_size"])
+    name = f"{about['size']} {about['layout']} {about['precision']}"
     last = {timer: values[-1] for timer, values in row["metrics"]["timers_ms"].items() if values[-1] is not None}
-    return _laid_out(given, name, model, plan, about["context"], seconds, last)
+    return _laid_out(given, name, model, about, seconds, last)
 
 
 def _of_training(logged: LoggedRun, given: LogOptions) -> Iterator[Observation]:
     header = logged.header
     model = ModelConfig(**header["model"] | {"mixture": Mixture(**header["model"]["mixture"])})
-    plan = _plan(header["mesh"], header["recipe"], header["micro_batch_size"], header["batch_size"])
-    return _laid_out(given, logged.name, model, plan, header["seq"], logged.seconds, logged.timers())
+    sizes = {"micro_batch_size": "micro_batch_size", "global_batch_size": "batch_size", "context": "seq"}
+    about = header["recipe"] | header["mesh"] | {name: header[theirs] for name, theirs in sizes.items()}
+    return _laid_out(given, logged.name, model, about, logged.seconds, logged.timers())
 
 
 def _laid_out(
-    given: LogOptions, name: str, model: ModelConfig, plan: Plan, seq: int, took: float | None, timers: dict[str, float]
+    given: LogOptions, name: str, model: ModelConfig, row: dict[str, Any], took: float | None, timers: dict[str, float]
 ) -> Iterator[Observation]:
-    """A layout of several ranks of this project, on a machine that its file does not describe."""
+    """A layout of several ranks of this project, which a row describes, but not the machine that it ran on."""
     if given.system is None:
         raise UserError(f"{name}: this file does not say what its machine can do: give --system")
-    run = TrainingRun(name, _as_predicted(model), plan, seq, given.system, took)
+    plan = Plan(
+        **{axis: row.get(axis, 1) for axis in ("tp", "pp", "dp", "ep")},
+        chunks=row["chunks"],
+        sequence=row["sequence_parallel"],
+        zero=row["zero"],
+        micro_batch=row["micro_batch_size"],
+        global_batch=row["global_batch_size"],
+        width=_WIDTHS[row["precision"]],
+    )
+    run = TrainingRun(name, _as_predicted(model), plan, row["context"], given.system, took)
     yield from observe_step(run)
     yield from observe_timers(run, timers)
-
-
-def _plan(degrees: Mapping[str, Any], choices: Mapping[str, Any], micro_batch: int, batch: int) -> Plan:
-    return Plan(
-        **{axis: degrees.get(axis, 1) for axis in ("tp", "pp", "dp", "ep")},
-        chunks=choices["chunks"],
-        sequence=choices["sequence_parallel"],
-        zero=choices["zero"],
-        micro_batch=micro_batch,
-        global_batch=batch,
-        width=_WIDTHS[choices["precision"]],
-    )
 
 
 def _as_predicted(model: ModelConfig) -> ModelConfig:
