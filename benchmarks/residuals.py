@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
 from cs336_systems.host.observe import Observer, Storage
+from cs336_systems.model.observed import expert_rows
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, Precision
@@ -123,12 +124,14 @@ class _Keeper(Observer):
         return tuple(each for storage, each in self.kept.items() if storage.kind == kind)
 
 
-def residuals(model: nn.Module, forward: Callable[[], object]) -> Residuals:
+def residuals(model: nn.Module, forward: Callable[[], object], rows: int | None = None) -> Residuals:
     """Count what `forward`, which runs the model, makes autograd keep. Its result is dropped: no backward can follow.
 
-    A storage that two modules keep counts for the first. What is kept outside of every module is named `model`.
+    A storage that two modules keep counts for the first. What is kept outside of every module is named `model`. On fake
+    tensors a layer's experts get `rows` rows at most.
     """
     with _Keeper(model.parameters()) as keeper, tag_modules(keeper.running):
+        keeper.rows = rows
         hook = register_module_forward_pre_hook(keeper.enter)
         try:
             forward()
@@ -152,4 +155,4 @@ def model_residuals(config: ModelConfig, batch: int, seq: int, precision: Precis
             with autocast(torch.device("cpu"), precision):
                 lm_loss(model, tokens, targets)
 
-        return residuals(model, forward)
+        return residuals(model, forward, expert_rows(config, batch * seq))

@@ -7,11 +7,23 @@ but a transformer's block keeps 20 or 30 times its input: one block or two are b
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import ceil, sqrt
+from typing import NamedTuple
 
-from cs336_systems.model.observed import Kept, observe_kept
+from benchmarks.residuals import model_residuals
 from cs336_systems.presets import ModelConfig, Precision, Recompute
+
+_residuals = cache(model_residuals)  # of the same few layers for every length of segments
+
+
+class Kept(NamedTuple):
+    """Bytes that autograd keeps for backward, parameters and their casts apart, by the time at which they are freed."""
+
+    shared: int  # token ids, targets and what all blocks share: when backward ends
+    blocks: tuple[int, ...]  # of each block
+    head: int  # of the last norm, the head and the loss: before the backward of the blocks
 
 
 @dataclass(frozen=True)
@@ -66,15 +78,21 @@ def strategy(
             kept = most = sum(blocks)
     fused = config.kernels == "triton" and not config.bert_heads  # the logits are never made whole
     logits = 0 if fused else 4 * batch * seq * config.vocab_size
-    return Strategy(config.recompute, every, plain.ids + kept + plain.head, most - kept, logits, plain.head)
+    return Strategy(config.recompute, every, plain.shared + kept + plain.head, most - kept, logits, plain.head)
 
 
 def _kept(config: ModelConfig, batch: int, seq: int, precision: Precision) -> Kept:
     """Bytes kept for backward, counted for as few layers as there are kinds of them."""
-    period = min(config.num_layers, config.expert_every if config.num_experts else 1)
-    found = observe_kept(replace(config, num_layers=period), batch, seq, precision)
-    blocks = tuple(found.blocks[i % period] for i in range(config.num_layers))
-    return replace(found, blocks=blocks)
+    kinds = config.expert_every if config.num_experts else 1
+    found = _residuals(replace(config, num_layers=2 * kinds, recompute_every=1), batch, seq, precision)
+    inside = {name: nbytes for name, nbytes in found.by_block().items() if name.startswith("blocks.")}
+    # What all blocks share is counted with the first one, so that the second half tells what a block keeps by itself.
+    blocks = list(inside.values())[kinds:]
+    outside = (each for each in found.kept if each.block not in (*inside, "embedding"))
+    targets = "int64", 8 * batch * seq
+    head = sum(each.nbytes for each in outside if (each.dtype, each.nbytes) != targets)
+    shared = found.nbytes - 2 * sum(blocks) - head
+    return Kept(shared, tuple(blocks[i % kinds] for i in range(config.num_layers)), head)
 
 
 def _second_halves(block: int, depth: int) -> int:

@@ -1,7 +1,6 @@
 """Counts of a model's passes without running them: its own code on fake tensors under `host.observe.Observer`."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,19 +25,11 @@ PHASES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Bytes that autograd keeps for backward, parameters and their casts apart, by the time at which they are freed."""
-
-    ids: int  # token ids, targets and what all blocks share: when backward ends
-    blocks: tuple[int, ...]  # of each block
-    head: int  # of the last norm, the head and the loss: before the backward of the blocks
-
-
-@dataclass(frozen=True)
 class Passes:
     """Counts by phase: "evaluation", a forward without backward, and "forward", "backward", "optimizer" of a step."""
 
     phases: Mapping[str, Counts]
+    kept: int  # bytes that autograd keeps from forward to backward, parameters and their casts apart
 
     def of(self, mode: str) -> dict[str, Counts]:
         """The phases of a mode: forward, backward, forward-backward or step."""
@@ -53,19 +44,10 @@ class Passes:
         return parts if mode == "step" else parts | {"optimizer state": 0}
 
 
-@contextmanager
-def _observer(
-    config: ModelConfig, batch: int, seq: int, device: str
-) -> Iterator[tuple[Observer, TransformerLM, Tensor, Tensor]]:
-    """Observe a fake model, which is given with fake tokens and targets (batch seq)."""
-    model = TransformerLM(config, "meta")
-    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake
-        model.to_empty(device=device)
-        ids = [torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2)]
-        with Observer(parameters=model.parameters()) as seen:
-            if number := config.num_experts:  # a balanced router fills all slots
-                seen.rows = number * (config.mixture.capacity(batch * seq, number, training=True) or 0) or None
-            yield seen, model, ids[0], ids[1]
+def expert_rows(config: ModelConfig, tokens: int) -> int | None:
+    """Rows of a layer's experts if they have a capacity, all slots of which a balanced router fills in training."""
+    number = config.num_experts
+    return number * (config.mixture.capacity(tokens, number, training=True) or 0) or None if number else None
 
 
 @cache
@@ -80,46 +62,33 @@ def observe_passes(
     """Count all passes of the model over (batch seq) tokens, as on a kind of device, which must be there; the optimizer
     has its state already. With `keeps_gradients` the gradients of the step before are there until the next are added to
     them, as in a wrapper's flat buffers. Raises UserError for what the model refuses."""
-    with _observer(config, batch, seq, device) as (seen, model, tokens, targets):
+    model = TransformerLM(config, "meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # the parameters, before they are fake
+        model.to_empty(device=device)
+        tokens, targets = (torch.empty((batch, seq), dtype=torch.int64, device=device) for _ in range(2))
         parameters, optimizer = list(model.parameters()), AdamW(model.parameters())
-        for each in parameters:
-            each.grad = torch.empty_like(each)
-        seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
-        optimizer.step()
-        if not keeps_gradients:
-            optimizer.zero_grad()
-        state = (value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor))
-        seen.label("optimizer state", state)
-        seen.begin("evaluation")
-        with torch.no_grad(), autocast(tokens.device, precision):
-            lm_loss(model, tokens, targets)
-        seen.begin("forward")
-        with autocast(tokens.device, precision):
-            loss = lm_loss(model, tokens, targets)
-        seen.begin("backward")
-        loss.backward()
-        seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
-        for each in parameters:  # BERT's classifier of pairs has no part in this loss
-            each.grad = torch.empty_like(each) if each.grad is None else each.grad
-        seen.begin("optimizer")
-        optimizer.step()
-    return Passes(seen.phases)
-
-
-@cache
-def observe_kept(config: ModelConfig, batch: int, seq: int, precision: Precision = "fp32", device: str = "cpu") -> Kept:
-    """Count what autograd keeps for the backward of a pass over (batch seq) tokens. Blocks that are recomputed in
-    segments are counted one by one, as if each were a segment."""
-    blocks: list[int] = []
-    with _observer(config, batch, seq, device) as (seen, model, *ids), autocast(torch.device(device), precision):
-        x = model.embed(ids[0], None)
-        shared = model.shared_inputs(x, ids[0], None)
-        seen.label("ids", (each for each in (*ids, *shared) if isinstance(each, Tensor)))
-        before = seen.saved_bytes()
-        for layer in range(config.num_layers):
-            x = model.run_blocks(x, shared, span=range(layer, layer + 1))
-            blocks.append(seen.saved_bytes() - before - sum(blocks))
-        loss = model.finish(x, ids[1])
-        kept = Kept(before + seen.saved_bytes("ids"), tuple(blocks), seen.saved_bytes() - before - sum(blocks))
-        del loss  # which has held what autograd keeps until here
-    return kept
+        with Observer(parameters=parameters) as seen:
+            seen.rows = expert_rows(config, batch * seq)
+            for each in parameters:
+                each.grad = torch.empty_like(each)
+            seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
+            optimizer.step()
+            if not keeps_gradients:
+                optimizer.zero_grad()
+            state = (value for each in optimizer.state.values() for value in each.values() if isinstance(value, Tensor))
+            seen.label("optimizer state", state)
+            seen.begin("evaluation")
+            with torch.no_grad(), autocast(tokens.device, precision):
+                lm_loss(model, tokens, targets)
+            seen.begin("forward")
+            with autocast(tokens.device, precision):
+                loss = lm_loss(model, tokens, targets)
+            kept = seen.saved_bytes()
+            seen.begin("backward")
+            loss.backward()
+            seen.label("gradients", (each.grad for each in parameters if each.grad is not None))
+            for each in parameters:  # BERT's classifier of pairs has no part in this loss
+                each.grad = torch.empty_like(each) if each.grad is None else each.grad
+            seen.begin("optimizer")
+            optimizer.step()
+    return Passes(seen.phases, kept)

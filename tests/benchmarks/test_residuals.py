@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.residuals import Residual, Residuals, model_residuals, residuals
 from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from cs336_systems.cost import count_parameters
-from cs336_systems.model.observed import observe_kept
+from cs336_systems.model.observed import observe_passes
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, preset
@@ -25,6 +25,12 @@ FUSED = {"attention": "flash", "kernels": "triton"}
 VARIANTS = [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}, {"norm": "layernorm"}, FUSED, LLAMA | FUSED]
 RECOMPUTED = [{"recompute": name, "recompute_every": 2} for name in ("attention", "segments", "nested")]
 RECOMPUTED += [{"recompute": "segments", "recompute_every": every} for every in (1, 3, 5)]
+
+
+def bytes_of_a_block(config: ModelConfig) -> int:
+    """What a second block adds to what a model of one keeps."""
+    one, two = (observe_passes(replace(config, num_layers=layers), BATCH, SEQ).kept for layers in (1, 2))
+    return two - one
 
 
 def real_residuals(config: ModelConfig, precision: str = "fp32") -> Residuals:
@@ -75,7 +81,7 @@ def test_a_layer_norm_of_half_precision_keeps_its_statistics_in_four_bytes(preci
 @pytest.mark.parametrize("changes", [{}, LLAMA, {"attention": "sdpa"}, {"dropout": 0.1}], ids=str)
 def test_every_block_keeps_what_the_formula_says(changes):
     config = replace(SMALL, **changes)
-    block = observe_kept(replace(config, num_layers=1), BATCH, SEQ).blocks[0]
+    block = bytes_of_a_block(config)
     table = 4 * SEQ * config.head_dim if config.positions == "rotary" else 0  # all use it, and the first keeps it
     blocks = {name: n for name, n in model_residuals(config, BATCH, SEQ).by_block().items() if name[:6] == "blocks"}
     assert blocks == {"blocks.0": block + table} | {f"blocks.{i}": block for i in range(1, 5)}
@@ -171,7 +177,7 @@ def test_the_fullest_moment_is_in_the_loss_or_after_it():
     assert Strategy("segments", 2, 100, 60, 20, 30).peak == 130
     assert Strategy("none", 1, 100, 0, 0, 30).peak == 100
     config = replace(SMALL, num_layers=4, vocab_size=1000)
-    block = observe_kept(config, BATCH, SEQ).blocks[0]
+    block = bytes_of_a_block(config)
     logits = 4 * BATCH * SEQ * 1000
     head = 2 * STREAM + ROW + STREAM + logits + 4  # the last norm, the head's input, the log-softmax, a weight
     ids = 2 * 8 * BATCH * SEQ
@@ -186,9 +192,9 @@ def test_the_fullest_moment_is_in_the_loss_or_after_it():
 @pytest.mark.parametrize("layers", [1, 5, 60])
 def test_the_best_length_is_that_of_brute_force(layers):
     config = replace(SMALL, num_layers=layers)
-    block, logits = observe_kept(replace(config, num_layers=1), BATCH, SEQ).blocks[0], 4 * BATCH * SEQ * 44
+    block, logits = bytes_of_a_block(config), 4 * BATCH * SEQ * 44
     ids = 2 * 8 * BATCH * SEQ
-    head = observe_kept(replace(config, num_layers=1), BATCH, SEQ).head
+    head = observe_passes(replace(config, num_layers=1), BATCH, SEQ).kept - block - ids
     needs = {}
     for k in range(1, layers + 1):
         starts = range(0, layers, k)

@@ -28,7 +28,7 @@ from cs336_systems.cost.course.memory import segments_peak, tensors_of
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.errors import UserError
-from cs336_systems.model.observed import observe_kept
+from cs336_systems.model.observed import observe_passes
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig, course_sizes, model_preset
 from kernels.tiled_attention import TiledAttentionFunction
@@ -348,12 +348,13 @@ def test_sharding():
 )
 def test_segments(size, seq, attention):
     config = replace(model_preset(size, 2026), context_length=seq, attention=attention, recompute="segments")
-    kept = observe_kept(replace(config, num_layers=1, recompute="none"), 4, seq)
-    stream, block, blocks = 4 * 4 * seq * config.d_model, kept.blocks[0], config.num_layers
+    plain = replace(config, recompute="none")
+    one, two = (observe_passes(replace(plain, num_layers=layers), 4, seq).kept for layers in (1, 2))
+    stream, block, blocks = 4 * 4 * seq * config.d_model, two - one, config.num_layers
 
     def most(recompute: str, k: int = 1) -> int:
         found = strategy(config, 4, seq, recompute, k)
-        return found.kept + found.recomputed - kept.ids - kept.head
+        return found.kept + found.recomputed - (one - block)  # without the token ids and the head
 
     peaks = {k: most("segments", k) for k in range(1, blocks + 1)}
     for k in (each for each in peaks if blocks % each == 0):

@@ -62,15 +62,21 @@ def segments_peak(L: int, k: int, s: float, b: float) -> float:
     return (ceil(L / k) - 1) * s + k * b
 
 
+def _block_bytes(config: ModelConfig, S: int) -> int:
+    """Bytes that a block keeps for backward of S tokens: what a second block adds to what a model of one keeps."""
+    from cs336_systems.model.observed import observe_passes  # torch, which no other question needs
+
+    one, two = (observe_passes(replace(config, num_layers=layers), 1, S).kept for layers in (1, 2))
+    return two - one
+
+
 def checkpointing(size: str = "xl", year: int = 2026, B: int = 4, S: int = 2048, k: int = 4) -> dict[str, Any]:
     """Activations kept with segments of k blocks, the best k, and segments nested in halves."""
-    from cs336_systems.model.observed import observe_kept  # torch, which no other question needs
-
     config = model_preset(size, year).override(context_length=S)
     L = config.num_layers
     require(k <= L, f"checkpointing: k must be at most {L}, the blocks of {size}, not {k}")
     # A block keeps B (x S + y S^2) bytes, which two short sequences tell.
-    one, two = (observe_kept(replace(config, num_layers=1, context_length=n), 1, n).blocks[0] for n in (16, 32))
+    one, two = (_block_bytes(replace(config, context_length=n), n) for n in (16, 32))
     y = (two - 2 * one) // 512
     s, b = 4 * B * S * config.d_model, B * ((one // 16 - 16 * y) * S + y * S * S)
     whole, segments = L * b, segments_peak(L, k, s, b)
