@@ -75,7 +75,6 @@ class ExpertParallel:
     (experts ...), of which this rank has `local`, beginning with number `first`."""
 
     model: TransformerLM
-    group: Group
     first: int
     local: int
     names: set[str] = field(default_factory=set)
@@ -88,14 +87,6 @@ class ExpertParallel:
         """The experts of all layers, for a data-parallel wrapper of their own."""
         return nn.ModuleList(layer.experts for layer in self.layers())
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's experts' part of a tensor (experts ...) of the whole model; other tensors unchanged."""
-        return whole.narrow(0, self.first, self.local) if name in self.names and whole.dim() else whole
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The tensor of the whole model from its parts (local ...). Every rank must call this."""
-        return pairs.gather(part.detach(), 0, self.group, name) if name in self.names and part.dim() else part
-
 
 def expert_parallel(model: TransformerLM, group: Group, data: Group | None = None) -> ExpertParallel:
     """Split the experts of a model (or of a pipeline's stage), which every rank has whole, over a group, in place.
@@ -104,7 +95,7 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     config, data = model.config, data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()
-    plan = ExpertParallel(model, group, group.rank() * local, local)
+    plan = ExpertParallel(model, group.rank() * local, local)
     for layer in plan.layers():
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
         _split(layer.experts, plan, scale / group.size())

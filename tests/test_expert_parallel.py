@@ -18,6 +18,7 @@ from cs336_systems.tensor_parallel.plan import tensor_parallel
 from cs336_systems.train.recipe import Recipe
 from tests.support import ranks
 from tests.support.layout_cases import wide
+from tests.support.parallel_models import part_of_experts, whole_of, whole_of_experts
 from tests.support.tolerances import bound
 
 D, SEQ, EXPERTS = 8, 2, 4
@@ -131,7 +132,7 @@ def check_layer(group, config: ModelConfig, rows: list[int], skew: bool, what: s
         all_of_it = torch.zeros_like(named[name]) if all_of_it is None else all_of_it
         got = parameter.grad.clone()
         if name.startswith("experts."):  # the sum over all ranks over their number
-            wanted = plan.part(f"blocks.0.feed_forward.{name}", all_of_it) * factor / size
+            wanted = part_of_experts(plan, f"blocks.0.feed_forward.{name}", all_of_it) * factor / size
             assert (got - wanted).norm() <= ALLOWED * all_of_it.norm(), (name, what)
         else:  # this rank's part of the sum
             all_reduce(got.view(-1), group, name, "sum").wait()
@@ -244,12 +245,13 @@ def weights_case(group) -> None:
         plan.init_weights(7, torch.device("cpu"))
         assert (parts.first, parts.local) == (mesh.ep.rank() * EXPERTS // ep, EXPERTS // ep)
         for name, parameter in model.named_parameters():
-            assert torch.equal(parts.whole(name, plan.whole(name, parameter)), values[name]), (name, tp, ep)
-            assert torch.equal(parts.part(name, plan.part(name, values[name])), parameter), (name, tp, ep)
+            gathered = whole_of_experts(parts, mesh.ep, name, whole_of(plan, name, parameter))
+            assert torch.equal(gathered, values[name]), (name, tp, ep)
+            assert torch.equal(part_of_experts(parts, name, plan.part(name, values[name])), parameter), (name, tp, ep)
         if tp == 1:
             model.init_weights(7)
             for name, parameter in model.named_parameters():
-                assert torch.equal(parts.part(name, values[name]), parameter), (name, ep)
+                assert torch.equal(part_of_experts(parts, name, values[name]), parameter), (name, ep)
 
 
 def test_first_weights_depend_on_no_layout():

@@ -36,35 +36,30 @@ class ParameterBuffer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
         self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
-        self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
         with torch.no_grad():
-            for parameter in parameters:
-                parameter.data = self.view(self.flat, parameter).copy_(parameter)
+            for i, parameter in enumerate(parameters):
+                parameter.data = layout.view(self.flat, i).copy_(parameter)
         for piece in layout.pieces(group.rank()):
             owner = parameters[piece.index]
             self.parts.append(Part(owner, piece, nn.Parameter(piece.of(owner.data), requires_grad=False)))
 
-    def view(self, flat: Tensor, parameter: nn.Parameter) -> Tensor:
-        """A parameter's view of a buffer of this layout."""
-        return self.layout.view(flat, self.index[parameter])
-
     def check_in_place(self) -> None:
         """Raises UserError if a parameter has left the buffer: updates would no longer reach it."""
-        for p in self.parameters:
-            if p.numel() and (p.data_ptr() != self.view(self.flat, p).data_ptr() or p.dtype != self.flat.dtype):
+        for i, p in enumerate(self.parameters):
+            if p.numel() and (p.data_ptr() != self.layout.view(self.flat, i).data_ptr() or p.dtype != self.flat.dtype):
                 raise UserError(
                     f"a parameter of shape {tuple(p.shape)} was moved or cast after the sharded optimizer was "
                     "made; move the model first, then make the optimizer"
                 )
 
-    def all_gather(self, flat: Tensor | None = None, label: str = "updated parameters") -> None:
-        """Gather all ranks' slices of a buffer of this layout, by default of the parameters."""
-        flat = self.flat if flat is None else flat
+    def all_gather(self) -> None:
+        """Gather the slices that all ranks have updated."""
+        label = "updated parameters"
         if self.equal:
-            all_gather(flat, self.group, label).wait()
+            all_gather(self.flat, self.group, label).wait()
             return
-        slices = enumerate(self.layout.shard(flat, rank) for rank in range(self.group.size()))
+        slices = enumerate(self.layout.shard(self.flat, rank) for rank in range(self.group.size()))
         for work in [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]:
             work.wait()
 
@@ -73,49 +68,39 @@ class ParameterBuffer:
 def gather_state(
     inner: torch.optim.Optimizer, buffers: Sequence[ParameterBuffer], numbers: Mapping[nn.Parameter, int]
 ) -> State:
-    """The whole state of every parameter by its number, on every rank. Every rank must call this."""
+    """The whole state of every parameter by its number, on every rank: each rank tells the others what it has, and
+    broadcasts it. Every rank must call this."""
     gathered: State = {}
     for buffer in buffers:
-        held = {
-            (numbers[part.owner], key): (part, value)
-            for part in buffer.parts
-            for key, value in inner.state.get(part.tensor, {}).items()
-        }
-        told = [[*place, *_describe(value, part)] for place, (part, value) in held.items()]
-        sharded: dict[tuple[str, str], set[int]] = {}  # key and dtype, and the parameters that have it
+        mine = {numbers[part.owner]: (part, inner.state.get(part.tensor, {})) for part in buffer.parts}
+        told = [[n, key, *_describe(value, part)] for n, (part, state) in mine.items() for key, value in state.items()]
         for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), buffer.group)):
+            piece_of = {numbers[buffer.parameters[piece.index]]: piece for piece in buffer.layout.pieces(source)}
             for number, key, kind, *about in json.loads(text):
                 state = gathered.setdefault(number, {})
-                if kind == "sharded":
-                    sharded.setdefault((key, about[0]), set()).add(number)
-                elif key not in state:
-                    local = held[number, key][1] if source == buffer.group.rank() else None
-                    state[key] = about[0] if kind == "value" else _from_source(local, about, buffer, source)
-        for (key, dtype), owners in sorted(sharded.items()):
-            flat = buffer.layout.new_buffer(DTYPES[dtype], buffer.flat.device).zero_()
-            for (_, name), (part, value) in held.items():
-                if name == key and _describe(value, part)[:2] == ["sharded", dtype]:
-                    part.piece.of(buffer.view(flat, part.owner)).copy_(value)
-            buffer.all_gather(flat, "optimizer state")
-            for parameter in (parameter for parameter in buffer.parameters if numbers[parameter] in owners):
-                gathered[numbers[parameter]][key] = buffer.view(flat, parameter).clone()
+                if kind != "sharded" and key in state:
+                    continue
+                if kind == "value":
+                    state[key] = about[0]
+                    continue
+                dtype, shape, device = about
+                if key not in state:
+                    state[key] = torch.zeros(shape, dtype=DTYPES[dtype], device=buffer.flat.device)
+                sent = piece_of[number].of(state[key]) if kind == "sharded" else state[key]
+                if source == buffer.group.rank():
+                    sent.copy_(mine[number][1][key])
+                broadcast(sent, source, buffer.group, "optimizer state").wait()
+                if kind == "whole":
+                    state[key] = state[key].to(device)
     return gathered
 
 
 def _describe(value: Any, part: Part) -> list[Any]:
-    """A state value as JSON: ["value", it], or ["sharded" or "whole", dtype, shape, device type] of a tensor."""
+    """A state value as JSON: ["value", it], or ["sharded" or "whole", dtype, whole shape, device type] of a tensor."""
     if not isinstance(value, Tensor):
         return ["value", value]
-    kind = "sharded" if value.shape == part.tensor.shape else "whole"
-    return [kind, str(value.dtype), list(value.shape), value.device.type]
-
-
-def _from_source(local: Tensor | None, about: list[Any], buffer: ParameterBuffer, source: int) -> Tensor:
-    """Broadcast a tensor that is not sharded from its source rank, where it is `local`."""
-    (dtype, shape, device), here = about, buffer.flat.device
-    tensor = torch.empty(shape, dtype=DTYPES[dtype], device=here) if local is None else local.to(here).clone()
-    broadcast(tensor, source, buffer.group, "optimizer state").wait()
-    return tensor.to(device)
+    kind, whole = ("sharded", part.owner) if value.shape == part.tensor.shape else ("whole", value)
+    return [kind, str(value.dtype), list(whole.shape), value.device.type]
 
 
 @torch.no_grad()

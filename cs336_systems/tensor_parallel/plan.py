@@ -8,7 +8,7 @@ feed-forward (Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3).
 
 Sequence parallelism keeps the residual stream between them, its norms and dropout, split along the sequence: reduce
 becomes a reduce-scatter and copy an all-gather, which together move as many bytes as the all-reduce, and each rank
-keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2; `sequence.py`).
+keeps its part only (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
 """
 
 from dataclasses import dataclass, field
@@ -23,9 +23,7 @@ from cs336_systems.model.heads import TokenLoss
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import Block, TransformerLM, first_expert, initial_weight
 from cs336_systems.presets import ModelConfig
-from cs336_systems.tensor_parallel import layers
-from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, split
-from cs336_systems.tensor_parallel.sequence import gather_input
+from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_input, my_part, split
 from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
 
@@ -53,14 +51,7 @@ class TensorParallel:
         """This rank's part of a tensor of the whole model, such as a parameter or its gradient."""
         if (dim := self.cut.get(name)) is None:
             return whole
-        return layers.my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
-
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The tensor of the whole model from the ranks' parts. Every rank must call this."""
-        if (dim := self.cut.get(name)) is None or self.group.size() == 1:
-            return part
-        whole = pairs.gather(part.detach(), dim, self.group, name)
-        return whole.narrow(dim, 0, self.whole_shape(name, part.shape)[dim]).contiguous()
+        return my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Group, pairs
 from cs336_systems.data.corpus import IGNORED, Batch
+from cs336_systems.expert_parallel import ExpertParallel
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
@@ -108,6 +109,24 @@ def compare_gradients(got: dict[str, Tensor], plan: TensorParallel, dense: nn.Mo
         assert error <= tolerance, (name, error, tolerance)
         largest = max(largest, error)
     return largest
+
+
+def whole_of(plan: TensorParallel, name: str, part: Tensor) -> Tensor:
+    """The tensor of the whole model from the ranks' parts. Every rank must call this."""
+    if (dim := plan.cut.get(name)) is None:
+        return part
+    whole = pairs.gather(part.detach(), dim, plan.group, name)
+    return whole.narrow(dim, 0, plan.whole_shape(name, part.shape)[dim])
+
+
+def part_of_experts(plan: ExpertParallel, name: str, whole: Tensor) -> Tensor:
+    """This rank's experts' part of a tensor (experts ...) of the whole model; other tensors unchanged."""
+    return whole.narrow(0, plan.first, plan.local) if name in plan.names else whole
+
+
+def whole_of_experts(plan: ExpertParallel, group: Group, name: str, part: Tensor) -> Tensor:
+    """The tensor of the whole model from its parts (local ...). Every rank must call this."""
+    return pairs.gather(part.detach(), 0, group, name) if name in plan.names else part
 
 
 def only_rank(rank: int, size: int) -> Group:

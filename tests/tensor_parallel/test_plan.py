@@ -25,6 +25,7 @@ from tests.support.parallel_models import (
     rounding,
     run,
     whole_model,
+    whole_of,
     with_recompute,
 )
 from tests.support.tolerances import bound, relative_error
@@ -75,8 +76,8 @@ def check_model(dense: TransformerLM, config, batch, sequence: bool, mesh: Mesh,
         assert plan.whole_shape(name, parameter.shape) == whole[name].shape
         assert parameter.numel() < whole[name].numel() or name not in plan.cut
         if sequence and config.recompute == "none":
-            assert torch.equal(plan.whole(name, parameter), whole[name]), name
-            assert torch.equal(plan.whole(name, plan.part(name, whole[name].grad)), whole[name].grad), name
+            assert torch.equal(whole_of(plan, name, parameter), whole[name]), name
+            assert torch.equal(whole_of(plan, name, plan.part(name, whole[name].grad)), whole[name].grad), name
     with record() as events:
         losses = run(model, batch)
         combine(losses).backward()
@@ -139,7 +140,7 @@ def check_initial_weights(config, group) -> None:
     plan = tensor_parallel(part, group, False, MULTIPLE)
     plan.init_weights(5, torch.device("cpu"))
     for (name, want), got in zip(whole.named_parameters(), part.parameters(), strict=True):
-        assert torch.equal(plan.whole(name, got), want), name
+        assert torch.equal(whole_of(plan, name, got), want), name
         assert torch.equal(got, plan.part(name, want)), name
 
 

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.comm import Mesh, pairs, record
 from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.tensor_parallel.layers import GatheredSequence, gather_input
 from cs336_systems.tensor_parallel.plan import tensor_parallel
-from cs336_systems.tensor_parallel.sequence import GatheredSequence, gather_input
 from tests.support import ranks
 from tests.support.parallel_models import CONFIGS, combine, make_batch, run, whole_model
 
