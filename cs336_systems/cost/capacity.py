@@ -9,20 +9,18 @@ from cs336_systems.cost.step import MODES, Mode
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes
 from cs336_systems.layout import Layout
-from cs336_systems.presets import ModelConfig, Precision
+from cs336_systems.presets import ModelConfig
 
 # Bytes by part at the fullest moment of a mode of a model over (batch seq) tokens.
 Needs = Callable[[ModelConfig, int, int, Mode], Mapping[str, int]]
 
 
-def memory(
-    config: ModelConfig, batch: int, seq: int, mode: Mode, precision: Precision = "fp32", keeps_gradients: bool = False
-) -> dict[str, int]:
-    """Bytes by part at the fullest moment of a pass over (batch seq) tokens, counted from the model's own code on fake
-    tensors; their sum is the peak."""
+def memory(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
+    """Bytes by part at the fullest moment of a pass in fp32 over (batch seq) tokens, counted from the model's own code
+    on fake tensors; their sum is the peak."""
     from cs336_systems.model.observed import observe_passes  # torch, which other predictions need not load
 
-    return observe_passes(config, batch, seq, precision, keeps_gradients=keeps_gradients).memory(mode)
+    return observe_passes(config, batch, seq).memory(mode)
 
 
 def describe_parts(parts: Mapping[str, int]) -> str:

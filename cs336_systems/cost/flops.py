@@ -77,14 +77,12 @@ def backward_flops(config: ModelConfig, batch: int, seq: int) -> int:
     return blocks + 2 * forward_flops(config, batch, seq)["head"]
 
 
-def recompute_flops(config: ModelConfig, batch: int, seq: int, layers: range | None = None) -> int:
-    """FLOPs that activation checkpointing repeats in backward (arXiv:1604.06174; arXiv:2205.05198, section 5), of all
-    blocks or of some in a row. An upper bound: torch stops a recomputation once the last kept tensor is back, which
-    saves a segment's last product."""
-    layers = range(config.num_layers) if layers is None else layers
+def recompute_flops(config: ModelConfig, batch: int, seq: int) -> int:
+    """FLOPs that activation checkpointing repeats in backward (arXiv:1604.06174; arXiv:2205.05198, section 5). An upper
+    bound: torch stops a recomputation once the last kept tensor is back, which saves a segment's last product."""
     if config.recompute == "attention":
-        return len(layers) * block_flops(config, batch, seq, 0)["scores"]
-    again = repeated_blocks(config, layers)
+        return config.num_layers * block_flops(config, batch, seq, 0)["scores"]
+    again = repeated_blocks(config, range(config.num_layers))
     return sum(times * sum(block_flops(config, batch, seq, layer).values()) for layer, times in again.items())
 
 

@@ -1,7 +1,5 @@
 """Grids of ranks, simulated: blocks really move, every element that comes from another rank is counted."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -216,18 +214,3 @@ def test_every_grid_has_a_row(capsys):
 def test_what_does_not_divide_says_so(capsys):
     assert run_command(main, ["explain", "grids", "--ranks", "7", "--tokens", "4096"]) == 0
     assert "must be a positive multiple of 7" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Grid("4d", 2), "no grid '4d' of side 2, depth 1: kinds: 1d, 2d, 2.5d, tesseract, 3d"),
-        (lambda: Grid("2d", 0), "no grid '2d' of side 0, depth 1: "),
-        (lambda: Grid("2d", 2, 2), "no grid '2d' of side 2, depth 2: "),
-        (lambda: Grid("2.5d", 4, 3), "2.5d layers share 4 steps: depth 3 must divide them"),
-        (lambda: rows_for_summa(8, 8, 1), "a grid of 1 x 1 sends nothing: use a side of at least 2"),
-    ],
-)
-def test_grids_that_do_not_exist_get_one_line(make, message):
-    with pytest.raises(UserError, match=f"^{re.escape(message)}"):
-        make()

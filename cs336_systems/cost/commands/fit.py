@@ -68,12 +68,10 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     fitted = [each for each in found if each not in apart]
     result = fit(fitted, prior, (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console.console()
-    for line in described(found):
-        screen.print(line, soft_wrap=True)
+    screen.print("\n".join(described(found)), soft_wrap=True)
     screen.print(constants_table(result))
     screen.print(observations_table(result, fitted, apart))
-    for line in summary(result, fitted, apart):
-        screen.print(line, soft_wrap=True)
+    screen.print("\n".join(summary(result, fitted, apart)), soft_wrap=True)
     if asked.out:
         write_json(asked.out, _record(result, fitted))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)

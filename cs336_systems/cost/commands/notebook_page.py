@@ -11,16 +11,7 @@ from rich.table import Table
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import (
-    DIFFERENCES,
-    SECTIONS,
-    SUMMED,
-    UNITS,
-    Kind,
-    as_records,
-    notebook_tables,
-    show,
-)
+from cs336_systems.cost.notebook.tables import DIFFERENCES, SECTIONS, UNITS, Kind, as_records, notebook_tables, show
 from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.errors import UserError
@@ -41,8 +32,7 @@ def asked_notebook(context: click.Context) -> Notebook | None:
     """The notebook, which has its own sizes; None for another preset. Raises UserError for options that it lacks."""
     if context.params["size"].lower() != SEED:
         return None
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source == ParameterSource.COMMANDLINE}
+    given = {name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     if strange := sorted(given - {"size", "as_json"}):
         raise UserError(f"the notebook has sizes of its own: leave out {', '.join(map(flag, strange))}")
     return Notebook()
@@ -57,16 +47,15 @@ def print_notebook(screen: Console, notebook: Notebook) -> None:
     for each in tables:
         for rows in (each.rows[start : start + OPERATORS] for start in range(0, len(each.rows), OPERATORS)):
             layers = [str(row["layer"]) for row in rows]
-            grid = _grid(
-                layers, f"{each.title}: {', '.join(layers) if len(each.rows) > OPERATORS else 'one layer, one GPU'}"
-            )
+            shown = ", ".join(layers) if len(each.rows) > OPERATORS else "one layer, one GPU"
+            grid = _grid(layers, f"{each.title}: {shown}")
             for section in SECTIONS[1:]:
                 for name, unit in section:
                     grid.add_row(name, unit, *(show(row[name]) for row in rows), end_section=name == section[-1][0])
             screen.print(grid)
     grid = _grid([*(each.title for each in tables), "both"], f"totals of {notebook.num_layers} layers")
     sums = [each.totals() for each in tables]
-    for name in SUMMED:
+    for name in sums[0]:
         values = [each[name] for each in sums]
         grid.add_row(name, UNITS[name], *(f"{value:.6f}" for value in [*values, sum(values)]))
     screen.print(grid)
@@ -79,11 +68,10 @@ def print_notebook(screen: Console, notebook: Notebook) -> None:
             grid.add_row(found.name, *(text for text in (found.notebook, found.right) if text), found.effect)
         screen.print(grid)
 
-    lines = [
-        (each["name"], each["unit"], f"{old:.4g}", f"{new:.4g}", f"{new / old:.2f}")
-        for each in compared(notebook)
-        for old, new in [(each["notebook"], each["corrected"])]
-    ]
+    lines = []
+    for quantity in compared(notebook):
+        old, new = quantity["notebook"], quantity["corrected"]
+        lines.append([quantity["name"], quantity["unit"], f"{old:.4g}", f"{new:.4g}", f"{new / old:.2f}"])
     title = f"One layer on one GPU, corrected: an {MACHINE}"
     screen.print(new_table(["", "<unit", "the notebook", "corrected", "ratio"], lines, title))
 

@@ -34,15 +34,13 @@ def figures(system: System) -> Table:
     """Each figure of a measured machine, and where it is from."""
     # The law of products gives half of the rate at the ramp, and where a result is as large as the empty tiles.
     ramp, side = system.measured["ramp"], sqrt(system.measured["wave"] * TILE * system.processors)
+    small = f"to half at {side:.0f} x {side:.0f} numbers" if side else "not seen"
     starts = {name: f"{1e6 * system.measured[name]:.2f} us" for name in ("start", "host") if system.measured.get(name)}
     rows = {
         "matmul_flops": ("16-bit products", f"{format_count(system.matmul_flops)}FLOP/s"),
         "wide_flops": ("32-bit products", f"{format_count(system.wide_flops)}FLOP/s"),
         "ramp": ("short sums lower their rate", f"to half at {ramp:.0f} terms" if ramp else "not seen"),
-        "wave": (
-            "small results lower their rate",
-            f"to half at {side:.0f} x {side:.0f} numbers" if side else "not seen",
-        ),
+        "wave": ("small results lower their rate", small),
         "fused": ("fused attention's rate, as a share of theirs", f"{system.measured['fused']:.0%}"),
         "bandwidth": ("memory, read and written", f"{format_bytes(system.bandwidth)}/s"),
         "touch": ("first write of new memory takes, in addition", f"{format_seconds(2**30 * system.touch)} a GiB"),

@@ -194,8 +194,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
         screen.print("The first takes {} {}.".format(*describe_training(whole)))
     screen.print("\nThe first in detail:")
     screen.print(f"{command}\n", soft_wrap=True)
-    for line in _counts(found):
-        screen.print(line, soft_wrap=True)
+    screen.print("\n".join(_counts(found)), soft_wrap=True)
     screen.print()
     screen.print(_losses(found, narrow))
     screen.print(LOSSES)

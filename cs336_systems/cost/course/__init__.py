@@ -20,7 +20,8 @@ from cs336_systems.errors import UserError
 _COMPUTED: tuple[Callable[..., dict[str, Any]], ...] = (*COMMUNICATION, *XXL, *MEMORY, *ARITHMETIC)
 ANSWERS = {each.__name__.replace("_", "-"): each for each in _COMPUTED}
 QUESTIONS = {name: Question(name) for name in ANSWERS}
-_SIZE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?) ?([kKMGTP]?)(i?)B(?:/s)?")  # 1GB, 1GiB, 450GB/s
+_NUMBER = r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?)"
+_SIZE = re.compile(_NUMBER + r" ?([kKMGTP]?)(i?)B(?:/s)?")  # 1GB, 1GiB, 450GB/s
 LARGEST = 1e30  # of a number given by a user: what is computed from it stays finite
 
 
@@ -85,7 +86,4 @@ def _nbytes(unit: str, text: str) -> float | str:
     if not match or unit not in ("B", "B/s") or (text.endswith("/s") and unit == "B"):
         return text
     number, prefix, binary = match.groups()
-    try:
-        return float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " ")
-    except ValueError:
-        return text
+    return float(number) * (1024 if binary else 1000) ** " KMGTP".index(prefix.upper() or " ")

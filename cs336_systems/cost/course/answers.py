@@ -39,9 +39,8 @@ class Question:
         return list(dict.fromkeys(re.findall(r"{(\w+)", self.template)))
 
     def unit(self, symbol: str) -> str:
-        """Unit of a symbol, as its table says."""
-        found = re.search(rf"^\| `{symbol}` \|.*\{{{symbol}:([^}}]*)\}} \|$", self.template, re.MULTILINE)
-        return found[1] if found else ""
+        """Unit of a symbol where it is first: in the table of symbols."""
+        return next((unit for name, unit in fields(self.template) if name == symbol), "")
 
 
 @dataclass(frozen=True)

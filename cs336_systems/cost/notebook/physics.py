@@ -65,7 +65,7 @@ class Operator:
 
     Forward reads `read`, `read_other` (a second operand or a mask) and `weights`, and writes `written`. It keeps `kept`
     for backward, which reads that, and reads or writes `gradients` of activations. The weights' gradients are as large
-    as the weights, and a matrix product reads its weights again (`rereads_weights`).
+    as the weights, and a matrix product (`tensor_cores`) reads its weights again.
     """
 
     name: str
@@ -77,7 +77,6 @@ class Operator:
     gradients: int
     read_other: int = 0
     weights: int = 0
-    rereads_weights: bool = False
     tensor_cores: bool = False
     forward_collective: Collective | None = None
     backward_collective: Collective | None = None
@@ -88,7 +87,7 @@ class Operator:
 
     @property
     def backward_bytes(self) -> int:
-        return self.kept + self.gradients + self.weights * (2 if self.rereads_weights else 1)
+        return self.kept + self.gradients + self.weights * (2 if self.tensor_cores else 1)
 
 
 def _product(rows: int, inner: int, columns: int) -> int:
@@ -103,9 +102,7 @@ def linear(config: Notebook, name: str, inputs: int, outputs: int, bias: bool) -
     x, y, w = (config.element_bytes * n for n in (rows * inputs, rows * outputs, (inputs + bias) * outputs))
     ahead = _product(rows, inputs, outputs) + bias * rows * outputs
     back = _product(rows, outputs, inputs) + _product(inputs, rows, outputs) + bias * rows * outputs
-    return Operator(
-        name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, rereads_weights=True, tensor_cores=True
-    )
+    return Operator(name, ahead, back, x, y, kept=x, gradients=x + y, weights=w, tensor_cores=True)
 
 
 def activation(config: Notebook, name: str, elements: int) -> Operator:
@@ -155,8 +152,7 @@ def mlp_operators(config: Notebook) -> tuple[Operator, ...]:
     """The feed-forward on one GPU: columns of the first matrix, rows of the second, and sequence-parallel dropout
     (Korthikanti et al., arXiv:2205.05198). Its layer norm is `layer_norm_2` of the other table."""
     rows, hidden = config.batch * config.seq, config.d_ff // config.tp
-    return _on_a_group(
-        config,
+    return (
         replace(linear(config, "fc1", config.d_model, hidden, bias=True), backward_collective="reducescatter"),
         activation(config, "act", rows * hidden),
         dropout(config, "dpr1", rows * hidden),
@@ -169,8 +165,7 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
     """Self-attention on one GPU: `num_heads / tp` heads, between sequence-parallel norms and dropout."""
     rows, heads = config.batch * config.seq, config.num_heads // config.tp
     own_rows, own_width = rows // config.tp, config.d_model // config.tp
-    return _on_a_group(
-        config,
+    return (
         replace(layer_norm(config, "layer_norm_1", own_rows), forward_collective="allgather"),
         replace(linear(config, "qkv_proj", config.d_model, 3 * own_width, False), backward_collective="reducescatter"),
         logits(config, "logits", heads),
@@ -181,10 +176,3 @@ def attention_operators(config: Notebook) -> tuple[Operator, ...]:
         replace(dropout(config, "dropout", own_rows * config.d_model), backward_collective="allgather"),
         replace(layer_norm(config, "layer_norm_2", own_rows), forward_collective="allgather"),
     )
-
-
-def _on_a_group(config: Notebook, *operators: Operator) -> tuple[Operator, ...]:
-    """Operators of a group; a single GPU has no collectives."""
-    if config.tp > 1:
-        return operators
-    return tuple(replace(each, forward_collective=None, backward_collective=None) for each in operators)

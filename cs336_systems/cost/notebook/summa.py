@@ -17,8 +17,8 @@ takes log2 q rounds instead of (q - 1) / q. Dimensions of a grid must divide tho
 """
 
 from dataclasses import dataclass
-from math import isqrt
-from typing import Literal, get_args
+from math import isqrt, prod
+from typing import Literal
 
 from cs336_systems.errors import UserError
 
@@ -28,32 +28,26 @@ Kind = Literal["1d", "2d", "2.5d", "tesseract", "3d"]
 @dataclass(frozen=True)
 class Grid:
     """Ranks in a line of `side` (1d), a square (2d), `depth` squares (2.5d, tesseract) or a cube (3d). Layers of
-    2.5d share the steps, so `depth` divides `side` there."""
+    2.5d share the steps, so `depth` divides `side` there; the others have no depth."""
 
     kind: Kind
     side: int
     depth: int = 1
 
-    def __post_init__(self) -> None:
-        layered = self.kind in ("2.5d", "tesseract")
-        if self.kind not in get_args(Kind) or min(self.side, self.depth) < 1 or (self.depth > 1 and not layered):
-            raise UserError(
-                f"no grid {self.kind!r} of side {self.side}, depth {self.depth}: kinds: {', '.join(get_args(Kind))}, "
-                "sizes at least 1; only 2.5d and tesseract have a depth"
-            )
-        if self.kind == "2.5d" and self.side % self.depth:
-            raise UserError(f"2.5d layers share {self.side} steps: depth {self.depth} must divide them")
+    @property
+    def sizes(self) -> list[int]:
+        """Ranks along each dimension."""
+        dimensions = {"1d": 1, "3d": 3}.get(self.kind, 2)
+        return [self.side] * dimensions + [self.depth] * (self.kind in ("2.5d", "tesseract"))
 
     @property
     def name(self) -> str:
         """`2.5d: 4 x 4 x 2`."""
-        sizes = {"1d": 1, "2d": 2, "3d": 3}.get(self.kind, 2) * [str(self.side)]
-        return f"{self.kind}: {' x '.join(sizes + [str(self.depth)] * (self.kind in ('2.5d', 'tesseract')))}"
+        return f"{self.kind}: {' x '.join(map(str, self.sizes))}"
 
     @property
     def ranks(self) -> int:
-        power = {"1d": 1, "3d": 3}.get(self.kind, 2)
-        return self.side**power * self.depth
+        return prod(self.sizes)
 
     @property
     def cuts(self) -> tuple[int, int, int]:
@@ -128,14 +122,13 @@ def grids(ranks: int) -> tuple[Grid, ...]:
 
 
 def rows_for_summa(d_model: int, d_ff: int, side: int) -> float:
-    """From how many tokens on a block's forward receives less on `side x side` ranks than on as many in a line.
+    """Tokens from which on a block's forward receives less on `side x side` ranks than on as many in a line, `side`
+    being 2 at least.
 
     For r tokens, e = d_model, f = d_ff and p = q^2, a rank receives 4 (p - 1) / p r e in 1d, and (q - 1) / p (r (3 e +
     f) + w) in 2d, where w = 4 e^2 + 2 e f weights travel too, however few the tokens. Infinite where 1d always receives
     less.
     """
-    if side < 2:
-        raise UserError(f"a grid of {side} x {side} sends nothing: use a side of at least 2")
     weights = 4 * d_model**2 + 2 * d_model * d_ff
     streams = 3 * d_model + d_ff  # of A, a row of each product
     saved = 4 * (side + 1) * d_model - streams

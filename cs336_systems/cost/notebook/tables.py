@@ -80,10 +80,11 @@ def notebook_tables(config: Notebook | None = None) -> dict[str, Table]:
 
 
 def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
-    """One operator's cells by column name. The volume of a collective is the whole stream's, for either verb."""
+    """One operator's cells by column name. The volume of a collective is the whole stream's, for either verb; a single
+    GPU has none."""
     topology = "nvlink" if config.tp <= config.nvlink_size else "ib"
     link = config.nvlink_rate if topology == "nvlink" else config.network_rate
-    sends = operator.forward_collective or operator.backward_collective
+    collectives = (operator.forward_collective, operator.backward_collective) if config.tp > 1 else (None, None)
     row: dict[str, Any] = {
         "layer": operator.name,
         "activation_in_mem": operator.read * 1e-9,
@@ -93,12 +94,12 @@ def operator_row(config: Notebook, operator: Operator) -> dict[str, Any]:
         "weights_mem": operator.weights * 1e-9,
         "activation_grad_mem": operator.gradients * 1e-9,
         "weights_grad_mem": operator.weights * 1e-9,
-        "comm_size": float(config.tp) if sends else None,
-        "comm_topology": topology if sends else None,
+        "comm_size": float(config.tp) if any(collectives) else None,
+        "comm_topology": topology if any(collectives) else None,
     }
     ways = {
-        "fwd": (operator.flops_forward, operator.forward_bytes, operator.forward_collective),
-        "bwd": (operator.flops_backward, operator.backward_bytes, operator.backward_collective),
+        "fwd": (operator.flops_forward, operator.forward_bytes, collectives[0]),
+        "bwd": (operator.flops_backward, operator.backward_bytes, collectives[1]),
     }
     for way, (operations, nbytes, collective) in ways.items():
         flops, moved, volume = operations * 1e-12, nbytes * 1e-9, config.stream_bytes * 1e-9

@@ -69,11 +69,6 @@ def shares(
     return found
 
 
-def crossing(found: Sequence[Share]) -> Share | None:
-    """The first degree at which communication takes longer than computing."""
-    return next((each for each in found if each.communication > each.computing), None)
-
-
 def draw(config: ModelConfig, seq: int, systems: Sequence[System], most: int, batch: int) -> Any:
     """A matplotlib Figure of four panels, one for each axis, with a line for each machine. Raises UserError if no
     degree divides."""
@@ -111,7 +106,7 @@ def _panel(axes: Any, lines: dict[str, list[Share]]) -> None:
     for (name, found), (_, marker) in zip(lines.items(), STYLES, strict=False):
         style = {"color": colours[name], "marker": marker, "markersize": 4.5}
         axes.plot([s.degree for s in found], [s.share for s in found], **style)
-        if first := crossing(found):
+        if first := next((each for each in found if each.communication > each.computing), None):
             ring = {"facecolors": "none", "edgecolors": colours[name], "linewidths": 1.6, "zorder": 4}
             axes.scatter(first.degree, first.share, s=130, **ring)
     ends = {name: (found[-1].degree, found[-1].share) for name, found in lines.items() if found}

@@ -87,9 +87,8 @@ def draw(config: ModelConfig, plan: Plan, seq: int, system: System) -> Any:
     whole.set(xscale="log", yscale="log", xlim=(left / 4, max(right, sheet.ridge) * 3), ylabel="FLOP/s on one rank")
     whole.set_ylim(min(point.rate for point in found) / 3, sheet.flops * 2)
     left, right = (pick(point.intensity for point in products) for pick in (min, max))
-    near.set(
-        xscale="log", xlim=(min(left, sheet.ridge) / 2, max(right, sheet.ridge) * 14), ylim=(0, sheet.flops * 1.12)
-    )
+    near.set(xscale="log", xlim=(min(left, sheet.ridge) / 2, max(right, sheet.ridge) * 14))
+    near.set_ylim(0, sheet.flops * 1.12)
     _draw_points(whole, both, found, total)
     _draw_points(near, both, products, total)
     _name(whole, [point for point in found if not point.counted], labels(found), 0.36, 0.0)
@@ -115,12 +114,8 @@ def _draw_points(axes: Any, both: tuple[Roof, Roof], found: list[Point], total: 
         axes.plot(places, [roof.at(x) for x in places], dashes, color=colour, linewidth=1.2, zorder=0)
     for point in found:
         colour, marker, _ = WAYS[point.way]
-        look = {
-            "facecolors": colour if point.counted else "none",
-            "edgecolors": colour,
-            "alpha": 0.7,
-            "linewidths": 1.2,
-        }
+        inside = colour if point.counted else "none"
+        look = {"facecolors": inside, "edgecolors": colour, "alpha": 0.7, "linewidths": 1.2}
         axes.scatter(point.intensity, point.rate, 14 + 1500 * point.seconds / total, marker=marker, **look)
 
 
