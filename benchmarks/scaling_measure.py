@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import tempfile
 import time
@@ -21,7 +20,7 @@ from cs336_systems.comm.launch import run_ranks
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
-from cs336_systems.host.machine import PeakMemory, choose_device, device_name, environment, out_of_memory
+from cs336_systems.host.machine import PeakMemory, allowed_cores, choose_device, device_name, environment, out_of_memory
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.trainer import Trainer
 
@@ -142,11 +141,6 @@ def gpu_utilisation(device: torch.device) -> float | None:
         return None
 
 
-def cores_allowed() -> int:
-    """Cores that this process, and what it starts, may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def measure_peak(place: Place, task: ScalingTask) -> Answer:
     """Peak rates of this machine: `rank` is the ceiling of a rank by itself, with its threads; `machine_flops` that of
     all cores at once, None where ranks are measured side by side or have a GPU each."""
@@ -155,8 +149,8 @@ def measure_peak(place: Place, task: ScalingTask) -> Answer:
     answer: Answer = {"rank": asdict(rank), "machine_flops": None}
     answer["environment"] = environment(device, task.commit)
     answer["gpus"] = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type == "cpu" and cores_allowed() > task.threads and not task.side_by_side:
-        torch.set_num_threads(cores_allowed())
+    if device.type == "cpu" and allowed_cores() > task.threads and not task.side_by_side:
+        torch.set_num_threads(allowed_cores())
         whole = probe(device, task.recipe.model.precision, device_name(device), budget=task.budget)
         answer["machine_flops"] = max(whole.matmul_flops, rank.matmul_flops)
     return answer

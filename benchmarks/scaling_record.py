@@ -12,12 +12,13 @@ from benchmarks.gate import STAGES, UNIT_ROUNDOFF
 from benchmarks.harness import noise, ratios, summarise
 from benchmarks.records import Record, Status
 from benchmarks.scaling_anomalies import affinity_note
-from benchmarks.scaling_measure import Answer, cores_allowed
+from benchmarks.scaling_measure import Answer
 from benchmarks.scaling_run import RECOMPUTED, ScalingRun
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.rank_step import predict_step
+from cs336_systems.host.machine import allowed_cores
 from cs336_systems.layout import Observation
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import bubble_fraction
@@ -143,7 +144,7 @@ def peak_flops(peak: Answer, ranks: int, threads: int) -> float:
     if peak["gpus"]:
         return each * min(ranks, peak["gpus"])
     if peak["machine_flops"] is None:
-        return each * min(1.0, cores_allowed() / (ranks * threads)) * ranks
+        return each * min(1.0, allowed_cores() / (ranks * threads)) * ranks
     return min(ranks * each, float(peak["machine_flops"]))
 
 
@@ -156,7 +157,7 @@ def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
 
 def affinity(ranks: int, threads: int) -> dict[str, Any]:
     """Sharing of cores among ranks: counts, the bound that follows for efficiency, and a note if it is below 1."""
-    allowed, cores = cores_allowed(), os.cpu_count() or 1
+    allowed, cores = allowed_cores(), os.cpu_count() or 1
     bound = min(1.0, allowed / (ranks * threads))
     note = ""
     if bound < 1.0:

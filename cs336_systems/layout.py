@@ -30,7 +30,8 @@ def check_spread(spread: Any, counts: tuple[str, ...]) -> None:
         below = batch // together * together
         near = f"{below} or {below + together}" if below else str(together)
         product = f"{spread.micro_batch} x dp {spread.dp}{f' x ep {spread.ep}' if spread.ep > 1 else ''} = {together}"
-        raise UserError(f"a global batch of {batch} sequences is not a multiple of micro-batch {product}: use {near}")
+        size = f"a global batch (--batch-size) of {batch} sequences"
+        raise UserError(f"{size} is not a multiple of micro-batch {product}: use {near}")
     if spread.chunks > 1 and spread.pp == 1:
         raise UserError(f"{spread.chunks} chunks are of no use on one stage: set chunks to 1, or pp above 1")
     bubble_fraction(spread.schedule, spread.pp, batch // together, spread.chunks)  # which checks that they fit

@@ -27,6 +27,7 @@ from cs336_systems.comm.startup import die_with_parent, find_place, is_first_of_
 from cs336_systems.comm.store import Place
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
+from cs336_systems.host.machine import allowed_cores
 
 GRACE = 5.0  # seconds that the other ranks get to report the cause after one has failed
 SAME_SIGNAL = 1.0  # seconds in which a second SIGTERM counts as the first: schedulers may signal the whole group
@@ -62,14 +63,13 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     if nproc < 1:
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
     context: Any = get_context("spawn" if device == "cuda" else "fork")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _sigterms() as told:
         processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         try:
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
-                given = (worker, place, arguments, max(1, cores // nproc), report, os.getpid())
+                given = (worker, place, arguments, max(1, allowed_cores() // nproc), report, os.getpid())
                 processes.append(context.Process(target=_run, args=given))
                 processes[-1].start()
             failed = _first_failure(processes, told, patience)

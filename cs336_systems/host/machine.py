@@ -32,6 +32,11 @@ def device_name(device: torch.device) -> str:
     return model or platform.processor() or platform.machine()
 
 
+def allowed_cores() -> int:
+    """CPU cores that this process, and what it starts, may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _fields(path: str) -> dict[str, str]:
     """Fields of a file of lines `name: value`; none where there is no such file, as on other systems than Linux."""
     try:
@@ -118,7 +123,7 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, An
     return {
         "device": device_name(device),
         "device_type": device.type,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": allowed_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "triton": next((each.version for each in distributions(name="triton")), None),

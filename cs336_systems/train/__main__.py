@@ -5,7 +5,6 @@ has the command line. A run with a folder (`--out`) survives: see `run_folder.py
 """
 
 import json
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +22,7 @@ from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
-from cs336_systems.host import console
+from cs336_systems.host import console, machine
 from cs336_systems.host.console import flag, format_count
 from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
 from cs336_systems.layout import Layout
@@ -102,8 +101,7 @@ def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
         # Of all ranks, which share cores on a CPU.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        share = cores / (torch.get_num_threads() * current_place().local_world_size)
+        share = machine.allowed_cores() / (torch.get_num_threads() * current_place().local_world_size)
         per_second = hardware.matmul_flops * world.size() * (1.0 if device.type == "cuda" else min(1.0, share))
         # FLOPs of microbatches, since the capacity of an expert is a group's.
         flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)

@@ -47,7 +47,7 @@ class Assembly:
     def __init__(self, recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.layout = mesh, layout
         model = TransformerLM(config, "meta")  # a rank gives values to its part alone, one whole matrix at a time
-        self.stage = stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
+        self.stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
         self.plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
         self.experts = expert_parallel(model, mesh.ep, mesh.data)
         if device.type != "meta":
@@ -57,19 +57,21 @@ class Assembly:
         # How many this rank computes with, whether data-parallel ranks keep shards of them or not.
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
-        options = recipe.optimizer
-        settings: dict[str, Any] = {"optimizer_cls": MasterAdamW if recipe.model.half else AdamW}
+        options, adamw = recipe.optimizer, MasterAdamW if recipe.model.half else AdamW
+        settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
         settings["param_groups"] = partial(decay_groups, weight_decay=options.weight_decay)
-        settings |= {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
         # The tied embedding is on two stages, on which its gradients must be cut alike.
-        self.tied = config.tied_head and stage.stages > 1 and (stage.has_first or stage.has_last)
+        self.tied = config.tied_head and layout.pp > 1 and (self.stage.has_first or self.stage.has_last)
         apart = [model.get_parameter(TIED)] if self.tied else []
         experts = self.experts.experts()
         alone = list(experts.parameters()) if mesh.ep.size() > 1 or layout.zero == 3 else []
-        pairs = [zero(stage, stage=layout.zero, group=mesh.data, apart=apart, ignored=alone, **settings)]
+        wrapped = [zero(self.stage, adamw, layout.zero, mesh.data, apart=apart, ignored=alone, **settings)]
         if alone:
-            pairs.append(zero(experts, stage=min(layout.zero, 2), group=mesh.dp, **settings))
-        self.wrappers, self.optimizers = [wrapper for wrapper, _ in pairs], [optimizer for _, optimizer in pairs]
+            wrapped.append(zero(experts, adamw, min(layout.zero, 2), mesh.dp, **settings))
+        self.wrappers = [wrapper for wrapper, _ in wrapped]
+        self.optimizers = [optimizer for _, optimizer in wrapped]
+        # Those that a ShardedOptimizer runs on this rank's share, or the optimizers themselves.
+        self.inner_optimizers = [getattr(each, "inner", each) for each in self.optimizers]
 
     def pipeline(self, timer: Timer) -> Pipeline:
         """The executor of the layout's schedule."""

@@ -1,18 +1,18 @@
 """Batches of a run's objective, for training and evaluation."""
 
 import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
-from cs336_systems.comm import Group, agree
+from cs336_systems.checkpoint.disk import on_rank_0
+from cs336_systems.comm import Group
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, Documents, check_length, lm_batch, load_corpus
 from cs336_systems.data.tokenizer import Tokenizer, tokenizer_from_json
-from cs336_systems.errors import UserError
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # of a WordPiece vocabulary for a model that has none of its own
@@ -73,19 +73,15 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 
 def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
     """The recipe's tokenizer, which rank 0 makes, perhaps from the text. Raises UserError on every rank."""
-    preset, data, made = recipe.model.preset.model, recipe.data, {}
+    preset, data = recipe.model.preset.model, recipe.data
     learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
     largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
-    if group.rank() == 0:
+
+    def make() -> Any:
         arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
-        try:
-            made = {"made": make_tokenizer(*arguments).to_json()}
-        except UserError as error:
-            made = {"error": str(error)}
-    answer = json.loads(agree("tokenizer", json.dumps(made, allow_nan=False), group)[0])
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return tokenizer_from_json(answer["made"])
+        return make_tokenizer(*arguments).to_json()
+
+    return tokenizer_from_json(on_rank_0("tokenizer", make, Path(), group, failed=None))
 
 
 def most_tokens(recipe: Recipe) -> int | None:

@@ -139,8 +139,8 @@ class RankStep:
         self.run(layout.pp if layout.chunks > 1 else 1)
         self.seen.begin("step")
         self.run(layout.microbatches)
-        kept = [getattr(each, "inner", each).state.values() for each in part.optimizers]
-        state = [value for each in kept for values in each for value in values.values() if isinstance(value, Tensor)]
+        states = [values for each in part.inner_optimizers for values in each.state.values()]
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
         at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
         at_rest["optimizer state"] = self.label("optimizer state", (value for value in state if value.dim()))
         work = {}

@@ -49,9 +49,7 @@ class ModelOptions:
     norm: presets.Norm | None = of_preset("Normalisation.")
     attention: presets.Attention | None = of_preset("Implementation of attention.")
     kernels: presets.Kernels | None = of_preset("Fused kernels for norm, gate and loss.")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = setting(
-        "fp32", "Of products, and in bf16 and fp16 of weights."
-    )
+    precision: presets.Precision = setting("fp32", "Of products, and in bf16 and fp16 of weights.")
     recompute: presets.Recompute = setting("none", "What backward recomputes instead of keeping it.")
     recompute_every: int = setting(1, "Blocks in a recomputed segment.", COUNT)
 
@@ -109,8 +107,7 @@ class ExpertOptions:
     expert_gradient: presets.ExpertGradient | None = of_preset("Experts' gradients: as alone, or times root of ranks.")
 
     def with_experts(self, config: presets.ModelConfig) -> presets.ModelConfig:
-        """Change the experts of a model as the options say. Raises UserError for experts that cannot be, and for an
-        option about experts of a model that has none."""
+        """Change a model's experts. Raises UserError for experts that cannot be, and for options without experts."""
         values = ((each, getattr(self, each.name)) for each in fields(ExpertOptions))
         given = {each.name: value for each, value in values if value != each.default}
         about = [name for name in given if name != "num_experts"]
@@ -123,8 +120,8 @@ class ExpertOptions:
                 raise UserError(f"{flag(name)} is about a token's second expert, and --top-k 1 has none")
         config = replace(config, **shape, mixture=mixture)
         if config.num_experts and not config.expert_layers:
-            every = f"one layer in {config.expert_every} would have experts, and there are {config.num_layers}"
-            raise UserError(f"{every}: lower --expert-every")
+            layers = f"one layer in {config.expert_every} would have experts, and there are {config.num_layers}"
+            raise UserError(f"{layers}: lower --expert-every")
         return config
 
 

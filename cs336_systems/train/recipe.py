@@ -69,9 +69,8 @@ class Recipe:
             raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
         if model.is_bert and (base.causal or model.size is None):
             base = replace(base, **ENCODER if base.causal else {}, vocab_size=tokens or base.vocab_size)
-        shape = {name: getattr(model, name) for name in SHAPE} | {
-            "context_length": model.max_context or self.data.context
-        }
+        shape = {name: getattr(model, name) for name in SHAPE}
+        shape["context_length"] = model.max_context or self.data.context
         if model.d_model and not model.d_ff:
             shape["d_ff"] = 4 * model.d_model
         return self.experts.with_experts(base.override(**shape))
@@ -86,36 +85,38 @@ class Recipe:
     def loss_scaler(self) -> LossScaler:
         """The scale that keeps fp16's gradients in range, 1 in other precisions. Raises UserError for a scale that
         cannot be."""
-        said = self.optimizer
+        given = self.optimizer
         if self.model.precision != "fp16":
             return LossScaler()
-        if said.loss_scale:
-            return LossScaler(said.loss_scale)
-        return DynamicLossScaler(said.initial_loss_scale, said.loss_scale_window, said.hysteresis, said.min_loss_scale)
+        if given.loss_scale:
+            return LossScaler(given.loss_scale)
+        window, hysteresis = given.loss_scale_window, given.hysteresis
+        return DynamicLossScaler(given.initial_loss_scale, window, hysteresis, given.min_loss_scale)
 
     def layout(self, ranks: int) -> Layout:
         """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
-        parallel, given = self.parallel, self.data.micro_batch_size
-        tp, stages, ep = parallel.tp, parallel.pp, parallel.ep
-        dp = mesh_sizes(ranks, tp, stages, ep, parallel.dp)["dp"]
-        data = dp * ep
-        batch = self.data.batch_size or (given * data if given else self.model.preset.batch_size)
-        rows, rest = divmod(batch, data)
-        if rest:
-            kind = "data-parallel ranks" if data < ranks else "ranks"
-            raise UserError(f"--batch-size {batch} does not divide over {data} {kind}")
-        most = rows if stages == 1 else max(1, rows // (4 * stages))
-        in_turn = stages if parallel.chunks > 1 else 1  # interleaved: as many microbatches as stages pass in turn
-        micro = given or next((size for size in range(most, 0, -1) if rows % (size * in_turn) == 0), 1)
-        vocabulary = parallel.pad_vocabulary if tp > 1 else 1
-        schedule = parallel.chunks, parallel.schedule_name, parallel.sequence_parallel, parallel.zero
-        return Layout(tp, stages, dp, *schedule, micro, batch, vocabulary, ep)
+        parallel, micro_batch = self.parallel, self.data.micro_batch_size
+        sizes = mesh_sizes(ranks, parallel.tp, parallel.pp, parallel.ep, parallel.dp)
+        data = sizes["dp"] * sizes["ep"]
+        batch = self.data.batch_size or (micro_batch * data if micro_batch else self.model.preset.batch_size)
+        if micro_batch is None:
+            most = batch // data if parallel.pp == 1 else max(1, batch // data // (4 * parallel.pp))
+            in_turn = parallel.pp if parallel.chunks > 1 else 1  # interleaved: so many microbatches pass in turn
+            micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
+        return Layout(
+            **sizes,
+            chunks=parallel.chunks,
+            schedule=parallel.schedule_name,
+            sequence=parallel.sequence_parallel,
+            zero=parallel.zero,
+            micro_batch=micro_batch,
+            global_batch=batch,
+            vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
+        )
 
     def check_layout(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
         parallel, seq = self.parallel, self.seq(config)
-        if parallel.pp == 1 and parallel.chunks > 1:
-            raise UserError(f"--chunks {parallel.chunks} divide a pipeline stage; with --pp 1 there is none")
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if parallel.sequence_parallel and parallel.tp == 1:

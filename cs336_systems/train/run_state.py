@@ -136,7 +136,7 @@ class RunState:
 
     def _state_of(self, dtype: torch.dtype) -> dict[str, Any]:
         """State that one step of the optimizer makes for a parameter of one element, by kind."""
-        inner: Any = getattr(self.optimizers[0], "inner", self.optimizers[0])
+        inner: Any = self.part.inner_optimizers[0]
         one = nn.Parameter(torch.zeros(1, dtype=dtype))
         one.grad = torch.zeros_like(one)
         tried = type(inner)([one], **inner.defaults)

@@ -51,7 +51,8 @@ class Trainer:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe, self.device, parallel = recipe, choose_device(recipe.launch.device), recipe.parallel
+        self.recipe, self.device = recipe, choose_device(recipe.launch.device)
+        parallel = recipe.parallel
         if recipe.launch.backend == "gloo" and self.device.type == "cuda" and parallel.pp > 1:
             raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
         self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.dp)
@@ -65,13 +66,13 @@ class Trainer:
 
         self.part = Assembly(recipe, self.config, layout, mesh, self.device)
         self.stage = self.part.stage
-        by_default = "max" if recipe.model.is_bert or mesh.model.size() > 1 else "none"
-        self.timers, self.timers_shown = Timers(self.device, mesh.world, ORDER), recipe.run.timers or by_default
+        self.timers = Timers(self.device, mesh.world, ORDER)
+        self.timers_shown = recipe.run.timers or ("max" if recipe.model.is_bert or mesh.model.size() > 1 else "none")
         # Timers that nobody reads would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()
-        for each in self.part.optimizers:
-            if isinstance(inner := getattr(each, "inner", each), MasterAdamW):
-                inner.timer = self.timer
+        for optimizer in self.part.inner_optimizers:
+            if isinstance(optimizer, MasterAdamW):
+                optimizer.timer = self.timer
         self.pipeline = self.part.pipeline(self.timer)
         self.evaluation = self.part.pipeline(lambda name: nullcontext())
         self.scaler = recipe.loss_scaler()
@@ -97,7 +98,7 @@ class Trainer:
         def loss(losses: Losses) -> Tensor:
             return weight * self._share(losses, counted).sum()
 
-        every = self.pipeline.run(microbatches, loss, keys, part.no_sync)
+        losses_of_each = self.pipeline.run(microbatches, loss, keys, part.no_sync)
         collective = self.timers.collective if self.timers_shown == "waits" else self.timer
         with collective("backward-params-all-reduce"):
             part.finish_gradient_synchronization()
@@ -108,8 +109,8 @@ class Trainer:
             norm, skipped = self._update(rate)
         part.zero_grad()
         total = torch.zeros(2, device=self.device)
-        if every and not self.mesh.tp.rank():  # the other tp ranks have the same
-            total = torch.stack([self._share(losses, counted) for losses in every]).sum(0)
+        if losses_of_each and not self.mesh.tp.rank():  # the other tp ranks have the same
+            total = torch.stack([self._share(losses, counted) for losses in losses_of_each]).sum(0)
         return Step(total, norm, rate, skipped)
 
     def _update(self, rate: float) -> tuple[Tensor, bool]:
@@ -119,8 +120,8 @@ class Trainer:
         with self.timer("optimizer-unscale-and-check-inf"):
             norm = self.part.norm() / scale
             # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
-            asked = fp16 or options.on_nonfinite == "skip"
-            overflow = asked and not math.isfinite(norm.item())
+            may_skip = fp16 or options.on_nonfinite == "skip"
+            overflow = may_skip and not math.isfinite(norm.item())
         # Overflows on the way down from the first scale are how the right one is found.
         self.overflows = self.overflows + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)

@@ -172,7 +172,8 @@ def test_a_grid_is_read():
         (["--grid", "axbxc"], "--grid has 'axbxc', which is no layout: write tp x pp x dp"),
         (
             ["--micro-batch-size", "64"],
-            "layout 1x1x1: a global batch of 16 sequences is not a multiple of micro-batch 64 x dp 1 = 64: use 64",
+            "layout 1x1x1: a global batch (--batch-size) of 16 sequences is not a multiple of micro-batch 64 x "
+            "dp 1 = 64: use 64",
         ),
         (["--grid", " ,"], "--grid names no layout: write some, such as 1x1x1,2x1x1,2x2x2"),
         (["--grid", "4:2x2x2"], "--grid has '4:2x2x2', but tp 2 x pp 2 x dp 2 = 8 ranks"),
@@ -183,7 +184,8 @@ def test_a_grid_is_read():
         ),
         (
             ["--global-batch-size", "12"],
-            "layout 1x1x2: a global batch of 12 sequences is not a multiple of micro-batch 4 x dp 2 = 8: use 8 or 16",
+            "layout 1x1x2: a global batch (--batch-size) of 12 sequences is not a multiple of micro-batch 4 x "
+            "dp 2 = 8: use 8 or 16",
         ),
         (
             ["--global-batch-size", "8", "--global-batch-per-dp", "4"],

@@ -121,7 +121,7 @@ def test_peaks_add_up_to_what_the_machine_has(monkeypatch):
     assert [peak_flops(PEAK, n, 1) for n in (1, 2, 8)] == [4e9, 6e9, 6e9]
     gpus = PEAK | {"gpus": 4, "machine_flops": None}
     assert [peak_flops(gpus, n, 1) for n in (1, 4, 8)] == [4e9, 16e9, 16e9]
-    monkeypatch.setattr("benchmarks.scaling_record.cores_allowed", lambda: 4)
+    monkeypatch.setattr("benchmarks.scaling_record.allowed_cores", lambda: 4)
     side_by_side = PEAK | {"machine_flops": None}
     assert [peak_flops(side_by_side, n, 2) for n in (1, 2, 4)] == [4e9, 8e9, 8e9]
 
@@ -187,7 +187,7 @@ def test_a_prediction_gives_each_rank_its_share_of_the_machine():
 
 
 def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
-    monkeypatch.setattr("benchmarks.scaling_record.cores_allowed", lambda: 2)
+    monkeypatch.setattr("benchmarks.scaling_record.allowed_cores", lambda: 2)
     monkeypatch.setattr("benchmarks.scaling_record.os.cpu_count", lambda: 2)
     assert affinity(2, 1)["note"] == ""
     shared = affinity(8, 1)

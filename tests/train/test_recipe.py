@@ -17,6 +17,7 @@ from cs336_systems.train.batches import LEARNED_PIECES, most_tokens
 from cs336_systems.train.recipe import GROUPS, OPTIONS, Recipe
 
 TINY = model_preset("tiny")
+ODD = "a global batch (--batch-size) of 7 sequences is not a multiple of micro-batch 1 x dp 2 = 2: use 6 or 8"
 
 
 def refusal(ranks: int, **settings: object) -> str:
@@ -66,13 +67,13 @@ def refusal(ranks: int, **settings: object) -> str:
             {"pp": 2, "chunks": 3, "batch_size": 4, "micro_batch_size": 1},
             "num_layers 4 is not a multiple of stages 2 x chunks 3 = 6: change one of the three",
         ),
-        (1, {"chunks": 2}, "--chunks 2 divide a pipeline stage; with --pp 1 there is none"),
-        (2, {"batch_size": 7}, "--batch-size 7 does not divide over 2 ranks"),
-        (4, {"batch_size": 7, "tp": 2}, "--batch-size 7 does not divide over 2 data-parallel ranks"),
+        (1, {"chunks": 2}, "2 chunks are of no use on one stage: set chunks to 1, or pp above 1"),
+        (2, {"batch_size": 7}, ODD),
+        (4, {"batch_size": 7, "tp": 2}, ODD),
         (
             2,
             {"batch_size": 12, "micro_batch_size": 4},
-            "a global batch of 12 sequences is not a multiple of micro-batch 4 x dp 2 = 8: use 8 or 16",
+            "a global batch (--batch-size) of 12 sequences is not a multiple of micro-batch 4 x dp 2 = 8: use 8 or 16",
         ),
         (
             2,

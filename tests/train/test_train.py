@@ -183,7 +183,8 @@ def test_ranks_learn_what_one_process_learns(tmp_path):
 
 def test_a_batch_that_does_not_divide_is_refused():
     error = ranks.run_failing(odd_case, 2)[0]
-    assert error == ("UserError", "--batch-size 7 does not divide over 2 ranks")
+    size = "a global batch (--batch-size) of 7 sequences"
+    assert error == ("UserError", f"{size} is not a multiple of micro-batch 1 x dp 2 = 2: use 6 or 8")
 
 
 def other_options_case(group) -> None:
