@@ -15,6 +15,7 @@ import torch
 
 from cs336_systems.checkpoint import SaveError
 from cs336_systems.comm import Group, agree, request_stop, stop_step
+from cs336_systems.comm.agreement import ranks_text
 from cs336_systems.comm.launch import SAME_SIGNAL
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -166,9 +167,8 @@ class Loop:
             if math.isfinite(norm) or step.skipped:
                 continue
             mine = "" if torch.isfinite(step.losses).all() else "not finite"
-            bad = [str(rank) for rank, said in enumerate(agree("whose loss is finite", mine, self.world)) if said]
-            which = f"the loss of rank{'s' * (len(bad) > 1)} {', '.join(bad)}"
-            which = which if bad else "the gradient, unlike the loss,"
+            bad = [rank for rank, problem in enumerate(agree("whose loss is finite", mine, self.world)) if problem]
+            which = f"the loss of {ranks_text(bad)}" if bad else "the gradient, unlike the loss,"
             advice = f"lower --lr (now {self.recipe.optimizer.lr:g}), or leave such steps out with --on-nonfinite skip"
             raise UserError(f"{which} is not finite in step {number} (gradient norm {norm}); {advice}")
 

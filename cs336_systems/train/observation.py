@@ -44,12 +44,12 @@ def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, 
         sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
         few, more = (observe(recipe, config, replace(layout, global_batch=n), rank) for n in sizes)
 
-        def at(a: Any, b: Any) -> Any:
+        def extrapolate(a: Any, b: Any) -> Any:
             if isinstance(b, dict):
-                return type(b)({key: at(a[key], value) for key, value in b.items()})
-            return type(b)(*map(at, a, b)) if isinstance(b, tuple) else a + (b - a) * (m - 2 * pp) // pp
+                return type(b)({key: extrapolate(a[key], value) for key, value in b.items()})
+            return type(b)(*map(extrapolate, a, b)) if isinstance(b, tuple) else a + (b - a) * (m - 2 * pp) // pp
 
-        return Observation(**at(vars(few), vars(more)))
+        return Observation(**extrapolate(vars(few), vars(more)))
     with observed_rank(recipe, config, layout, rank) as step:
         return step.observe()
 
@@ -80,21 +80,21 @@ class RankStep:
 
     def run(self, count: int) -> Counter[Transfer]:
         """Take a step of so many microbatches; returns what it sends."""
-        rows, device = count * self.part.layout.micro_batch, next(self.part.stage.parameters()).device
-        tokens, numbers = torch.zeros((rows, self.seq), dtype=torch.int64, device=device), torch.arange(rows)
-        is_bert = self.part.stage.model.config.bert_heads
+        part, rows = self.part, count * self.part.layout.micro_batch
+        device = next(part.stage.parameters()).device
+        tokens = torch.zeros((rows, self.seq), dtype=torch.int64, device=device)
+        is_bert = part.stage.model.config.bert_heads
         bert = (tokens, torch.ones_like(tokens, dtype=torch.bool), tokens[:, 0]) if is_bert else ()
-        microbatches = Batch(tokens, tokens, numbers, *bert).split(self.part.layout.micro_batch)
+        microbatches = Batch(tokens, tokens, torch.arange(rows), *bert).split(part.layout.micro_batch)
         self.rest = self.live_activations()
         self.traffic, self.counts = Counter[Transfer](), {phase: Counts() for phase in PHASES}
         self.kept: list[int] = []
-        self.phase, self.counted, part = "after", 0, self.part
-        self.seen.counts = self.counts["after"]
 
         def loss(losses: Losses) -> Tensor:
             return losses.tokens if losses.pair is None else losses.tokens + losses.pair
 
         with record() as self.events:
+            self.phase, self.counted, self.seen.counts = "after", 0, self.counts["after"]
             self.pipeline.run(microbatches, loss, part.dropout_keys(0, 0, microbatches), part.no_sync)
             part.finish_gradient_synchronization()
             part.add_shared()

@@ -41,14 +41,14 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
                 temporary.replace(path)  # a log of many hours is never half there
             opened.append(path.open("a" if done else "w"))
         except OSError as error:
-            said = f"cannot write the log {path}: {error.strerror}"
-            raise UserError(f"{said}; name another with --log-file FILE") from None
+            problem = f"cannot write the log {path}: {error.strerror}"
+            raise UserError(f"{problem}; name another with --log-file FILE") from None
 
     together("log", begin, path, group)
     try:
         yield opened[0]
     finally:
-        with suppress(OSError):  # said already
+        with suppress(OSError):  # `write_line` has warned of it
             opened[0].close()
 
 

@@ -46,7 +46,7 @@ class RunState:
     """This rank's part of a run's state: `pieces` to write, and `restore` from a checkpoint of any layout."""
 
     def __init__(self, run: Trainer) -> None:
-        self.part, self.optimizers = run.part, run.part.optimizers
+        self.part = run.part
         self.parameters = dict(run.stage.model.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
         self.units = {unit.shard: unit for w in self.part.wrappers if isinstance(w, FSDP) for unit in w.sharded}
@@ -55,21 +55,15 @@ class RunState:
 
     def slots(self) -> Iterator[Slot]:
         """This rank's parameters, then their shards in ZeRO 1 and 2."""
-        states: dict[Tensor, Any] = {}
-        shards = []
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, ShardedOptimizer):
-                assert optimizer.inner is not None
-                for part in (part for buffer in optimizer.buffers for part in buffer.parts):
-                    name, state = self.names[part.owner], optimizer.inner.state
-                    shards.append(Slot(name, part.tensor, part.piece.start, True, state))
-            else:
-                states |= {each: optimizer.state for group in optimizer.param_groups for each in group["params"]}
+        optimizers = self.part.inner_optimizers
+        states = {p: each.state for each in optimizers for group in each.param_groups for p in group["params"]}
         for name, parameter in self.parameters.items():
             unit = self.units.get(parameter)
             first = unit.rows[0] * unit.shape[1] if unit else 0
             yield Slot(name, parameter, first, unit is not None, states.get(parameter, {}))
-        yield from shards
+        sharded = (each for each in self.part.optimizers if isinstance(each, ShardedOptimizer))
+        for part in (part for optimizer in sharded for buffer in optimizer.buffers for part in buffer.parts):
+            yield Slot(self.names[part.owner], part.tensor, part.piece.start, True, states[part.tensor])
 
     def box(self, name: str) -> Box:
         """The part of a parameter that this rank and its data-parallel replicas have, without padding."""
@@ -104,29 +98,27 @@ class RunState:
         parameters without an optimizer's state may be of another precision."""
         whole = {name for name, _ in TransformerLM(self.part.stage.model.config, "meta").named_parameters()}
         found = source.parameters.keys()
-        missing, unknown = sorted(whole - found), sorted(found - whole)
-        if missing:
-            lacks = f"lacks {len(missing)} of the model's {len(whole)} parameters"
-            raise RefusedError(f"it has no {missing[0]}, and {lacks}")
-        if unknown:
-            nor = f"nor {len(unknown)} of the {len(found)} parameters there in all"
-            raise RefusedError(f"the model has no {unknown[0]}, {nor}")
+        if absent := sorted(whole - found):
+            raise RefusedError(f"it has no {absent[0]}, and lacks {len(absent)} of the model's {len(whole)} parameters")
+        if unknown := sorted(found - whole):
+            count = f"{len(unknown)} of the {len(found)} parameters there in all"
+            raise RefusedError(f"the model has no {unknown[0]}, nor {count}")
         for name, parameter in self.parameters.items():
             kinds, scalars, shape = source.tensors[name], source.scalars.get(name, {}), self.box(name).shape
             require(VALUE in kinds, f"it has no value of {name}")
             for kind, each in kinds.items():
-                there = f"{name} ({kind}) has shape {list(each.shape)} there"
-                require(each.shape == shape, f"{there}, and {list(shape)} in the model")
+                shapes = f"has shape {list(each.shape)} there, and {list(shape)} in the model"
+                require(each.shape == shape, f"{name} ({kind}) {shapes}")
             dtype = DTYPES[kinds[VALUE].dtype]
             fits = dtype == parameter.dtype or (cast and dtype.is_floating_point and len(kinds) == 1)
             require(fits, f"{name} is {kinds[VALUE].dtype} there, and {NAMES[parameter.dtype]} in the model")
             if len(kinds) == 1 and not scalars:  # a parameter that has had no gradient has no state
                 continue
             made = self._state_of(parameter.dtype)
-            there, here = f"{sorted({*kinds, *scalars} - {VALUE})} there", f"{sorted(made)} here"
             tensors = {kind for kind, each in made.items() if isinstance(each, Tensor)}
             same = kinds.keys() == tensors | {VALUE} and scalars.keys() == made.keys() - tensors
-            require(same, f"the optimizer's state of {name} is {there}, and {here}")
+            there = sorted({*kinds, *scalars} - {VALUE})
+            require(same, f"the optimizer's state of {name} is {there} there, and {sorted(made)} here")
             for kind in tensors:
                 there, here = kinds[kind].dtype, NAMES[made[kind].dtype]
                 require(there == here, f"{name} ({kind}) is {there} there, and {here} in the optimizer")

@@ -5,7 +5,7 @@ In the style of Megatron-LM, whose line they print: `time (ms) | forward-compute
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -24,17 +24,12 @@ class Timers:
         print(timer_line(timers.by_rank(), steps))
 
     Timers may be nested and repeated. On a GPU a timer marks the stream with events, read by the report only: the host
-    never waits, and gaps in which it was late count. A report lists `names` first. `clock` returns nanoseconds.
+    never waits, and gaps in which it was late count. A report lists `names` first.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        group: Group | None = None,
-        names: Iterable[str] = (),
-        clock: Callable[[], int] = time.perf_counter_ns,
-    ) -> None:
-        self.device, self.group, self.clock = device, group, clock
+    def __init__(self, device: torch.device, group: Group | None = None, names: Iterable[str] = ()) -> None:
+        self.device, self.group = device, group
+        self.clock = time.perf_counter_ns
         self.laps: dict[str, list[Any]] = {name: [] for name in names}  # milliseconds, or pairs of CUDA events
 
     def _mark(self) -> Any:
@@ -79,10 +74,10 @@ class Timers:
 
     def by_rank(self) -> dict[str, list[float | None]]:
         """Every timer's milliseconds on each rank, None where one has not used it. Every rank must call this."""
-        said = json.dumps(dict.fromkeys(self.laps) | self.milliseconds(), allow_nan=False)
-        every = [json.loads(each) for each in (agree("timers", said, self.group) if self.group is not None else [said])]
+        mine = json.dumps(dict.fromkeys(self.laps) | self.milliseconds(), allow_nan=False)
+        ranks = [json.loads(text) for text in ([mine] if self.group is None else agree("timers", mine, self.group))]
         # In the order in which rank 0 named them, used or not, and then the next ranks.
-        found = {name: [times.get(name) for times in every] for name in dict.fromkeys(chain(*every))}
+        found = {name: [times.get(name) for times in ranks] for name in dict.fromkeys(chain(*ranks))}
         return {name: values for name, values in found.items() if set(values) != {None}}
 
 

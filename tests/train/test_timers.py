@@ -30,13 +30,20 @@ class Clock:
         self.ns += round(milliseconds * MS)
 
 
+def clocked(*arguments, clock) -> Timers:
+    """Timers under a clock of the test's own."""
+    timers = Timers(*arguments)
+    timers.clock = clock
+    return timers
+
+
 def lap(timers: Timers, name: str, milliseconds: float) -> None:
     with timers(name):
         timers.clock.pass_(milliseconds)
 
 
 def test_laps_add_up_by_name_and_an_outer_timer_includes_the_inner():
-    timers = Timers(CPU, clock=Clock())
+    timers = clocked(CPU, clock=Clock())
     for _ in range(3):
         with timers("optimizer"):
             timers.clock.pass_(1)
@@ -47,7 +54,7 @@ def test_laps_add_up_by_name_and_an_outer_timer_includes_the_inner():
 
 
 def test_the_line_is_that_of_megatron():
-    timers = Timers(CPU, clock=Clock())
+    timers = clocked(CPU, clock=Clock())
     lap(timers, "forward-compute", 434.2)
     lap(timers, "backward-compute", 907.4)
     times = timers.by_rank()
@@ -58,7 +65,7 @@ def test_the_line_is_that_of_megatron():
 
 
 def test_a_report_begins_anew_and_what_is_under_way_counts_in_the_next():
-    timers = Timers(CPU, clock=Clock())
+    timers = clocked(CPU, clock=Clock())
     lap(timers, "forward-compute", 5)
     with timers("iteration"):
         timers.clock.pass_(3)
@@ -69,7 +76,7 @@ def test_a_report_begins_anew_and_what_is_under_way_counts_in_the_next():
 
 
 def test_a_block_that_fails_ends_its_lap():
-    timers = Timers(CPU, clock=Clock())
+    timers = clocked(CPU, clock=Clock())
     with pytest.raises(ValueError, match="negative"), timers("forward-compute"):
         lap(timers, "loss", -2)
     lap(timers, "forward-compute", 1)
@@ -77,7 +84,7 @@ def test_a_block_that_fails_ends_its_lap():
 
 
 def test_alone_there_is_nobody_to_wait_for():
-    timers = Timers(CPU, clock=Clock())
+    timers = clocked(CPU, clock=Clock())
     with record() as events, timers.collective("all-reduce"):
         timers.clock.pass_(5)
     assert not events
@@ -108,7 +115,7 @@ def fake_gpu(monkeypatch):
 
 
 def test_a_gpu_is_not_waited_for_before_the_report(fake_gpu):
-    timers = Timers(GPU, clock=lambda: pytest.fail("the host's clock knows nothing of the stream"))
+    timers = clocked(GPU, clock=lambda: pytest.fail("the host's clock knows nothing of the stream"))
     for _ in range(2):
         with timers("forward"):
             fake_gpu.clock.pass_(3)
@@ -138,7 +145,7 @@ def test_a_gpus_own_events_are_read():
 
 def ranks_case(group) -> list:
     """Rank r needs r + 1 ms for forward; only the last rank has a head, and it used its timers in another order."""
-    timers, me = Timers(CPU, group, ["last", "idle", "forward"], Clock()), group.rank()
+    timers, me = clocked(CPU, group, ["last", "idle", "forward"], clock=Clock()), group.rank()
     if me == group.size() - 1:
         lap(timers, "head", 8)
     lap(timers, "forward", me + 1)
@@ -182,7 +189,7 @@ def late_case(group, busy: list[float]) -> list:
         return SimpleNamespace(wait=lambda: None)
 
     module.all_reduce = logical_all_reduce
-    timers = Timers(CPU, group, clock=clock)
+    timers = clocked(CPU, group, clock=clock)
     for _ in range(2):
         with timers("backward-compute"):
             clock.pass_(busy[me])
@@ -225,7 +232,7 @@ def subgroup_case(group) -> dict | None:
     part = subgroup([1, 2])
     if part is None:
         return None
-    timers = Timers(CPU, part, clock=Clock())
+    timers = clocked(CPU, part, clock=Clock())
     lap(timers, "forward", 10 - group.rank())
     return timers.by_rank()
 
