@@ -54,18 +54,17 @@ def require_one_recipe(recipe: Recipe, world: Group) -> None:
 
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
     """Lines that say what is about to be trained, and on what."""
-    recipe, mesh, config = trainer.recipe, trainer.mesh, trainer.config
-    ranks, stages = mesh.world.size(), mesh.pp.size()
-    count = trainer.batch // mesh.data.size() // trainer.micro_batch
-    said = f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: "
-    said += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
-    said += f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
-    said += f", batch {trainer.batch} x {trainer.seq}"
-    said += f", {ranks} ranks ({mesh}), ZeRO stage {recipe.parallel.zero}" if ranks > 1 else ""
-    said += f", {count} microbatch{'es' * (count > 1)} of {trainer.micro_batch}" if count > 1 or stages > 1 else ""
-    said += f", schedule {recipe.parallel.schedule_name}" if stages > 1 else ""
-    said += f"\n{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
-    return f"{said}{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}"
+    recipe, config, layout = trainer.recipe, trainer.config, trainer.part.layout
+    text = f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: "
+    text += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
+    text += f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
+    text += f", batch {trainer.batch} x {trainer.seq}"
+    text += f", {layout.ranks} ranks ({trainer.mesh}), ZeRO stage {layout.zero}" if layout.ranks > 1 else ""
+    if (count := layout.microbatches) > 1 or layout.pp > 1:
+        text += f", {count} microbatch{'es' * (count > 1)} of {layout.micro_batch}"
+    text += f", schedule {layout.schedule}" if layout.pp > 1 else ""
+    text += f"\n{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
+    return f"{text}{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}"
 
 
 def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:

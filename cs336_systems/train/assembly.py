@@ -139,6 +139,5 @@ class Assembly:
         return global_norm(parts, (), 2.0, self.mesh.world)
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -1,7 +1,6 @@
 """The loop of a training run: steps, a log line and an evaluation now and then, checkpoints, and how it ends."""
 
 import math
-import os
 import signal
 import threading
 import time
@@ -19,7 +18,6 @@ from cs336_systems.comm.agreement import ranks_text
 from cs336_systems.comm.launch import SAME_SIGNAL
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_count
 from cs336_systems.host.machine import PeakMemory
 from cs336_systems.train.run_folder import RunCheckpoints
 from cs336_systems.train.run_log import iteration_line, write_line
@@ -48,7 +46,7 @@ class StopSignal:
             self.told, self.since = True, time.monotonic()
         elif time.monotonic() - self.since > SAME_SIGNAL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
 
     def __enter__(self) -> Self:
         self.before = None
@@ -203,7 +201,7 @@ class Loop:
         self.note = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
         self.note += f"  balance {routing['balance']:.2f}" if routing else ""
         self.note += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
-        self.note += f"  {format_count(tokens)} tokens/s  MFU {mfu:.0%}"
+        self.note += f"  {console.format_count(tokens)} tokens/s  MFU {mfu:.0%}"
         self.since, self.start = [], time.perf_counter()
 
     def _evaluate(self, number: int) -> None:

@@ -175,9 +175,9 @@ def _reason(option: Option, line: dict[str, Option]) -> str | None:
     return _REASONS.get(option.name)
 
 
-def _added(line: dict[str, Option], said: dict[str, list[str]]) -> dict[str, str]:
+def _added(line: dict[str, Option], translated: dict[str, list[str]]) -> dict[str, str]:
     """Options that Megatron takes for granted and this project does not: of interleaving, and of pretrain_bert.py."""
-    added = {"--schedule": "interleaved"} if said.get("--chunks", ["--chunks", "1"])[1] != "1" else {}
+    added = {"--schedule": "interleaved"} if translated.get("--chunks", ["--chunks", "1"])[1] != "1" else {}
     foreign = any(name in _ONLY_MEGATRON and name != "--local-rank" for name in line)
     if foreign and any(name in line for name in (*SHAPE, *BERT_DATA)):
         added["--objective"] = "bert"
@@ -189,17 +189,17 @@ def _added(line: dict[str, Option], said: dict[str, list[str]]) -> dict[str, str
         if meant := _either(line, "--train-iters", "--train-samples"):
             added["--decay-steps"] = _words(meant, line)[1]
         added |= DEFAULTS
-    taken = {WARMUP.get(name, name) for name in line} | set(said)
+    taken = {WARMUP.get(name, name) for name in line} | set(translated)
     return {ours: value for ours, value in added.items() if ours not in taken}
 
 
-def _partly_ignored(line: Mapping[str, Option], said: Mapping[str, list[str]]) -> list[str]:
+def _partly_ignored(line: Mapping[str, Option], translated: Mapping[str, list[str]]) -> list[str]:
     """Notes on options of which this project takes a part: weights of texts, one of two dropouts."""
     notes = []
-    if "--data" in said and (weights := _weights(line["--data-path"])):
+    if "--data" in translated and (weights := _weights(line["--data-path"])):
         notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
     dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
-    if len(dropouts) == 1 and "--dropout" in said and _plain(dropouts[0].values[0]) != 0.1:
+    if len(dropouts) == 1 and "--dropout" in translated and _plain(dropouts[0].values[0]) != 0.1:
         notes.append(f"{dropouts[0]} holds for all dropout (one option here)")
     return notes
 
@@ -221,7 +221,7 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
         raise UserError(f"{given[0]} is part of a shape; give {' and '.join(missing)} as well, or --size NAME alone")
     own = {WARMUP.get(name, name): option for name, option in reversed(line.items())}
     tokens, ignored, replaced = list[str](), dict[str, list[str]](), list[str]()
-    first, said = dict[str, Option](), dict[str, list[str]]()  # by our option: whose it is, and its tokens
+    first, translated = dict[str, Option](), dict[str, list[str]]()  # by our option: whose it is, and its tokens
     for option in options:
         ours = _OURS.get(option.name, "").split(" ")[0]
         subject = WARMUP.get(ours, ours)
@@ -236,15 +236,15 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
         elif subject in own:
             replaced.append(f"{option} by {own[subject]}")
         elif first.setdefault(subject, option) is option:
-            said[subject] = _words(option, line)
-            tokens += said[subject]
-        elif list(map(_plain, said[subject])) != list(map(_plain, _words(option, line))):
+            translated[subject] = _words(option, line)
+            tokens += translated[subject]
+        elif list(map(_plain, translated[subject])) != list(map(_plain, _words(option, line))):
             raise UserError(f"{first[subject]} and {option} do not agree on {subject}; give one of them")
 
-    added = _added(line, said)
+    added = _added(line, translated)
     notes = [f"ignored: {', '.join(them)} ({reason})" for reason, them in ignored.items()]
     notes += [f"replaced: {', '.join(replaced)} (this project's own names win)"] if replaced else []
-    notes += _partly_ignored(line, said)
+    notes += _partly_ignored(line, translated)
     if added:
         notes.append(f"added: {', '.join(map(' '.join, added.items()))} (what Megatron-LM takes for granted)")
     return (*tokens, *(token for pair in added.items() for token in pair), *left), tuple(notes)

@@ -229,10 +229,8 @@ class RunOptions:
 
     @property
     def log_path(self) -> Path:
-        """The log's file."""
         return self.log_file or (self.out or Path("runs")) / "train.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
         return (self.out or Path()) / "checkpoints"

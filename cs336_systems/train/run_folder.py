@@ -45,8 +45,8 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
             disk.make_folder(checkpoints)  # what stands in the way is better known now than at the first save
             disk.clean(checkpoints)
             if (found := disk.list_checkpoints(checkpoints)) and not resume:
-                said = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
-                raise UserError(f"{said}, or name another folder with --out DIR")
+                problem = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
+                raise UserError(f"{problem}, or name another folder with --out DIR")
             lock.seek(0)
             lock.truncate()
             print(f"process {os.getpid()}, {launcher}", file=lock, flush=True)
@@ -135,8 +135,8 @@ class RunCheckpoints:
         check_state(checkpoint)
         saved, mine = checkpoint.state["identity"], identity(self.trainer)
         if differing := _differing(saved, mine, "{} was {} there and is {} now"):
-            said = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
-            raise UserError(f"{said}, or name another folder with --out DIR")
+            problem = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
+            raise UserError(f"{problem}, or name another folder with --out DIR")
         self.state.check(checkpoint)
         restore_random(checkpoint, self.world.rank(), self.trainer.device, spare=True)
 

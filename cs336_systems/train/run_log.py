@@ -148,20 +148,20 @@ def sample(trainer: Trainer) -> dict[str, str]:
 def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss = trainer.recipe, final["validation_loss"]
-    said = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
+    text = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
     measured = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
-    said += f"validation loss {measured}"
+    text += f"validation loss {measured}"
     if "validation_sop_loss" in final:
-        said += f" and {final['validation_sop_loss']:.3f} a sentence pair"
-    text = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
-    said += f" (guessing: {math.log(256 if text else trainer.batches.vocab_size):.3f}); "
+        text += f" and {final['validation_sop_loss']:.3f} a sentence pair"
+    of_bytes = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
+    text += f" (guessing: {math.log(256 if of_bytes else trainer.batches.vocab_size):.3f}); "
     least, most = final["peak_memory"]
-    said += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
-    said += f"log: {recipe.run.log_path}"
+    text += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
+    text += f"log: {recipe.run.log_path}"
     if trainer.skipped:
         why = "their gradients were inf or NaN"
         if recipe.model.precision == "fp16":
             why = f"their gradients overflowed fp16, and the loss scale came down to {trainer.scaler.scale:g}"
             why += "; take more steps, or a lower --initial-loss-scale"
-        said += f"\n{trainer.skipped} of {final['steps']} steps were skipped: {why}"
-    return f"{said}\n\n{final['sample']}\n" if "sample" in final else said
+        text += f"\n{trainer.skipped} of {final['steps']} steps were skipped: {why}"
+    return f"{text}\n\n{final['sample']}\n" if "sample" in final else text

@@ -135,7 +135,7 @@ def train_case(
     if float64:
         wide()
     struck = Struck(faults, group.rank())
-    struck.wrap(Loop, "run", lambda running, _: setattr(running, "ahead", ahead))
+    struck.wrap(Loop, "run", lambda _, stop: setattr(stop, "ahead", ahead))
     paths = {"vocab_file", "log_file", "out", "weights"}
     shown = StringIO()
     with redirect_stdout(shown), warnings.catch_warnings(record=True) as caught:
