@@ -57,8 +57,8 @@ class Bench:
         return found
 
     def _optimizer_state(self) -> list[tuple[str, dict[str, Any]]]:
-        names = self.state.names
-        return [(names[p], state) for each in self.state.optimizers for p, state in each.state.items()]  # type: ignore[index]
+        names, optimizers = self.state.names, self.state.part.optimizers
+        return [(names[p], state) for each in optimizers for p, state in each.state.items()]  # type: ignore[index]
 
     def seconds(self, run: Callable[[], object]) -> float:
         """How long something takes on this rank, its device's work included."""

@@ -101,8 +101,8 @@ class RunState:
         if absent := sorted(whole - found):
             raise RefusedError(f"it has no {absent[0]}, and lacks {len(absent)} of the model's {len(whole)} parameters")
         if unknown := sorted(found - whole):
-            count = f"{len(unknown)} of the {len(found)} parameters there in all"
-            raise RefusedError(f"the model has no {unknown[0]}, nor {count}")
+            others = f"{len(unknown)} of the {len(found)} parameters there in all"
+            raise RefusedError(f"the model has no {unknown[0]}, nor {others}")
         for name, parameter in self.parameters.items():
             kinds, scalars, shape = source.tensors[name], source.scalars.get(name, {}), self.box(name).shape
             require(VALUE in kinds, f"it has no value of {name}")
@@ -117,8 +117,8 @@ class RunState:
             made = self._state_of(parameter.dtype)
             tensors = {kind for kind, each in made.items() if isinstance(each, Tensor)}
             same = kinds.keys() == tensors | {VALUE} and scalars.keys() == made.keys() - tensors
-            there = sorted({*kinds, *scalars} - {VALUE})
-            require(same, f"the optimizer's state of {name} is {there} there, and {sorted(made)} here")
+            saved = sorted({*kinds, *scalars} - {VALUE})
+            require(same, f"the optimizer's state of {name} is {saved} there, and {sorted(made)} here")
             for kind in tensors:
                 there, here = kinds[kind].dtype, NAMES[made[kind].dtype]
                 require(there == here, f"{name} ({kind}) is {there} there, and {here} in the optimizer")
