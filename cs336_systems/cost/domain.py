@@ -108,7 +108,6 @@ def _of_model(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iter
         yield f"{plan.ranks} accelerators are more than the {RANKS} of any fitted run: stragglers are not modelled"
     if config.num_experts:
         yield "experts are timed as if the router were balanced; one that is not waits for the fullest expert"
-    new = [name for name in features(config, plan) if name not in FEATURES]
-    if new:
+    if new := [name for name in features(config, plan) if name not in FEATURES]:
         listed = new[0] if len(new) == 1 else f"{', '.join(new[:-1])} and {new[-1]}"
         yield f"no fitted run has {listed}: computed from the same constants"

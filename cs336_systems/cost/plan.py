@@ -28,8 +28,6 @@ RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items(
 # Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
 ENDS = 2
 
-_DEGREES = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch")
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -55,7 +53,7 @@ class Plan:
             raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(get_args(Overlap))}")
         if sorted(self.order) != sorted(ORDER):
             raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
-        check_spread(self, _DEGREES)
+        check_spread(self, ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch"))
 
     @property
     def schedule(self) -> str:

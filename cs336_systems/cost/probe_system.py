@@ -88,11 +88,10 @@ def fit_law(timed: Sequence[TimedGemm], tile: float, start: float) -> GemmLaw:
     return min((fitted(ramp, wave) for ramp, wave in product(RAMPS, WAVES)), key=lambda law: law.error)
 
 
-def probe_system(device: torch.device, budget: float = SECONDS, advance: Callable[[str], None] | None = None) -> System:
+def probe_system(device: torch.device, budget: float, advance: Callable[[str], None] = lambda note: None) -> System:
     """Measure this machine in about `budget` seconds: a CPU with all its threads, or one GPU. `advance` is called after
     each of `ROUNDS` + 3 steps. Raises UserError where ranks cannot be started. Nothing may have computed with tensors
     in this process before."""
-    advance = advance or (lambda note: None)
     link, backend = measure_link(device)
     advance("sending")
     start, touch = launch_seconds(device, 0.02 * budget), first_touch_seconds(device, 0.04 * budget)
@@ -104,9 +103,8 @@ def probe_system(device: torch.device, budget: float = SECONDS, advance: Callabl
     advance("attention")
     constants = {"product": 1.0, "ramp": law.ramp, "wave": law.wave, "fused": fused, "memory": min(1.0, added / copy)}
     # A GPU runs behind the host; a CPU does one after the other.
-    constants |= {"inside": 1.0, "between": 1.0, "call": 0.0} | (
-        {"host": start} if cuda else {"host": 0.0, "start": start}
-    )
+    constants |= {"inside": 1.0, "between": 1.0, "call": 0.0, "host": start if cuda else 0.0}
+    constants |= {} if cuda else {"start": start}
     measured = f"measured on {device_name(device)}, {datetime.now(UTC).date().isoformat()}"
     ranks = f"{measured}: {backend} between {RANKS} ranks here"
     sources = dict.fromkeys((*constants, "processors"), measured) | {

@@ -28,8 +28,9 @@ MOST = 10**15
 
 KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="utf-8"))
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
-WORDS = {"recompute": ("none", "selective", "full"), "attention": ("flash", "unfused")}
-FLAGS = {"0": False, "1": True, "false": False, "true": True}
+# Words of some keys, and what is meant: recomputation and attention in the terms of `ModelConfig`.
+FLAGS: dict[str, Any] = {"0": False, "1": True, "false": False, "true": True}
+WORDS = {"recompute": RECOMPUTE, "attention": {"flash": "sdpa", "unfused": "naive"}, "sp": FLAGS, "gated": FLAGS}
 
 
 def tidy(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -63,9 +64,7 @@ def _understood(key: str, value: Any) -> Any:
         return value if isinstance(value, str) or key == "id" else None
     word, number = str(value).strip().lower(), _number(value)
     if key in WORDS:
-        return word if word in WORDS[key] and isinstance(value, str) else None
-    if key in ("sp", "gated"):
-        return FLAGS.get(word)
+        return WORDS[key].get(word)
     if key == "zero":
         return int(number) if number in (0, 1, 2, 3) else None
     if key == "t_iter_s":
@@ -155,10 +154,10 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
     h, a, seq = row["h"], row["a"], row["s"]
     ffn, kv, older = row.get("ffn", 4 * h), row.get("kv", a), system.name.startswith(OLDER)
     gated = row.get("gated", ffn != 4 * h)
-    recompute = RECOMPUTE[row.get("recompute", "full" if older else "none")]
+    recompute = row.get("recompute", "segments" if older else "none")
     # Scores were in memory until FlashAttention came, about when gates, grouped queries and long sequences did.
     modern = not older or gated or kv != a or seq > 4096 or recompute == "none" or row.get("zero") == 3
-    fused = row["attention"] == "flash" if "attention" in row else modern
+    attention = row.get("attention", "sdpa" if modern else "naive")
     llama = gated or kv != a
     return ModelConfig(
         vocab_size=row["V"],
@@ -173,8 +172,8 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
         norm="rmsnorm" if llama else "layernorm",
         feed_forward="swiglu" if gated else "gelu",
         tied_head=not llama,
-        dropout=0.0 if fused else 0.1,
-        attention="sdpa" if fused else "naive",
+        dropout=0.0 if attention == "sdpa" else 0.1,
+        attention=attention,
         recompute=recompute,
         # Sharded data parallelism came with plain torch, tensor parallelism with fused kernels.
         kernels="torch" if row.get("zero") == 3 else "triton",

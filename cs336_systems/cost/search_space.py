@@ -111,10 +111,8 @@ class Space:
 
     def plan(self, degrees: Degrees, choice: Choice, order: tuple[str, ...] = ORDER) -> Plan:
         """The plan of degrees, choice and order. Raises UserError for what does not divide."""
-        return Plan(
-            *(degrees.tp, degrees.pp, degrees.dp, degrees.cp, degrees.ep, choice.chunks, choice.sequence, choice.zero),
-            *(choice.micro_batch, self.global_batch, self.overlap, order, self.width),
-        )
+        chosen = choice.chunks, choice.sequence, choice.zero, choice.micro_batch
+        return Plan(*degrees, *chosen, self.global_batch, self.overlap, order, self.width)
 
     def size(self) -> int:
         """Configurations in all; degrees that do not divide count once each."""

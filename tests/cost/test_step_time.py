@@ -11,13 +11,13 @@ prediction, and the simulation does too.
 
 import json
 import random
-import sys
 from dataclasses import replace
 from math import ceil
 from statistics import mean
 
 import pytest
 
+from cs336_systems.cost import step_time as module
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import PUBLISHED, read_run
@@ -33,7 +33,6 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import schedule, simulate
 from tests.support.cost_cases import COMPUTES, GPT, IDEAL, KINDS, LLAMA, MOE, SENDS, SEQ, machine
 
-module = sys.modules[step_time.__module__]  # whose name in the package is the function
 IDLE = machine()  # on which nothing takes time but what a test says
 A100 = system_preset("A100-80GB")
 NOTHING = Seconds()
