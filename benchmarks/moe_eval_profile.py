@@ -20,8 +20,8 @@ from benchmarks.moe_words import How
 from cs336_systems.comm import agree
 from cs336_systems.presets import Dispatch
 from cs336_systems.profiling import Capture
+from cs336_systems.profiling.capture import quiet_profiler
 from cs336_systems.profiling.names import parse_collective, parse_tag, step_number
-from cs336_systems.profiling.sanitize import quiet_profiler
 
 Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
 

@@ -40,9 +40,9 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
         raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out") from None
     clocks = Table("rank", "host", "clock ahead", "give or take", "known from")
     for rank, about in merged["ranks"].items():
-        ahead, bound = (None if time is None else f"{time / 1e6:.3f} ms"
-                        for time in (about["clock_offset_ns"], about["clock_bound_ns"]))  # fmt: skip
-        clocks.add_row(rank, about["host"], ahead, bound or "?", about["clock_source"])
+        times = about["clock_offset_ns"], about["clock_bound_ns"]
+        ahead, bound = ("?" if time is None else f"{time / 1e6:.3f} ms" for time in times)
+        clocks.add_row(rank, about["host"], ahead, bound, about["clock_source"])
     screen = console.console()
     screen.print(clocks)
     if missing := sorted(set(range(traces[0].world_size)) - {trace.rank for trace in traces}):

@@ -4,11 +4,13 @@ Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so
 the key "cs336" what it lacks: the rank, its clock against rank 0's, and the storages held by category.
 """
 
+import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import torch
@@ -19,8 +21,7 @@ from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_plac
 from cs336_systems.comm.clock import Offset, clock_offset
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.labels import Held, describe, held_by, live_storages, tag_modules
-from cs336_systems.profiling.sanitize import clean, quiet_profiler
+from cs336_systems.profiling.labels import Held, clean, describe, held_by, live_storages, tag_modules
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
 
 
@@ -212,3 +213,25 @@ def collect_files(folder: Path, group: Group, device: torch.device) -> None:
                 (folder / trace_name(rank)).write_bytes(bytes(content.cpu().numpy()))
             except OSError as error:
                 raise UserError(f"cannot write rank {rank}'s trace to {folder}: {error.strerror}") from None
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Pass on what C++ libraries write to stderr inside the block, except lines that begin with USDT."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed
+        yield
+        return
+    sys.stderr.flush()
+    with TemporaryFile() as caught:
+        os.dup2(caught.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            caught.seek(0)
+            for line in caught:
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)

@@ -1,8 +1,12 @@
 """Sets of moments as sorted lists of half-open intervals [start, end) of integers, so that lengths are exact."""
 
 from collections.abc import Iterable
+from itertools import chain
+from typing import Any, TypeVar
 
 Interval = tuple[int, int]
+FOREVER = 10**30  # nanoseconds
+Bar = TypeVar("Bar", bound=Any)  # has a start and an end
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -29,12 +33,21 @@ def intersection(first: list[Interval], second: list[Interval]) -> list[Interval
 
 def subtraction(first: list[Interval], second: list[Interval]) -> list[Interval]:
     """The moments in the first union and not in the second."""
-    if not first:
-        return []
-    edges = [first[0][0], *(time for interval in second for time in interval), first[-1][1]]
-    return intersection(first, [gap for gap in zip(edges[::2], edges[1::2], strict=True) if gap[0] < gap[1]])
+    edges = [-FOREVER, *chain.from_iterable(second), FOREVER]
+    return intersection(first, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> int:
     """The sum of the intervals' lengths."""
     return sum(end - start for start, end in intervals)
+
+
+def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
+    """Distribute what has a start and an end over as few tracks as leave none over another, each on the first free."""
+    tracks: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: bar.start):
+        free = next((track for track in tracks if track[-1].end <= bar.start), None)
+        if free is None:
+            tracks.append(free := [])
+        free.append(bar)
+    return tracks

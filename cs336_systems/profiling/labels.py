@@ -1,4 +1,5 @@
-"""Labels that `Capture` gives the profiler: the module whose forward runs, and the category of each storage.
+"""Labels that `Capture` gives the profiler: the module whose forward runs, and the category of each storage. `clean`
+takes the latter out of the JSON again, with what precedes the first step.
 
 Every module's forward becomes a span of its qualified name, `blocks.0.attention (SelfAttention)`, by global hooks, so
 that a worker is profiled unchanged. A backward pass needs no such spans (`timeline.py`).
@@ -14,9 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from cs336_systems.profiling.names import ROOT, WRAPPER
+from cs336_systems.comm.events import MARK
+from cs336_systems.profiling.names import ROOT, STEP, WRAPPER
+from cs336_systems.profiling.nesting import nest_host
+from cs336_systems.profiling.trace import FRAME, HOST, parse, time_of
 
 Annotate = Callable[[str], AbstractContextManager[Any]]
+Label = tuple[int, str, int]  # nanoseconds since the epoch, category, address
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "other")
 
 
@@ -109,3 +114,52 @@ def live_storages(known: Iterable[Held]) -> list[Held]:
     plain = (Tensor, nn.Parameter)  # not a DTensor, whose local tensor is found by itself, nor a fake
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and type(each) in plain]
     return [each for each in describe(("other", tensor) for tensor in tensors) if each.address not in seen]
+
+
+def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
+    """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
+    in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its own start
+    disturbs no step, and so that it knows the blocks that a step leaves to the next.)"""
+    trace, labels, categories = parse(chrome), list[Label](), dict[int, str]()
+    start = min((span.start for span in trace.spans if STEP.match(span.name)), default=0) if stepwise else 0
+    for span in trace.spans:
+        if span.name.startswith(MARK):
+            category, _, address = span.name.removeprefix(MARK).rpartition(" ")
+            if span.start < start:
+                categories[int(address)] = category
+            else:
+                labels.append((span.start, category, int(address)))
+    alive = {each.address: each for each in held}
+    for each in trace.allocations:
+        if each.time < start:
+            alive.pop(each.address, None)
+            if each.nbytes > 0:
+                category = categories.get(each.address, "other")
+                alive[each.address] = Held(category, each.address, each.nbytes, each.device)
+
+    def stays(event: dict[str, Any]) -> bool:
+        before = event.get("ph") != "M" and time_of(event, trace.base) < start
+        return not before and not str(event.get("name", "")).startswith(MARK)
+
+    chrome["traceEvents"] = list(filter(stays, chrome["traceEvents"]))
+    _cut_crossings(chrome, trace.base)
+    return list(alive.values()), labels
+
+
+def _cut_crossings(chrome: dict[str, Any], base: int) -> None:
+    """Drop Python frames that cross an annotation, which viewers would drop with all inside, and cut a child that
+    outlasts its parent by the rounding of a clock."""
+    if not any(event.get("cat") == FRAME for event in chrome["traceEvents"]):
+        return
+    nodes = (node for roots in nest_host(parse(chrome)).values() for root in roots for node in root.walk())
+    ends = {(node.span.lane, node.span.start, node.span.name, node.span.end): node.end for node in nodes}
+    kept = []
+    for event in chrome["traceEvents"]:
+        if event.get("cat") in HOST and event["ph"] == "X":
+            start = time_of(event, base)
+            key = ((event["pid"], event["tid"]), start, event["name"], start + round(1000 * event["dur"]))
+            if key not in ends and event["cat"] == FRAME:
+                continue
+            event["dur"] = (ends.get(key, key[3]) - start) / 1000
+        kept.append(event)
+    chrome["traceEvents"] = kept

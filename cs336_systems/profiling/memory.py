@@ -99,18 +99,11 @@ class MemoryTimeline:
         return found
 
 
-def memory_timeline(trace: Trace, device: str | None = None) -> MemoryTimeline:
-    """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
-    default = "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu"
-    return _by_device(trace)[device or default]
-
-
 @once
-def _by_device(trace: Trace) -> dict[str, MemoryTimeline]:
-    return {device: _memory_timeline(trace, device) for device in ("cpu", "cuda")}
-
-
-def _memory_timeline(trace: Trace, device: str) -> MemoryTimeline:
+def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
+    """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
+    if not device:
+        return memory_timeline(trace, "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu")
     events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
     beginnings = [span.start for span in trace.spans[:1]] + [event.time for event in events[:1]]
     times = [min([*beginnings, *(time for time, *_ in trace.ours.get("marks", ()))], default=0)]
@@ -187,9 +180,7 @@ def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
             each.category = "activations"
     labelled: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
-        same = lives.get(address, [])  # in order of start, and no two at once
-        place = bisect_right(same, time, key=lambda each: each.start) - 1
-        block = same[place] if place >= 0 and same[place].alive(time) else None
+        block = next((each for each in lives.get(address, ()) if each.alive(time)), None)
         if block is None or id(block) in labelled or category not in CATEGORIES:
             continue
         labelled.add(id(block))

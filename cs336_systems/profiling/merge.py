@@ -17,7 +17,7 @@ from cs336_systems.profiling.intervals import subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, uncollected
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, time_of, uncollected
 
 SECOND = 10**9
 MEBIBYTE = 2**20
@@ -173,7 +173,7 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
     for event in trace.chrome["traceEvents"]:
         lane = (event.get("pid"), event.get("tid"))
         if event["ph"] in ("s", "t", "f") and lane in lanes:
-            time, track = trace.base + round(1000 * float(event["ts"])), lanes[lane][0]
+            time, track = time_of(event, trace.base), lanes[lane][0]
             place = bisect_right(track.nodes, time, key=lambda node: node.span.start) - 1
             if place >= 0 and any(time < node.end for node in track.nodes[place].outwards()):
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))

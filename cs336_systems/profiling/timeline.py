@@ -9,7 +9,7 @@ while the main thread is blocked inside `backward`: then only autograd's counts.
 """
 
 import re
-from bisect import bisect
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -103,15 +103,13 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     for span in trace.spans:
         if span.category in DEVICE and (number := span.args.get("External id")) is not None:
             kernels.setdefault(number, []).append(span)
-    starts = [span.start for span in phases]
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:
             node.phase, node.direction, node.modules = up.phase, up.direction, up.modules
         elif node.span.lane in engines:
             # Autograd's thread on a GPU works during the phases of the thread that waits for it.
-            last = bisect(starts, node.span.start) - 1
-            node.phase = phases[last].name if last >= 0 and node.span.start < phases[last].end else "other"
+            node.phase = phase_at(phases, node.span.start)
         if node.span.category == "user_annotation":
             _enter(node)
         if node.span.name.startswith(ENGINE):
@@ -126,6 +124,12 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
         if kernels and not node.span.category.startswith("cuda_"):
             node.kernels = tuple(kernels.get(node.span.args.get("External id", -1), ()))
     return nodes
+
+
+def phase_at(phases: list[Span], time: int) -> str:
+    """The name of the phase that began last, if it lasts at that time, or else "other"."""
+    place = bisect_right(phases, time, key=lambda phase: phase.start)
+    return phases[place - 1].name if place and time < phases[place - 1].end else "other"
 
 
 def _enter(node: Node) -> None:

@@ -4,7 +4,6 @@ A group of tracks for each rank on one axis of time, with the ranks' clocks alig
 the overlap is computed from: communication is green where it hides behind computation and red where not.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +18,11 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
 from cs336_systems.profiling.align import aligned, offsets
 from cs336_systems.profiling.collectives import Flight, flights
-from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
+from cs336_systems.profiling.intervals import Interval, intersection, length, pack, subtraction, union
 from cs336_systems.profiling.names import ENGINE, kind_of, step_number
 from cs336_systems.profiling.overlap import activity, last_starts, waits_of
 from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, ROW, STYLE, Box, draw_boxes, page, save
-from cs336_systems.profiling.timeline import timeline
+from cs336_systems.profiling.timeline import phase_at, timeline
 from cs336_systems.profiling.trace import Trace
 
 FILLS = {
@@ -124,10 +123,8 @@ def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
     for span in activity(trace).compute:
         call = calls.get(span.args.get("correlation"), span)
         if window[0] <= call.start < window[1]:
-            place = bisect_right(phases, call.start, key=lambda phase: phase.start) - 1
-            phase = phases[place].name if place >= 0 and call.start < phases[place].end else "other"
             track = f"stream {span.args['stream']}" if span.category == "kernel" else "operators"
-            result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase))
+            result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase_at(phases, call.start)))
     return result
 
 
@@ -139,17 +136,6 @@ def _collective(flight: Flight, last: Mapping[int, int]) -> Bar:
     joined = last.get(id(flight.transfers[0]) if timed else id(flight.launch), start)
     name = f"{flight.verb} {flight.number} {flight.label}".strip()
     return Bar(start, end, name, flight.verb, flight.label or flight.verb, min(max(joined, start), end), not timed)
-
-
-def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """The bars on as few tracks as leave none over another, each on the first that is free."""
-    tracks: list[list[Bar]] = []
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        free = next((track for track in tracks if track[-1].end <= bar.start), None)
-        if free is None:
-            tracks.append(free := [])
-        free.append(bar)
-    return tracks
 
 
 @rc_context(STYLE)
@@ -179,22 +165,18 @@ def draw_timeline(traces: Sequence[Trace], step: int, title: str) -> Figure:
 def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
     """Legend of the kinds of bars and signs that occur."""
     bars = [bar for rank in ranks for _, bars in rank.tracks for bar in bars]
-    kinds, red = {bar.kind for bar in bars} - {"wait"}, FILLS["exposed"]
+    kinds, blue, red = {bar.kind for bar in bars} - {"wait"}, FILLS["all-reduce"], FILLS["exposed"]
     order = [kind for kind in [*FILLS, *sorted(kinds - {*FILLS})] if kind in kinds]
-    joining = Patch(facecolor=FILLS["all-reduce"], edgecolor="white", hatch=JOINING, label="until all ranks joined")
-    blocked = Patch(facecolor="white", edgecolor=red, hatch=BLOCKED, label="CPU thread waits")
-    signs = (
-        (any(rank.waits for rank in ranks), blocked),
-        (any(bar.joined > bar.start for bar in bars), joining),
-        (any(bar.posted for bar in bars), Patch(facecolor=OTHER, edgecolor=INK, label="over by its end or sooner")),
-        (
-            any(rank.launches for rank in ranks),
-            Line2D([], [], color=INK, marker="|", ls="", label="launch of a collective"),
-        ),
-    )
-    return [Patch(color=FILLS.get(k, OTHER), label=plot_text(k)) for k in order] + [
-        sign for occurs, sign in signs if occurs
-    ]
+    legend: list[Patch | Line2D] = [Patch(color=FILLS.get(kind, OTHER), label=plot_text(kind)) for kind in order]
+    if any(rank.waits for rank in ranks):
+        legend.append(Patch(facecolor="white", edgecolor=red, hatch=BLOCKED, label="CPU thread waits"))
+    if any(bar.joined > bar.start for bar in bars):
+        legend.append(Patch(facecolor=blue, edgecolor="white", hatch=JOINING, label="until all ranks joined"))
+    if any(bar.posted for bar in bars):
+        legend.append(Patch(facecolor=OTHER, edgecolor=INK, label="over by its end or sooner"))
+    if any(rank.launches for rank in ranks):
+        legend.append(Line2D([], [], color=INK, marker="|", ls="", label="launch of a collective"))
+    return legend
 
 
 def _draw_rank(axes: Axes, rank: StepTracks, start: int, end: int) -> None:
@@ -232,12 +214,8 @@ def _boxes(bar: Bar, track: str, row: int, start: int, end: int) -> Iterator[Box
         tip += f", of which {_ms(bar.joined - bar.start)} until the last rank had joined"
     name = bar.label.removeprefix("gradient of ").removesuffix(".weight").split(",")[0]
     fill = "#ffffff" if track == "block" else FILLS.get(bar.kind, OTHER)
-    edge = {
-        "block": GREY,
-        "overlap": "none",
-        "waits": FILLS["exposed"],
-        "collectives": INK if bar.posted else "white",
-    }.get(track, fill)
+    edges = {"block": GREY, "overlap": "none", "waits": FILLS["exposed"], "collectives": INK if bar.posted else "white"}
+    edge = edges.get(track, fill)
     labels, hatch = (name, name.split(".")[-1]), BLOCKED if track == "waits" else ""
     early = bar.start < bar.joined < (bar.start + bar.end) / 2  # the label then stands behind the hatch
     yield Box(*place(bar.start, bar.end), fill, tip, () if early else labels, edge, hatch)

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
+from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
 U = TypeVar("U")
+P = ParamSpec("P")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 OURS = "cs336"  # the key of what capture.py adds to a trace
@@ -74,7 +76,7 @@ class Trace:
     ours: dict[str, Any]  # what `Capture` added
     chrome: dict[str, Any]  # the JSON itself, for what writes another
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
-    cache: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
+    cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
 
     @cached_property
     def annotated(self) -> list[Span]:
@@ -94,18 +96,17 @@ class Trace:
         return result
 
 
-def once(make: Callable[[T], U]) -> Callable[[T], U]:
+def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]:
     """Decorate a function of a trace, or of a list of traces: it runs once for each, and all share its result, which
     must not be changed. The result lives as long as the (first) trace; a changed copy begins anew."""
-    key = f"{make.__module__}.{make.__qualname__}"
 
     @wraps(make)
-    def kept(given: T) -> U:
-        traces = [given] if isinstance(given, Trace) else list(given)
+    def kept(given: T, *args: P.args, **options: P.kwargs) -> U:
+        traces, key = [given] if isinstance(given, Trace) else list(given), (make, args, *options.items())
         cache = traces[0].cache if traces else {}
         if key not in cache or list(map(id, cache[key][0])) != list(map(id, traces)):
             with uncollected():
-                cache[key] = traces, make(given)
+                cache[key] = traces, make(given, *args, **options)
         made: U = cache[key][1]
         return made
 
@@ -166,6 +167,11 @@ def read_trace(path: Path) -> Trace:
         return parse(read_json(path), path)
 
 
+def time_of(event: dict[str, Any], base: int) -> int:
+    """Nanoseconds since the epoch at which an event begins, in a JSON whose clock starts at `base`."""
+    return base + round(1000 * float(event.get("ts", 0)))
+
+
 def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for events that lack what every event has."""
     base, ours = int(chrome.get("baseTimeNanoseconds", 0)), chrome.get(OURS, {})
@@ -175,7 +181,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     try:
         for event in chrome["traceEvents"]:
             lane, phase, category = (event.get("pid"), event.get("tid")), event["ph"], event.get("cat", "")
-            time = base + round(1000 * float(event.get("ts", 0)))
+            time = time_of(event, base)
             if phase == "X" and category != "Trace":
                 end = time + round(1000 * float(event.get("dur", 0)))
                 spans.append(Span(event["name"], category, time, end, lane, event.get("args", {})))
@@ -197,16 +203,11 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     return Trace(spans, allocations, links, threads, rank, world, host, ours, chrome, base)
 
 
-def _posted_apart(spans: list[Span]) -> Iterator[Span]:
+def _posted_apart(spans: list[Span]) -> list[Span]:
     """Sends and receives moved to lanes of their own, as few as leave none crossing another."""
-    free: list[tuple[int, Any]] = []  # when each lane is free again
-    for span in sorted(spans, key=lambda span: span.start):
-        if span.name not in POSTED:
-            yield span
-            continue
-        number = next((i for i, (end, pid) in enumerate(free) if end <= span.start and pid == span.lane[0]), len(free))
-        free[number : number + 1] = [(span.end, span.lane[0])]
-        yield replace(span, lane=(span.lane[0], f"in flight {number}"))
+    tracks = pack(span for span in spans if span.name in POSTED)
+    names = {id(span): f"in flight {number}" for number, track in enumerate(tracks) for span in track}
+    return [replace(span, lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
 
 
 def trace_name(rank: int) -> str:

@@ -11,6 +11,7 @@ from cs336_systems.cost.flops import backward_flops, forward_flops
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import model_preset
 from cs336_systems.profiling.breakdown import attention_rows
+from cs336_systems.profiling.capture import quiet_profiler
 from cs336_systems.profiling.labels import tag_modules
 from cs336_systems.profiling.names import PHASES, parse_tag
 from cs336_systems.profiling.operators import (
@@ -21,7 +22,6 @@ from cs336_systems.profiling.operators import (
     operator_flops,
     softmax_flops,
 )
-from cs336_systems.profiling.sanitize import quiet_profiler
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import read_trace
 from tests.support.chrome_events import GLOO, MAIN, STREAM, event, product, tag, trace
