@@ -21,7 +21,7 @@ from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_plac
 from cs336_systems.comm.clock import Offset, clock_offset
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
-from cs336_systems.profiling.labels import Held, clean, describe, held_by, live_storages, tag_modules
+from cs336_systems.profiling.labels import clean, describe, held_by, live_storages, tag_modules
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
 
 
@@ -72,8 +72,7 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self.taken, self.stepwise, self.running = 0, False, False
-        self.clock, self.before, self.known = Offset(0, 0), list[Held](), set[Held]()
-        self.place = current_place(self.group)
+        self.clock, self.place = Offset(0, 0), current_place(self.group)
         with ExitStack() as cleanup:  # if this fails, __exit__ is not called
             self._prepare()
             if self.tags:

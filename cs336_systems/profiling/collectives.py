@@ -168,7 +168,7 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
         return None
 
     owners: dict[int, int | None] = {}
-    kernels = {span.args.get("correlation"): span for span in trace.spans if span.category == "kernel"}
+    kernels = {s.args["correlation"]: s for s in trace.spans if s.category == "kernel" and "correlation" in s.args}
     calls: list[Call] = []
     makers: list[int | None] = []
     for span in trace.spans:

@@ -20,9 +20,9 @@ from cs336_systems.host.text import printable
 from cs336_systems.profiling.names import (
     ENGINE,
     PHASES,
-    ROOT,
-    WRAPPER,
+    UNNAMED,
     Modules,
+    around,
     is_collective,
     parse_collective,
     parse_tag,
@@ -143,18 +143,16 @@ class _Placer:
         if span.name.startswith(ENGINE):  # below the modules that made it, in the tree around the engine
             modules = node.modules
             if base and modules:  # the engine runs inside the engine, for a part that was computed again
-                modules = (*_around(parent.modules, modules[0][0]), *modules)
-            frame = self._descend(base or parent.frame, modules)
-            frame = frame.child(
-                span.name[len(ENGINE) :].removeprefix("torch::autograd::"), "backward", is_operator=True
-            )
-            return _Place(frame, modules, base or parent.frame)
+                modules = (*around(parent.modules, modules[0][0]), *modules)
+            engine, name = base or parent.frame, span.name.removeprefix(ENGINE).removeprefix("torch::autograd::")
+            frame = self._descend(engine, modules).child(name, "backward", is_operator=True)
+            return _Place(frame, modules, engine)
         if span.category == "user_annotation" and (tag := parse_tag(span.name)):
             if base and up and up.direction == "backward":  # a forward inside the engine is a recompute
-                modules = (*_around(parent.modules, tag[0]), tag)
+                modules = (*around(parent.modules, tag[0]), tag)
                 return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
-            modules = (*parent.modules, tag)
-            return _Place(self._child(parent.frame, modules, paint), modules, base)
+            outer = parent.modules[-1][0] if parent.modules else ""
+            return _Place(self._descend(parent.frame, (tag,), paint, outer), (*parent.modules, tag), base)
         name = ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(span.name.split())))
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
@@ -162,20 +160,15 @@ class _Placer:
         name = "step" if step_number(name) is not None else name
         return parent._replace(frame=parent.frame.child(name, paint, is_operator=span.category == "cpu_op"))
 
-    def _descend(self, frame: Frame, modules: Modules) -> Frame:
-        for depth in range(len(modules)):
-            frame = self._child(frame, modules[: depth + 1], "backward")
+    def _descend(self, frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
+        """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one
+        around it, with its class where that helps."""
+        for path, kind in modules:
+            outer, inner = (without_layer_numbers(name) if self.collapse else name for name in (outer, path))
+            short = inner.removeprefix(f"{outer}.")
+            needs_class = short in UNNAMED or re.search(r"(^|\.)(\d+|\*)$", short)
+            frame, outer = frame.child(f"{short} ({kind})" if needs_class else short, paint), path
         return frame
-
-    def _child(self, frame: Frame, modules: Modules, paint: str) -> Frame:
-        """The frame of the last module: its name relative to the one around it, with its class where that helps."""
-        path, kind = modules[-1]
-        outer = modules[-2][0] if len(modules) > 1 else ""
-        if self.collapse:
-            path, outer = without_layer_numbers(path), without_layer_numbers(outer)
-        short = path.removeprefix(f"{outer}.")
-        needs_class = short in (ROOT, WRAPPER) or re.search(r"(^|\.)(\d+|\*)$", short)
-        return frame.child(f"{short} ({kind})" if needs_class else short, paint)
 
     def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
@@ -187,11 +180,6 @@ class _Placer:
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
         return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
-
-
-def _around(modules: Modules, path: str) -> Modules:
-    """Those of some modules that contain the module of a qualified name."""
-    return tuple(each for each in modules if each[0] in (ROOT, WRAPPER) or path.startswith(f"{each[0]}."))
 
 
 def _paint(node: Node, parent: _Place) -> str:

@@ -41,12 +41,11 @@ Arrow = tuple[str, str, End, list[End]]  # its category, name, source and target
 def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
     """Events that name a rank's processes and threads, and for each of its lanes the tracks that hold its spans."""
     groups: dict[Any, dict[Lane, list[Span]]] = {}
+    kinds: dict[Any, int] = {}  # 0 for a process of Python, 1 for a GPU, 2 for the profiler's own
     for span in trace.spans:
-        groups.setdefault(span.lane[0], {}).setdefault(span.lane, []).append(span)
-    kinds = {}  # 0 for a process of Python, 1 for a GPU, 2 for the profiler's own
-    for old, spans in groups.items():
-        found = {span.category for each in spans.values() for span in each}
-        kinds[old] = 0 if found & set(HOST) else 1 if found & set(ON_GPU) else 2
+        old, kind = span.lane[0], 0 if span.category in HOST else 1 if span.category in ON_GPU else 2
+        groups.setdefault(old, {}).setdefault(span.lane, []).append(span)
+        kinds[old] = min(kind, kinds.get(old, kind))
     named, tracks = [list[Event](), list[Event]()], dict[Lane, list[Track]]()
 
     def name(what: str, pid: int, tid: int, name: str, order: int) -> None:
@@ -54,9 +53,8 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
             event = {"ph": "M", "pid": pid, "tid": tid, "name": f"{what}_{key}", "args": args}
             named[what == "thread"].append(event)
 
-    for pid, old in enumerate(
-        sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9))), trace.rank * PER_RANK + 1
-    ):
+    processes = sorted(groups, key=lambda old: (kinds[old], str(old).zfill(9)))
+    for pid, old in enumerate(processes, trace.rank * PER_RANK + 1):
         about = f" ({trace.host}, pid {old})" if trace.host else f" (pid {old})"
         name("process", pid, 0, f"rank {trace.rank}" + (about, f" GPU {old}", ", the profiler")[kinds[old]], pid)
         tids = count(pid * PER_RANK)
@@ -185,19 +183,16 @@ def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arr
 
 def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) -> Iterator[Arrow]:
     """From the last rank that joined a collective to where each of the others left it."""
+
+    def ends(spans: Iterable[Span], last: bool) -> list[End]:
+        found = (places[id(span)] for span in spans if id(span) in places)
+        return [(time, track) for track, node in found if (time := own_moment(node, last)) is not None]
+
     for matched in match(traces):
         last = max(matched.spans, key=lambda rank: (matched.spans[rank].start, -rank))
         leaving = [span for rank in matched.spans if rank != last and (span := matched.leaving(rank))]
-        sources, targets = (
-            [
-                (time, track)
-                for track, node in (places[id(span)] for span in spans if id(span) in places)
-                if (time := own_moment(node, at_end)) is not None
-            ]
-            for at_end, spans in ((False, [matched.spans[last]]), (True, leaving))
-        )
-        if sources:
-            yield "collective", matched.key, sources[0], targets
+        for source in ends([matched.spans[last]], last=False):
+            yield "collective", matched.key, source, ends(leaving, last=True)
 
 
 def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:

@@ -70,6 +70,11 @@ def without_layer_numbers(path: str) -> str:
     return LAYER.sub("*", path, count=1)
 
 
+def around(modules: Modules, path: str) -> Modules:
+    """Those of some modules that contain the module of a qualified name."""
+    return tuple(each for each in modules if each[0] in UNNAMED or path.startswith(f"{each[0]}."))
+
+
 def kind_of(class_name: str) -> str:
     """attention, norm, feed-forward, moe, embedding, block, linear or other."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(class_name)), "other")

@@ -1,4 +1,4 @@
-"""SVG pictures by matplotlib: colours, and boxes with tooltips and with labels where they fit.
+"""SVG pictures by matplotlib: boxes with tooltips and with labels where they fit; the flame graph, and the memory.
 
 Text stays text, and the same numbers give the same bytes.
 """
@@ -7,16 +7,22 @@ import re
 import warnings
 from collections.abc import Iterable
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 
+from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import plot_text, printable
+from cs336_systems.profiling.flame import Flame, Frame, clocks, flames
+from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
+from cs336_systems.profiling.trace import Trace
 
 # Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
 PAINTS = {"forward": "#56B4E9", "backward": "#E69F00", "synchronise": "#DD92BD", "optimizer": "#3DB892"}
@@ -42,6 +48,15 @@ STYLE: dict[str, Any] = {  # of `@rc_context(STYLE)`, around all that draws
     "legend.frameon": False,
     "legend.title_fontsize": 17,
 }
+FLAME_FILLS = {**PAINTS, "communication": PAINTS["synchronise"], "python": "#F7F2A8", "other": OTHER}
+PALE = {"forward": "#C4E4F7", "backward": "#F7DEA8", "optimizer": "#B5E4D4", "communication": "#F2D3E4"}  # of operators
+CLOCK = {"cpu": "time on the CPU", "device": "time of the kernels launched"}
+# A class behind a module, the file before a function, the namespace before an operator: left out where room is short.
+EXTRAS = re.compile(r" \([A-Z]\w*\)$|^.*\.py\(\d+\): |^(?:\w+::)+")
+COLUMNS = 1000  # of equal time
+MEMORY_FILLS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#999999")  # of CATEGORIES
+LEGEND: dict[str, Any] = {"alignment": "left", "title_fontsize": 12}
+UNITS = ("B", "KiB", "MiB", "GiB")
 
 
 class Box(NamedTuple):
@@ -87,3 +102,131 @@ def save(figure: Figure, path: Path, title: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     svg = re.sub(r"""<g id=(["'])tip (.*?)\1>""", r"<g><title>\2</title>", file.getvalue(), flags=re.DOTALL)
     path.write_text(svg, encoding="utf-8")
+
+
+def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
+    """Write `<stem>.svg`, with kernels also `<stem>_device.svg` of the device's time. Blocks are added up."""
+    paths = []
+    for name, clock in clocks(trace, stem).items():
+        title = f"Where rank {trace.rank} of {trace.world_size} spends its time: {CLOCK[clock]}"
+        paths.append(folder / f"{name}.svg")
+        save(draw_flames(flames(trace, clock, collapse_blocks=True), title), paths[-1], title)
+    return paths
+
+
+@rc_context(STYLE)
+def draw_flames(threads: list[Flame], title: str) -> Figure:
+    """The picture of some threads of one rank, one below the other, all to the same scale: width is time, a frame lies
+    below the one that it ran in. From the top down a step reads like an outline, step, phase, module, operator, whose
+    first lines are on the first screen however deep the operators nest. Frames too narrow to see are left out of the
+    drawing only; the numbers of the tooltips are exact."""
+    device = any(flame.clock == "device" for flame in threads)
+    totals = [flame.root.total() for flame in threads] or [1]
+    whole, what = (sum(totals), "all kernels") if device else (totals[0], "the main thread")
+    boxes, tops, paints, end = list[Box](), list[int](), set[str](), 0
+    for flame in threads:
+        tops.append(end)
+        for frame, left, row, total in _layout(flame.root):
+            if total / max(totals) * WIDTH < 0.5:
+                continue
+            paints.add(frame.paint)
+            fill = PALE.get(frame.paint, "#DEDEDE") if frame.is_operator else FLAME_FILLS[frame.paint]
+            time, share = f"{total / flame.steps / 1e6:.4g} ms", total / whole
+            own = frame.self_time / flame.steps / 1e6
+            tip = f"{frame.name}\n{time}, {share:.2%} of {what}; {own:.4g} ms itself"
+            labels = (f"{frame.name} {time} ({share:.1%})", frame.name, EXTRAS.sub("", frame.name))
+            place = left / flame.steps / 1e6, total / flame.steps / 1e6, tops[-1] + row
+            boxes.append(Box(*place, fill, tip, labels, "white"))
+            end = max(end, tops[-1] + row + 1)
+        end += 1
+    figure = page(130 + ROW * end)
+    axes = figure.subplots()
+    steps = threads[0].steps if threads else 1
+    axes.set(xlim=(0, max(totals) / steps / 1e6), ylim=(max(1, end) - 0.5, -0.5))
+    mean = f", mean of {steps} steps" if steps > 1 else ""
+    axes.set_xlabel(f"time in ms{mean}; backward lies below the modules whose forward made it")
+    axes.set_yticks(tops, labels=[plot_text(flame.root.name) for flame in threads])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    draw_boxes(axes, boxes)
+    legend = [Patch(color=FLAME_FILLS[paint], label=paint) for paint in FLAME_FILLS if paint in paints]
+    legend.append(Patch(color="#DEDEDE", label="pale: operators"))
+    figure.legend(handles=legend, title=title, loc="outside upper left", alignment="left", ncols=len(legend))
+    return figure
+
+
+def _layout(root: Frame) -> list[tuple[Frame, int, int, int]]:
+    """Every frame with its place, in nanoseconds from the left and rows from the top, and its time; the root first."""
+    totals: dict[int, int] = {}
+    for frame in reversed([stack[-1] for stack, _ in root.stacks()]):  # children before parents
+        totals[id(frame)] = frame.self_time + sum(totals[id(child)] for child in frame.children.values())
+    places, todo = [], [(root, 0, 0)]
+    while todo:
+        frame, left, row = todo.pop()
+        places.append((frame, left, row, totals[id(frame)]))
+        for child in frame.children.values():
+            todo.append((child, left, row + 1))
+            left += totals[id(child)]
+    return places
+
+
+def write_memory_picture(trace: Trace, path: Path) -> list[Path]:
+    """Write a rank's memory over time, of a GPU if anything was allocated there, else of the CPU; returns the path. A
+    trace without allocations has no picture."""
+    memory = memory_timeline(trace)
+    if len(memory.times) == 1:
+        return []
+    title = f"Memory alive over time: rank {trace.rank} of {trace.world_size}, {memory.device.upper()}"
+    save(draw_memory(memory, title), path, title)
+    return [path]
+
+
+def thin(memory: MemoryTimeline, columns: int, end: int) -> list[tuple[int, int]]:
+    """(time, index) of the highest level in each of as many columns, where it changes: a peak is never lost."""
+    result: list[tuple[int, int]] = []
+    for first, last in pairwise(np.linspace(memory.times[0], end, columns + 1, dtype=np.int64).tolist()):
+        highest = memory.highest_in(first, last)
+        if not result or memory.amounts[highest] != memory.amounts[result[-1][1]]:
+            result.append((first, highest))
+    return [*result, (end, result[-1][1])]
+
+
+@rc_context(STYLE)
+def draw_memory(memory: MemoryTimeline, title: str) -> Figure:
+    """The picture of one rank's memory on one device: stacked areas by category, below the steps and phases."""
+    start, peak = memory.times[0], memory.peak
+    end = max([memory.times[-1], start + 1, *(each.end for each in (*memory.phases, *memory.steps))])
+    power = min(max(peak.bit_length() - 1, 0) // 10, 3)
+    figure = page(600)
+    strips, axes = figure.subplots(2, sharex=True, height_ratios=(1, 10))
+    strips.set_title(title, loc="left", size=17)
+    strips.set(xlim=(0, (end - start) / 1e6), ylim=(1.5, -0.5))
+    strips.axis("off")
+    boxes = list[Box]()
+    for row, spans in enumerate((memory.steps, memory.phases)):
+        for each in spans:
+            tip = f"{each.name}: {each.duration / 1e6:.2f} ms, peak {format_bytes(memory.peak_in(each))}"
+            left, fill = (each.start - start) / 1e6, PAINTS.get(each.name, OTHER)
+            boxes.append(Box(left, each.duration / 1e6, row, fill, tip, (each.name,), "white"))
+    draw_boxes(strips, boxes)
+    axes.set(xlabel="time in ms", ylim=(0, max(1.0, peak * 1.08) / 1024**power))
+    axes.yaxis.set_major_formatter(f"{{x:g}} {UNITS[power]}")
+    axes.grid(axis="y")
+    axes.spines[["top", "right"]].set_visible(False)
+    times, indices = zip(*thin(memory, COLUMNS, end), strict=True)
+    stacks = np.array([memory.amounts[index] for index in indices]).T / 1024**power
+    shares = [f"{name} {format_bytes(nbytes)} ({nbytes / max(1, peak):.0%})" for name, nbytes in memory.at_peak.items()]
+    areas = axes.stackplot(
+        (np.array(times) - start) / 1e6, stacks, labels=shares, colors=MEMORY_FILLS, step="post", linewidth=0
+    )
+    for area, (name, nbytes) in zip(areas, memory.at_peak.items(), strict=True):
+        area.set_gid(f"tip {name}: {nbytes:,} bytes at the peak")
+    for phase in memory.phases:
+        axes.axvline((phase.start - start) / 1e6, color=GREY, linewidth=0.6, linestyle=":")
+    axes.axhline(peak / 1024**power, color=INK, linewidth=1, linestyle="--")
+    parts = f"peak {peak:,} bytes\nat {(memory.peak_time - start) / 1e6:.2f} ms"
+    figure.legend(handles=areas[::-1], title=parts, **LEGEND, loc="outside right upper")
+    peaks = memory.phase_peaks().items()
+    phases = [Patch(color=PAINTS[name], label=f"{name} {format_bytes(memory.totals[index])}") for name, index in peaks]
+    figure.legend(handles=phases, title="peak of each phase", **LEGEND, loc="outside right lower")
+    return figure

@@ -43,8 +43,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         if find_spec("matplotlib") is None:
             console.print(NO_PICTURES, markup=False)
         else:
-            from cs336_systems.profiling.flame_picture import write_flame_pictures
-            from cs336_systems.profiling.memory_picture import write_memory_picture
+            from cs336_systems.profiling.pictures import write_flame_pictures, write_memory_picture
             from cs336_systems.profiling.timeline_picture import write_timeline
 
             written += write_flame_pictures(traces[0], folder, "flame")

@@ -16,7 +16,7 @@ from itertools import groupby
 import numpy as np
 
 from cs336_systems.profiling.intervals import union
-from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, UNNAMED, is_collective, parse_tag, step_number
+from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, around, is_collective, parse_tag, step_number
 from cs336_systems.profiling.nesting import Node, nest_host
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, once
 
@@ -139,11 +139,10 @@ def _enter(node: Node) -> None:
         node.phase = name if name in PHASES else "optimizer"
         node.direction, node.modules = "forward", ()
     elif found := parse_tag(name):
-        around = node.modules
-        if node.direction == "backward":  # recomputation enters modules anew, inside another module's backward
-            around = tuple(m for m in around if m[0] in UNNAMED or found[0].startswith(f"{m[0]}."))
+        # Recomputation enters modules anew, inside another module's backward.
+        outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
-        node.direction, node.modules = "forward", (*around, found)
+        node.direction, node.modules = "forward", (*outer, found)
 
 
 def _implied_phases(nodes: list[Node]) -> list[Span]:

@@ -101,7 +101,7 @@ def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]
     must not be changed. The result lives as long as the (first) trace; a changed copy begins anew."""
 
     @wraps(make)
-    def kept(given: T, *args: P.args, **options: P.kwargs) -> U:
+    def kept(given: T, /, *args: P.args, **options: P.kwargs) -> U:
         traces, key = [given] if isinstance(given, Trace) else list(given), (make, args, *options.items())
         cache = traces[0].cache if traces else {}
         if key not in cache or list(map(id, cache[key][0])) != list(map(id, traces)):

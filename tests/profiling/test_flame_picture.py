@@ -5,8 +5,7 @@ import json
 import pytest
 
 from cs336_systems.profiling.flame import flames, write_flame
-from cs336_systems.profiling.flame_picture import draw_flames, write_flame_pictures
-from cs336_systems.profiling.pictures import WIDTH, save
+from cs336_systems.profiling.pictures import WIDTH, draw_flames, save, write_flame_pictures
 from tests.support.flame_cases import TWO_STEPS, check_speedscope, frame, on_a_gpu, span, stacks, trace_of, two_steps
 from tests.support.svg_shapes import placed_texts, shapes, texts
 

@@ -15,8 +15,8 @@ from cs336_systems.presets import model_preset
 from cs336_systems.profiling import Capture, read_trace
 from cs336_systems.profiling.labels import CATEGORIES, held_by
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.memory_picture import write_memory_picture
 from cs336_systems.profiling.memory_table import largest, memory_markdown
+from cs336_systems.profiling.pictures import write_memory_picture
 from tests.profiling.test_memory_timeline import phase_peaks
 
 

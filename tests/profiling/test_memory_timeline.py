@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from cs336_systems.profiling import Trace
 from cs336_systems.profiling.memory import MemoryTimeline, memory_timeline
-from cs336_systems.profiling.memory_picture import thin, write_memory_picture
 from cs336_systems.profiling.memory_table import filling_peak, largest, memory_markdown
+from cs336_systems.profiling.pictures import thin, write_memory_picture
 from cs336_systems.profiling.trace import parse
 from tests.support.chrome_events import event as chrome_event
 
