@@ -67,11 +67,9 @@ def roofline_command(out: Path, **given: Any) -> None:
 @click.pass_context
 def breakdown_command(context: click.Context, /, out: Path, **given: Any) -> None:
     """Parts of a step of a plan. With --out alone: of the runs of arXiv:2205.05198, table 5."""
-    sources = {context.get_parameter_source(name) for name in given}
-    if ParameterSource.COMMANDLINE in sources:
-        _write(breakdown.draw([breakdown.Bar("as asked", _warned(take_request(given)).step())]), out)
-    else:
-        _write(breakdown.draw(breakdown.published()), out)
+    asked = ParameterSource.COMMANDLINE in map(context.get_parameter_source, given)
+    bars = [breakdown.Bar("as asked", _warned(take_request(given)).step())] if asked else breakdown.published()
+    _write(breakdown.draw(bars), out)
 
 
 @command.command("scaling")
