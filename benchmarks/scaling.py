@@ -55,7 +55,7 @@ def plan(settings: ScalingSettings, here: Place) -> list[Layout]:
             recipe, count = settings.recipe((tp, pp, dp), precision), tp * pp * dp
             try:
                 config = recipe.model_config()
-                recipe.check_layout(config, count)
+                recipe.check(config, count)
             except UserError as error:
                 raise UserError(f"layout {tp}x{pp}x{dp}: {error}") from None
             layouts.append(Layout(recipe, count, config))

@@ -270,7 +270,7 @@ def test_what_cannot_be_is_refused_in_one_line(line):
     settings, world = REFUSED[line]
     recipe = Recipe.of(batch_size=16, **settings)
     with pytest.raises(UserError) as refused:
-        recipe.check_layout(recipe.model_config(), world)
+        recipe.check(recipe.model_config(), world)
     assert str(refused.value) == line
 
 

@@ -91,8 +91,6 @@ def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
     done = checkpoints.restore() if checkpoints and run.resume else 0
     if done >= run.steps:
         say(f"nothing is left to train: {done} steps are done, and --steps {run.steps} counts those, too")
-    if checkpoints and run.resume and not done:
-        say(f"no checkpoint in {checkpoints.folder}: this run begins anew")
     if run.weights and not done:
         load_weights(trainer, run.weights)
         say(f"begins with the parameters of {run.weights}")
@@ -206,8 +204,7 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
     recipe = Recipe.of(**settings)
     # A run that cannot be laid out or does not fit is refused here, before any rank is started or joins.
     ranks = max(find_place().world_size, recipe.launch.nproc or 1)
-    recipe.check_run()
-    recipe.check_layout(recipe.model_config(), ranks)
+    recipe.check(recipe.model_config(), ranks)
     if recipe.launch.dry_run:
         console.console().print(dry_run(recipe, ranks))
         return

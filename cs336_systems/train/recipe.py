@@ -114,21 +114,19 @@ class Recipe:
             vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
         )
 
-    def check_layout(self, config: ModelConfig, ranks: int) -> None:
-        """Raises UserError, with the numbers, for a layout that does not divide, before anything is built."""
+    def check(self, config: ModelConfig, ranks: int) -> None:
+        """Raises UserError, with the numbers, before anything is built: for options that mean nothing without a folder,
+        a learning rate that cannot be, and a layout that does not divide."""
+        for name in ("save_every", "resume", "background_save"):
+            if self.run.out is None and getattr(self.run, name):
+                raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")
+        self.optimizer.learning_rate(0)
         parallel, seq = self.parallel, self.seq(config)
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if parallel.sequence_parallel and parallel.tp == 1:
             raise UserError("--sequence-parallel splits the sequence over tensor-parallel ranks; use --tp 2 or more")
         self.layout(ranks).check(config, seq)
-
-    def check_run(self) -> None:
-        """Raises UserError for options that mean nothing without a folder, and for a learning rate that cannot be."""
-        for name in ("save_every", "resume", "background_save"):
-            if self.run.out is None and getattr(self.run, name):
-                raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")
-        self.optimizer.learning_rate(0)
 
 
 GROUPS: dict[str, type] = {group.name: type(getattr(Recipe(), group.name)) for group in fields(Recipe)}

@@ -119,6 +119,7 @@ class RunCheckpoints:
         Raises UserError for a run with another model, text, seed or batch, and if every checkpoint is refused."""
         checkpoint = open_newest(self.folder, self.world, self._check, self.say)
         if checkpoint is None:
+            self.say(f"no checkpoint in {self.folder}: this run begins anew")
             return 0
         self.state.restore(checkpoint)
         saved, scaler = checkpoint.state["trainer"], self.trainer.scaler

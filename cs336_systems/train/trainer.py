@@ -25,13 +25,13 @@ from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.timers import Timers
 
-ORDER = (  # of a step's timers in a report, on every stage
-    *("batch-generator", "forward-recv", "forward-compute", "forward-send", "forward-send-backward-recv"),
-    *("backward-recv", "backward-compute", "backward-send", "backward-send-forward-recv"),
-    *("backward-params-all-reduce-wait", "backward-params-all-reduce", "backward-embedding-all-reduce-wait"),
-    *("backward-embedding-all-reduce", "optimizer-unscale-and-check-inf", "optimizer-copy-to-main-grad"),
-    *("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params", "optimizer"),
-)
+# A step's timers as a report lists them, on every stage.
+ORDER = """
+batch-generator forward-recv forward-compute forward-send forward-send-backward-recv backward-recv backward-compute
+backward-send backward-send-forward-recv backward-params-all-reduce-wait backward-params-all-reduce
+backward-embedding-all-reduce-wait backward-embedding-all-reduce optimizer-unscale-and-check-inf
+optimizer-copy-to-main-grad optimizer-clip-main-grad optimizer-inner-step optimizer-copy-main-to-model-params optimizer
+"""
 MOST_OVERFLOWS = 10  # steps in a row that were left out, at the lowest loss scale, after which a run is given up
 
 
@@ -66,7 +66,7 @@ class Trainer:
 
         self.part = Assembly(recipe, self.config, layout, mesh, self.device)
         self.stage = self.part.stage
-        self.timers = Timers(self.device, mesh.world, ORDER)
+        self.timers = Timers(self.device, mesh.world, ORDER.split())
         self.timers_shown = recipe.run.timers or ("max" if recipe.model.is_bert or mesh.model.size() > 1 else "none")
         # Timers that nobody reads would pile up events on a GPU.
         self.timer: Timer = self.timers if self.timers_shown != "none" else lambda name: nullcontext()

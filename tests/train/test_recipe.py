@@ -24,7 +24,7 @@ def refusal(ranks: int, **settings: object) -> str:
     """The line that a layout is refused with."""
     recipe = Recipe.of(**settings)
     with pytest.raises(UserError) as raised:
-        recipe.check_layout(recipe.model_config(), ranks)
+        recipe.check(recipe.model_config(), ranks)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused_in_one_line_with_the_numbers(ranks, settings,
 
 def test_schedules_that_do_not_fit_are_refused():
     microbatches = {"pp": 2, "batch_size": 3, "micro_batch_size": 1}
-    Recipe.of(**microbatches).check_layout(TINY, 2)
+    Recipe.of(**microbatches).check(TINY, 2)
     line = "microbatches 3 is not a multiple of stages 2, as interleaved needs: use 2 or 4"
     assert refusal(2, **microbatches, chunks=2) == line
     line = "gpipe has one chunk per stage, not 2: use interleaved for more"
