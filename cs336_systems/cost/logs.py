@@ -15,7 +15,7 @@ from typing import Any
 from cs336_systems.errors import UserError
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
-# What launchers write before each line: `[default7]:` torchrun, `3: ` srun -l, `[1,3]<stdout>:` mpirun --tag-output.
+# Prefixes that launchers write: `[default7]:` torchrun, `3: ` srun -l, `[1,3]<stdout>:` mpirun --tag-output.
 _PREFIX = re.compile(r"^(?:\[(?:default|rank)?\d+\]:|\[\d+,\d+\]<std(?:out|err)>:|\d+:(?= )) ?", re.IGNORECASE)
 _STAMP = re.compile(r"^\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]? ?(?:\[?(?:INFO|WARNING)\]?:? )?")
 _BLOCK = re.compile(r"-{5,} (end of )?arguments -{5,}")
@@ -34,7 +34,7 @@ _ROW = re.compile(r"^.*?[\w/-]+ \.+:\s+[\d(]")
 _TIMER = re.compile(r"([A-Za-z][\w/-]*?)\s*\.*:\s*(?:\(\s*[\d.]+\s*,\s*)?(\d+(?:\.\d*)?)(?![\d:])")
 _COMPLETE = re.compile(r"time \(ms\).*\.\d\d$|iteration.*\|$")  # a line that was not cut, unless fields follow
 _FRAGMENT = re.compile(r"^[\w\s|:.()/+%-]*[\w|][\w\s|:.()/+%-]*$")
-# What notes say besides.
+# Lines of notes besides.
 _PER_SAMPLE = re.compile(r"^\s*(\d+(?:\.\d+)?) ms per sample")
 _COUNT = re.compile(r"\(over ([\d,]+) iterations? = ([\d,]+) samples?\)")
 _GPU_UTIL = re.compile(r"GPU util:\s*~?(\d+(?:\.\d+)?)\s*~?\s*%")

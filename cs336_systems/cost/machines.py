@@ -1,7 +1,7 @@
 """Machines that a prediction can be made for, the constants of the cost model, and the files that hold either.
 
 A machine has the figures of data sheets (`data/machines.json`), or of a probe: for one accelerator, dense (not sparse),
-and in one direction where a link is concerned (data sheets count both). How much of that is reached is said by one set
+and in one direction where a link is concerned (data sheets count both). The share that is reached of it is in one set
 of constants for all machines, except `attainable`: what the vendor's library reaches on large 16-bit GEMMs at the clock
 that power allows. Another process measures a machine (`probe_system.py`): a prediction itself loads no torch.
 """
@@ -174,12 +174,11 @@ def read_machine(path: Path) -> System:
     if unknown := set(found["measured"]) - set(NAMES):
         raise UserError(f"{path} measured {', '.join(sorted(unknown))}, which the cost model does not know")
     found["measured"] = {name: _figure(path, name, value) for name, value in found["measured"].items()}
-    for name, kind in kinds.items():
-        if kind in (int, float):
-            figure = _figure(path, name, found[name])
-            if kind is int and figure != int(figure):
-                raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
-            found[name] = kind(figure)
+    for name in (name for name, kind in kinds.items() if kind in (int, float)):
+        figure = _figure(path, name, found[name])
+        if kinds[name] is int and figure != int(figure):
+            raise UserError(f"{path}: {name} must be a whole number above zero, not {found[name]!r}")
+        found[name] = int(figure) if kinds[name] is int else figure
     return System(**found | _links(found))
 
 

@@ -159,7 +159,7 @@ def search(
 
 
 def _nothing(found: Search, cut: Space, limit: int) -> str:
-    """Why nothing runs, and what would. `cut` is the space that was searched, up to `limit` configurations."""
+    """The error where nothing runs, with what would; of `cut`, up to `limit` configurations were searched."""
     space, system, tried = found.space, found.system, found.tried
     machines = f"{space.gpus} x {system.name}"
     if found.left_out and gpus_needed(space, system, space.gpus, space.gpus):

@@ -49,7 +49,7 @@ def _fits_somehow(space: Space, degrees: Degrees, most: float) -> bool:
 
 
 def more_gpus(space: Space, system: System) -> str:
-    """How many accelerators would do, and without which fixed choice if no number does with it."""
+    """The number of accelerators that would do, and without which fixed choice, if none does with all of them."""
     if enough := gpus_needed(space, system):
         return f"it would fit on {enough}"
     never = f"no number up to {MOST_GPUS} would do"

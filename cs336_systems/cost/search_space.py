@@ -84,7 +84,7 @@ class Space:
         return sorted(held, key=lambda each: (each.tp > self.node, each.cp, each))
 
     def refusal(self, degrees: Degrees) -> str:
-        """Why the model or the batch does not divide over degrees, whatever else is chosen; empty if it does."""
+        """The reason that model or batch do not divide over degrees, whatever else is chosen; empty if they do."""
         data = degrees.dp * degrees.ep
         if self.global_batch % data:
             return f"a batch of {self.global_batch} does not divide over {data} replicas"

@@ -108,7 +108,7 @@ def expert_every(config: ModelConfig) -> int:
 
 
 def sparse_layers(layers: range, every: int) -> int:
-    """How many of some layers have experts: the k-th, the 2k-th and so on of the model; none for k = 0."""
+    """The number of some layers that have experts: the k-th, the 2k-th and so on of the model; none for k = 0."""
     return layers.stop // every - layers.start // every if every else 0
 
 
