@@ -52,7 +52,7 @@ def predict(phases: Mapping[str, Counts], hardware: Hardware) -> dict[str, float
         for (flops, nbytes), count in counts.work.items():
             kind = "optimizer" if phase == "optimizer" else "matrix products" if flops else "element-wise"
             seconds[kind] += count * max(flops / hardware.matmul_flops, nbytes / hardware.bandwidth)
-    started = sum(counts.operators for counts in phases.values())
+    started = sum(counts.work.total() for counts in phases.values())
     touched = sum(counts.new_bytes(MAPPED) for counts in phases.values())
     seconds["launches"] = hardware.waiting(started, sum(seconds.values()))
     return seconds | {"first touch": hardware.first_touch * touched}

@@ -7,7 +7,6 @@ balanced router. Memory inside a fused kernel is not seen, such as the logits of
 entropy. Collectives are not counted: see `comm.record`.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -36,30 +35,24 @@ CONSTANTS = (type(None), bool, int, float, str, torch.dtype, torch.device, torch
 # Formulas of FLOPs that torch's counter does not have, by name; the causal mask saves nothing there, nor here.
 FORMULAS: dict[str, Callable[..., int]] = {
     # Each expert with its rows, a (rows in) b (experts in out), or the weights' gradient, a (in rows) b (rows out).
-    "aten._grouped_mm": lambda a, b, *_, **__: 2 * math.prod(a.shape[-2:]) * b.shape[-1],
+    "aten._grouped_mm": lambda a, b, *_, **__: 2 * a.shape[-2:].numel() * b.shape[-1],
     # The logits and, in forward already, the gradients of hidden and weight where they are needed.
     "cs336_kernels.linear_cross_entropy": lambda hidden, weight, targets, ignored, *needed, **_: (
         2 * (1 + sum(needed)) * hidden.numel() * len(weight)
     ),
 }
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, scores: int, values: int) -> int:
-    """Products of q (... queries dim) and k (... keys dim), and of the scores' shape and v (... keys width)."""
-    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (scores * q.shape[-1] + values * v.shape[-1])
-
-
 for _name in ("aten._scaled_dot_product_flash_attention_for_cpu", "cs336_kernels.flash_attention"):
-    FORMULAS[_name] = lambda q, k, v, *_, **__: _attention(q, k, v, 1, 1)
+    # q (... queries dim) times k (... keys dim), and the weights times v (... keys dim).
+    FORMULAS[_name] = lambda q, k, *_, **__: 2 * 2 * q.numel() * k.shape[-2]
     # The scores again, the gradients of queries and keys, and of weights and values.
-    FORMULAS[f"{_name}_backward"] = lambda grad, q, k, v, *_, **__: _attention(q, k, v, 3, 2)
+    FORMULAS[f"{_name}_backward"] = lambda grad, q, k, *_, **__: 5 * 2 * q.numel() * k.shape[-2]
 
 
 @dataclass
 class Counts:
     """Counts of one phase."""
 
-    # How many operators were started with so many (FLOPs, bytes read and written).
+    # How many operators that touch numbers were started with so many (FLOPs, bytes read and written).
     work: Counter[tuple[int, int]] = field(default_factory=Counter)
     made: Counter[int] = field(default_factory=Counter)  # how many new storages of so many bytes
     peak: dict[str, int] = field(default_factory=dict)  # bytes of live storages by kind at the fullest moment
@@ -68,11 +61,6 @@ class Counts:
     def flops(self) -> int:
         """FLOPs of matrix products and fused attention, a multiply and an add counted as two."""
         return sum(flops * count for (flops, _), count in self.work.items())
-
-    @property
-    def operators(self) -> int:
-        """Operators started that touch numbers."""
-        return self.work.total()
 
     def new_bytes(self, least: int = 1) -> int:
         """Bytes of new storages of `least` bytes or more each."""

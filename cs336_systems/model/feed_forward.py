@@ -20,15 +20,11 @@ from kernels.swiglu import SwiGLUFunction
 class FeedForward(nn.Module):
     """(batch seq d_model) -> the same, through d_ff."""
 
-    gate: Any  # each an nn.Linear or, of experts, a GroupedLinear
-    up: Any
-    down: Any
-
     def __init__(self, config: ModelConfig, experts: int = 0) -> None:
         super().__init__()
         self.kind, self.fused = config.feed_forward, config.kernels == "triton"
         hidden = config.expert_d_ff if experts else config.d_ff
-        make: Callable[..., nn.Module] = partial(GroupedLinear, experts) if experts else nn.Linear
+        make: Callable[..., Any] = partial(GroupedLinear, experts) if experts else nn.Linear
         if self.kind == "swiglu":  # layers in the order of their calls, in which FSDP gathers ahead
             self.gate = make(config.d_model, hidden, bias=config.bias)
         self.up = make(config.d_model, hidden, bias=config.bias)

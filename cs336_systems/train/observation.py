@@ -146,7 +146,7 @@ class RankStep:
         work = {}
         for phase, counts in self.counts.items():
             moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
-            work[phase] = Work(counts.flops, counts.operators, moved, counts.new_bytes(MAPPED))
+            work[phase] = Work(counts.flops, counts.work.total(), moved, counts.new_bytes(MAPPED))
         activations = [each - self.rest for each in self.kept]
         peak = self.seen.peak()
         peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
