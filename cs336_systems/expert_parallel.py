@@ -15,7 +15,7 @@ is divided by the group's size, so that all gradients are means over the data-pa
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class ExpertParallel:
     model: TransformerLM
     first: int
     local: int
-    names: set[str] = field(default_factory=set)
+    names: set[str]
 
     def layers(self) -> list[MoELayer]:
         """The expert layers that are here."""
@@ -95,7 +95,8 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     config, data = model.config, data or group
     check_experts(config, group.size())
     local = config.num_experts // group.size()
-    plan = ExpertParallel(model, group.rank() * local, local)
+    names = {name for name, _ in model.named_parameters() if ".experts." in name}
+    plan = ExpertParallel(model, group.rank() * local, local, names)
     for layer in plan.layers():
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
         _split(layer.experts, plan, scale / group.size())
@@ -103,7 +104,6 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
             layer.dispatcher = AllToAllDispatcher(group, local)
         if config.mixture.aux_scope == "global":
             layer.average = Mean(data)
-    plan.names = {name for name, _ in model.named_parameters() if ".experts." in name}
     return plan
 
 

@@ -56,7 +56,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
         self.buffers: list[ParameterBuffer] = []
         self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
-        self.inner: torch.optim.Optimizer | None = None
+        self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
         # An optimizer of one number, which is dropped, checks the options and supplies their defaults.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
@@ -123,7 +123,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update this rank's share and get the others'; a closure is run first and its loss returned. `kwargs` go to
         the optimizer's own step. Every rank must call this. Raises UserError for gradients that are not synchronised
         and for parameters that have been moved."""
-        assert self.inner is not None
         loss = run_closure(closure)
         self._check()
         if self.wrapper is None:
@@ -156,7 +155,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
-        assert self.inner is not None
         numbers = self._numbers()
         pairs = zip(self.param_groups, self.owners, strict=True)
         groups = [{**group, "params": [numbers[p] for p in owners]} for group, owners in pairs]
@@ -164,7 +162,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters."""
-        assert self.inner is not None
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
             raise ValueError("the state's parameter groups have other sizes than this optimizer's")

@@ -24,8 +24,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
-ParamGroups = Callable[[nn.Module], list[dict[str, Any]]]
-
 R, S = REPLICATED, SHARDED
 STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, S), (R, S, S), (S, S, S))
 
@@ -35,7 +33,7 @@ def zero(
     optimizer_cls: type[torch.optim.Optimizer],
     stage: int,
     group: Group | None = None,
-    param_groups: ParamGroups | None = None,
+    param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     apart: Parameters = (),
     ignored: Parameters = (),
     **kwargs: Any,

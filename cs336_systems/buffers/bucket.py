@@ -182,14 +182,12 @@ def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tenso
     work.wait()
     for shard in shards:
         shard.view(-1)[:1] += sums[-1]
-    # Only a rank where some parameter is unused reads the answer, which on a GPU waits for the device.
-    unused = [(i, p) for i, (p, bucket) in enumerate(bucket_of.items()) if p not in bucket.used]
-    answers = sums.tolist() if unused else []
-    for parameter in (parameter for i, parameter in unused if answers[i]):
-        bucket = bucket_of[parameter]
-        bucket.used.add(parameter)
-        if bucket.flat is not None:  # a shard has its mean gradient already
-            parameter.grad = bucket.view(parameter)
+    if not all(flags):  # else nobody reads the answer, which on a GPU waits for the device
+        for (parameter, bucket), elsewhere in zip(bucket_of.items(), sums.tolist(), strict=False):
+            if elsewhere and parameter not in bucket.used:
+                bucket.used.add(parameter)
+                if bucket.flat is not None:  # a shard has its mean gradient already
+                    parameter.grad = bucket.view(parameter)
     for bucket in (bucket for bucket in buckets if bucket.shard is None):
         bucket.used = set()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free

@@ -105,10 +105,7 @@ def _describe(value: Any, part: Part) -> list[Any]:
 
 @torch.no_grad()
 def slice_state(
-    inner: torch.optim.Optimizer,
-    buffers: Sequence[ParameterBuffer],
-    numbers: Mapping[nn.Parameter, int],
-    whole: Mapping[int, Mapping[str, Any]],
+    inner: torch.optim.Optimizer, buffers: Sequence[ParameterBuffer], numbers: Mapping[nn.Parameter, int], whole: State
 ) -> None:
     """Replace the inner optimizer's state by this rank's slices of the whole state."""
     inner.state.clear()

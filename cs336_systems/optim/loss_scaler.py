@@ -25,15 +25,12 @@ class LossScaler:
 
     @property
     def at_floor(self) -> bool:
-        """True if the scale can fall no further."""
         return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
-        """Count overflows in a row."""
         self.overflows = self.overflows + 1 if overflow else 0
 
     def state_dict(self) -> dict[str, float]:
-        """State for a checkpoint."""
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

@@ -49,18 +49,18 @@ class RunState:
         self.part = run.part
         self.parameters = dict(run.stage.model.named_parameters())
         self.names = {parameter: name for name, parameter in self.parameters.items()}
-        self.units = {unit.shard: unit for w in self.part.wrappers if isinstance(w, FSDP) for unit in w.sharded}
+        self.sharded = {each.shard: each for w in self.part.wrappers if isinstance(w, FSDP) for each in w.sharded}
         # Of this rank's parts before FSDP shards them; a vocabulary's has padding at the end.
-        self.shapes = {name: tuple(self.units.get(p, p).shape) for name, p in self.parameters.items()}
+        self.shapes = {name: tuple(self.sharded.get(p, p).shape) for name, p in self.parameters.items()}
 
     def slots(self) -> Iterator[Slot]:
         """This rank's parameters, then their shards in ZeRO 1 and 2."""
         optimizers = self.part.inner_optimizers
         states = {p: each.state for each in optimizers for group in each.param_groups for p in group["params"]}
         for name, parameter in self.parameters.items():
-            unit = self.units.get(parameter)
-            first = unit.rows[0] * unit.shape[1] if unit else 0
-            yield Slot(name, parameter, first, unit is not None, states.get(parameter, {}))
+            weight = self.sharded.get(parameter)
+            first = weight.rows[0] * weight.shape[1] if weight else 0
+            yield Slot(name, parameter, first, weight is not None, states.get(parameter, {}))
         sharded = (each for each in self.part.optimizers if isinstance(each, ShardedOptimizer))
         for part in (part for optimizer in sharded for buffer in optimizer.buffers for part in buffer.parts):
             yield Slot(self.names[part.owner], part.tensor, part.piece.start, True, states[part.tensor])
