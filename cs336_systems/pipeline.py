@@ -174,7 +174,8 @@ class _Execution:
         with self.pipeline.timer("forward-compute"):
             result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
             if isinstance(output, Losses):
-                self.losses.append(Losses(*(None if each is None else each.detach() for each in output)))
+                pair = None if output.pair is None else output.pair.detach()
+                self.losses.append(Losses(output.tokens.detach(), pair))
                 result, output = None, output.tokens if self.loss is None else self.loss(output)
         if self.loss is not None:
             self.live[microbatch, chunk] = hidden, output

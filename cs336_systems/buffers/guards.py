@@ -1,12 +1,11 @@
 """Base of the data-parallel wrappers, and its guard: checks that protect users, at named points of ddp.py and fsdp.py.
 
 on construction      every parameter has values, and the ranks' modules are equal
-before_forward       no parameter was replaced, cast or unfrozen since, no shard has a gradient hook, and no watched
-                     gradient was dropped before another backward
+before_forward       no parameter was replaced, cast or unfrozen, no shard has a gradient hook, no watched one changed
 before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
 on_gradient          note a backward that comes after one that has begun to reduce: every bucket is then reduced twice
-watch                watch one shard's gradient, which FSDP delivers at the end: only an optimizer would touch it before
-before_finish        no parameter was replaced, cast or unfrozen, and no gradient dropped, watched ones neither
+watch                watch one shard's gradient, which FSDP delivers at the end: only zero_grad would change it before
+before_finish        no parameter was replaced, cast or unfrozen, no gradient dropped, no watched one changed
 finished             optimizers may step
 """
 

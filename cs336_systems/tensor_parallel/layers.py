@@ -30,11 +30,14 @@ def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
 
 
 def split(parameter: Tensor, dim: int, group: Group, what: str, padded: int | None = None) -> nn.Parameter:
-    """This rank's part of a parameter along `dim`. Raises UserError if its size, of `what`, does not divide."""
+    """This rank's part of a parameter along `dim`, which it notes as its `partition_dim`, like Megatron-LM. Raises
+    UserError if its size, of `what`, does not divide."""
     size = padded or parameter.shape[dim]
     if size % group.size():
         raise UserError(f"{size} {what} do not divide over {group.size()} tensor-parallel ranks")
-    return nn.Parameter(my_part(parameter, dim, size, group), parameter.requires_grad)
+    part = nn.Parameter(my_part(parameter, dim, size, group), parameter.requires_grad)
+    part.partition_dim = dim  # type: ignore[attr-defined]
+    return part
 
 
 class ColumnParallelLinear(nn.Module):

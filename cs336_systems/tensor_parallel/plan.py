@@ -62,19 +62,6 @@ class TensorParallel:
             first = first_expert(self.model, name)
             parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device, first)))
 
-    def note(self, name: str, sequence: bool) -> None:
-        """Note how a parameter was split, by its name."""
-        if ".feed_forward.experts." in name and not name.endswith("down.bias"):
-            self.cut[name] = 2 if name.endswith("down.weight") else 1  # weights (experts out in), biases (experts out)
-        elif name.endswith((".router.weight", ".experts.down.bias", ".shared.down.bias")):
-            self.partial.add(name)
-        elif name.endswith(("attention.out.weight", "down.weight")):
-            self.cut[name] = 1
-        elif {"query", "key", "value", "up", "gate"} & {*name.split(".")} or of_vocabulary(name):
-            self.cut[name] = 0
-        elif sequence and name.startswith(("blocks.", "final_norm.")):
-            self.partial.add(name)
-
 
 def of_vocabulary(name: str) -> bool:
     """True for a parameter, by its name in the model, with a row for every word."""
@@ -103,8 +90,12 @@ def tensor_parallel(
         model.embedding.register_forward_hook(lambda module, args, x: pairs.scatter(x, 1, group, "embedding"))
     if isinstance(model.get_submodule("token_loss"), TokenLoss):
         _split_head(model, plan, sequence)
-    for name, _ in model.named_parameters():
-        plan.note(name, sequence)
+    for name, parameter in model.named_parameters():
+        some_tokens = sequence and name.startswith(("blocks.", "final_norm."))
+        if (dim := getattr(parameter, "partition_dim", None)) is not None:
+            plan.cut[name] = dim
+        elif some_tokens or name.endswith((".router.weight", ".experts.down.bias", ".shared.down.bias")):
+            plan.partial.add(name)
     return plan
 
 
