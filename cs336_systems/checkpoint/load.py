@@ -139,8 +139,8 @@ def open_newest(
         except RefusedError as error:
             raise RefusedError(f"{checkpoint.folder.name}: {error}") from None
 
-    def rename(refused: Path) -> str:
-        return refused.rename(f"{refused}.refused-{secrets.token_hex(2)}").name
+    def rename(folder: Path) -> str:
+        return folder.rename(f"{folder}.refused-{secrets.token_hex(2)}").name
 
     def names() -> list[str]:
         return [folder.name for folder in reversed(disk.list_checkpoints(parent))]

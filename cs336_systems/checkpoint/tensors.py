@@ -247,8 +247,8 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
             for name, values in json.loads(metadata.get("scalars", "{}")).items():
                 numbers = all(isinstance(value, int | float) for value in values.values())
                 require(numbers, f"the scalars of {name} are not numbers")
-                first = scalars.setdefault(name, values)
-                require(first == values, f"the ranks disagree on the scalars of {name}: {first} and {values}")
+                known = scalars.setdefault(name, values)
+                require(known == values, f"the ranks disagree on the scalars of {name}: {known} and {values}")
             if described:
                 raise RefusedError(f"it has no {min(described)}")
         except RefusedError as error:
