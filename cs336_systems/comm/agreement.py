@@ -115,9 +115,8 @@ def agree(topic: str, value: str, group: Group, counted: bool = True, patience: 
         store.set(keys[group.rank()], value)
         recorder.mine.advance(entry, WAITING)
         if silent := wait_for(store, keys, timeout, in_vain=ended):
-            gone = [i for i in silent if ended(i)]  # the others may only be slower
-            named = [known[i] for i in gone or silent]
-            late = "" if gone else f" within {timeout.total_seconds():g} s"
+            named = [known[i] for i in silent]
+            late = "" if all(map(ended, silent)) else f" within {timeout.total_seconds():g} s"
             headline = f"{topic}: {ranks_text(named)} of {dist.get_world_size()} did not answer{late}"
             raise comm_error(doing, group, silent=named, headline=headline)
         recorder.mine.advance(entry, FINISHED)

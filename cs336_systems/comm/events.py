@@ -1,10 +1,9 @@
-"""Record of every collective: tests count it, and predictions are made from it. Labels for a profiler: the name of a
-collective's span in a trace, and the purpose of a storage."""
+"""Record of every collective: tests count it, and predictions are made from it. Marks for a profiler: the purpose of a
+storage."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,13 +35,6 @@ class Event:
     def bytes_sent(self) -> float:
         """Bytes that one rank sends."""
         return self.nbytes * sent(self.algorithm, self.ranks)
-
-    def annotate(self, what: str, number: int) -> AbstractContextManager[Any]:
-        """Span in a profiler's trace, such as `wait all-reduce 0#3 bucket 1` for the third collective of group 0.
-        Traces of several ranks are matched by this name. No effect without a profiler."""
-        if not is_profiling():
-            return nullcontext()
-        return record_function(f"{what} {self.verb} {self.group}#{number} {self.label}".rstrip())
 
 
 records: list[list[Event]] = []  # those that are open

@@ -142,11 +142,8 @@ def _mapped(pid: str, file: str, token: str) -> mmap.mmap | None:
     """Ring of another process, or None if it cannot be read from here. The token rules out an unrelated process that
     has the same number on another machine or in another container."""
     try:
-        opened = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            memory = mmap.mmap(opened, RING.itemsize, prot=mmap.PROT_READ)
-        finally:
-            os.close(opened)
+        with open(os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
+            memory = mmap.mmap(opened.fileno(), RING.itemsize, prot=mmap.PROT_READ)
     except (OSError, ValueError):
         return None
     return memory if memory[:16] == token.encode() else None

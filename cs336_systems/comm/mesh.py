@@ -99,5 +99,5 @@ def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None
         raise UserError(f"{equation} = {product} does not divide the {ranks} rank{ending}: {help}")
     if dp is not None and product != ranks:
         raise UserError(f"{equation} = {product}, but there are {ranks} ranks: start {product}, or leave dp out")
-    sizes = given | {"dp": ranks // product if dp is None else dp}
+    sizes = {"dp": ranks // product} | given
     return {axis: sizes[axis] for axis in AXES}

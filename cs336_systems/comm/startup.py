@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from typing import Literal
@@ -19,15 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from cs336_systems.comm.agreement import (
-    EXPLAIN_SECONDS,
-    CommError,
-    comm_error,
-    needs_store,
-    post,
-    ranks_text,
-    timed_store,
-)
+from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import Group, default_group, sequence
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
@@ -37,7 +29,7 @@ from cs336_systems.host.text import printable
 Backend = Literal["gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
-EXPLAIN = timedelta(seconds=EXPLAIN_SECONDS)
+PARTING = timedelta(seconds=2)  # that a rank which ends gives the store to answer, or others to read from it
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 STARTED = os.getpid(), os.getppid()  # read early: an orphan gets another parent
 
@@ -118,11 +110,9 @@ def choose_backend(backend: str | None, device: torch.device, place: Place) -> s
     if backend == "nccl":
         if device.type != "cuda" or not dist.is_nccl_available():
             raise UserError("--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo")
-        if place.local_world_size > torch.cuda.device_count():
-            raise UserError(
-                f"nccl needs a GPU a rank: {place.local_world_size} ranks, {torch.cuda.device_count()} GPU(s); start "
-                "fewer, or share the GPU with --backend gloo"
-            )
+        if (gpus := torch.cuda.device_count()) < (ranks := place.local_world_size):
+            advice = "start fewer, or share the GPU with --backend gloo"
+            raise UserError(f"nccl needs a GPU a rank: {ranks} ranks, {gpus} GPU(s); {advice}")
     return backend
 
 
@@ -149,7 +139,7 @@ def _join(store: TimedStore, place: Place, timeout: timedelta) -> None:
         store.set(f"told/{place.rank}", "")
         if place.rank == 0:  # which may hold the store: until all waiting ranks have read the message
             waiting = [rank for rank, key in enumerate(joined) if store.check([key])]
-            wait_for(store, [f"told/{rank}" for rank in waiting], EXPLAIN)
+            wait_for(store, [f"told/{rank}" for rank in waiting], PARTING)
         raise UserError(message)
     for rank in place.machine:
         if rank != place.rank:
@@ -175,21 +165,19 @@ def distributed(
     if place.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo" if "lo" in dict(socket.if_nameindex()).values() else "lo0"
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", open_store(place, limit))
-    try:
+    with ExitStack() as leaving:
+        leaving.callback(recorder.close)
         _connect(store, backend, place, limit)
+        leaving.callback(dist.destroy_process_group)
         try:
             yield default_group()
             _leave(default_group(), limit)
         except BaseException as error:
             with suppress(StoreLostError):  # it may be gone with rank 0
                 if not isinstance(error, CommError):
-                    post("reason", f"failed: {type(error).__name__}: {str(error)[:300]}", EXPLAIN)
-                post("done", "", EXPLAIN)
+                    post("reason", f"failed: {type(error).__name__}: {str(error)[:300]}", PARTING)
+                post("done", "", PARTING)
             raise
-        finally:
-            dist.destroy_process_group()
-    finally:
-        recorder.close()
 
 
 def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> None:
@@ -217,6 +205,6 @@ def _leave(group: Group, timeout: timedelta) -> None:
         counts = [store.get(key) for key in left]
         store.set(gone[group.rank()], "")
         if group.rank() == 0:  # which may hold the store
-            wait_for(store, gone, EXPLAIN)
+            wait_for(store, gone, PARTING)
     if len(set(counts)) > 1:
         raise CommError(f"the ranks ended after {', '.join(counts)} collectives: some had fewer batches")

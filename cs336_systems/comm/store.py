@@ -25,7 +25,6 @@ from cs336_systems.host.text import printable
 
 LONE = "surrogatepass"  # a file name that is not Unicode holds lone surrogates, which must survive the way
 
-RETRY_SECONDS = 0.1  # between two attempts to reach rank 0
 LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 _servers: dict[str, Store] = {}  # by address: a store that is closed and opened again would lose keys
@@ -133,10 +132,7 @@ def polls(seconds: float) -> Iterator[None]:
 
 
 def wait_for(
-    store: Store | TimedStore,
-    keys: Sequence[str],
-    timeout: timedelta,
-    in_vain: Callable[[int], bool] = lambda index: False,
+    store: Store | TimedStore, keys: Sequence[str], timeout: timedelta, in_vain: Callable[[int], bool] = lambda i: False
 ) -> list[int]:
     """Wait until all keys are set. Returns the indices of the keys that are not set at the timeout.
 
@@ -194,7 +190,7 @@ def _try_to_connect(host: str, port: int, timeout: timedelta) -> str:
     """Try to connect until the timeout; returns what is wrong and what to check, or "" once connected. (TCPStore would
     retry as well, but it reports every failure as a time-out, with lines of its code.)"""
     deadline = monotonic() + timeout.total_seconds()
-    while True:
+    for _ in polls(timeout.total_seconds()):
         try:
             socket.create_connection((host.strip("[]"), port), max(0.1, deadline - monotonic())).close()
             return ""
@@ -205,6 +201,4 @@ def _try_to_connect(host: str, port: int, timeout: timedelta) -> str:
         except OSError as error:
             why = error.strerror or "no answer"
             trouble = f"{why}: check MASTER_ADDR, the network, and whether a firewall lets port {port} through"
-        if monotonic() + RETRY_SECONDS > deadline:
-            return trouble
-        sleep(RETRY_SECONDS)
+    return trouble

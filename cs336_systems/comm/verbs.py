@@ -13,9 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from cs336_systems.comm.agreement import comm_error
-from cs336_systems.comm.events import Event, records
+from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
 from cs336_systems.comm.group import Group, count
 from cs336_systems.comm.store import first_line
@@ -66,11 +67,13 @@ class Work:
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
-        """Show the block in a profile, and turn torch's error into a CommError that says what every other rank was
-        doing."""
+        """Show the block in a profile under a name by which traces of several ranks are matched, such as `wait
+        all-reduce 0#3 bucket 1` for the third collective of group 0, and turn torch's error into a CommError that says
+        what every other rank was doing."""
         event = self.event
+        name = f"{what} {event.verb} {event.group}#{self.number} {event.label}".rstrip()
         try:
-            with event.annotate(what, self.number):
+            with record_function(name) if is_profiling() else nullcontext():
                 yield
         except RuntimeError as error:
             which = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
