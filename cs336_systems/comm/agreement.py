@@ -151,5 +151,5 @@ def stop_step(group: Group) -> int | None:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 3, 5"."""
+    """Text of rank numbers: `rank 3`, or `ranks 3, 5`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -61,7 +61,7 @@ RING = np.dtype([("token", "S16"), ("written", "i8"), ("step", "i8"), ("slots", 
 
 
 def of_step(step: int) -> str:
-    """ " of step 7", or nothing if the step is not known."""
+    """Text that follows an operation: ` of step 7`, or nothing if the step is not known."""
     return "" if step == NO_STEP else f" of step {step}"
 
 

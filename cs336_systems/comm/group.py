@@ -74,7 +74,7 @@ def count(group: Group, kind: str = ALL) -> int:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[Group]:
-    """Be rank `rank` of `world_size` inside the block, without any other process; yields the group of all ranks."""
+    """Imitate rank `rank` of `world_size` inside the block, without other processes; yields the group of all ranks."""
     if not 0 <= rank < world_size:
         raise UserError(f"rank {rank} does not exist among {world_size} ranks")
     if dist.is_initialized():

@@ -70,14 +70,14 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
                 given = (worker, place, arguments, max(1, allowed_cores() // nproc), report, os.getpid())
-                processes.append(context.Process(target=_run, args=given))
-                processes[-1].start()
+                process = context.Process(target=_run, args=given)
+                process.start()
+                processes.append(process)
             failed = _first_failure(processes, told, patience)
         finally:
             for stop in (BaseProcess.terminate, BaseProcess.kill):
                 for process in processes:
-                    if process.is_alive():
-                        stop(process)
+                    stop(process)
                 _join(processes, time.monotonic() + 2)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""

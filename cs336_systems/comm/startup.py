@@ -110,9 +110,9 @@ def choose_backend(backend: str | None, device: torch.device, place: Place) -> s
     if backend == "nccl":
         if device.type != "cuda" or not dist.is_nccl_available():
             raise UserError("--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo")
-        if (gpus := torch.cuda.device_count()) < (ranks := place.local_world_size):
+        if (gpus := torch.cuda.device_count()) < place.local_world_size:
             advice = "start fewer, or share the GPU with --backend gloo"
-            raise UserError(f"nccl needs a GPU a rank: {ranks} ranks, {gpus} GPU(s); {advice}")
+            raise UserError(f"nccl needs a GPU a rank: {place.local_world_size} ranks, {gpus} GPU(s); {advice}")
     return backend
 
 

@@ -134,10 +134,10 @@ def polls(seconds: float) -> Iterator[None]:
 def wait_for(
     store: Store | TimedStore, keys: Sequence[str], timeout: timedelta, in_vain: Callable[[int], bool] = lambda i: False
 ) -> list[int]:
-    """Wait until all keys are set. Returns the indices of the keys that are not set at the timeout.
+    """Wait until all keys are set; returns the indices of the keys that are missing at the timeout.
 
-    `in_vain(index)` is true of a key that will not be set if it is not set by now. As soon as such a key is missing,
-    the wait ends, and the indices of such keys only are returned: the others may only be slower.
+    `in_vain(index)` says that a missing key will never be set, for instance because its rank has ended. Then the wait
+    ends at once and returns the keys that will never be set, without those that may still come.
     """
     for _ in polls(timeout.total_seconds()):
         missing = [i for i, key in enumerate(keys) if not store.check([key])]
