@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
-from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
 CONVERSION = 15_000  # nanoseconds
+GLOO = re.compile(r"^gloo:")
 FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
 
 
@@ -130,19 +131,14 @@ def flights(trace: Trace) -> list[Flight]:
     launches = [(about, span) for about, span in ours if about.action == "launch"]
     waits = {about.key: span for about, span in ours if about.action == "wait"}  # may be interrupted; the last counts
     owners = _owners(trace, launches, waits)
-    owned: dict[int | None, list[Span]] = {}
-    for span in trace.spans:  # in order of start
-        if (span.category == "kernel" and KERNEL.search(span.name)) or _is_gloo(span):
-            owned.setdefault(owners.get(id(span)), []).append(span)
+    named = {"kernel": KERNEL, "user_annotation": GLOO}
+    transfers = (span for span in trace.spans if span.category in named and named[span.category].search(span.name))
+    owned = grouped(transfers, lambda span: owners.get(id(span)))
     result = [Flight(_verb(span), "", "", None, None, (span,)) for span in owned.get(None, [])]
     for i, (about, span) in enumerate(launches):
-        number, transfers = f"{about.group}#{about.number}", tuple(owned.get(i, []))
-        result.append(Flight(about.verb, number, about.label, span, waits.get(about.key), transfers))
+        number, mine = f"{about.group}#{about.number}", tuple(owned.get(i, []))
+        result.append(Flight(about.verb, number, about.label, span, waits.get(about.key), mine))
     return sorted(result, key=lambda flight: flight.start)
-
-
-def _is_gloo(span: Span) -> bool:
-    return span.category == "user_annotation" and span.name.startswith("gloo:")
 
 
 def _verb(span: Span) -> str:
@@ -155,9 +151,7 @@ def _verb(span: Span) -> str:
 
 def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: dict[str, Span]) -> dict[int, int | None]:
     """For every transfer, by identity, the index of the launch that made it."""
-    lanes: dict[Lane, list[int]] = {}  # launches of one thread do not nest
-    for i, (_, span) in enumerate(launches):
-        lanes.setdefault(span.lane, []).append(i)
+    lanes = grouped(range(len(launches)), lambda i: launches[i][1].lane)  # launches of one thread do not nest
 
     def launch_at(time: int, lane: Lane | None = None) -> int | None:
         """The launch inside which a moment lies; on any thread if none is given."""
@@ -181,5 +175,5 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
             calls.append(Call(span, about.group if about else None, wait.end if wait else None))
         elif span.name in POSTED:
             owners[id(span)] = launch_at(span.start)  # its own thread is not known any more
-    queued = [span for span in trace.annotated if _is_gloo(span) and span.name not in POSTED]
+    queued = [span for span in trace.annotated if GLOO.search(span.name) and span.name not in POSTED]
     return owners | {identity: makers[index] for identity, index in run_by(calls, queued).items()}

@@ -18,7 +18,7 @@ import numpy as np
 from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
 
 
 @dataclass
@@ -161,11 +161,9 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
 
 def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:
     """Find for every block the innermost span of its thread at the time; nodes come parents before children."""
-    lanes: dict[Lane | None, list[Node]] = {}
-    for node in nodes:
-        lanes.setdefault(node.span.lane, []).append(node)
+    lanes = grouped(nodes, lambda node: node.span.lane)
     for block in blocks:
-        lane = lanes.get(block.lane, [])
+        lane = lanes.get(block.lane, []) if block.lane else []
         place = bisect_right(lane, block.start, key=lambda node: node.span.start)
         around = lane[place - 1].outwards() if place else iter(())
         block.origin = next((node for node in around if node.end > block.start), None)
@@ -173,9 +171,8 @@ def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:
 
 def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
     """Give every block its category: the first label given while it lived decides, but a parameter stays one."""
-    lives: dict[int, list[Allocated]] = {}
+    lives = grouped(blocks, lambda block: block.address)
     for each in blocks:
-        lives.setdefault(each.address, []).append(each)
         if each.origin is not None and (each.origin.phase == "forward" or each.origin.recomputed):
             each.category = "activations"
     labelled: set[int] = set()

@@ -42,15 +42,13 @@ class Collective(NamedTuple):
 
 def step_number(name: str) -> int | None:
     """The number in the name of a step, ours or torch.profiler's; None for any other name."""
-    match = STEP.match(name)
-    return int(match[1]) if match else None
+    return int(found[1]) if (found := STEP.match(name)) else None
 
 
 @lru_cache(maxsize=100_000)
 def parse_tag(name: str) -> tuple[str, str] | None:
     """(qualified name, class) of the module whose forward a span is; None for any other name."""
-    match = TAG.match(name)
-    return (match[1], match[2]) if match else None
+    return (found[1], found[2]) if (found := TAG.match(name)) else None
 
 
 @lru_cache(maxsize=100_000)

@@ -21,7 +21,7 @@ from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
 from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
 from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
-from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
 NO_KERNEL = re.compile(
@@ -91,10 +91,7 @@ def activity(trace: Trace) -> Activity:
 
 def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
     """The outermost operators that compute, cut where their thread waits or launches."""
-    pauses: dict[Lane, list[Span]] = {}
-    for span in waits_of(trace, "launch"):
-        pauses.setdefault(span.lane, []).append(span)
-    result: list[Span] = []
+    pauses, result = grouped(waits_of(trace, "launch"), lambda span: span.lane), list[Span]()
     for lane, spans in trace.lanes("cpu_op").items():
         done, cuts = 0, _times(pauses.get(lane, ()))
         for span in spans if lane not in apart else ():

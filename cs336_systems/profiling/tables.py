@@ -16,6 +16,7 @@ from cs336_systems.profiling.trace import Trace, uncollected
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
+MEASURED = {"cpu": "CPU self time", "device": "the device"}
 OPERATORS_NOTE = (
     "Times in milliseconds. Self times partition what the threads that compute did, so they add up to 100%: to thread "
     "time, in which the main thread's wait for autograd's, which runs backward on a GPU, counts for nothing. Totals "
@@ -92,7 +93,7 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
     mine = traces[0]
-    sort, clock = sort_of(mine), _clock(mine)
+    sort, clock = sort_of(mine), MEASURED[sort_of(mine)]
     lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
     lines += [*(f"- {line}" for line in share_lines(mine)), ""]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
@@ -165,12 +166,8 @@ def _about(traces: Sequence[Trace]) -> str:
     return f"{over}, on rank {mine.rank} of {mine.world_size} where nothing else is said."
 
 
-def _clock(trace: Trace) -> str:
-    return {"device": "the device", "cpu": "CPU self time"}[sort_of(trace)]
-
-
 def _parts_table(trace: Trace) -> Table:
-    note = f"In milliseconds of {_clock(trace)}. Each nanosecond is in one row only."
+    note = f"In milliseconds of {MEASURED[sort_of(trace)]}. Each nanosecond is in one row only."
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, around, is_collective, parse_tag, step_number
 from cs336_systems.profiling.nesting import Node, nest_host
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, once
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
@@ -64,8 +64,7 @@ def role_of(name: str) -> str:
 
 def lane_number(lane: Lane) -> int:
     """The first number in a lane's thread id, to sort by."""
-    found = re.search(r"\d+", str(lane[1]))
-    return int(found[0]) if found else 0
+    return int(found[0]) if (found := re.search(r"\d+", str(lane[1]))) else 0
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,8 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
     nodes = [node for roots in nest_host(trace).values() for root in roots for node in root.walk()]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
-    kernels: dict[int, list[Span]] = {}  # by the id of the operator that launched them
-    for span in trace.spans:
-        if span.category in DEVICE and (number := span.args.get("External id")) is not None:
-            kernels.setdefault(number, []).append(span)
+    # By the id of the operator that launched them.
+    kernels = grouped((s for s in trace.spans if s.category in DEVICE), lambda span: span.args.get("External id"))
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:

@@ -11,7 +11,7 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
@@ -23,6 +23,7 @@ from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
 U = TypeVar("U")
+K = TypeVar("K")
 P = ParamSpec("P")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
@@ -89,11 +90,15 @@ class Trace:
 
     def lanes(self, *categories: str) -> dict[Lane, list[Span]]:
         """The spans of some categories by lane, in order."""
-        result: dict[Lane, list[Span]] = {}
-        for span in self.spans:
-            if span.category in categories:
-                result.setdefault(span.lane, []).append(span)
-        return result
+        return grouped((span for span in self.spans if span.category in categories), lambda span: span.lane)
+
+
+def grouped(items: Iterable[U], key: Callable[[U], K]) -> dict[K, list[U]]:
+    """Items by a key of each, in order."""
+    result: dict[K, list[U]] = {}
+    for item in items:
+        result.setdefault(key(item), []).append(item)
+    return result
 
 
 def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]:
@@ -217,10 +222,8 @@ def trace_name(rank: int) -> str:
 
 def trace_files(folder: Path) -> list[Path]:
     """The traces of all ranks in a folder, by rank. Raises UserError if there is none."""
-    found = {}
-    for path in folder.glob("rank*.trace.json*"):
-        if match := re.fullmatch(r"rank(\d+)\.trace\.json(\.gz)?", path.name):
-            found[int(match[1])] = path
+    name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
+    found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
     if not found:
         raise UserError(
             f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
