@@ -21,12 +21,12 @@ from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
 from cs336_systems.cost import Hardware, count_parameters, predict
 from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
 

@@ -12,8 +12,8 @@ from benchmarks.workload import Case
 from cs336_systems.comm import Event
 from cs336_systems.cost import Hardware, Mode, predict
 from cs336_systems.cost.closed_forms import Link, exposed_seconds, zero_memory
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import format_bytes, format_seconds
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.profiling.breakdown import share_rows
 from cs336_systems.profiling.memory import memory_timeline

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_iter
 
+from cs336_systems.cost.observed import expert_rows
 from cs336_systems.host.observe import Observer, Storage
-from cs336_systems.model.observed import expert_rows
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, Precision

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from benchmarks.harness import Measurement, measure
 from cs336_systems.cost import Mode
+from cs336_systems.cost.observed import Passes, observe_passes
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import PeakMemory
-from cs336_systems.model.observed import Passes, observe_passes
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.optim.adamw import AdamW

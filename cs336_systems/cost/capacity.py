@@ -1,6 +1,6 @@
 """Does a run fit the memory of this machine? If not, what would?
 
-What a run needs is counted elsewhere (`model/observed.py`, `train/observation.py`) and given here as bytes by part.
+What a run needs is counted elsewhere (`cost/observed.py`, `train/observation.py`) and given here as bytes by part.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Needs = Callable[[ModelConfig, int, int, Mode], Mapping[str, int]]
 def memory(config: ModelConfig, batch: int, seq: int, mode: Mode) -> dict[str, int]:
     """Bytes by part at the fullest moment of a pass in fp32 over (batch seq) tokens, counted from the model's own code
     on fake tensors; their sum is the peak."""
-    from cs336_systems.model.observed import observe_passes  # torch, which other predictions need not load
+    from cs336_systems.cost.observed import observe_passes  # torch, which other predictions need not load
 
     return observe_passes(config, batch, seq).memory(mode)
 

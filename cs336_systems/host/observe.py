@@ -1,7 +1,7 @@
 """Counts of a program as it runs: FLOPs, operators, traffic, memory kept for backward, new and peak memory.
 
 An `Observer` sees each operator that torch's dispatcher starts below autograd, on real tensors, on the meta device, or
-on fake ones, which have shapes and a device but no numbers (`model/observed.py`). Fake tensors take the path of their
+on fake ones, which have shapes and a device but no numbers (`cost/observed.py`). Fake tensors take the path of their
 device, through autocast and torch's fused attention; plain meta tensors know neither. Fake experts get rows as from a
 balanced router. Memory inside a fused kernel is not seen, such as the logits of one chunk of tokens in the fused cross
 entropy. Collectives are not counted: see `comm.record`.

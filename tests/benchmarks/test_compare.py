@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import compare
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import model_preset
 
 

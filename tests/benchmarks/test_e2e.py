@@ -14,8 +14,8 @@ from benchmarks.harness import Measurement
 from benchmarks.records import RESULTS
 from benchmarks.workload import Case, Workload
 from cs336_systems.cost import MODES, Hardware, forward_flops
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import ModelConfig, model_preset
 
 ROOT = Path(__file__).resolve().parents[2]

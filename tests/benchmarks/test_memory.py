@@ -15,8 +15,8 @@ from benchmarks.segments import neighbours, strategy, sweep
 from benchmarks.tables import FIRST, measured_tables
 from benchmarks.workload import Case
 from cs336_systems.cost import Hardware
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.profiling.labels import live_storages
 

@@ -15,9 +15,9 @@ from benchmarks.records import Record, read_records
 from cs336_systems.comm import Event, Place
 from cs336_systems.cost import Hardware, count_parameters
 from cs336_systems.cost.closed_forms import Link
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.profiling.__main__ import main as profiling
 from cs336_systems.profiling.report import write_report
 from cs336_systems.profiling.trace import parse, read_json, read_trace, trace_files

@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.residuals import Residual, Residuals, model_residuals, residuals
 from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from cs336_systems.cost import count_parameters
-from cs336_systems.model.observed import observe_passes
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.model.precision import autocast
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig, preset

@@ -24,7 +24,7 @@ _BF16, _FP32, _STATE = 2, 4, 16
 
 def pass_memory(size: str = "2.7B", year: int = 2024, B: int = 16, S: int = 128) -> dict[str, Any]:
     """Peaks of forward and of a step, in fp32 and under autocast, and the residual stream."""
-    from cs336_systems.model.observed import observe_passes  # torch, which no other question needs
+    from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
 
     require(B * S <= 2**32, f"pass-memory: B S must be at most 2^32 tokens, not {given(B * S)}")
     config = model_preset(size, year).override(context_length=S)
@@ -64,7 +64,7 @@ def segments_peak(L: int, k: int, s: float, b: float) -> float:
 
 def _block_bytes(config: ModelConfig, S: int) -> int:
     """Bytes that a block keeps for backward of S tokens: what a second block adds to what a model of one keeps."""
-    from cs336_systems.model.observed import observe_passes  # torch, which no other question needs
+    from cs336_systems.cost.observed import observe_passes  # torch, which no other question needs
 
     one, two = (observe_passes(replace(config, num_layers=layers), 1, S).kept for layers in (1, 2))
     return two - one

@@ -8,9 +8,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.cost import backward_flops, count_parameters, forward_flops, recompute_flops
+from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.observe import Observer
 from cs336_systems.model import routing
-from cs336_systems.model.observed import observe_passes
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import Mixture, ModelConfig, model_preset
 from tests.support.traffic_cases import in_turn
