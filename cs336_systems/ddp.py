@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import REPLICATED, SHARDED, GradBucket, Placement, finish_all
+from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
 from cs336_systems.comm import Group
@@ -47,7 +47,7 @@ class DataParallel(Wrapper):
     def __init__(
         self, module: nn.Module, group: Group | None = None, apart: Parameters = (), ignored: Parameters = ()
     ) -> None:
-        kind = f"buckets of {self.bucket_size_mb} MB, gradients {self.gradients.value}"
+        kind = f"buckets of {self.bucket_size_mb} MB, gradients {type(self.gradients).__name__.lower()}"
         super().__init__(kind, module, group, ignored)
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
         if cap < 0:
@@ -89,8 +89,8 @@ class DataParallel(Wrapper):
         """Launch buckets in one fixed order, in which a complete bucket waits for its turn: ranks whose gradients come
         in different orders would deadlock otherwise."""
         while self.next < len(self.buckets) and not (only_complete and self.buckets[self.next].waiting):
-            if self.gradients is SHARDED and self.next:
-                self.buckets[self.next - 1].finish()  # one buffer at a time
+            if (oldest := self.next - self.gradients.in_flight) >= 0:
+                self.buckets[oldest].finish()
             self.buckets[self.next].launch(again)
             self.next += 1
 

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import SHARDED, GradBucket, finish_all
+from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
 from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
-
-REDUCING = 2  # reductions at once: before one more, the oldest is awaited and its buffer freed
 
 
 class FSDP(Wrapper):
@@ -44,7 +42,7 @@ class FSDP(Wrapper):
     are registered and every output counts in the loss.
     """
 
-    gradients = SHARDED
+    gradients = Sharded(in_flight=2)
 
     def __init__(
         self,
@@ -139,7 +137,7 @@ class FSDP(Wrapper):
         """Start the reduce-scatter of a weight's gradient, or of zeros, once in a backward."""
         if weight in self.reduced or not weight.trainable:
             return
-        while len(self.reducing) >= REDUCING:
+        while len(self.reducing) >= self.gradients.in_flight:
             self.reducing.popleft().finish()
         weight.gradients.launch()
         self.reduced.add(weight)

@@ -5,15 +5,16 @@
     finish          wait for it, keep what the placement keeps, free the rest
 
     placement     collective          kept after it                          freed
-    replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
-    sharded       reduce-scatter      this rank's slice, added up            the buffer, once its slice is kept
+    Replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
+    Sharded       reduce-scatter      this rank's slice, added up            the buffer, once its slice is kept
 
 A ZeRO stage is three placements: of parameters, gradients and optimizer state (see zero.py).
 """
 
 import math
+import sys
 from collections.abc import Sequence
-from enum import Enum
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,55 @@ from cs336_systems.comm.events import mark
 from cs336_systems.optim.grad_norm import LocalGradient
 
 
-class Placement(Enum):
-    """Division of parameters, gradients or optimizer state over the ranks, while they rest."""
+@dataclass(frozen=True)
+class Replicated:
+    """Every rank keeps the whole mean, in the buffer of which each parameter's `.grad` is a view."""
 
-    REPLICATED = "replicated"  # whole on every rank
-    SHARDED = "sharded"  # a slice on each: 1/N of the memory (arXiv:1910.02054, section 5)
+    reduce = staticmethod(all_reduce)
+    in_flight: int = sys.maxsize  # reductions at once: any number, since no buffer is freed
+
+    def num_shards(self, group: Group) -> int:
+        """Number of slices that a buffer is divided into."""
+        return 1
+
+    def keep(self, bucket: "GradBucket") -> None:
+        """Keep what rests on this rank of the reduced buffer."""
+
+    def free(self, bucket: "GradBucket") -> None:
+        """Free what does not rest on this rank."""
+
+    def dropped(self, parameter: nn.Parameter) -> bool:
+        """True if somebody has dropped this gradient, which lay in the buffer."""
+        return parameter.grad is None
 
 
-REPLICATED, SHARDED = Placement.REPLICATED, Placement.SHARDED
+@dataclass(frozen=True)
+class Sharded:
+    """Each rank keeps its slice of the mean: gradients take 1/N of the memory (arXiv:1910.02054, section 5.2)."""
+
+    reduce = staticmethod(reduce_scatter)
+    in_flight: int = 1  # before one more reduction is launched, the oldest is awaited and its buffer freed
+
+    def num_shards(self, group: Group) -> int:
+        return group.size()
+
+    def keep(self, bucket: "GradBucket") -> None:
+        assert bucket.flat is not None
+        mine = bucket.layout.shard(bucket.flat, bucket.group.rank())  # copied: a view would keep the whole buffer alive
+        bucket.shard = mine.clone() if bucket.shard is None else bucket.shard.add_(mine)
+        mark("gradients", bucket.shard)
+
+    def free(self, bucket: "GradBucket") -> None:
+        bucket.flat = None
+        for parameter in bucket.parameters:
+            parameter.grad = None
+
+    def dropped(self, parameter: nn.Parameter) -> bool:
+        return False  # unknown: every `.grad` is freed after its reduction
+
+
+Placement = Replicated | Sharded
+REPLICATED, SHARDED = Replicated(), Sharded()
 
 
 class GradBucket:
@@ -47,9 +89,9 @@ class GradBucket:
         dtype: torch.dtype | None = None,
         granule: int = 1,
     ) -> None:
-        self.parameters, self.group, self.label, self.sharded = parameters, group, label, placement is SHARDED
+        self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
         self.dtype = dtype or parameters[0].dtype
-        self.layout = FlatLayout.pack(parameters, group.size() if self.sharded else 1, granule)
+        self.layout = FlatLayout.pack(parameters, placement.num_shards(group), granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
@@ -91,18 +133,17 @@ class GradBucket:
         """Start the collective. A parameter without a gradient contributes zeros or, if this is done `again` to a
         buffer that is kept, the mean that it has there."""
         self.finish()
-        keeps = again and not self.sharded
+        keeps = again and self.shard is None
         for parameter in self.parameters:
+            dropped = parameter in self.used and self.placement.dropped(parameter)
             if parameter.grad is not None:  # may be accumulated under no_sync
                 self.mark_ready(parameter)
-            elif parameter in self.used and not self.sharded:  # an optimizer has dropped it
+            elif dropped or (parameter in self.waiting and not keeps):
                 self.view(parameter).zero_()
+            if dropped:
                 self.used.discard(parameter)
-            elif parameter in self.waiting and not keeps:
-                self.view(parameter).zero_()
         assert self.flat is not None
-        reduce = reduce_scatter if self.sharded else all_reduce
-        self.work = reduce(self.flat, self.group, self.label)
+        self.work = self.placement.reduce(self.flat, self.group, self.label)
         self.launched = [(p.grad, p.grad._version) for p in self.parameters if p.grad is not None]
 
     @torch.no_grad()
@@ -118,18 +159,8 @@ class GradBucket:
         self.work.wait()
         self.work, self.launched = None, []
         self.expect_all()
-        if self.sharded:
-            assert self.flat is not None
-            mine = self.layout.shard(self.flat, self.group.rank())  # copied: a view would keep the whole buffer alive
-            self.shard = mine.clone() if self.shard is None else self.shard.add_(mine)
-            mark("gradients", self.shard)
-            self._free()
-
-    def _free(self) -> None:
-        """Free the buffer, once its slice is kept."""
-        self.flat = None
-        for parameter in self.parameters:
-            parameter.grad = None
+        self.placement.keep(self)
+        self.placement.free(self)
 
     def expect_all(self) -> None:
         """Expect every gradient of another backward."""
@@ -150,8 +181,7 @@ class GradBucket:
             self.work.wait()
         self.work, self.launched = None, []
         self.expect_all()
-        if self.sharded:
-            self._free()
+        self.placement.free(self)
         if set_to_none or self.shard is None:
             self.used, self.shard = set(), None
         else:
@@ -167,7 +197,7 @@ def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tenso
     gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of every
     rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
     """
-    for bucket in (bucket for bucket in buckets if bucket.sharded):
+    for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
         bucket.finish()
     shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}

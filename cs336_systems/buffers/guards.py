@@ -125,7 +125,7 @@ class Guard:
     def dropped(self, arrived: Set[nn.Parameter]) -> bool:
         """True if an optimizer's zero_grad has dropped gradients that are being reduced. Unknown where they are
         sharded, since each `.grad` is freed after its reduction."""
-        return self.gradients is REPLICATED and any(parameter.grad is None for parameter in arrived)
+        return any(self.gradients.dropped(parameter) for parameter in arrived)
 
     def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
         if self.dropped(arrived):

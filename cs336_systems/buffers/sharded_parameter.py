@@ -130,6 +130,7 @@ class GatherOrder:
 
     def __init__(self, layers: Sequence[nn.Module], weights: Sequence[ShardedParameter]) -> None:
         self.layers, self.weights = layers, weights
+        self.first = {weight: number for number, weight in reversed([*enumerate(weights)])}
         self.gathered = 0  # layers before this one have been gathered in this forward
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
@@ -153,7 +154,7 @@ class GatherOrder:
                 self.gathered_back -= 1
                 self.weights[self.gathered_back].launch_unshard()
             weight = self.weights[self.passed_back]
-            if self.passed_back > number and weight not in self.weights[: self.passed_back]:
+            if self.passed_back > number and self.first[weight] == self.passed_back:
                 yield weight
 
 
