@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gate import STAGES, UNIT_ROUNDOFF
 from benchmarks.harness import noise, ratios, summarise
+from benchmarks.rank_step import predict_step
 from benchmarks.records import Record, Status
 from benchmarks.scaling_anomalies import affinity_note
 from benchmarks.scaling_measure import Answer
@@ -17,7 +18,6 @@ from benchmarks.scaling_run import RECOMPUTED, ScalingRun
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import recompute_flops
-from cs336_systems.cost.rank_step import predict_step
 from cs336_systems.host.machine import allowed_cores
 from cs336_systems.layout import Observation
 from cs336_systems.presets import ModelConfig

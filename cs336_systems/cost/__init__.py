@@ -1,9 +1,9 @@
 """The analytic model: what a configuration needs, in parameters, FLOPs, bytes and seconds, before it is run.
 
-`step` and `rank_step` predict this project's own runs from what was counted of them; `step_time` and `plan_memory`
-runs on machines that few have, `search` the best of their plans. `notebook/` is the roofline notebook that the project
+`step` predicts this project's own runs from what was counted of them (`observed`); `step_time` and `plan_memory` runs
+on machines that few have, `search` the best of their plans. `notebook/` is the roofline notebook that the project
 comes from, `course/` the accounting questions of a course, `fitting/` where constants come from. Pure Python, except
-`probe`, which measures this machine, and `fitting.calibration`, which solves equations.
+`observed`, the probes, which measure this machine, and `fitting.calibration`, which solves equations.
 """
 
 from cs336_systems.cost.capacity import memory

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.rank_step import predict_step, work_seconds
 from cs336_systems.cost import Hardware
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.rank_step import predict_step, work_seconds
 from cs336_systems.layout import Layout, Observation, Work
 from cs336_systems.presets import Mixture, ModelConfig
 from cs336_systems.schedule import bubble_fraction
