@@ -36,21 +36,30 @@ class Action(NamedTuple):
         return f"{self.kind} of microbatch {self.microbatch} in chunk {self.chunk}"
 
 
-def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The lists of all stages of a schedule. Raises UserError for another name, a count below 1, more than one chunk
-    where the schedule has one, and microbatches that are not a multiple of the stages where chunks are interleaved.
+def gpipe(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """GPipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2), these in the order of microbatches, as
+    one process adds gradients. A stage holds the activations of all microbatches."""
+    return _one_stage("gpipe", stage, stages, microbatches, 1)
 
-    gpipe: all forwards, then all backwards (arXiv:1811.06965, section 2.2), these in the order of microbatches, as one
-    process adds gradients. A stage holds the activations of all microbatches.
 
-    1f1b: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
-    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory.
+def one_f_one_b(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """1F1B: each backward as early as possible; stage r of p holds the activations of at most p - r microbatches.
+    PipeDream-Flush (arXiv:2006.09503; arXiv:2104.04473, section 2.2.1). As fast as GPipe, in constant memory."""
+    return _one_stage("1f1b", stage, stages, microbatches, 1)
 
-    interleaved: 1F1B with several chunks of layers a stage; the pipeline fills and drains `chunks` times as fast.
+
+def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
+    """Interleaved 1F1B: a stage has several chunks of layers, and the pipeline fills and drains `chunks` times as fast.
     arXiv:2104.04473, section 2.2.2, as in Megatron-LM v2.5: for p stages, p microbatches pass one chunk, then the next
     chunk, and so on. The warm-up of stage r is 2 (p - 1 - r) + (v - 1) p forwards for v chunks, and it holds one more,
-    or all where microbatches == p. One chunk: 1F1B, for any number of microbatches.
-    """
+    or all where microbatches == p. One chunk: 1F1B, for any number of microbatches."""
+    return _one_stage("interleaved", stage, stages, microbatches, chunks)
+
+
+def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
+    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved". Raises UserError, as these do, for
+    another name, a count below 1, more than one chunk where the schedule has one, and microbatches that are not a
+    multiple of the stages where chunks are interleaved."""
     _check(name, stages, microbatches, chunks)
     return [_one_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
 
@@ -208,6 +217,7 @@ def _check(name: str, stages: int, microbatches: int, chunks: int, stage: int = 
 
 def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: int) -> list[Action]:
     """Warm-up of `ahead` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    _check(name, stages, microbatches, chunks, stage)
     # `stages` microbatches through one chunk, then the same through the next; backwards begin at the last chunk.
     forwards, backwards = [], []
     for step in range(microbatches * chunks):

@@ -11,6 +11,9 @@ from cs336_systems.schedule import (
     ScheduleError,
     blocks_of,
     bubble_fraction,
+    gpipe,
+    interleaved,
+    one_f_one_b,
     receives_from,
     schedule,
     sends_to,
@@ -118,8 +121,14 @@ def test_lists_by_hand():
         actions("F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"),
         actions("F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
     ]
-    assert schedule("interleaved", 3, 5) == schedule("1f1b", 3, 5)
     assert schedule("interleaved", 2, 2, 2) == [actions("F0a F1a F0b F1b B0b B1b B0a B1a")] * 2
+
+
+def test_one_stage_at_a_time():
+    assert gpipe(1, 2, 3) == schedule("gpipe", 2, 3)[1]
+    assert one_f_one_b(2, 4, 8) == schedule("1f1b", 4, 8)[2]
+    assert interleaved(1, 2, 4, 2) == schedule("interleaved", 2, 4, 2)[1]
+    assert interleaved(1, 3, 5, 1) == one_f_one_b(1, 3, 5)
 
 
 def test_unequal_stages():
@@ -251,9 +260,15 @@ def test_refusals(arguments, words):
 
 
 def test_other_refusals():
-    for stage in (-1, 4):
+    one_stage = (
+        gpipe,
+        one_f_one_b,
+        lambda *counts: interleaved(*counts, 2),
+        lambda stage, p, _: blocks_of(stage, 0, p, 2, 24),
+    )
+    for of, stage in product(one_stage, (-1, 4)):
         with pytest.raises(UserError, match=f"stage {stage} does not exist: the 4 stages are 0 to 3"):
-            blocks_of(stage, 0, 4, 2, 24)
+            of(stage, 4, 8)
     with pytest.raises(UserError, match="num_layers 24 is not a multiple of stages 5 x chunks 2 = 10: change one"):
         blocks_of(0, 0, 5, 2, 24)
     with pytest.raises(UserError, match="num_layers 0 is not a multiple"):
