@@ -145,7 +145,7 @@ class _Execution:
 
     def post_recv(self, action: Action) -> None:
         """Start to receive the action's input (rows seq d_model), if another stage sends it."""
-        stage, (rows, seq) = self.pipeline.stage, self.microbatches[0].tokens.shape
+        stage, (rows, seq) = self.pipeline.stage, self.microbatches[action.microbatch].tokens.shape
         source = receives_from(stage.stage, action, stage.stages, stage.chunks)
         if source is not None:
             shape = rows, seq // self.pipeline.sequence, stage.model.config.d_model

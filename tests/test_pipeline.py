@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cs336_systems import pipeline
 from cs336_systems.comm import Mesh, agreement, all_reduce, record
+from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
@@ -179,6 +180,29 @@ def schedules_case(group) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_every_schedule_equals_accumulation_in_one_process(stages):
     ranks.run(schedules_case, stages)
+
+
+def uneven_case(group) -> None:
+    """Microbatches of 3, 3 and 2 rows, and one that is longer than the first."""
+    torch.set_default_dtype(torch.float64)
+    config, mesh = replace(CONFIGS["llama"], num_layers=4), Mesh(pp=2)
+    dense = whole_model(config)
+    for sizes, name, chunks in (((3, 3, 2), "1f1b", 1), ((2, 3), "gpipe", 1), ((1, 3, 2, 3), "interleaved", 2)):
+        whole = make_batch(config, sum(sizes))
+        rows = torch.arange(sum(sizes)).split(sizes)
+        batches = [Batch(*(None if each is None else each[mine] for each in whole)) for mine in rows]
+        alone, stage = Stage(copy.deepcopy(dense), 0, 1), Stage(copy.deepcopy(dense), mesh.pp.rank(), 2, chunks)
+        losses, keys = [], [key_of(batch) for batch in batches]
+        for batch, key in zip(batches, keys, strict=True):
+            losses.append(alone(batch, None, 0, key))
+            combine(losses[-1]).backward()
+        check_losses(stage, Pipeline(stage, stage, mesh, name).run(batches, combine, keys), losses)
+        for each, parameter in stage.model.named_parameters():
+            assert torch.equal(parameter.grad, alone.model.get_parameter(each).grad), each
+
+
+def test_microbatches_of_uneven_sizes_equal_accumulation():
+    ranks.run(uneven_case, 2)
 
 
 def both_case(group) -> float:
