@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.comm import Event, record
+from cs336_systems.comm import Event, all_reduce, record
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero
 from tests.support import ranks
+from tests.support.fault_cases import MODES, full_parameters
 from tests.support.parallel_cases import loss_of, make, naive_mean, spread
 from tests.support.tolerances import bound
 
@@ -54,6 +55,24 @@ def gradients_case(group, wrapper: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradients_are_the_mean_over_ranks(world_size):
     ranks.run(wrappers_case, world_size)
+
+
+def halves_case(group) -> None:
+    """The sum of the ranks' gradients is infinite, their mean is exact."""
+    for mode, prepare in MODES.items():
+        model, optimizer = prepare(nn.Linear(2, 2, bias=False).half(), torch.optim.SGD, group=group, lr=2.0**-12)
+        before = full_parameters(model)["weight"].clone()
+        (model(torch.ones(1, 2, dtype=torch.float16)) * 40_000).sum().backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        assert torch.equal(full_parameters(model)["weight"], before - 40_000 * 2.0**-12), mode
+    given = torch.full((3,), 60_000.0, dtype=torch.float16)
+    all_reduce(given, group).wait()
+    assert given.tolist() == [60_000.0] * 3
+
+
+def test_halves_are_averaged_without_their_sum():
+    ranks.run(halves_case, 2)
 
 
 class Scale(nn.Module):

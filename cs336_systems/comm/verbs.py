@@ -120,12 +120,21 @@ def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: 
         yield work
 
 
+def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp:
+    """The operator of a reduction. Halves are divided here and then added, as NCCL does by itself: the mean of 40,000
+    on each rank is one, but the sum is infinite."""
+    if reduction == "mean" and flat.dtype == torch.float16 and dist.get_backend(group) != "nccl":
+        flat.detach().div_(group.size())
+        reduction = "sum"
+    return REDUCTIONS[reduction]
+
+
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
     with _collective("all-reduce", flat, group, label) as work:
         if group.size() > 1:
             flat = torch.view_as_real(flat) if flat.is_complex() else flat
-            work.pending = [dist.all_reduce(flat, REDUCTIONS[reduction], group=group, async_op=True)]
+            work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
     return work
 
 
@@ -134,12 +143,13 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
 
     On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
-    ranks, me, how = group.size(), group.rank(), REDUCTIONS[reduction]
+    ranks, me = group.size(), group.rank()
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
     with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "") as work:
         if ranks == 1:
             return work
+        how = _operator(flat, group, reduction)
         if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work.pending = [scatter(slices[me], flat, how, group=group, async_op=True)]
@@ -152,7 +162,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
                 total = inbox[0]
                 for rank in range(1, ranks):
                     total = slices[me].add_(total) if rank == me else total.add_(inbox[rank])
-                if reduction == "mean":
+                if how == dist.ReduceOp.AVG:
                     torch.div(total, ranks, out=slices[me])
 
             work.finish = add
