@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.comm import record
@@ -165,6 +166,44 @@ def state_case(group) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_whole_state_goes_out_and_in(world_size):
     ranks.run(state_case, world_size)
+
+
+def load_case(group) -> None:
+    """Each rank takes its rows of whole weights, and its own rows from the rows that it saved."""
+    want, model = make(seed=7), FSDP(make(seed=0))
+    own = {name: value.clone() for name, value in model.state_dict().items()}
+    saved = model.state_dict()
+    saved.update(own)  # copies, which do not change with the model
+    model.module.load_state_dict(want.state_dict())
+    for name, value in model.gather_full_params().items():
+        assert torch.equal(value, want.state_dict()[name]), name
+    model.load_state_dict(saved)
+    for name, value in model.gather_full_params().items():
+        assert torch.equal(value, make(seed=0).state_dict()[name]), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_whole_weights_and_own_rows_are_loaded(world_size):
+    ranks.run(load_case, world_size)
+
+
+def foreign_case(group, marked: bool, folder: str) -> None:
+    """Rank 0's rows on every rank, and rows of which nothing says whose they are."""
+    model = FSDP(make(seed=0))
+    if group.rank() == 0:
+        torch.save(model.state_dict(), f"{folder}/saved")
+    dist.barrier(group)
+    state = torch.load(f"{folder}/saved", weights_only=True)
+    model.load_state_dict(state if marked else dict(state))
+    loss_of(model, 0).backward()  # rank 0 learns of the others' error where it meets them
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_rows_of_another_rank_are_refused(marked, tmp_path):
+    rows = "are rows 0 to 6" if marked else "do not say which they are"
+    words = f"6 of 11 rows of embedding.weight are loaded that {rows}, and this rank has rows"
+    for error in ranks.run_failing(foreign_case, 2, marked=marked, folder=str(tmp_path)):
+        assert words in error[1]
 
 
 def uneven_case(group) -> list[int]:

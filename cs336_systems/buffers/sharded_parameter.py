@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
-from cs336_systems.comm import Group, Work, all_gather
+from cs336_systems.comm import Group, Work, all_gather, fault
 from cs336_systems.comm.events import mark
 
 AHEAD = 2  # layers gathered before they are needed
@@ -111,6 +111,27 @@ class ShardedParameter:
             self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
         self.gradients.used = set()
 
+    def mark_saved(self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        """Note in a state dict which rows it has (a state-dict hook of each module)."""
+        metadata["rows"] = self.rows
+
+    def cut_loaded(
+        self, layer: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *others: Any
+    ) -> None:
+        """Take this rank's rows of a whole weight that is loaded (a load hook of each module). Raises UserError for
+        rows that are, or may be, another rank's."""
+        loaded = state.get(f"{prefix}weight")
+        if not isinstance(loaded, Tensor):
+            return
+        if loaded.shape == self.shape:
+            state[f"{prefix}weight"] = loaded[slice(*self.rows)]
+        elif loaded.shape[1:] == self.shape[1:] and (saved := metadata.get("rows")) != self.rows:
+            whose = f"are rows {saved[0]} to {saved[1]}" if saved else "do not say which they are"
+            raise fault(
+                f"{len(loaded)} of {self.shape[0]} rows of {self.name} are loaded that {whose}, and this rank has rows "
+                f"{self.rows[0]} to {self.rows[1]}: load whole weights, as gather_full_params() gives them"
+            )
+
     @torch.no_grad()
     def gather(self) -> Tensor:
         """The master weight (rows columns) on every rank. Every rank must call this."""
@@ -194,6 +215,8 @@ def shard_weights(
         sharded = ShardedParameter(weight, layers, name, compute_dtype or weight.dtype, guard.group)
         for layer in layers:
             sharded_of[layer] = sharded
+            layer.register_state_dict_post_hook(partial(sharded.mark_saved))
+            layer.register_load_state_dict_pre_hook(sharded.cut_loaded)
             layer.__dict__["_parameters"] = WeightProxy(layer._parameters, partial(lend, sharded))
     guard.remember_structure({sharded.shard: sharded.full for sharded in sharded_of.values()})
     if compute_dtype is not None:
