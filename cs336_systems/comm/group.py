@@ -6,6 +6,7 @@ that rank would send: the prediction of traffic is the code itself. Results are 
 values, such as an agreement, is answered as if all had given this rank's.
 """
 
+import atexit
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +36,14 @@ def default_group(group: Group | None = None) -> Group:
         raise UserError("no process group: do this inside `with cs336_systems.comm.distributed():`")
     assert dist.group.WORLD is not None
     return dist.group.WORLD
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """Leave the group of a process that ends without doing so: gloo's threads, which may still hold tensors, abort a
+    process whose interpreter ends before them."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def is_fake(group: Group) -> bool:
