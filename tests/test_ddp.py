@@ -161,6 +161,24 @@ def views_case(group) -> None:
     assert all(bucket.flat is None for bucket in naive.buckets)
 
 
+def kept_case(group) -> None:
+    """A buffer is filled again unless somebody holds a gradient in it, even by one row."""
+    for wrap in (FlatDDP, lambda module: zero(module, torch.optim.SGD, 1, lr=0.1)[0], FSDP):
+        model, places, held = wrap(make()), [], []
+        for step, holds in enumerate((False, False, True, False, False)):
+            loss_of(model, step).backward()
+            model.finish_gradient_synchronization()
+            vector = next(p for p in model.parameters() if p.dim() == 1 and p.grad is not None)
+            held = [vector.grad[:1]] if holds else held
+            places.append(vector.grad.untyped_storage().data_ptr())
+            model.zero_grad()
+        assert places[0] == places[1] == places[2] != places[3] == places[4], wrap
+
+
+def test_a_buffer_is_filled_again_unless_a_gradient_in_it_is_held():
+    ranks.run(kept_case, 1)  # gloo's threads might hold it for a moment
+
+
 def test_gradients_lie_in_their_buckets():
     ranks.run(views_case, 2)
 

@@ -32,6 +32,34 @@ def fail_in_no_sync(run: Run):
         run.step()
 
 
+def keep_over_a_step(run: Run):
+    """Momentum by hand: the gradients of the step before are kept without a clone, and added."""
+    last = {}
+    for step in range(3):
+        run.backward(step)
+        yield
+        last, before = {p: p.grad for p in run.updated() if p.grad is not None}, last
+        for p, gradient in before.items():
+            p.grad = p.grad + gradient
+        run.step()
+
+
+def keep_in_no_sync(run: Run):
+    """Two losses, whose gradients are combined by hand; the layer that one of them leaves out is used by the other."""
+    for step in range(2):
+        found = []
+        with run.model.no_sync():
+            for number in range(2):
+                run.backward(2 * step + number, skip=number == 1)
+                found.append({p: p.grad for p in run.module.parameters() if p.grad is not None})
+                for p in run.module.parameters():
+                    p.grad = None
+            for p, gradient in found[0].items():
+                p.grad = gradient + 2 * found[1].get(p, 0)
+        yield
+        run.step()
+
+
 def two_backwards(skip_first: bool = False, skip_second: bool = False):
     """Forward and backward twice without no_sync; rank 1 may leave a layer out."""
 
@@ -208,6 +236,8 @@ MANY = (*REDUCES_EARLY, *SCATTERS)  # modes that add the mean of one backward to
 CASES = {
     "accumulation in no_sync": Case(accumulate, inexact=("stage 3",)),
     "exception inside no_sync, then a normal step": Case(fail_in_no_sync),
+    "gradients kept over a step without a clone": Case(keep_over_a_step),
+    "gradients kept over a backward in no_sync": Case(keep_in_no_sync, modes=ALL[:-1]),
     "two backward passes without no_sync": Case(two_backwards(), inexact=MANY),
     "two backward passes, a layer unused in both on one rank": Case(two_backwards(True, True), inexact=MANY),
     "two backward passes, a layer unused in the first on one rank": Case(two_backwards(True, False), inexact=MANY),

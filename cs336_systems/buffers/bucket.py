@@ -6,6 +6,7 @@
 
     placement     collective          kept after it                          freed
     Replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
+                                                                             (a new one, if somebody holds a gradient)
     Sharded       reduce-scatter      this rank's slice, added up            the buffer, once its slice is kept
 
 A ZeRO stage is three placements: of parameters, gradients and optimizer state (see zero.py).
@@ -99,6 +100,7 @@ class GradBucket:
         self.launched: list[tuple[Tensor, int]] = []  # being reduced, with `_version` at launch: writes raise it
         self.waiting = set(parameters)  # parameters whose gradient has not come in this backward
         self.used: set[nn.Parameter] = set()  # parameters that have contributed to what `flat` or `shard` holds
+        self.given: set[nn.Parameter] = set()  # parameters whose `.grad` was a view of `flat` when last looked at
 
     @torch.no_grad()
     def mark_ready(self, parameter: nn.Parameter) -> None:
@@ -110,6 +112,7 @@ class GradBucket:
         self.waiting.discard(parameter)
         self.used.add(parameter)
         mark("gradients", gradient)
+        self._leave_if_held(parameter)
         fits = len(self.parameters) == 1 and self.layout.numel == gradient.numel() and gradient.is_contiguous()
         if self.flat is None and fits and gradient.dtype == self.dtype:
             self.flat = gradient.data.view(-1)  # a bucket of one parameter borrows its gradient as the buffer
@@ -117,9 +120,27 @@ class GradBucket:
         if gradient.dtype != self.dtype:  # a half-precision gradient is added to the wider buffer, then freed
             view.add_(gradient) if again else view.copy_(gradient)
             parameter.grad = None
-        elif view.untyped_storage()._cdata != gradient.untyped_storage()._cdata:
+            return
+        self.given.add(parameter)
+        if not self._contains(gradient):
             view.copy_(gradient)
             parameter.grad = view.data  # has its own version counter: the collective does not increment it
+
+    def _contains(self, gradient: Tensor | None) -> bool:
+        if gradient is None or self.flat is None:
+            return False
+        return gradient.untyped_storage()._cdata == self.flat.untyped_storage()._cdata
+
+    def _leave_if_held(self, parameter: nn.Parameter) -> None:
+        """Leave the buffer to whoever still holds a gradient that was there, before another is written in its place;
+        gradients that still belong to parameters are packed into a new one."""
+        if self.flat is None or parameter not in self.given or self._contains(parameter.grad):
+            return
+        self.given = {p for p in self.parameters if self._contains(p.grad)}
+        storage = self.flat.untyped_storage()
+        ours = 2 + len(self.given)  # of `flat`, of `storage`, and of each `.grad`
+        if torch._C._storage_Use_Count(storage._cdata) > ours:
+            self.flat, self.given = None, set()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's piece of the buffer, which is made if need be."""
@@ -134,6 +155,8 @@ class GradBucket:
         buffer that is kept, the mean that it has there."""
         self.finish()
         keeps = again and self.shard is None
+        for parameter in self.parameters:
+            self._leave_if_held(parameter)
         for parameter in self.parameters:
             dropped = parameter in self.used and self.placement.dropped(parameter)
             if parameter.grad is not None:  # may be accumulated under no_sync
@@ -218,6 +241,7 @@ def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tenso
                 bucket.used.add(parameter)
                 if bucket.flat is not None:  # a shard has its mean gradient already
                     parameter.grad = bucket.view(parameter)
+                    bucket.given.add(parameter)
     for bucket in (bucket for bucket in buckets if bucket.shard is None):
         bucket.used = set()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free

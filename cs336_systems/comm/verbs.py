@@ -120,7 +120,7 @@ def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: 
         yield work
 
 
-def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp:
+def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp.RedOpType:
     """The operator of a reduction. Halves are divided here and then added, as NCCL does by itself: the mean of 40,000
     on each rank is one, but the sum is infinite."""
     if reduction == "mean" and flat.dtype == torch.float16 and dist.get_backend(group) != "nccl":
