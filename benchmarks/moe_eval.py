@@ -13,6 +13,7 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.collect_files import collect_files
 from benchmarks.moe_blocks import Blocks
 from benchmarks.moe_eval_model import build
 from benchmarks.moe_eval_options import DTYPES, SMOKE, MoEEvalSettings
@@ -31,7 +32,6 @@ from cs336_systems.host.console import format_count
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.presets import Dispatch
-from cs336_systems.profiling.capture import collect_files
 
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import click
 import torch
 
+from benchmarks.collect_files import collect_files
 from benchmarks.collective import probe as probe_link
 from benchmarks.gate import check as check_model
 from benchmarks.model_options import ModelOptions
@@ -36,7 +37,6 @@ from cs336_systems.host.machine import choose_device, device_name, environment, 
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
-from cs336_systems.profiling.capture import collect_files
 from cs336_systems.profiling.report import write_report
 from cs336_systems.train.timers import Timers, timer_line
 
@@ -129,7 +129,7 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
         for _ in range(capture.total):
             if capture.taken == settings.warmup:
                 timers.reset()
-            with record() as events, capture.step():
+            with capture.step(), record() as events:
                 with capture.phase("forward"), timers("forward-compute"), autocast(device, case.precision):
                     loss = lm_loss(run, tokens, targets)
                 with capture.phase("backward"), timers("backward-compute"):

@@ -4,11 +4,10 @@ Our annotations, `launch all-reduce 0#47 bucket 0` and `wait ...`, match by grou
 on its threads, NCCL's on a GPU) bear neither: the k-th of a name and shape on one rank is the k-th on the others, since
 collectives of a group run in order. What could belong to one of several groups is left alone.
 
-A clock's offset has three witnesses, the surest first: collectives, as nobody leaves an all-reduce before everybody has
-entered it (`_most_ahead`); the ping-pong that `Capture` makes before it starts (`comm/clock.py`); and that ranks on one
-host read one clock. Intervals that overlap are intersected. One that contradicts a surer witness is dropped: a clock
-may be set anew after a ping-pong, and a host's name may be shared by two machines. The middle of what is left is the
-offset, half its width the bound.
+A clock's offset has two witnesses: collectives, as nobody leaves an all-reduce before everybody has entered it
+(`_most_ahead`), the line-up of `Capture` among them; and that ranks on one host read one clock. If the two intervals
+overlap, they are intersected; if not, the second is dropped, for two machines may share a host's name. The middle of
+what is left is the offset, half its width the bound.
 """
 
 import re
@@ -19,12 +18,12 @@ from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.profiling.collectives import CONVERSION
-from cs336_systems.profiling.intervals import FOREVER, Interval
-from cs336_systems.profiling.names import COMMUNICATION, parse_collective
-from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
+from cs336_systems.profiling.names import COMMUNICATION, LINE_UP, parse_collective
+from cs336_systems.profiling.trace import KERNEL, Interval, Span, Trace, once
 
 # No rank leaves before all have entered. Not so a broadcast, or an all-to-all in which two have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)
+ONE_CLOCK = (-2 * CONVERSION, 2 * CONVERSION)  # offsets that ranks which read one clock may show
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 
 
@@ -45,7 +44,9 @@ class Matched:
 @once
 def match(traces: list[Trace]) -> list[Matched]:
     """The collectives that at least two ranks show, in order of the earliest start."""
-    found = [each for each in (*_annotated(traces), *_of_backend(traces)) if len(each.spans) > 1]
+    met = {trace.rank: span for trace in traces for span in trace.spans if span.category == LINE_UP}
+    every = [Matched(LINE_UP, met, met, joins=True), *_annotated(traces), *_of_backend(traces)]
+    found = [each for each in every if len(each.spans) > 1]
     return sorted(found, key=lambda each: (min(span.start for span in each.spans.values()), each.key))
 
 
@@ -136,33 +137,19 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
     collectives = _from_collectives(match(traces), first.rank)
     result = {first.rank: Alignment(0, 0, "reference")}
     for trace in others:
-        witnesses = {
-            "collectives": collectives.get(trace.rank),
-            "ping-pong": _from_ping_pong(first, trace),
-            "same host": (-2 * CONVERSION, 2 * CONVERSION) if first.host and first.host == trace.host else None,
-        }
-        low, high, heard, dropped = -FOREVER, FOREVER, list[str](), list[str]()
-        for name, bounds in witnesses.items():
-            if bounds is None or max(low, bounds[0]) > min(high, bounds[1]):
-                dropped += [name] * (bounds is not None)
+        bounds, source = collectives.get(trace.rank), "collectives"
+        if first.host and first.host == trace.host:
+            low, high = bounds or ONE_CLOCK
+            low, high = max(low, ONE_CLOCK[0]), min(high, ONE_CLOCK[1])
+            if low <= high:
+                bounds, source = (low, high), "collectives, same host" if bounds else "same host"
             else:
-                low, high = max(low, bounds[0]), min(high, bounds[1])
-                heard.append(name)
-        source = ", ".join(heard) + (f"; contradicted: {', '.join(dropped)}" if dropped else "")
-        found = Alignment((low + high) // 2, (high - low + 1) // 2, source)
-        result[trace.rank] = found if heard else Alignment(0, None, "nothing: taken to agree")
+                source = "collectives; contradicted: same host"
+        found = Alignment(0, None, "nothing: taken to agree")
+        if bounds:
+            found = Alignment(sum(bounds) // 2, (bounds[1] - bounds[0] + 1) // 2, source)
+        result[trace.rank] = found
     return result
-
-
-def _from_ping_pong(first: Trace, trace: Trace) -> Interval | None:
-    """The bounds measured when the traces began, each against rank 0, whose clock is the reference."""
-    for each in (first, trace):
-        measured = "clock_offset_ns" in each.ours and "clock_bound_ns" in each.ours
-        if not measured or (each.rank != 0 and each.ours["clock_bound_ns"] <= 0):  # a bound of 0: no ping-pong
-            return None
-    offset = int(trace.ours["clock_offset_ns"]) - int(first.ours["clock_offset_ns"])
-    bound = int(trace.ours["clock_bound_ns"]) + int(first.ours["clock_bound_ns"]) + 2 * CONVERSION
-    return offset - bound, offset + bound
 
 
 def _from_collectives(matches: list[Matched], first: int) -> dict[int, Interval]:
@@ -205,14 +192,12 @@ def aligned(traces: list[Trace]) -> list[Trace]:
 
 
 def _shifted(trace: Trace, ahead: int) -> Trace:
-    ours, clock = dict(trace.ours), "clock_offset_ns"
-    ours |= {clock: int(ours[clock]) - ahead} if clock in ours else {}
-    ours |= {"marks": [[time - ahead, *rest] for time, *rest in ours["marks"]]} if "marks" in ours else {}
+    marks = [[time - ahead, *rest] for time, *rest in trace.ours.get("marks", ())]
     return replace(
         trace,
         spans=[replace(span, start=span.start - ahead, end=span.end - ahead) for span in trace.spans],
         allocations=[replace(each, time=each.time - ahead) for each in trace.allocations],
         links={(lane, to - ahead): (from_lane, time - ahead) for (lane, to), (from_lane, time) in trace.links.items()},
-        ours=ours,
+        ours=trace.ours | ({"marks": marks} if marks else {}),
         base=trace.base - ahead,
     )

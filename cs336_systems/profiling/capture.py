@@ -1,7 +1,7 @@
 """Capture: profile a worker on every rank, `with Capture(folder) as capture:` around its steps.
 
 Each rank writes `rank<r>.trace.json.gz`: torch.profiler's own trace, cleaned so that every reader takes it, and under
-the key "cs336" what it lacks: the rank, its clock against rank 0's, and the storages held by category.
+the key "cs336" what it lacks: the rank, and the storages held by category.
 """
 
 import os
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cs336_systems.comm import Group, agree, all_reduce, broadcast, current_place, is_joined
-from cs336_systems.comm.clock import Offset, clock_offset
+from cs336_systems.comm import Group, agree, all_reduce, current_place, is_joined
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.labels import clean, describe, held_by, live_storages, tag_modules
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
 
 
@@ -36,7 +36,7 @@ class Capture:
                     with capture.phase("optimizer"): ...
 
     A worker that knows nothing of it is profiled whole: `with Capture(folder): worker()`. With a `group`, every rank of
-    which must do the same, clocks are compared and the ranks begin the first step together.
+    which must do the same, the ranks begin the first step together, which also shows how far their clocks are apart.
 
     `device` is where the model computes, by default where it lies, or a GPU if there is one. `tags` names modules; a
     compiled model allows no hooks. `stack` adds Python's frames; `nvtx` makes ranges of the same names for nsys, which
@@ -72,7 +72,7 @@ class Capture:
 
     def __enter__(self) -> "Capture":
         self.taken, self.stepwise, self.running = 0, False, False
-        self.clock, self.place = Offset(0, 0), current_place(self.group)
+        self.place = current_place(self.group)
         with ExitStack() as cleanup:  # if this fails, __exit__ is not called
             self._prepare()
             if self.tags:
@@ -96,7 +96,6 @@ class Capture:
             raise UserError(problem)
         if self.group is not None:
             self.meta = {"run": said[0]} | self.meta  # the same on all ranks of a run
-            self.clock = clock_offset(self.group)
 
     def _start(self) -> None:
         # The first annotation imports a module whose frames would be garbage in the trace (pytorch issue 113564).
@@ -149,10 +148,12 @@ class Capture:
             self._start()
         if self.taken == self.warmup:
             self.known.update(self.held())
-            # The ranks begin as one: else the slowest one's start of the profiler would look like a wait.
-            if self.group is not None:
-                all_reduce(torch.zeros(1, device=self.device), self.group, "line up").wait()
-                self._synchronise()
+            # The ranks begin as one: else the slowest one's start of the profiler would look like a wait. The second
+            # time none has to wait for another, so that the annotation is short: it aligns the clocks (`align.py`).
+            for annotation in (nullcontext(), self.annotate(LINE_UP)) if self.group is not None else ():
+                with annotation:
+                    all_reduce(torch.zeros(1, device=self.device), self.group, LINE_UP).wait()
+                    self._synchronise()
         counts = self.warmup <= self.taken < self.total
         try:
             with self.annotate(f"step {self.taken - self.warmup}") if counts else nullcontext():
@@ -184,8 +185,6 @@ class Capture:
             chrome[OURS] = {
                 "rank": self.place.rank,
                 "world_size": self.place.world_size,
-                "clock_offset_ns": self.clock.nanoseconds,
-                "clock_bound_ns": self.clock.bound,
                 "steps": self.steps,
                 "held": held,
                 "marks": labels,
@@ -194,24 +193,6 @@ class Capture:
             write_json(chrome, path)
         except OSError as error:
             raise UserError(f"cannot write {path}: {error.strerror}") from None
-
-
-def collect_files(folder: Path, group: Group, device: torch.device) -> None:
-    """Rank 0 writes every other rank's trace into its own `folder`; every rank must call this. Files travel as tensors
-    of `device`, on which the group communicates. Raises UserError, on rank 0, if it cannot."""
-    me = group.rank()
-    mine = (folder / trace_name(me)).read_bytes() if (folder / trace_name(me)).exists() else b""
-    sizes = [int(size) for size in agree("sizes of the traces", str(len(mine)), group)]
-    for rank in range(1, group.size()):
-        content = torch.zeros(sizes[rank], dtype=torch.uint8, device=device)
-        if rank == me and mine:
-            content = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
-        broadcast(content, rank, group, f"trace of rank {rank}").wait()
-        if me == 0 and sizes[rank]:
-            try:
-                (folder / trace_name(rank)).write_bytes(bytes(content.cpu().numpy()))
-            except OSError as error:
-                raise UserError(f"cannot write rank {rank}'s trace to {folder}: {error.strerror}") from None
 
 
 @contextmanager

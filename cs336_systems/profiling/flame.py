@@ -8,13 +8,12 @@ their own time going to the frame around them: time is moved between frames, nev
 Posted sends and receives, which lie "in flight" until they are waited for, are no work of any thread and left out.
 """
 
-import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cs336_systems.host.text import printable
 from cs336_systems.profiling.names import (
@@ -202,25 +201,6 @@ def collapsed(threads: list[Flame]) -> str:
     return "".join(lines)
 
 
-def speedscope(threads: list[Flame], name: str) -> dict[str, Any]:
-    """The JSON that https://www.speedscope.app shows (its file-format-schema.json): one sampled profile a thread."""
-    frames: dict[str, int] = {}
-    profiles = []
-    for flame in threads:
-        stacks = [(stack, own) for stack, own in flame.root.stacks() if own]
-        samples = [[frames.setdefault(frame.name, len(frames)) for frame in stack] for stack, _ in stacks]
-        weights = [own for _, own in stacks]
-        profile = {"type": "sampled", "name": flame.name, "unit": "nanoseconds", "startValue": 0}
-        profiles.append(profile | {"endValue": sum(weights), "samples": samples, "weights": weights})
-    return {
-        "$schema": "https://www.speedscope.app/file-format-schema.json",
-        "name": name,
-        "activeProfileIndex": 0,
-        "shared": {"frames": [{"name": each} for each in frames]},
-        "profiles": profiles,
-    }
-
-
 def clocks(trace: Trace, stem: str) -> dict[str, Sort]:
     """The flame graphs of a trace by the stem of their files: of the CPU's time and, with kernels, of the device's."""
     device = any(span.category in DEVICE for span in trace.spans)
@@ -228,14 +208,9 @@ def clocks(trace: Trace, stem: str) -> dict[str, Sort]:
 
 
 def write_flame(trace: Trace, folder: Path, stem: str) -> list[Path]:
-    """Write `<stem>.collapsed.txt` and `<stem>.speedscope.json`, with kernels also those of `<stem>_device`."""
+    """Write `<stem>.collapsed.txt`, with kernels also that of `<stem>_device`."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = []
-    for name, clock in clocks(trace, stem).items():
-        threads = flames(trace, clock)
-        text, scope = folder / f"{name}.collapsed.txt", folder / f"{name}.speedscope.json"
-        text.write_text(collapsed(threads), encoding="utf-8")
-        found = speedscope(threads, f"Flame graph of rank {trace.rank} of {trace.world_size}, {clock}")
-        scope.write_text(json.dumps(found, separators=(",", ":"), allow_nan=False), encoding="utf-8")
-        paths += [text, scope]
-    return paths
+    found = {folder / f"{name}.collapsed.txt": flames(trace, clock) for name, clock in clocks(trace, stem).items()}
+    for path, threads in found.items():
+        path.write_text(collapsed(threads), encoding="utf-8")
+    return list(found)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from cs336_systems.comm.events import MARK
-from cs336_systems.profiling.names import ROOT, STEP, WRAPPER
+from cs336_systems.profiling.names import LINE_UP, ROOT, STEP, WRAPPER
 from cs336_systems.profiling.nesting import nest_host
 from cs336_systems.profiling.trace import FRAME, HOST, parse, time_of
 
@@ -119,7 +119,8 @@ def live_storages(known: Iterable[Held]) -> list[Held]:
 def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[list[Held], list[Label]]:
     """Take the memory labels out of a trace's events and, `stepwise`, all before the first step; returns what was held
     in memory then, and the labels since. (The profiler runs from the last step of the warm-up on, so that its own start
-    disturbs no step, and so that it knows the blocks that a step leaves to the next.)"""
+    disturbs no step, and so that it knows the blocks that a step leaves to the next.) The ranks' line-up stays, in a
+    category of its own, so that no table counts it."""
     trace, labels, categories = parse(chrome), list[Label](), dict[int, str]()
     start = min((span.start for span in trace.spans if STEP.match(span.name)), default=0) if stepwise else 0
     for span in trace.spans:
@@ -138,7 +139,9 @@ def clean(chrome: dict[str, Any], held: list[Held], stepwise: bool) -> tuple[lis
                 alive[each.address] = Held(category, each.address, each.nbytes, each.device)
 
     def stays(event: dict[str, Any]) -> bool:
-        before = event.get("ph") != "M" and time_of(event, trace.base) < start
+        if event.get("name") == LINE_UP and event.get("cat") == "user_annotation":
+            event["cat"] = LINE_UP
+        before = event.get("ph") != "M" and event.get("cat") != LINE_UP and time_of(event, trace.base) < start
         return not before and not str(event.get("name", "")).startswith(MARK)
 
     chrome["traceEvents"] = list(filter(stays, chrome["traceEvents"]))

@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from cs336_systems.profiling.labels import CATEGORIES
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
@@ -105,7 +106,9 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     if not device:
         return memory_timeline(trace, "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu")
     events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
-    beginnings = [span.start for span in trace.spans[:1]] + [event.time for event in events[:1]]
+    beginnings = [span.start for span in trace.spans if span.category != LINE_UP][:1] + [
+        event.time for event in events[:1]
+    ]
     times = [min([*beginnings, *(time for time, *_ in trace.ours.get("marks", ()))], default=0)]
     times += [event.time for event in events]
     blocks = _blocks(trace, events, device, times[0])

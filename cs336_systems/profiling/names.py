@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that divide a step
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
+LINE_UP = "line up"  # of an annotation, in which all ranks meet before the first step, and of its category
 UNNAMED = ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
 STEP = re.compile(r"(?:step |ProfilerStep#)(\d+)$")
 TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")

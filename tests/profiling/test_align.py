@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.profiling.align import CONVERSION, Alignment, aligned, match, offsets
-from tests.support.traces import BASE, MAIN, PID, SECOND, flow, gloo, kernel, measured, memory, note, own, slice_, trace
+from tests.support.traces import BASE, MAIN, PID, SECOND, flow, gloo, kernel, lined_up, memory, note, own, slice_, trace
 
 
 def test_our_own_match_by_group_and_number():
@@ -90,9 +90,9 @@ def test_results_are_cached_for_exactly_the_traces_they_were_made_of():
     assert [sorted(each.spans) for each in match([first, third])] == [[0, 2]]
     assert sorted(offsets([first, second])) == [0, 1]
     assert sorted(offsets([first, second, third])) == [0, 1, 2]
-    late = trace(1, gloo(5, 9), base=BASE + SECOND, **measured(SECOND, 9))
+    late = trace(1, gloo(5, 9), base=BASE + SECOND)
     late.cache["flights"] = "of the unmoved trace"
-    _, moved = aligned([trace(0, gloo(5, 9), **measured(0, 0)), late])
+    _, moved = aligned([trace(0, gloo(5, 9)), late])
     assert moved is not late
     assert moved.cache == {}
 
@@ -154,18 +154,17 @@ def test_ranks_that_never_meet_are_joined_by_others():
 
 
 def test_bounds_are_intersected_and_contradicting_ones_dropped():
-    def judged(host="", **ours):
-        first = trace(0, gloo(0, 1000), host=host, **measured(0, 0))
-        return offsets([first, trace(1, gloo(0, 1000), host=host, **ours)])[1]
+    def judged(*events, host="", late=0.0, **ours):
+        first = trace(0, lined_up(0, 100), gloo(100, 1100), host=host, clock_offset_ns=0, clock_bound_ns=0)
+        return offsets([first, trace(1, gloo(100 + late, 1100 + late), *events, host=host, **ours)])[1]
 
     assert judged() == Alignment(0, 1_000_000, "collectives")
-    wide = judged(**measured(990_000, 50_000))  # from 910 to 1070 us with both conversions, of which up to 1000 can be
-    assert wide == Alignment(955_000, 45_000, "collectives, ping-pong")
-    assert judged(**measured(SECOND, 50_000)) == Alignment(0, 1_000_000, "collectives; contradicted: ping-pong")
-    assert judged("vm") == Alignment(0, 2 * CONVERSION, "collectives, same host")
-    stepped = judged("vm", **measured(SECOND, 50_000))
-    assert stepped == Alignment(0, 2 * CONVERSION, "collectives, same host; contradicted: ping-pong")
-    assert judged(**measured(0, 0)).source == "collectives"  # a capture without a group measures nothing
+    # At least start - end over there, 0.99 - 0.1 ms; at most end - start, 1.05 ms, of which up to 1 can be.
+    assert judged(lined_up(990, 1050)) == Alignment(945_000, 55_000, "collectives")
+    assert judged(host="vm") == Alignment(0, 2 * CONVERSION, "collectives, same host")
+    assert judged(host="vm", late=2000) == Alignment(2_000_000, 1_000_000, "collectives; contradicted: same host")
+    measured = {"clock_offset_ns": SECOND, "clock_bound_ns": 50_000}  # by a ping-pong, in traces of earlier versions
+    assert judged(**measured) == judged()
 
 
 def test_without_collectives():
@@ -173,11 +172,18 @@ def test_without_collectives():
     assert offsets(alone)[1] == Alignment(0, None, "nothing: taken to agree")
     same = [trace(r, slice_("aten::mm", 0, 1), host="vm") for r in range(2)]
     assert offsets(same)[1] == Alignment(0, 2 * CONVERSION, "same host")
-    asked = [trace(r, slice_("aten::mm", 0, 1), **measured(r * SECOND, r * 40_000)) for r in range(3)]
-    assert offsets(asked)[1] == Alignment(SECOND, 70_000, "ping-pong")
-    # Without rank 0 the lowest is the measure, and both errors add up.
-    assert offsets(asked[1:]) == {1: Alignment(0, 0, "reference"), 2: Alignment(SECOND, 150_000, "ping-pong")}
+    met = [trace(r, lined_up(0, 10 + 20 * r), base=BASE + r * SECOND) for r in range(3)]
+    assert offsets(met)[1] == Alignment(SECOND + 10_000, 20_000, "collectives")
+    # Without rank 0 the lowest is the measure.
+    assert offsets(met[1:]) == {1: Alignment(0, 0, "reference"), 2: Alignment(SECOND + 10_000, 40_000, "collectives")}
     assert offsets([]) == {}
+
+
+def test_the_line_up_is_believed_where_counting_is_wrong():
+    """Counting matches the wrong spans, which contradict each other."""
+    met = lined_up(0, 1)
+    traces = [trace(0, met, gloo(100, 110), gloo(200, 210)), trace(1, met, gloo(0, 10), gloo(150, 160))]
+    assert offsets(traces)[1] == Alignment(0, 1000, "collectives")
 
 
 def test_contradicting_spans_of_a_backend_are_not_used():
@@ -191,10 +197,9 @@ def test_contradicting_spans_of_a_backend_are_not_used():
 
 def test_everything_is_shifted():
     ahead = 3 * SECOND
-    first = trace(0, slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8), **measured(0, 0))
-    late = trace(
-        1, slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8), marks=[[BASE, "x", 5]], **measured(ahead, 9)
-    )
+    events = [slice_("aten::mm", 5, 9), *flow(1, 5, 5), memory(6.0, 8)]
+    first = trace(0, lined_up(0, 1), *events)
+    late = trace(1, lined_up(ahead / 1000, ahead / 1000 + 1), *events, marks=[[BASE, "x", 5]])
     for unmoved, moved in zip([first, late], aligned([first, late]), strict=True):
         by = moved.base - unmoved.base
         assert by == (-ahead if unmoved is late else 0)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.comm import all_reduce, reduce_scatter
+from cs336_systems.comm import all_reduce, receive, reduce_scatter, send
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.profiling import Capture
@@ -15,7 +15,10 @@ from cs336_systems.profiling.__main__ import main
 from cs336_systems.profiling.align import CONVERSION, match, offsets
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.merge import merge, own_moment, untangle
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.nesting import nest
+from cs336_systems.profiling.operators import collective_rows
+from cs336_systems.profiling.overlap import overlaps
 from cs336_systems.profiling.trace import OURS, Span, Trace, parse, read_json, read_trace, trace_files, write_json
 from tests.support import ranks
 from tests.support.merged_trace import validate
@@ -46,6 +49,8 @@ def test_arrows_go_from_the_last_to_join_to_where_the_others_leave():
     merged = merge(two_ranks(ahead=SECOND))
     ends = [(e["ph"], e["name"], e["pid"], e["ts"]) for e in of(merged, "sf", cat="collective")]
     assert ends == [
+        ("s", "line up", 1, 0.001),
+        ("f", "line up", 1001, 0.999),
         ("s", "all-reduce 0#1 bucket", 1001, 200.001),
         ("s", "gloo:all_reduce [[8]] #0", 1001, 201.001),
         ("f", "gloo:all_reduce [[8]] #0", 1, 299.999),
@@ -53,7 +58,7 @@ def test_arrows_go_from_the_last_to_join_to_where_the_others_leave():
     ]
     assert all(e["bp"] == "e" for e in of(merged, "f"))
     arrows = of(merged, "s")
-    assert len({e["id"] for e in arrows}) == len(arrows) == 4  # two ranks, two collectives; both ranks had used 1
+    assert len({e["id"] for e in arrows}) == len(arrows) == 5  # two ranks, three collectives; both ranks had used 1
     assert sorted((e["pid"], e["ts"]) for e in of(merged, "sf", cat="fwdbwd")) == [
         *((1, 10.0), (1, 30.0)),
         *((1001, 10.0), (1001, 30.0)),
@@ -183,7 +188,7 @@ def first(events: list[dict], **wanted) -> dict:
         (lambda events: first(events, ph="f").update(ts=5000), "touches no slice"),
         (lambda events: first(events, name="gloo:all_reduce [[8]] #0", ph="s").update(ts=1), "touches no slice"),
         (lambda events: first(events, name="aten::mm").update(dur=float("inf")), "no times"),
-        (lambda events: first(events, ph="f").update(ts=1), "ends before it starts"),
+        (lambda events: first(events, ph="f").update(ts=0), "ends before it starts"),
         (lambda events: first(events, pid=1001, name="process_name").update(pid=1), "has the names rank 0"),
         (lambda events: events.remove(first(events, name="thread_name")), "has no name"),
     ],
@@ -207,7 +212,7 @@ def test_the_command_merges_a_folder(tmp_path, capsys):
     code, out, err = merge_command(capsys, str(tmp_path))
     assert (code, err) == (0, "")
     assert "1000.000 ms" in out
-    assert "collectives, ping-pong" in out
+    assert "collectives" in out
     assert "2 ranks" in out
     assert "https://ui.perfetto.dev" in out
     merged = read_json(tmp_path / "merged.trace.json.gz")
@@ -287,20 +292,40 @@ def test_a_real_capture_with_a_clock_set_wrong(tmp_path):
     chromes[1]["baseTimeNanoseconds"] += SECOND
     injected = [parse(each) for each in chromes]
 
-    # The ping-pong was right before the clock was set: the collectives know better.
-    for traces, source in ((injected, "contradicted: ping-pong"), ([_bare(each) for each in injected], "collectives")):
+    # The ranks share a host, so that one of them must be wrong about it: the collectives know better.
+    for traces in (injected, [_bare(each) for each in injected]):
         found = offsets(traces)[1]
-        assert source in found.source
+        assert found.source == "collectives; contradicted: same host"
         assert abs(found.nanoseconds - SECOND) <= found.bound + 2 * CONVERSION
-    chromes[1][OURS] = chromes[1][OURS] | {"clock_offset_ns": chromes[1][OURS]["clock_offset_ns"] + SECOND}
-    found = offsets([parse(each) for each in chromes])[1]
-    assert abs(found.nanoseconds - SECOND) <= found.bound
-    assert "ping-pong" in found.source
-    _check_merged(merge([parse(each) for each in chromes]), tmp_path / "merged.trace.json")
+    _check_merged(merge(injected), tmp_path / "merged.trace.json")
 
 
 def _bare(each: Trace) -> Trace:
-    return parse({key: value for key, value in each.chrome.items() if key != OURS})
+    """A trace without what `Capture` adds to it."""
+    events = [event for event in each.chrome["traceEvents"] if event.get("cat") != LINE_UP]
+    return parse({key: value for key, value in each.chrome.items() if key != OURS} | {"traceEvents": events})
+
+
+def pipeline_case(group, folder: str) -> None:
+    pass_on = send if group.rank() == 0 else receive
+    with Capture(Path(folder), group, warmup=1) as capture:
+        for _ in range(capture.total):
+            with capture.step(), capture.phase("forward"):
+                pass_on(torch.ones(4), 1 - group.rank(), group, "activations").wait()
+
+
+def test_a_pipeline_without_collectives_is_aligned_by_the_line_up(tmp_path):
+    ranks.run(pipeline_case, 2, folder=str(tmp_path))
+    first, other = (read_trace(path) for path in trace_files(tmp_path))
+    late = parse(other.chrome | {"baseTimeNanoseconds": other.base + SECOND, "host_name": "another machine"})
+    assert [each.key for each in match([first, late])] == [LINE_UP]
+    found = offsets([first, late])[1]
+    assert found.source == "collectives"
+    assert abs(found.nanoseconds - SECOND) <= found.bound + 2 * CONVERSION
+    assert found.bound < SECOND // 10
+    # The line-up lies before the step, and no table counts it.
+    assert [row.name for trace in (first, late) for row in collective_rows(trace)] == ["gloo:send", "gloo:recv"]
+    assert all(each.posted for each in overlaps([first, late]))
 
 
 def _check_merged(merged: dict, path: Path) -> None:

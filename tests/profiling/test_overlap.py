@@ -13,9 +13,18 @@ from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.collectives import flights
-from cs336_systems.profiling.intervals import intersection, length, subtraction, union
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
-from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
+from cs336_systems.profiling.trace import (
+    Trace,
+    intersection,
+    length,
+    parse,
+    read_trace,
+    subtraction,
+    trace_files,
+    union,
+)
 from tests.support import ranks
 
 FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"
@@ -32,6 +41,11 @@ def event(name: str, start: float, end: float, thread: int = MAIN, category: str
 
 def kernel(name: str, start: float, end: float, stream: int = 7, category: str = "kernel") -> dict:
     return event(name, start, end, stream, category, stream=stream)
+
+
+def met(ahead: float = 0.0) -> dict:
+    """The line-up of the ranks, in no time, on a clock that is ahead."""
+    return event(LINE_UP, ahead, ahead, category=LINE_UP)
 
 
 def trace(*events: dict, rank: int = 0, host: str = "", **ours) -> Trace:
@@ -138,8 +152,7 @@ def test_waiting_is_apart_from_transfer():
     def one(rank: int, start: float, ahead: float) -> Trace:
         spans = [event("gloo:all_reduce", start + ahead, 100 + ahead, GLOO, **args)]
         spans.append(event("gloo:all_gather", 10 + ahead, 10 + 10 * rank + ahead, GLOO))
-        offset = {"clock_offset_ns": round(1000 * ahead), "clock_bound_ns": rank}
-        return trace(*spans[: rank + 1], rank=rank, host=str(rank), **offset)
+        return trace(met(ahead), *spans[: rank + 1], rank=rank, host=str(rank))
 
     first, second = overlaps([one(1, 70, 12.5), one(0, 20, 0)])
     assert (first.rank, first.waited, first.transferred) == (0, 50_000, 30_000)
@@ -152,15 +165,14 @@ def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
     """Two groups of the same ranks run equal collectives, each rank in another order: counting would pair wrongly."""
 
     def one(rank: int, first: float, second: float) -> Trace:
-        spans = []
+        spans = [met()]
         for group, begin in enumerate((first, second)):
             name = f"all-reduce {group}#1 group {group}"
             call = event("c10d::allreduce_", 1 + 5 * group, 2 + 5 * group, **{"Input Dims": [[[8]], []]})
             ran = event("gloo:all_reduce", begin, begin + 40, GLOO + group, **{"Input Dims": [[8]]})
             waited = event(f"wait {name}", 10 + group, begin + 41)
             spans += [event(f"launch {name}", 5 * group, 3 + 5 * group), call, ran, waited]
-        info = {"clock_offset_ns": 0, "clock_bound_ns": rank}
-        found = trace(*spans, rank=rank, host=str(rank), **info)
+        found = trace(*spans, rank=rank, host=str(rank))
         groups = [{"pg_name": name, "ranks": [0, 1]} for name in "01"]
         return replace(found, chrome=found.chrome | {"distributedInfo": {"pg_config": groups}})
 
@@ -184,13 +196,12 @@ def test_ranks_wait_for_each_other_in_the_collective_of_the_same_name():
 def test_a_posted_transfer_begins_when_the_last_rank_has_launched():
     def one(rank: int, start: float) -> Trace:
         return trace(
+            met(),
             event("launch all-gather 0#1 weight", start, start + 5),
             event("gloo:recv", start + 1, 90),
             event("wait all-gather 0#1 weight", 80, 91),
             rank=rank,
             host=str(rank),
-            clock_offset_ns=0,
-            clock_bound_ns=rank,
         )
 
     first, second = overlaps([one(0, 0), one(1, 50)])

@@ -107,7 +107,7 @@ def test_a_report_without_matplotlib_has_everything_but_pictures(tmp_path, monke
     console = Console(width=200, file=StringIO())
     report.write_report(tmp_path, two_ranks(), console)
     assert [line for line in console.file.getvalue().splitlines() if "matplotlib" in line] == [report.NO_PICTURES]
-    others = {"tables.md", "overlap.md", "memory.md", "flame.collapsed.txt", "flame.speedscope.json"}
+    others = {"tables.md", "overlap.md", "memory.md", "flame.collapsed.txt"}
     assert {path.name for path in tmp_path.iterdir()} == {*others, "index.html", "merged.trace.json.gz"}
     assert "<img" not in (tmp_path / "index.html").read_text()
 

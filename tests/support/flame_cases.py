@@ -1,8 +1,6 @@
 """Traces made by hand for flame graphs, in microseconds, and what their stacks are."""
 
-import json
-
-from cs336_systems.profiling.flame import collapsed, speedscope
+from cs336_systems.profiling.flame import collapsed
 from cs336_systems.profiling.trace import parse
 from tests.support.chrome_events import event
 
@@ -124,16 +122,3 @@ def stacks(threads):
     """{stack without the rank's name: nanoseconds}."""
     lines = [line.rpartition(" ") for line in collapsed(threads).splitlines()]
     return {stack.partition(" ")[2].partition(" ")[2]: int(own) for stack, _, own in lines}
-
-
-def check_speedscope(threads):
-    found = json.loads(json.dumps(speedscope(threads, "a trace")))
-    names = [each["name"] for each in found["shared"]["frames"]]
-    assert found["$schema"] == "https://www.speedscope.app/file-format-schema.json"
-    assert len(names) == len(set(names))
-    assert [profile["name"] for profile in found["profiles"]] == [thread.name for thread in threads]
-    for profile, thread in zip(found["profiles"], threads, strict=True):
-        assert (profile["type"], profile["unit"], profile["startValue"]) == ("sampled", "nanoseconds", 0)
-        assert profile["endValue"] == sum(profile["weights"]) == thread.root.total()
-        shown = [";".join(names[i].replace(";", ",") for i in sample) for sample in profile["samples"]]
-        assert dict(zip(shown, profile["weights"], strict=True)) == stacks([thread])

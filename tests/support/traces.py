@@ -1,5 +1,6 @@
 """Traces of several ranks made by hand, in the words of torch.profiler. Times are microseconds."""
 
+from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.trace import OURS, Trace, parse
 from tests.support.chrome_events import event
 
@@ -45,8 +46,9 @@ def trace(rank: int, *events, world: int = 2, host: str = "", groups=(), base: i
     return parse(chrome | {"traceEvents": list(events)})
 
 
-def measured(nanoseconds: int, bound: int) -> dict:
-    return {"clock_offset_ns": nanoseconds, "clock_bound_ns": bound}
+def lined_up(start: float, end: float) -> dict:
+    """The ranks met before the first step: if from the same start to the same end, their clocks agree."""
+    return slice_(LINE_UP, start, end, cat=LINE_UP)
 
 
 def kernel(start: float, end: float, **args) -> dict:
@@ -57,12 +59,14 @@ def kernel(start: float, end: float, **args) -> dict:
 
 def two_ranks(ahead: int = 0) -> list[Trace]:
     """Rank 1 joins last, and its clock is ahead."""
-    step = [slice_("step 0", 0, 1000, cat="user_annotation"), slice_("aten::mm", 10, 20), slice_("Backward", 30, 40)]
+    step = [
+        lined_up(0, 1),
+        slice_("step 0", 1, 1000, cat="user_annotation"),
+        slice_("aten::mm", 10, 20),
+        slice_("Backward", 30, 40),
+    ]
     mine = [*step, *flow(1, 10, 30), *own("all-reduce", 1, 100, 150, 300.5), gloo(105, 300), memory(12.0, 2**20)]
     child = slice_("aten::div_", 250, 290, GLOO)
     yours = [*step, *flow(1, 10, 30), *own("all-reduce", 1, 200, 230, 299), gloo(201, 298), child, memory(12.0, 2**21)]
     facts = {"held": [["parameters", 5, 2**20, "cpu"]], "steps": 1}
-    return [
-        trace(0, *mine, **measured(0, 0), **facts),
-        trace(1, *yours, base=BASE + ahead, **measured(ahead, 1000), **facts),
-    ]
+    return [trace(0, *mine, **facts), trace(1, *yours, base=BASE + ahead, **facts)]
