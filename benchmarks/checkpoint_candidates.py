@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load_stat
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError
-from cs336_systems.checkpoint import Saver, list_checkpoints, open_checkpoint, save
+from cs336_systems.checkpoint.disk import list_checkpoints
+from cs336_systems.checkpoint.load import open_checkpoint
+from cs336_systems.checkpoint.save import Saver, save
 from cs336_systems.comm import Group, agree
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState

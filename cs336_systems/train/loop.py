@@ -12,7 +12,7 @@ from typing import IO, Any, Self
 
 import torch
 
-from cs336_systems.checkpoint import SaveError
+from cs336_systems.checkpoint.disk import SaveError
 from cs336_systems.comm import Group, agree, request_stop, stop_step
 from cs336_systems.comm.agreement import ranks_text
 from cs336_systems.comm.launch import SAME_SIGNAL

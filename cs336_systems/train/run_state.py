@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.checkpoint import DTYPES, NAMES, RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
 from cs336_systems.checkpoint.disk import RefusedError, require
+from cs336_systems.checkpoint.tensors import DTYPES, NAMES, RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
 from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer

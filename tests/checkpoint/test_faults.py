@@ -16,19 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from cs336_systems.checkpoint import (
-    VALUE,
-    Box,
-    Checkpoint,
-    Piece,
-    SaveError,
-    disk,
-    list_checkpoints,
-    locked,
-    open_newest,
-)
+from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.__main__ import main
-from cs336_systems.checkpoint.tensors import write_tensors
+from cs336_systems.checkpoint.disk import SaveError, list_checkpoints, locked
+from cs336_systems.checkpoint.load import open_newest
+from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece, write_tensors
 from cs336_systems.comm import agree, agreement, default_group, distributed
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

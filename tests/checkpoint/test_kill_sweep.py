@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from cs336_systems.checkpoint import clean, list_checkpoints, open_checkpoint, open_newest
+from cs336_systems.checkpoint.disk import clean, list_checkpoints
+from cs336_systems.checkpoint.load import open_checkpoint, open_newest
 from cs336_systems.comm import Place, agree, agreement, distributed
 from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step, save_steps
 from tests.support.ranks import run_alone

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from cs336_systems.checkpoint import VALUE, Box, Checkpoint, Piece, RefusedError, open_checkpoint, open_newest, save
-from cs336_systems.checkpoint.disk import require
-from cs336_systems.checkpoint.load import NAME
+from cs336_systems.checkpoint.disk import RefusedError, require
+from cs336_systems.checkpoint.load import NAME, open_checkpoint, open_newest
+from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece
 from cs336_systems.comm import agree, distributed
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, bits, flip, is_step, rewrite, save_step, save_steps, sign, tensors

@@ -10,22 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.checkpoint import (
-    VALUE,
-    Box,
-    Piece,
-    SaveError,
-    Saver,
-    clean,
-    disk,
-    list_checkpoints,
-    locked,
-    my_share,
-    open_checkpoint,
-    open_newest,
-    save,
-    step_name,
-)
+from cs336_systems.checkpoint import disk
+from cs336_systems.checkpoint.disk import SaveError, clean, list_checkpoints, locked, step_name
+from cs336_systems.checkpoint.load import open_checkpoint, open_newest
+from cs336_systems.checkpoint.save import Saver, save
+from cs336_systems.checkpoint.tensors import VALUE, Box, Piece, my_share
 from cs336_systems.comm import agree, all_reduce, distributed
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, PATIENCE, flip, is_step, pieces_of, save_step, save_steps, tensors

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from cs336_systems.checkpoint import RANDOM, VALUE, Box, Piece, my_share, save
 from cs336_systems.checkpoint.load import NAME, digest
-from cs336_systems.checkpoint.tensors import NAMES
+from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.tensors import NAMES, RANDOM, VALUE, Box, Piece, my_share
 from cs336_systems.comm import agree
 
 FILE = "rank-00000-00.safetensors"

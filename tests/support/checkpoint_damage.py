@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.checkpoint import VALUE
 from cs336_systems.checkpoint.load import NAME
+from cs336_systems.checkpoint.tensors import VALUE
 from tests.support.checkpoint_cases import FILE, flip, rewrite
 
 OLD, NEW = "step-00000001", "step-00000002"

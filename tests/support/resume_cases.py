@@ -24,7 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from cs336_systems.checkpoint import Checkpoint, list_checkpoints, open_checkpoint, weights_hash
+from cs336_systems.checkpoint.disk import list_checkpoints
+from cs336_systems.checkpoint.load import open_checkpoint, weights_hash
+from cs336_systems.checkpoint.tensors import Checkpoint
 from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.train import __main__ as training

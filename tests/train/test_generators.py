@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.checkpoint import RANDOM, Box, Piece, RefusedError, open_checkpoint, save
+from cs336_systems.checkpoint.disk import RefusedError
+from cs336_systems.checkpoint.load import open_checkpoint
+from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.tensors import RANDOM, Box, Piece
 from cs336_systems.comm import default_group, distributed
 from cs336_systems.train.run_state import random_pieces, restore_random, seed_generators
 from tests.support import ranks

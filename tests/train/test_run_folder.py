@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.checkpoint import (
-    export_plain,
-    list_checkpoints,
-    locked,
-    open_plain,
-    weights_hash,
-)
+from cs336_systems.checkpoint.disk import list_checkpoints, locked
+from cs336_systems.checkpoint.load import export_plain, open_plain, weights_hash
 from cs336_systems.comm import Place
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.checkpoint import list_checkpoints
+from cs336_systems.checkpoint.disk import list_checkpoints
 from tests.support import ranks
 from tests.support.resume_cases import attempt, complete, figures, log_of, newest, tiny
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.checkpoint import list_checkpoints, open_checkpoint
+from cs336_systems.checkpoint.disk import list_checkpoints
+from cs336_systems.checkpoint.load import open_checkpoint
 from cs336_systems.comm import agree, request_stop
 from cs336_systems.train.loop import StopSignal
 from tests.support import ranks
