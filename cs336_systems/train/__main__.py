@@ -16,7 +16,7 @@ from typing import Any
 import click
 import torch
 
-from cs336_systems.comm import Group, Place, agree, current_place, default_group, distributed, find_place
+from cs336_systems.comm import Group, Place, agree, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
 from cs336_systems.cost.flops import model_flops
@@ -67,22 +67,23 @@ def introduce(trainer: Trainer, hardware: Hardware) -> str:
     return f"{text}{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}"
 
 
-def train(recipe: Recipe, restarted: bool = False) -> dict[str, Any]:
+def train(recipe: Recipe, place: Place | None = None) -> dict[str, Any]:
     """Run a recipe on every rank; rank 0 prints the outcome. Returns the log's last record.
 
-    Ranks that torchrun has `restarted` resume the run that it began. Raises UserError for a run that cannot be made, or
-    whose loss diverges.
+    Ranks that torchrun has started again (see their `place`) resume the run that it began. Raises UserError for a run
+    that cannot be made, or whose loss diverges.
     """
+    place = place or find_place()
     world, device = default_group(), choose_device(recipe.launch.device)
     require_one_recipe(recipe, world)
     seed_generators(recipe.run.seed, world.rank())  # for whoever draws: see run_state.py
     # From the beginning, since a large model takes minutes to build and to read.
     stopping = StopSignal(world, STEPS_AHEAD if device.type == "cuda" else 0, active=recipe.run.out is not None)
-    with stopping, run_folder(recipe, world, restarted) as resume:
-        return _train(Trainer(recipe.change(resume=resume)), stopping)
+    with stopping, run_folder(recipe, world, restarted=place.attempt != "0") as resume:
+        return _train(Trainer(recipe.change(resume=resume)), stopping, place.local_world_size)
 
 
-def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
+def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str, Any]:
     recipe, run, device, world = trainer.recipe, trainer.recipe.run, trainer.device, trainer.mesh.world
     say = partial(console.console(quiet=world.rank() > 0).print, soft_wrap=True)
     hardware = probe(device, recipe.model.precision, device_name(device), budget=0.2)
@@ -97,8 +98,8 @@ def _train(trainer: Trainer, stopping: StopSignal) -> dict[str, Any]:
     with open_log(run.log_path, world, done) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
-        # Of all ranks, which share cores on a CPU.
-        share = machine.allowed_cores() / (torch.get_num_threads() * current_place().local_world_size)
+        # Of all ranks; those of one machine share its cores on a CPU.
+        share = machine.allowed_cores() / (torch.get_num_threads() * ranks_here)
         per_second = hardware.matmul_flops * world.size() * (1.0 if device.type == "cuda" else min(1.0, share))
         # FLOPs of microbatches, since the capacity of an expert is a group's.
         flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)
@@ -164,7 +165,7 @@ def work(place: Place, recipe: Recipe) -> None:
     device = choose_device(recipe.launch.device)
     with distributed(device, recipe.launch.backend, recipe.launch.timeout, place):
         try:
-            train(recipe, restarted=place.attempt != "0")
+            train(recipe, place)
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise

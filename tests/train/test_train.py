@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.comm import distributed
+from cs336_systems.comm import Place, distributed
+from cs336_systems.cost.flops import model_flops
 from cs336_systems.host.console import run_command
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import model_preset
@@ -179,6 +180,27 @@ def test_ranks_learn_what_one_process_learns(tmp_path):
         # Six steps of some hundred roundings in a row, in sums of 128 terms whose roundings add like a random walk.
         for each in together:
             assert each == pytest.approx(alone, rel=bound(torch.float32, stages=6 * 100, longest_sum=12))
+
+
+@pytest.mark.parametrize(("ranks_here", "share"), [(1, 1.0), (2, 1.0), (4, 0.5)])
+def test_ranks_of_one_machine_share_its_cores(in_tmp, quick_probe, monkeypatch, ranks_here, share):
+    """The fastest step, by which the utilisation is measured, is that of the cores there are, not of all threads."""
+    loops = []
+
+    class Watched(training.Loop):
+        def __post_init__(self):
+            super().__post_init__()
+            loops.append(self)
+
+    monkeypatch.setattr(training, "Loop", Watched)
+    monkeypatch.setattr(training.machine, "allowed_cores", lambda: 2 * torch.get_num_threads())
+    for name, value in {"RANK": 0, "WORLD_SIZE": ranks_here, "LOCAL_WORLD_SIZE": ranks_here}.items():
+        monkeypatch.setenv(name, str(value))  # as torchrun sets them
+    recipe = Recipe.of(data=("random",), num_layers=1, steps=1, batch_size=2, context=8, eval_iters=1, device="cpu")
+    with distributed(place=Place()):
+        train(recipe)
+    flops = model_flops(loops[0].trainer.config, 1, 8) * 2
+    assert loops[0].least_seconds == pytest.approx(flops / (share * made_up().matmul_flops))
 
 
 def test_a_batch_that_does_not_divide_is_refused():
