@@ -14,11 +14,11 @@ from cs336_systems.comm import Group, agree
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
 from cs336_systems.cost.probe import probe
-from cs336_systems.cost.step import MAPPED
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import AllToAllDispatcher
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.machine import device_name
+from cs336_systems.layout import MAPPED
 from cs336_systems.model.feed_forward import Experts
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import initial_weight

@@ -15,6 +15,8 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import blocks_of, bubble_fraction
 
 TIED = "embedding.tokens.weight"
+# Bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
+MAPPED = 2**25
 
 
 def check_spread(spread: Any, counts: tuple[str, ...]) -> None:

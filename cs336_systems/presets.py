@@ -173,7 +173,6 @@ class Preset:
 
     model: ModelConfig
     batch_size: int
-    source: str
 
 
 COURSE_YEARS = (2024, 2025, 2026)
@@ -190,7 +189,7 @@ def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_head
     model = ModelConfig(10_000, 512 if year == 2026 else 128, d_model, d_ff, num_layers, num_heads)
     if year > 2024:  # since then rotary positions, a gated feed-forward of the same d_ff, and a head of its own
         model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False)
-    return Preset(model, 16 if year == 2024 else 4, f"CS336 assignment 2, {year} edition")
+    return Preset(model, 16 if year == 2024 else 4)
 
 
 # vocab_size, context_length, d_model, d_ff, num_layers, num_heads; then what differs from the defaults.
@@ -208,18 +207,18 @@ _FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512, bia
 _LLAMA_70B = replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64)
 _LLAMA_405B = replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128)
 _MOE_TWIN = replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4)
-_TWIN = "the same experts, layers and tokens at a twelfth of the width: equal counts and ratios on a laptop"
 
 # The same in every year.
 _PRESETS = {
-    "tiny": Preset(_TINY, 16, "ours: trains on a laptop in under a minute"),
-    "bert-345m": Preset(_BERT, 4, "Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128"),
-    "gpt3-175b": Preset(_GPT, 1, "arXiv:2005.14165, table 2.1"),
-    "llama-8b": Preset(_LLAMA, 1, "arXiv:2407.21783, table 3"),
-    "llama-70b": Preset(_LLAMA_70B, 1, "arXiv:2407.21783, table 3"),
-    "llama-405b": Preset(_LLAMA_405B, 1, "arXiv:2407.21783, table 3"),
-    "fairseq-moe-15b": Preset(_FAIRSEQ_MOE, 1, "fairseq (branch moe) en_moe_lm_15b; the vocabulary size is assumed"),
-    "fairseq-moe-twin": Preset(_MOE_TWIN, 1, _TWIN),
+    "tiny": Preset(_TINY, 16),  # ours: trains on a laptop in under a minute
+    "bert-345m": Preset(_BERT, 4),  # Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128
+    "gpt3-175b": Preset(_GPT, 1),  # arXiv:2005.14165, table 2.1
+    "llama-8b": Preset(_LLAMA, 1),  # arXiv:2407.21783, table 3
+    "llama-70b": Preset(_LLAMA_70B, 1),  # the same
+    "llama-405b": Preset(_LLAMA_405B, 1),  # the same
+    "fairseq-moe-15b": Preset(_FAIRSEQ_MOE, 1),  # fairseq (branch moe) en_moe_lm_15b; the vocabulary size is assumed
+    # The same experts, layers and tokens at a twelfth of the width: equal counts and ratios on a laptop.
+    "fairseq-moe-twin": Preset(_MOE_TWIN, 1),
 }
 
 
@@ -236,7 +235,7 @@ def preset_names(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
 
 
 def preset(name: str, year: int = DEFAULT_YEAR) -> Preset:
-    """The named model with its batch size and source; the course's sizes differ by edition (`xl` of 2026 is the 2.7B of
+    """The named model with its batch size; the course's sizes differ by edition (`xl` of 2026 is the 2.7B of
     2025). Raises UserError for a name that the year does not have, saying where it exists."""
     known = {each.lower(): each for each in preset_names(year)}
     if name.lower() not in known:

@@ -109,7 +109,7 @@ class Ring:
 
     def status(self) -> str:
         """State of the rank's process: "died", "is stopped (SIGSTOP)", or "" if it runs."""
-        state, started = _process(self.pid)
+        state, started = process(self.pid)
         if not state or state in "ZX" or started != self.started:
             return "died"
         return {"T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger"}.get(state, "")
@@ -124,18 +124,14 @@ class Ring:
         return f"{self.status() or 'runs but said nothing'} {when}"
 
 
-def _process(pid: int) -> tuple[str, str]:
-    """State of a process (one letter) and its start time; both empty if it has ended. See proc_pid_stat(5)."""
+def process(pid: int) -> tuple[str, str]:
+    """State of a process (one letter) and its start time (clock ticks); both empty if it has ended, or is not known.
+    See proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "", ""
     return fields[0], fields[19]
-
-
-def born(pid: int) -> str:
-    """Start time of a process in clock ticks; empty if not known."""
-    return _process(pid)[1]
 
 
 def _mapped(pid: str, file: str, token: str) -> mmap.mmap | None:
@@ -173,7 +169,7 @@ class Recorder:
             os.ftruncate(self.file, RING.itemsize)
         self.mine = Ring(mmap.mmap(self.file, RING.itemsize))
         self.mine.fields["token"] = token.encode()
-        return f"{os.getpid()} {born(os.getpid())} {self.file} {token}"
+        return f"{os.getpid()} {process(os.getpid())[1]} {self.file} {token}"
 
     def attach(self, rank: int, opened: str) -> None:
         """Map the ring of another rank of this machine, as `open` described it there, if it can be read."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operators import Collective, Group, Kernel, Operator, Rank, operators_of
 from cs336_systems.cost.plan import Overlap, Plan
-from cs336_systems.cost.step import MAPPED
+from cs336_systems.layout import MAPPED
 from cs336_systems.presets import ModelConfig
 from cs336_systems.traffic import TRAFFIC
 

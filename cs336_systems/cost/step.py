@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from cs336_systems.layout import MAPPED
+
 if TYPE_CHECKING:  # it needs torch, a prediction does not
     from cs336_systems.host.observe import Counts
 
 Mode = Literal["forward", "backward", "forward-backward", "step"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "forward-backward", "step")
-
-# Bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
-MAPPED = 2**25
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ trains it and sends it to the others.
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
@@ -35,7 +34,7 @@ CONTINUES = "##"
 ASCII_WORD = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 ]")
 
 
-class Tokenizer(ABC):
+class Tokenizer:
     """Token ids below `vocab_size`; four are special, `pad`, `cls`, `sep` and `mask`, and never in encoded text.
     `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue the word of
     the token before them."""
@@ -48,9 +47,9 @@ class Tokenizer(ABC):
         self._outside, self._joins = outside.copy(), joins
         self._outside[list(special_ids)] = True
 
-    @abstractmethod
     def encode(self, sentence: str) -> list[int]:
         """The token ids of a sentence, none of them special."""
+        raise NotImplementedError  # data that is token ids already has no sentences
 
     def to_json(self) -> str:
         """The whole tokenizer as text, for `tokenizer_from_json`."""
@@ -86,9 +85,6 @@ class IdTokenizer(Tokenizer):
         none, first = np.zeros(vocab_size, bool), vocab_size - 4
         super().__init__((first, first + 1, first + 2, first + 3), outside=none, joins=none)
         self.arguments = (vocab_size,)
-
-    def encode(self, sentence: str) -> list[int]:
-        return [int(number) for number in sentence.split()]
 
 
 class WordPieceTokenizer(Tokenizer):

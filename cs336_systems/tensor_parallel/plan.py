@@ -26,6 +26,8 @@ from cs336_systems.presets import ModelConfig
 from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_input, my_part, split
 from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
+OF_VOCABULARY = ("embedding.tokens.weight", "bert_heads.bias", "head.weight")  # parameters with a row for every word
+
 
 @dataclass
 class TensorParallel:
@@ -44,14 +46,14 @@ class TensorParallel:
         """Shape in the whole model of a parameter that has `shape` here."""
         sizes = list(shape)
         if (dim := self.cut.get(name)) is not None:
-            sizes[dim] = self.model.config.vocab_size if of_vocabulary(name) else sizes[dim] * self.group.size()
+            sizes[dim] = self.model.config.vocab_size if name in OF_VOCABULARY else sizes[dim] * self.group.size()
         return torch.Size(sizes)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of the whole model, such as a parameter or its gradient."""
         if (dim := self.cut.get(name)) is None:
             return whole
-        return my_part(whole, dim, self.padded if of_vocabulary(name) else whole.shape[dim], self.group)
+        return my_part(whole, dim, self.padded if name in OF_VOCABULARY else whole.shape[dim], self.group)
 
     @torch.no_grad()
     def init_weights(self, seed: int, device: torch.device) -> None:
@@ -61,11 +63,6 @@ class TensorParallel:
             shape = self.whole_shape(name, parameter.shape)
             first = first_expert(self.model, name)
             parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device, first)))
-
-
-def of_vocabulary(name: str) -> bool:
-    """True for a parameter, by its name in the model, with a row for every word."""
-    return name in ("embedding.tokens.weight", "bert_heads.bias", "head.weight")
 
 
 def tensor_parallel(

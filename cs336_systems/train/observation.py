@@ -19,7 +19,7 @@ from cs336_systems.data.corpus import Batch
 from cs336_systems.host.console import format_bytes, format_count
 from cs336_systems.host.observe import Counts, Observer, QuickMeta
 from cs336_systems.host.table import Table
-from cs336_systems.layout import Layout, Observation, Transfer, Work
+from cs336_systems.layout import MAPPED, Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses
 from cs336_systems.presets import ModelConfig
 from cs336_systems.schedule import LEGEND, bubble_fraction, schedule, simulate
@@ -27,7 +27,6 @@ from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
-MAPPED = 2**25  # bytes of new storages that an allocator maps anew
 KINDS = ("bucket", "buffer", "replicated")
 LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
 AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"}  # some axes have the same ranks

@@ -16,7 +16,7 @@ from cs336_systems.checkpoint.load import open_newest, open_plain
 from cs336_systems.checkpoint.save import Saver
 from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
 from cs336_systems.comm import Group
-from cs336_systems.comm.flight_recorder import born
+from cs336_systems.comm.flight_recorder import process
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag
 from cs336_systems.host.machine import device_name
@@ -42,7 +42,7 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
         if out is None:
             return recipe.run.resume
         lock, parent = held.enter_context(disk.locked(out)), os.getppid()
-        launcher = f"started by {parent} of {born(parent)}"  # a number alone may come again
+        launcher = f"started by {parent} of {process(parent)[1]}"  # a number alone may come again
         resume = recipe.run.resume or (restarted and lock.read().strip().endswith(launcher))
         try:
             disk.make_folder(checkpoints)  # what stands in the way is better known now than at the first save

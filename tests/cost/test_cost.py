@@ -21,8 +21,8 @@ from cs336_systems.cost import (
 )
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
-from cs336_systems.cost.step import MAPPED
 from cs336_systems.host.observe import Counts
+from cs336_systems.layout import MAPPED
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import COURSE_YEARS, ModelConfig, model_preset, preset_names
 
