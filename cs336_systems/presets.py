@@ -39,8 +39,7 @@ def _check_choices(settings: Any) -> None:
 @dataclass(frozen=True)
 class Mixture:
     """How expert layers route tokens, in the words of GShard (Lepikhin et al., arXiv:2006.16668, section 2.2) and of
-    fairseq (branch moe); checked on construction. Raises UserError for a choice that does not exist and a number out of
-    range."""
+    fairseq (branch moe); checked on construction. Raises UserError for an unknown choice and a number out of range."""
 
     top_k: int = 2  # experts that a token is sent to; 1 is Switch Transformer's (arXiv:2101.03961)
     expert_d_ff: int = 0  # hidden width of an expert; 0: the model's d_ff
@@ -193,7 +192,6 @@ def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_head
 
 
 # vocab_size, context_length, d_model, d_ff, num_layers, num_heads; then what differs from the defaults.
-_TINY = ModelConfig(256, 128, 128, 512, 4, 4, attention="sdpa")
 _GPT = ModelConfig(50_257, 2048, 12_288, 49_152, 96, 96, bias=True, norm="layernorm", feed_forward="gelu-tanh")
 _BERT = ModelConfig(29_056, 512, 1024, 4096, 24, 16, causal=False, token_types=2).override(
     bias=True, norm="layernorm", bert_heads=True, dropout=0.1
@@ -204,21 +202,19 @@ _LLAMA = ModelConfig(128_256, 8192, 4096, 14_336, 32, 32, num_kv_heads=8, rotary
 _FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512, bias=True).override(
     positions="sinusoidal", norm="layernorm", dropout=0.1, mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05)
 )
-_LLAMA_70B = replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64)
-_LLAMA_405B = replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128)
-_MOE_TWIN = replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4)
 
 # The same in every year.
 _PRESETS = {
-    "tiny": Preset(_TINY, 16),  # ours: trains on a laptop in under a minute
+    # Ours: trains on a laptop in under a minute.
+    "tiny": Preset(ModelConfig(256, 128, 128, 512, 4, 4, attention="sdpa"), 16),
     "bert-345m": Preset(_BERT, 4),  # Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128
     "gpt3-175b": Preset(_GPT, 1),  # arXiv:2005.14165, table 2.1
-    "llama-8b": Preset(_LLAMA, 1),  # arXiv:2407.21783, table 3
-    "llama-70b": Preset(_LLAMA_70B, 1),  # the same
-    "llama-405b": Preset(_LLAMA_405B, 1),  # the same
+    "llama-8b": Preset(_LLAMA, 1),  # arXiv:2407.21783, table 3, as the next two
+    "llama-70b": Preset(replace(_LLAMA, d_model=8192, d_ff=28_672, num_layers=80, num_heads=64), 1),
+    "llama-405b": Preset(replace(_LLAMA, d_model=16_384, d_ff=53_248, num_layers=126, num_heads=128), 1),
     "fairseq-moe-15b": Preset(_FAIRSEQ_MOE, 1),  # fairseq (branch moe) en_moe_lm_15b; the vocabulary size is assumed
     # The same experts, layers and tokens at a twelfth of the width: equal counts and ratios on a laptop.
-    "fairseq-moe-twin": Preset(_MOE_TWIN, 1),
+    "fairseq-moe-twin": Preset(replace(_FAIRSEQ_MOE, vocab_size=8192, d_model=64, d_ff=256, num_heads=4), 1),
 }
 
 

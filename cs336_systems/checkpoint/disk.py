@@ -64,8 +64,7 @@ def together(
 ) -> list[Any]:
     """Run an action on every rank and return the results, JSON without NaN, of all. If it raises on one, all raise: a
     UserError, or a RefusedError if no rank has another; `failed` begins the message for whatever else the action
-    raises, with `needed` bytes to write. A rank whose disk is slow is waited for. Runs also beside training: nothing is
-    counted."""
+    raises, with `needed` bytes to write. A slow disk is waited for. Runs also beside training: nothing is counted."""
     done, problem, refused = None, "", False
     try:
         done = action()

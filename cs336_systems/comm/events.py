@@ -1,5 +1,4 @@
-"""Record of every collective: tests count it, and predictions are made from it. Marks for a profiler: the purpose of a
-storage."""
+"""Record of every collective, for tests and predictions; marks for a profiler: the purpose of a storage."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

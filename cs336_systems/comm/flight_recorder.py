@@ -125,8 +125,7 @@ class Ring:
 
 
 def process(pid: int) -> tuple[str, str]:
-    """State of a process (one letter) and its start time (clock ticks); both empty if it has ended, or is not known.
-    See proc_pid_stat(5)."""
+    """State (one letter) and start time (clock ticks) of a process, empty if it has ended. See proc_pid_stat(5)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -24,7 +24,6 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
 LONE = "surrogatepass"  # a file name that is not Unicode holds lone surrogates, which must survive the way
-
 LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 _servers: dict[str, Store] = {}  # by address: a store that is closed and opened again would lose keys

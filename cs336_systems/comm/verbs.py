@@ -41,8 +41,7 @@ class Work:
 
     @contextmanager
     def launching(self) -> Iterator[None]:
-        """Enter the launch in the flight recorder and in a profile. Raises CommError for a connection that is known to
-        be broken."""
+        """Enter the launch in the flight recorder and in a profile. Raises CommError for a broken connection."""
         event = self.event
         words = event.verb, event.group, event.label, event.nbytes, str(event.dtype)[6:], self.number
         self.entry = recorder.mine.launch(*words)

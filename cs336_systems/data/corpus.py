@@ -1,6 +1,5 @@
 """Corpora (streams of token ids), documents of sentences, and batches. The global batch is a pure function of (seed,
-step), and each rank takes its rows of it, so a run sees the same tokens when it is resumed or runs on another number of
-ranks."""
+step), and each rank takes its rows of it, so a run sees the same tokens when it is resumed, on any number of ranks."""
 
 import os
 import sysconfig
@@ -67,8 +66,7 @@ class Corpus:
 
 def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
     """Source of Python's own standard library, without its tests, in the order of paths, at most `cap` bytes. Every
-    machine has it; it differs between Python versions. Raises UserError if Python was installed without
-    its source."""
+    machine has it; it differs between Python versions. Raises UserError for a Python that is installed without it."""
     root, paths, raw = Path(sysconfig.get_path("stdlib")), [], bytearray()
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
     for folder, folders, names in os.walk(root):

@@ -36,8 +36,7 @@ ASCII_WORD = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9 ]")
 
 class Tokenizer:
     """Token ids below `vocab_size`; four are special, `pad`, `cls`, `sep` and `mask`, and never in encoded text.
-    `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue the word of
-    the token before them."""
+    `outside` (vocab_size,) is True for tokens outside words; `joins` (vocab_size,) for those that continue a word."""
 
     arguments: tuple[Any, ...] = ()  # of the constructor, for `to_json`
 

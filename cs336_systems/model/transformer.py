@@ -140,8 +140,7 @@ recompute = partial(checkpoint, use_reentrant=False)
 
 def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
     """Run blocks [first, last) as two recomputed halves, each of which does the same (arXiv:1604.06174). Not a closure
-    in `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until the garbage collector
-    runs."""
+    in `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until garbage is collected."""
     if last - first == 1:
         return run(first, last, x)
     middle = (first + last) // 2

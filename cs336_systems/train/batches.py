@@ -16,8 +16,6 @@ from cs336_systems.data.tokenizer import Tokenizer, tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # of a WordPiece vocabulary for a model that has none of its own
-
-
 Rows = Callable[[int, int, int], Batch]  # of a batch by its number, for `rank` of `ranks` that read different rows
 
 

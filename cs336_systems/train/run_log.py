@@ -1,5 +1,4 @@
-"""The log of a run: JSON lines in a file, the first and the last of them, with a sample of text, and Megatron-LM's line
-for people."""
+"""The log of a run: JSON lines in a file, with a sample of text at the end, and Megatron-LM's line for people."""
 
 import json
 import math

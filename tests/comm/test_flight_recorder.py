@@ -81,7 +81,7 @@ def test_labels_are_harmless_and_cut(label, shown):
 def test_status_of_a_process():
     child = subprocess.Popen(["sleep", "60"])
     try:
-        started = flight_recorder._process(child.pid)[1]
+        started = flight_recorder.process(child.pid)[1]
         child_of = Ring(mmap.mmap(-1, RING.itemsize), child.pid, started)
         assert child_of.summary() == "runs but said nothing before its first collective"
         assert (
