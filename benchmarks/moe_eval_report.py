@@ -6,8 +6,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.moe_blocks import Blocks
-from cs336_systems.errors import UserError
 from cs336_systems.host.console import console as make_console
+from cs336_systems.host.console import os_errors
 from cs336_systems.host.table import Table
 from cs336_systems.profiling import Trace, read_trace, trace_files
 from cs336_systems.profiling.operators import OUTSIDE, OpRow, Sort, op_rows
@@ -30,10 +30,8 @@ def write_words(path: Path, blocks: Blocks, log_probs: dict[int, list[float]]) -
         lines += [
             f"{number}\t{i}\t{word}\t{value!r}" for i, (word, value) in enumerate(zip(words, values, strict=True))
         ]
-    try:
+    with os_errors(f"write {path}", "name another file with --words-file"):
         path.write_text("\n".join([*lines, ""]))
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --words-file") from None
 
 
 def write_profile(folder: Path, dispatch: str, console: Console) -> None:

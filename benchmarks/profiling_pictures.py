@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.records import Record
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 from cs336_systems.profiling.tables import as_json
 from cs336_systems.profiling.trace import Trace
 
@@ -36,16 +37,12 @@ def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, result
     name = folder_name(record.config)
     tables = as_json(traces[0], LONGEST)
     tables |= {"config": record.config, "samples_ms": record.samples_ms}
-    try:
+    with os_errors(f"write to {results / name}", "name another with --results DIR"):
         (results / name).mkdir(parents=True, exist_ok=True)
         for picture in PICTURES:
             if (report / picture).is_file():
                 shutil.copyfile(report / picture, results / name / picture)
         (results / name / TABLES).write_text(json.dumps(tables, indent=1, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"cannot write to {results / name}: {error.strerror}; name another with --results DIR"
-        ) from None
     return name
 
 

@@ -197,10 +197,8 @@ def main(**options: Any) -> None:
     if settings.smoke:
         settings = replace(settings, size="tiny", batch_size=1, context=32, warmup=1, steps=1)
     folder = settings.folder(ranks)
-    try:
+    with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; name another folder with --out DIR") from None
     if here.rank == 0 and not settings.smoke:
         open_records(settings.results or RESULTS / machine_name(torch.device(name), settings.machine), "profiling")
     start_ranks(work, settings.device, settings.nproc, settings)

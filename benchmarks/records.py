@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 from cs336_systems.host.machine import device_name
 from cs336_systems.host.text import printable
 
@@ -50,11 +51,9 @@ def open_records(folder: Path, benchmark: str) -> Path:
     Raises UserError where it cannot be written.
     """
     path = folder / f"{benchmark}.jsonl"
-    try:
+    with os_errors(f"write {path}", "name another folder with --results DIR"):
         folder.mkdir(parents=True, exist_ok=True)
         path.touch()
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another folder with --results DIR") from None
     return path
 
 
@@ -77,9 +76,8 @@ def read_records(path: Path) -> list[Record]:
     """
     newest: dict[str, Record] = {}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
+        with os_errors(f"read {path}"):
+            lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} has no records: it is not UTF-8 at byte {error.start}") from None
     for number, line in enumerate(lines, 1):

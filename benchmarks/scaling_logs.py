@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 
 MEBIBYTE = 2**20
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
@@ -22,10 +23,8 @@ def read_runs(paths: Iterable[Path]) -> list[ScalingRun]:
     """
     found: list[ScalingRun] = []
     for path in paths:
-        try:
+        with os_errors(f"read {path}"):
             text = path.read_text(errors="replace")
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from None
         found += READERS.get(path.suffix, parse_log)(text, path.name)
     return found
 

@@ -1,10 +1,7 @@
 """All chapters, then both formats, with progress."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.text import printable
 from writeup.book import Book, machines
@@ -15,11 +12,12 @@ from writeup.render import write_figures, write_html, write_pdf
 
 def build(book: Book, out: Path) -> None:
     """Write index.html, writeup.pdf, writeup.md and figures/ into a folder. Raises UserError where that fails."""
-    with writing(out):
+    writing = f"write into {out}", "name another folder with --out"
+    with console.os_errors(*writing):
         out.mkdir(parents=True, exist_ok=True)
     with console.progress("writing", len(CHAPTERS) + 2) as advance:
         manuscript = compose(book, progress=advance)
-        with writing(out):
+        with console.os_errors(*writing):
             (out / "writeup.md").write_text(manuscript.text, encoding="utf-8")
             write_figures(manuscript, out)
             write_html(manuscript, out / "index.html")
@@ -31,12 +29,3 @@ def build(book: Book, out: Path) -> None:
     also = f" (also there: {others}; choose with --machine)" if others else ""
     said = f"records of {book.machine or 'no machine'}{also}: {out / 'index.html'}, {out / 'writeup.pdf'}"
     screen.print(printable(said), soft_wrap=True)
-
-
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Turn an OSError while writing into a UserError; reading has its own."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"cannot write into {out}: {error.strerror}; name another folder with --out") from None

@@ -83,13 +83,11 @@ def export_command(path: Path, file: Path) -> None:
 def find(path: Path) -> list[Path]:
     """The checkpoints that a path means, the oldest first. Raises UserError if there is none, or it cannot be read."""
     path = path.absolute()  # `.` has no name
-    try:
+    with console.os_errors(f"read {path}"):
         if path in list_checkpoints(path.parent) or (path / NAME).exists():
             return [path]
         if found := list_checkpoints(path) or list_checkpoints(path / "checkpoints"):
             return found
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
     raise UserError(f"{path} is no checkpoint, and there is none in it: name a folder step-..., or that given to --out")
 
 

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import format_bytes
+from cs336_systems.host.console import format_bytes, os_errors
 from cs336_systems.host.text import printable
 
 STEP = re.compile(r"step-([0-9]{8,})")
@@ -176,12 +176,10 @@ def locked(folder: Path) -> Iterator[IO[str]]:
     with the process, however that ends. Raises UserError if another process holds it, or the folder cannot be written
     or locked."""
     other = "name another folder with --out DIR"
-    try:
+    with os_errors(f"write to {folder}", other):
         make_folder(folder)
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         lock = os.fdopen(file, "r+", errors="replace")
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}; {other}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

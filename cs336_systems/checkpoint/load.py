@@ -31,6 +31,7 @@ from cs336_systems.checkpoint.disk import RefusedError, kind_of, on_rank_0, requ
 from cs336_systems.checkpoint.tensors import MALFORMED, NAMES, Checkpoint, contents, list_tensors, naturals
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 
 NAME = "manifest.json"
 FORMAT, VERSION = "cs336_systems checkpoint", 2
@@ -190,7 +191,5 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
 
 def open_plain(path: Path) -> Checkpoint:
     """A plain safetensors file as a checkpoint that has parameters only. Raises UserError for what is none."""
-    try:
+    with os_errors(f"read {path}"):
         return Checkpoint(path.parent, 0, {}, *list_tensors([path], plain=True), {})
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -20,6 +20,7 @@ from typing import Any, get_args
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.plan import Overlap
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 
 DEFAULT_SYSTEM = "A100-80GB"
 GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its driver reports it
@@ -146,10 +147,8 @@ def check_out(path: Path | None) -> None:
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a machine, or constants beside what is to be kept of their origin, as JSON that a person can edit. Raises
     UserError for a file that cannot be written."""
-    try:
+    with os_errors(f"write {path}", "name another file with --out"):
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
 
 
 def read_machine(path: Path) -> System:

@@ -57,6 +57,15 @@ def run_command(command: click.Command, arguments: list[str] | None = None) -> i
     return 0
 
 
+@contextmanager
+def os_errors(doing: str, advice: str = "") -> Iterator[None]:
+    """Raise UserError for an OSError inside the block: `cannot write FILE: No space left on device`, and advice."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"cannot {doing}: {error.strerror}{advice and f'; {advice}'}") from None
+
+
 def format_bytes(count: float) -> str:
     """1536 -> `1.5 KiB`: the binary units that memory is sold in."""
     for unit in ("B", "KiB", "MiB", "GiB"):

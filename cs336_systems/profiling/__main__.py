@@ -34,10 +34,8 @@ def merge_command(paths: tuple[Path, ...], out: Path | None) -> None:
     out = out or (paths[0] if paths[0].is_dir() else paths[0].parent) / MERGED
     if out.resolve() in [file.resolve() for file in files]:
         raise UserError(f"{out} is one of the traces that are merged; name another file with --out")
-    try:
+    with console.os_errors(f"write {out}", "name another file with --out"):
         write_json(merged, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}; name another file with --out") from None
     clocks = Table("rank", "host", "clock ahead", "give or take", "known from")
     for rank, about in merged["ranks"].items():
         times = about["clock_offset_ns"], about["clock_bound_ns"]

@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from cs336_systems.comm import Group, agree, all_reduce, current_place, is_joined
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 from cs336_systems.profiling.labels import clean, describe, held_by, live_storages, tag_modules
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
@@ -176,7 +177,7 @@ class Capture:
 
     def _write(self) -> None:
         path = self.folder / trace_name(self.place.rank)
-        try:
+        with os_errors(f"write {path}"):
             with TemporaryDirectory() as scratch:
                 raw = Path(scratch, "raw.json")
                 self.profiler.export_chrome_trace(str(raw))
@@ -191,8 +192,6 @@ class Capture:
                 **self.meta,
             }
             write_json(chrome, path)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import LiteralConsole
+from cs336_systems.host.console import LiteralConsole, os_errors
 from cs336_systems.host.text import printable
 from cs336_systems.profiling.flame import write_flame
 from cs336_systems.profiling.memory import memory_timeline
@@ -33,7 +33,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     """
     if not any(trace.spans for trace in traces):
         raise UserError(f"the traces in {folder} have no events; profile again")
-    try:
+    with os_errors(f"write to {folder}"):
         write_json(merge(traces), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
         hidden = overlap_table(traces)
@@ -56,8 +56,6 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
                 out.print(hidden.table())
         tables = shown.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
         (folder / PAGE).write_text(_page(traces, tables, written))
-    except OSError as error:
-        raise UserError(f"cannot write to {folder}: {error.strerror}") from None
     names = ", ".join([PAGE, MERGED, TABLES, OVERLAP, *(path.name for path in written)])
     console.print(f"{folder}: {names}; open {PAGE} in a browser, {MERGED} at https://ui.perfetto.dev")
 

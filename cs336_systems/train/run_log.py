@@ -17,7 +17,7 @@ from cs336_systems.checkpoint.disk import together
 from cs336_systems.comm import Group, agree
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import format_bytes, format_seconds
+from cs336_systems.host.console import format_bytes, format_seconds, os_errors
 from cs336_systems.host.machine import PeakMemory, environment
 from cs336_systems.train.trainer import Trainer
 
@@ -32,16 +32,13 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:
-        try:
+        with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             if done and path.is_file():
                 temporary = path.with_name(f".{path.name}")
                 temporary.write_text(_up_to(path.read_text(errors="replace"), done))
                 temporary.replace(path)  # a log of many hours is never half there
             opened.append(path.open("a" if done else "w"))
-        except OSError as error:
-            problem = f"cannot write the log {path}: {error.strerror}"
-            raise UserError(f"{problem}; name another with --log-file FILE") from None
 
     together("log", begin, path, group)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 from cs336_systems.cost.domain import MACHINES
 from cs336_systems.cost.machines import System
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import plot_text
 
 HOW_TO_PLOT = "no plot without matplotlib; python -m pip install -e '.[writeup]' brings it"
@@ -96,9 +97,7 @@ def save(figure: Any, path: Path) -> Path:
     """Write a picture, of the kind that its suffix says; returns its path. Raises UserError if that cannot be."""
     date = None if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
     # The same numbers give the same file: no date, and identifiers from a fixed salt. Text that stays text is smaller.
-    with import_module("matplotlib").rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none"}):
-        try:
-            figure.savefig(path, dpi=130, metadata=date)
-        except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    fixed = import_module("matplotlib").rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none"})
+    with fixed, os_errors(f"write {path}", "name another file with --out"):
+        figure.savefig(path, dpi=130, metadata=date)
     return path
