@@ -96,20 +96,27 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     check_experts(config, group.size())
     local = config.num_experts // group.size()
     names = {name for name, _ in model.named_parameters() if ".experts." in name}
-
-    def average(x: Tensor) -> Tensor:  # each rank has the same weight; a closure: a copied layer shares the group
-        mean = x.detach().clone()
-        all_reduce(mean, data, "balance").wait()
-        return mean
-
     plan = ExpertParallel(model, group.rank() * local, local, names)
     for layer in plan.layers():
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
         _split(layer.experts, plan, scale / group.size())
         if group.size() > 1:
             layer.dispatcher = AllToAllDispatcher(group, local)
-        layer.average = average if config.mixture.aux_scope == "global" else None
+        if config.mixture.aux_scope == "global":
+            layer.average = Mean(data)
     return plan
+
+
+class Mean(pairs.SharesGroup):
+    """Mean of a tensor over a group, each rank with the same weight; without a gradient."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mean = x.detach().clone()
+        all_reduce(mean, self.group, "balance").wait()
+        return mean
 
 
 def _split(experts: Experts, plan: ExpertParallel, gradient_scale: float) -> None:
