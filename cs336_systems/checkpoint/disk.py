@@ -173,8 +173,7 @@ def clean(parent: Path) -> None:
 @contextmanager
 def locked(folder: Path) -> Iterator[IO[str]]:
     """Hold the lock of a run's folder, which is made: a file with a line about its holder, or the one before. It ends
-    with the process, however that ends. Raises UserError if another process holds it, or the folder cannot be written
-    or locked."""
+    with the process, however that ends. Raises UserError if another process holds it, and if it cannot be made."""
     other = "name another folder with --out DIR"
     with os_errors(f"write to {folder}", other):
         make_folder(folder)

@@ -94,8 +94,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
     """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
-    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it: that may pass, and
-    is no reason to give it up."""
+    the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it, which may pass."""
     opened: list[Checkpoint] = []
 
     def verify() -> None:

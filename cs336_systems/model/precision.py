@@ -19,6 +19,5 @@ def set_matmul_precision(device: torch.device, precision: Precision) -> None:
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """Context for forward and loss: torch's autocast for bf16 and fp16, none for fp32 and tf32."""
-    if precision in ("bf16", "fp16"):
-        return torch.autocast(device.type, torch.bfloat16 if precision == "bf16" else torch.float16)
-    return nullcontext()
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return torch.autocast(device.type, half) if half else nullcontext()

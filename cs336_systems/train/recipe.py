@@ -83,8 +83,7 @@ class Recipe:
         return context or config.context_length
 
     def loss_scaler(self) -> LossScaler:
-        """The scale that keeps fp16's gradients in range, 1 in other precisions. Raises UserError for a scale that
-        cannot be."""
+        """The scale that keeps fp16's gradients in range, else 1. Raises UserError for a scale that cannot be."""
         given = self.optimizer
         if self.model.precision != "fp16":
             return LossScaler()
