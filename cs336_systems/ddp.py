@@ -102,7 +102,7 @@ class DataParallel(Wrapper):
             self.next = 0
             self._launch(again=True)
         self.next = 0
-        finish_all(self.buckets, self.group)
+        finish_all(self.buckets, self.guard.replicas)
         self.end_synchronisation()
 
     @contextmanager

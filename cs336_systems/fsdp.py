@@ -187,7 +187,8 @@ class FSDP(Wrapper):
             bucket.finish()
         # One of the replicated gradients is enough to carry the NaN of another rank's shard.
         replicated = [p.grad for p in self.bucket_of if p.grad is not None]
-        finish_all([*(weight.gradients for weight in self.sharded), *self.buckets], self.group, also=replicated[:1])
+        buckets = [*(weight.gradients for weight in self.sharded), *self.buckets]
+        finish_all(buckets, self.guard.replicas, also=replicated[:1])
         for weight in self.sharded:
             weight.deliver_gradient()
         self.end_synchronisation()

@@ -109,6 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self.wrapper is not None:
             self.wrapper.guard.require_finished("step()")
+            self.wrapper.guard.replicas.note(self)
         for buffer in self.buffers:
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}

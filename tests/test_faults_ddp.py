@@ -230,7 +230,41 @@ def hook_weight_later(run: Run):
     yield from steps(2)(run)
 
 
+def other_options(first: int, **options):
+    """From a step on, rank 1 has other options."""
+
+    def program(run: Run):
+        for step in range(first + 2):
+            if step == first and run.rank == 1:
+                run.optimizer.param_groups[0].update(options)
+            run.backward(step)
+            yield
+            run.step()
+
+    return program
+
+
+def write_on_one_rank(back: bool):
+    """After a step rank 1 writes to a vector and a number; it may put the old values back."""
+
+    def program(run: Run):
+        for step in range(3):
+            run.backward(step)
+            yield
+            run.step()
+            if step == 0 and run.rank == 1:
+                for p in (run.module.norm.weight, run.module.scale):
+                    before = p.detach().clone()
+                    with torch.no_grad():
+                        p.fill_(0.5)
+                        p.copy_(before if back else p)
+                run.remember()
+
+    return program
+
+
 THAWED = "optional.weight was frozen when wrapped and wants a gradient now"
+RATE = "group 0, lr = 0.05, rank 1 has "
 GONE = "the wrapper of these parameters is gone"
 CAST = "was torch.float64 when wrapped and is torch.float32 now"
 HOOKED = {"stage 3": "first.weight has a gradient hook, which would never run"}
@@ -254,6 +288,11 @@ CASES = {
     "unfrozen after wrapping on one rank": Case(
         change_later(True, only=1), THAWED, prepare=freeze, modes=FEW, waits=True
     ),
+    "another learning rate on one rank": Case(other_options(0, lr=0.5), RATE),
+    "another scheduler on one rank": Case(other_options(1, lr=0.5), RATE),
+    "other options on one rank": Case(other_options(1, betas=(0.5, 0.9)), "group 0, betas = (0.5, 0.9)"),
+    "weights changed on one rank": Case(write_on_one_rank(back=False), "rank 0 has scale with hash"),
+    "weights changed on one rank, and put back": Case(write_on_one_rank(back=True)),
     "every parameter frozen": Case(forward_only, prepare=freeze_all),
     # A transposed weight lies in a flat buffer untransposed, so that the matrix product adds in another order.
     "three dtypes, complex, empty, 0-d, transposed, channels-last": Case(steps(), make=Mixed, inexact=ALL[5:]),

@@ -226,7 +226,7 @@ def pipeline(rank: int) -> dict:
         ("receive", 256, 2): 4,
         ("all-reduce", 3104 + 128 if first else 3104 + 16, 2): 1,
         ("all-reduce", 4176, 2): 2,  # the tokens over dp, then over the ends
-        ("all-reduce", 11, 2): 1,  # ten tensors' votes, and whether all are finite
+        ("all-reduce", 12, 2): 1,  # ten tensors' votes, the hash of what is equal, and whether all are finite
         **norm(4),
     }
 
@@ -243,7 +243,7 @@ def everything_at_once(rank: int) -> dict:
         ("reduce-scatter", 2112, 2): 1,
         ("all-gather", bucket, 2): 1,  # updated parameters
         ("all-gather", 2112, 2): 1,
-        ("all-reduce", 11, 2): 1,
+        ("all-reduce", 12, 2): 1,
         ("all-reduce", 1056, 2): 1,  # this rank's half of the tokens' gradient, over the ends
         **norm(8),
     }

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout
+from cs336_systems.buffers.replicas import Replicas
 from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
 from cs336_systems.comm.events import mark
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -212,24 +213,27 @@ class GradBucket:
 
 
 @torch.no_grad()
-def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tensor] = ()) -> None:
-    """Finish all reductions, and tell every rank which parameters any rank used, and if all gradients are finite.
+def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence[Tensor] = ()) -> None:
+    """Finish all reductions, and tell every rank which parameters any rank used, if all gradients are finite, and if
+    the ranks' replicas are still equal.
 
-    One small all-reduce answers both. Without it a rank could not tell a parameter that nobody used, which must keep no
-    gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its mean
-    gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of every
-    rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
+    One small all-reduce answers all three. Without it a rank could not tell a parameter that nobody used, which must
+    keep no gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its
+    mean gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of
+    every rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
     """
     for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
         bucket.finish()
     shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
     flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
-    sums = torch.tensor([*flags, 0.0], device=buckets[0].parameters[0].device if buckets else None)
+    device = buckets[0].parameters[0].device if buckets else None
+    number = replicas.number()
+    sums = torch.tensor([*flags, number, 0.0], dtype=torch.float64, device=device)
     for shard in shards:
         # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
         sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
-    work = all_reduce(sums, group, "used parameters")
+    work = all_reduce(sums, replicas.group, "used parameters", "sum")
     for bucket in buckets:
         bucket.finish()
     work.wait()
@@ -246,3 +250,4 @@ def finish_all(buckets: Sequence[GradBucket], group: Group, also: Sequence[Tenso
         bucket.used = set()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None
+    replicas.compare(number, sums[-2])

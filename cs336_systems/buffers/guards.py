@@ -9,10 +9,7 @@ before_finish        no parameter was replaced, cast or unfrozen, no gradient dr
 finished             optimizers may step
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -23,7 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
-from cs336_systems.comm import Group, agree, broadcast, default_group, fault, global_rank, is_fake
+from cs336_systems.buffers.replicas import Replicas, require_equal
+from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
 
@@ -50,8 +48,7 @@ class Guard:
         self.remember_structure()
 
     def _compare_modules(self, kind: str) -> None:
-        """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds.
-        They compare through the store: a collective over tensors that differ in size aborts the process on gloo."""
+        """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds."""
         first: dict[Tensor, str] = {}
         lines = []  # one per parameter (tied ones again under each name) and per buffer
         for name, p in self._named(remove_duplicate=False):
@@ -60,23 +57,15 @@ class Guard:
             lines.append(f"parameter {name} {tuple(p.shape)} {p.dtype} {trains}{tie}")
         lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in self.module.named_buffers()]
         lines.append(kind)
-        digests = agree("structure", hashlib.sha256("\n".join(lines).encode()).hexdigest(), self.group)
-        if len(set(digests)) == 1:
-            return
-        everyone = [json.loads(each) for each in agree("all of it", json.dumps(lines, allow_nan=False), self.group)]
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
-        number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
-        raise UserError(
-            f"the ranks' modules differ, first in entry {number}: rank {global_rank(0, self.group)} has {a}, "
-            f"rank {global_rank(other, self.group)} has {b}"
-        )
+        require_equal("modules", lines, self.group)
 
     def remember_structure(self, full_of: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
         """Expect the module's parameters to stay as they are now, but for shards in place of their whole weights, which
         may have no gradient hook."""
         self.names = {parameter: name for name, parameter in self._named()}
         self.shards = full_of or {}
+        whole = {p: name for p, name in self.names.items() if p not in self.shards}
+        self.replicas = Replicas(whole, self.group)
         self.names |= {full: self.names[shard] for shard, full in self.shards.items()}
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
@@ -231,6 +220,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
+    stepped: dict[Guard, None] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         if parameter in replaced:
             raise UserError(
@@ -245,6 +235,9 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
             )
         for guard in filter(None, guards):
             guard.require_finished(f"{type(optimizer).__name__}.step()")
+            stepped[guard] = None
+    for guard in stepped:
+        guard.replicas.note(optimizer)
 
 
 class Wrapper(nn.Module):
@@ -278,6 +271,10 @@ class Wrapper(nn.Module):
     def kept_gradients(self) -> list[LocalGradient]:
         """This rank's part of every parameter's synchronised gradient, as views."""
         raise NotImplementedError
+
+    def check_replicas(self) -> None:
+        """Compare all replicated parameters and buffers; UserError names one that differs. Every rank must call it."""
+        self.guard.replicas.compare_values(self.module.named_buffers())
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most max_norm; returns the norm before, equal on every rank."""

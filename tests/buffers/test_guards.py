@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from cs336_systems import comm
+from cs336_systems.buffers import replicas
 from cs336_systems.comm import agree, all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.errors import UserError
@@ -90,6 +91,53 @@ def test_wrappers_that_differ_are_refused_by_name(small, words):
     for error in ranks.run_failing(other_wrapper_case, 2, small=small):
         assert error[0] == "UserError"
         assert words in error[1]
+
+
+def replicas_case(group) -> None:
+    """What nobody has counted: rank 1 writes through `.data`, or to a buffer."""
+    for wrapper in WRAPPERS.values():
+        model = wrapper(Net())
+        model.check_replicas()
+        for name, tensor in (("norm.bias", model.module.norm.bias), ("calls", model.module.calls)):
+            tensor.data.fill_(7 if group.rank() == 1 else 0)
+            with pytest.raises(UserError, match=f"the ranks' weights differ, .* rank 0 has {name} with hash"):
+                model.check_replicas()
+            tensor.data.fill_(0)
+        model.check_replicas()
+
+
+def test_replicas_are_compared_on_demand():
+    ranks.run(replicas_case, 2)
+
+
+class Arrived:
+    """In place of a CUDA event."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def later_case(group) -> None:
+    """A GPU's answer is read one synchronisation later; a rank that only wrote the same values is asked once."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(replicas, "_to_host", lambda number: (number.clone(), Arrived()))
+        run = start(PLAIN, "bucketed", group)
+        for step in range(4):
+            if step == 1 and group.rank() == 1:
+                with torch.no_grad():
+                    run.module.scale.mul_(1)
+            if step == 2 and group.rank() == 1:
+                run.optimizer.param_groups[0]["lr"] = 0.5
+            run.backward(step)
+            run.model.finish_gradient_synchronization()
+            run.step()
+        run.backward(4)
+        with pytest.raises(UserError, match=r"rank 0 has AdamW, group 0, lr = 0.05, rank 1 has AdamW, group 0, lr = 0"):
+            run.model.finish_gradient_synchronization()
+
+
+def test_a_gpus_answer_is_read_at_the_next_synchronisation():
+    ranks.run(later_case, 2)
 
 
 def lazy_case(group, wrapper: str, kind: str, on_all: bool) -> None:

@@ -1,0 +1,114 @@
+"""Comparison of what must be equal on all ranks: replicated parameters, and options of the optimizers that step them.
+
+One number joins the all-reduce that ends each synchronisation. It stands for the options of all steps since the last,
+and for how often each parameter was written to. Where the sum shows that ranks differ, they compare through the store.
+"""
+
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.comm import Group, agree, global_rank, is_fake
+from cs336_systems.errors import UserError
+
+PLAIN = (bool, int, float, str, tuple, type(None))  # options that are compared
+
+
+def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "") -> None:
+    """Raises UserError on every rank, with the first difference, unless all ranks have equal lines. They compare
+    through the store: a collective over tensors that differ in size aborts the process on gloo."""
+    digests = agree(what, hashlib.sha256("\n".join(lines).encode()).hexdigest(), group)
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(each) for each in agree(f"all {what}", json.dumps(lines, allow_nan=False), group)]
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
+    number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
+    raise UserError(
+        f"the ranks' {what} differ, first in entry {number}: rank {global_rank(0, group)} has {a}, "
+        f"rank {global_rank(other, group)} has {b}{advice}"
+    )
+
+
+class Question(NamedTuple):
+    """What a rank sent of itself in one synchronisation: its number, its options, and where the sum arrives."""
+
+    number: int
+    options: list[str]
+    total: Tensor
+    arrival: torch.cuda.Event | None
+
+
+class Replicas:
+    """The replicated parameters of a wrapper, with their names, and the options of steps since the last comparison."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], group: Group) -> None:
+        self.names, self.group = {p: name for p, name in names.items() if not p.is_inference()}, group
+        self.versions = [p._version for p in self.names]  # when the values were last known to be equal
+        self.options: dict[str, None] = {}
+        self.asked: Question | None = None
+
+    def note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the options with which an optimizer is about to step."""
+        kind = type(optimizer).__name__
+        for number, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if isinstance(value, PLAIN) or (isinstance(value, Tensor) and value.device.type == "cpu"):
+                    shown = value.tolist() if isinstance(value, Tensor) else value
+                    self.options[f"{kind}, group {number}, {key} = {shown}"] = None
+
+    def number(self) -> int:
+        """A hash of the options and of the writes to each parameter, small enough for an exact sum in float64."""
+        self._read()
+        writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
+        return zlib.crc32(array("q", writes), zlib.crc32("\n".join(self.options).encode()))
+
+    def compare(self, number: int, total: Tensor) -> None:
+        """Compare this rank's number with the sum of all; a GPU's sum is read at the next synchronisation, when it has
+        long been there. Raises UserError on every rank if options or values differ."""
+        options, self.options = list(self.options), {}
+        if not is_fake(self.group):
+            self.asked = Question(number, options, *_to_host(total))
+            if self.asked.arrival is None:
+                self._read()
+
+    def _read(self) -> None:
+        asked, self.asked = self.asked, None
+        if asked is None:
+            return
+        if asked.arrival is not None:
+            asked.arrival.synchronize()
+        if asked.total.item() != asked.number * self.group.size():
+            require_equal("hyper-parameters", asked.options, self.group, ": give every rank the same")
+            self.compare_values()  # a rank that put other weights in and took them out again is right
+
+    def compare_values(self, buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
+        """Raises UserError on every rank, naming the first that differs, unless all ranks have equal values."""
+        if is_fake(self.group):
+            return
+        named = chain(((name, p) for p, name in self.names.items()), buffers)
+        advice = ": change weights on every rank, or before the module is wrapped"
+        require_equal("weights", [f"{name} with hash {_hash(tensor)}" for name, tensor in named], self.group, advice)
+        self.versions = [p._version for p in self.names]
+
+
+def _to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """A number in the host's memory, and what tells that it has come there from a GPU."""
+    if not number.is_cuda:
+        return number, None
+    host, arrival = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.Event()
+    host.copy_(number, non_blocking=True)
+    arrival.record()
+    return host, arrival
+
+
+def _hash(tensor: Tensor) -> str:
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]
