@@ -180,7 +180,15 @@ class TrainCommand(click.Command):
         words, notes = translate(args)
         for note in notes:
             click.echo(f"note: {note}", err=True)
-        return super().parse_args(ctx, list(words))
+        try:
+            return super().parse_args(ctx, list(words))
+        except click.NoSuchOption:
+            known = {name for each in self.get_params(ctx) for name in (*each.opts, *each.secondary_opts)}
+            typed = (word.partition("=")[0] for word in words if word.startswith("--"))
+            unknown = [name for name in dict.fromkeys(typed) if name not in known]
+            if len(unknown) < 2:
+                raise
+            raise UserError(f"no such options: {', '.join(unknown)}; train --help lists those that exist") from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records = {each.name: record for each in self.get_params(ctx) if (record := each.get_help_record(ctx))}

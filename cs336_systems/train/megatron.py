@@ -1,78 +1,32 @@
-"""Megatron-LM v2.5's options of its pretraining scripts, as data, and a translator into this project's options.
+"""A translator of Megatron-LM's option names, which are data in data/megatron.toml, into this project's options."""
 
-In the tables a name with `=` takes one value, with `*` any number of them; the others are flags, which have the value
-that stands beside our name. Names as in megatron/arguments.py, misspelling included. A name in no table is this
-project's own and stays as it is.
-"""
-
+import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 
-SHARED = (
-    "--num-layers= --micro-batch-size= --lr= --min-lr= --weight-decay= --adam-eps= --loss-scale= --initial-loss-scale= "
-    "--loss-scale-window= --hysteresis= --min-loss-scale= --mask-prob= --short-seq-prob= --eval-interval= "
-    "--eval-iters= --split= --vocab-file= --seed= --sequence-parallel"
-)
-RENAMED = {
-    "--tensor-model-parallel-size=": "--tp", "--pipeline-model-parallel-size=": "--pp",
-    "--num-layers-per-virtual-pipeline-stage=": "--chunks", "--use-distributed-optimizer": "--zero 1",
-    "--distributed-backend=": "--backend", "--make-vocab-size-divisible-by=": "--pad-vocabulary",
-    "--hidden-size=": "--d-model", "--num-attention-heads=": "--num-heads", "--ffn-hidden-size=": "--d-ff",
-    "--seq-length=": "--context", "--encoder-seq-length=": "--context", "--max-position-embeddings=": "--max-context",
-    "--attention-dropout=": "--dropout", "--hidden-dropout=": "--dropout", "--fp16": "--precision fp16",
-    "--bf16": "--precision bf16", "--checkpoint-activations": "--recompute segments",
-    "--checkpoint-num-layers=": "--recompute-every",
-    "--global-batch-size=": "--batch-size", "--train-iters=": "--steps", "--train-samples=": "--steps",
-    "--lr-decay-iters=": "--decay-steps", "--lr-decay-samples=": "--decay-steps", "--lr-decay-style=": "--decay",
-    "--lr-warmup-fraction=": "--warmup-fraction", "--lr-warmup-iters=": "--warmup-steps",
-    "--lr-warmup-samples=": "--warmup-steps", "--clip-grad=": "--clip", "--adam-beta1=": "--beta1",
-    "--adam-beta2=": "--beta2", "--data-path*": "--data", "--tokenizer-type=": "--tokenizer",
-    "--log-interval=": "--log-every", "--save=": "--out", "--save-interval=": "--save-every", "--load=": "--resume",
-}  # fmt: skip
-FIXED = {"--init-method-std": "0.02", "--layernorm-epsilon": "1e-5", "--optimizer": "adam"}  # each takes one value
-IGNORED = {  # by reason
-    "a checkpoint is written and read whole": "--finetune --no-save-optim --no-save-rng --no-load-optim --no-load-rng "
-    "--override-lr-scheduler --use-checkpoint-lr-scheduler --adlr-autoresume --adlr-autoresume-interval=",
-    "the launcher says it": "--local-rank=",
-    "the log is a file, named with --log-file": "--tensorboard-dir= --tensorboard-log-interval= "
-    "--tensorboard-queue-size= --log-params-norm --log-num-zeros-in-grad --log-timers-to-tensorboard "
-    "--log-batch-size-to-tensorboard --no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard "
-    "--log-validation-ppl-to-tensorboard --log-memory-to-tensorboard",
-    "the run ends after --steps": "--exit-interval= --exit-duration-in-mins=",
-    "it says how Megatron-LM computes, not what": "--num-workers= --DDP-impl= --use-contiguous-buffers-in-ddp "
-    "--no-scatter-gather-tensors-in-pipeline --use-cpu-initialization --lazy-mpu-init= --data-impl= --mmap-warmup "
-    "--dataloader-type= --onnx-safe= --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion "
-    "--distribute-checkpointed-activations",
-    "say --recompute segments": "--activations-checkpoint-method= --activations-checkpoint-num-layers=",
-    "mixed precision is --precision alone": "--attention-softmax-in-fp32 --no-query-key-layer-scaling "
-    "--fp32-residual-connection --fp16-lm-cross-entropy --accumulate-allreduce-grads-in-fp32",
-    "there is no such choice here, so the runs may differ in it": "--kv-channels= --openai-gelu --bert-no-binary-head "
-    "--apply-residual-connection-post-layernorm --init-method-xavier-uniform --rampup-batch-size* --sgd-momentum= "
-    "--merge-file= --vocab-extra-ids= --sample-rate= --decoder-seq-length= --reset-position-ids "
-    "--reset-attention-mask --eod-mask-loss",
-    "it belongs to other models of Megatron-LM": "--ict-head-size= --ict-load= --bert-load= --block-data-path= "
-    "--biencoder-projection-dim= --biencoder-shared-query-context-model --titles-data-path= --query-in-block-prob= "
-    "--use-one-sent-docs --evidence-data-path= --embedding-path= --retriever-report-topk-accuracies* "
-    "--retriever-score-scaling --retriever-seq-length= --indexer-batch-size= --indexer-log-interval= --num-classes= "
-    "--img-dim= --num-channels= --patch-dim=",
-}
+_DATA: dict[str, Any] = tomllib.loads((Path(__file__).parent / "data" / "megatron.toml").read_text("utf-8"))
+SHARED: str = _DATA["shared"]
+RENAMED: dict[str, str] = _DATA["model"] | _DATA["run"]
+FIXED, IGNORED, DEFAULTS, GPT = (_DATA[table] for table in ("fixed", "ignored", "defaults", "gpt"))
 # What --size replaces; REQUIRED is the part that Megatron asks for, with this project's names.
 REQUIRED = {"--num-layers": "--num-layers", "--hidden-size": "--d-model", "--num-attention-heads": "--num-heads"}
 SIZE, BATCH = ("--size", "--preset"), ("--batch-size", "--global-batch-size")
+WIDTH, HEADS = ("--d-model", "--hidden-size"), ("--num-heads", "--num-attention-heads")
 SHAPE = (*REQUIRED, "--ffn-hidden-size", "--seq-length", "--encoder-seq-length", "--max-position-embeddings")
+PARTS = {*(entry.rstrip("=") for entry in _DATA["model"]), "--rotary-base", "--kv-channels"}
+OF_GPT = {*_DATA["of_gpt"].split(), *PARTS, "--tokenizer-type"} - {"--rotary-base", "--kv-channels"}
 BERT_DATA = ("--vocab-file", "--split", "--mask-prob")
-# Megatron's defaults that differ from this project's and change what is learned.
-DEFAULTS = {"--decay": "linear", "--min-lr": "0.0", "--warmup-steps": "0", "--weight-decay": "0.01"}
-DEFAULTS |= {"--beta2": "0.999", "--clip": "1.0", "--dropout": "0.1"}
 WARMUP = {"--warmup-fraction": "--warmup-steps"}  # two units of one thing
 
 _REASONS = {entry.rstrip("=*"): reason for reason, entries in IGNORED.items() for entry in entries.split()}
 _OURS = {entry.rstrip("=*"): ours for entry, ours in RENAMED.items()}
-_TABLES = (*SHARED.split(), *RENAMED, *(f"{name}=" for name in FIXED), *" ".join(IGNORED.values()).split())
-_ENTRIES = {entry.rstrip("=*"): entry for entry in _TABLES}
+_ONE_VALUE = (f"{name}=" for name in FIXED | _DATA["needed"])
+_TABLES = " ".join((SHARED, _DATA["t5"], *RENAMED, *_ONE_VALUE, *IGNORED.values()))
+_ENTRIES = {entry.rstrip("=*"): entry for entry in _TABLES.split()}
 _ONLY_MEGATRON = _ENTRIES.keys() - {entry.rstrip("=") for entry in SHARED.split()}
 
 
@@ -96,8 +50,16 @@ class Option(NamedTuple):
         return int(value)
 
 
-def _either(line: dict[str, Option], *names: str) -> Option | None:
+Line = dict[str, Option]  # a command line by names, of which the last one counts
+
+
+def _either(line: Line, *names: str) -> Option | None:
     return next((line[name] for name in names if name in line), None)
+
+
+def _foreign(line: Line) -> bool:
+    """True if a name is Megatron-LM's alone. Launchers give every script its local rank."""
+    return any(name in _ONLY_MEGATRON and name != "--local-rank" for name in line)
 
 
 def _take_option(left: deque[str]) -> Option:
@@ -110,12 +72,10 @@ def _take_option(left: deque[str]) -> Option:
     most = 10**6 if entry is None or (entry[-1] == "*" and not equals) else int(entry[-1] == "=" and not equals)
     while left and len(words) < most and not left[0].startswith("--"):
         words.append(left.popleft())
-    values = (inline,) if equals else tuple(words)
-    if entry is None:
-        name = typed
-    elif most and not words:
+    if entry and most and not words:
         raise UserError(f"{name} lacks its value")
-    return Option(name, values, (f"{name}={inline}" if equals else name, *words))
+    name = name if entry else typed
+    return Option(name, (inline,) if equals else tuple(words), (f"{name}={inline}" if equals else name, *words))
 
 
 def _plain(text: str) -> float | str:
@@ -132,15 +92,34 @@ def _weights(option: Option) -> tuple[str, ...]:
     return weights if len(option.values) % 2 == 0 and all(isinstance(_plain(each), float) for each in weights) else ()
 
 
-def _words(option: Option, line: dict[str, Option]) -> list[str]:
+def _sign(option: Option) -> str:
+    """The objective of the one script that knows an option, if one alone does."""
+    if option.name in _DATA["of_bert"].split() or str(option).startswith("--tokenizer-type BertWordPiece"):
+        return "bert"
+    return "lm" if option.name in OF_GPT and option.values not in (("LayerNorm",), ("learned_absolute",)) else ""
+
+
+def _objective(line: Line) -> str:
+    """The objective that is given, or of the script that is meant. Raises UserError for options of two scripts."""
+    signs = {_sign(option): option for option in line.values()}
+    if "--objective" in line:
+        return "".join(line["--objective"].values)
+    if "bert" in signs and "lm" in signs:
+        raise UserError(f"{signs['bert']} is BERT's and {signs['lm']} is GPT's; say --objective bert or --objective lm")
+    return "lm" if "lm" in signs else "bert"
+
+
+def _words(option: Option, line: Line) -> list[str]:
     """Our option and values that say the same. Raises UserError where they cannot be known."""
     name, (ours, *fixed) = option.name, _OURS[option.name].split()
-    if name == "--tokenizer-type":
-        if not option.values[0].startswith("BertWordPiece"):
-            raise UserError(f"{option} does not exist here; use --tokenizer wordpiece or --tokenizer bytes")
-        return [ours, "wordpiece", *["--lower-case"][: option.values == ("BertWordPieceLowerCase",)]]
-    if name == "--lr-decay-style" and option.values == ("constant",):
-        raise UserError(f"{option} does not exist here; give --min-lr the value of --lr instead")
+    if name in _DATA["choices"]:
+        if (value := _DATA["choices"][name].get(option.values[0])) is None:
+            raise UserError(f"{option} does not exist here; {_DATA['hints'][name]}")
+        return [ours, *value.split()]
+    if name == "--group-query-attention":
+        return [ours, *(line["--num-query-groups"].values if "--num-query-groups" in line else ("1",))]
+    if name == "--distributed-timeout-minutes":
+        return [ours, str(60 * option.whole())]
     if name == "--data-path":
         paths = option.values[1::2] if _weights(option) else option.values
         return [word for path in paths for word in (ours, path)]
@@ -155,36 +134,50 @@ def _words(option: Option, line: dict[str, Option]) -> list[str]:
         layers, ranks = line.get("--num-layers"), _either(line, "--pp", stages := "--pipeline-model-parallel-size")
         if _either(line, *SIZE) or layers is None or ranks is None:
             raise UserError(f"{option} needs --num-layers and {stages}; with --size, say --chunks")
-        chunks, rest = divmod(layers.whole(), ranks.whole() * option.whole())
-        if rest:
-            product = f"{ranks.whole()} stages x {option.whole()} layers in a chunk"
-            raise UserError(f"{layers} is not a multiple of {product}")
-        return [ours, str(chunks)]
+        pp, each = ranks.whole(), option.whole()
+        if layers.whole() % (pp * each):
+            raise UserError(f"{layers} is not a multiple of {pp} stages x {each} layers in a chunk")
+        return [ours, str(layers.whole() // (pp * each))]
     return [ours, *(fixed or option.values)]
 
 
-def _reason(option: Option, line: dict[str, Option]) -> str | None:
-    """The reason why an option is ignored; None if it is not."""
-    if option.name in SHAPE and (size := _either(line, *SIZE)):
+def _reason(option: Option, line: Line) -> str | None:
+    """The reason why an option is ignored; None if it is not. Raises UserError for a model that is not here."""
+    name, value, size, foreign = option.name, "".join(option.values[:1]), _either(line, *SIZE), _foreign(line)
+    if size and (name in SHAPE or (foreign and name in PARTS)):
         return f"{size} sets the shape"
-    fixed = FIXED.get(option.name)
-    if fixed is not None and _plain(option.values[0]) != _plain(fixed):
-        return f"here it is {fixed}"
-    if option.name == "--load" and (save := _either(line, "--out", "--save")) and save.values != option.values:
+    needed, width, heads = _DATA["needed"].get(name), _either(line, *WIDTH), _either(line, *HEADS)
+    if name == "--kv-channels" and width and heads:
+        needed = str(width.whole() // heads.whole())
+    if needed and _plain(value) != _plain(needed):
+        raise UserError(f"{option} does not exist here; it is {needed}")
+    if name in FIXED and _plain(value) != _plain(FIXED[name]):
+        return f"here it is {FIXED[name]}"
+    save, tp = _either(line, "--out", "--save"), _either(line, "--tp", "--tensor-model-parallel-size")
+    if name == "--load" and save and save.values != option.values:
         return "a run goes on in the folder that it saves to"
-    return _REASONS.get(option.name)
+    if name == "--num-query-groups" and "--group-query-attention" not in line:
+        return "it needs --group-query-attention"
+    if name == "--sequence-parallel" and foreign and (tp is None or tp.values == ("1",)):
+        return "it needs tensor parallelism, without which Megatron-LM leaves it out, too"
+    if name in ("--vocab-file", "--split") and foreign and _objective(line) == "lm":
+        return "a GPT reads bytes here, and the last tenth of the text is kept for evaluation"
+    if name == "--tokenizer-type" and value == "NullTokenizer" and "--mock-data" in line:
+        return "random tokens need none"
+    return _REASONS.get(name)
 
 
-def _added(line: dict[str, Option], translated: dict[str, list[str]]) -> dict[str, str]:
-    """Options that Megatron takes for granted and this project does not: of interleaving, and of pretrain_bert.py."""
+def _added(line: Line, translated: dict[str, list[str]]) -> dict[str, str]:
+    """Options that Megatron takes for granted and this project does not: of interleaving, and of its two scripts."""
     added = {"--schedule": "interleaved"} if translated.get("--chunks", ["--chunks", "1"])[1] != "1" else {}
-    foreign = any(name in _ONLY_MEGATRON and name != "--local-rank" for name in line)
-    if foreign and any(name in line for name in (*SHAPE, *BERT_DATA)):
-        added["--objective"] = "bert"
-        if "--vocab-file" in line and ("--objective" not in line or line["--objective"].values[:1] == ("bert",)):
+    if _foreign(line) and any(name in line for name in (*SHAPE, *BERT_DATA)):
+        added["--objective"] = objective = _objective(line)
+        if "--vocab-file" in line and objective == "bert":
             added["--tokenizer"] = "wordpiece"
-        if (width := _either(line, "--d-model", "--hidden-size")) and not _either(line, *SIZE):
-            added["--d-ff"] = str(4 * width.whole())
+        if (width := _either(line, *WIDTH)) and not _either(line, *SIZE):
+            # As Megatron, whose gated feed-forward has as many weights as the plain one.
+            added["--d-ff"] = str(width.whole() * 8 // 192 * 64 if "--swiglu" in line else 4 * width.whole())
+            added |= GPT if objective == "lm" else {}
         # The horizon is that of the run that was meant, also when --steps cuts it short.
         if meant := _either(line, "--train-iters", "--train-samples"):
             added["--decay-steps"] = _words(meant, line)[1]
@@ -193,28 +186,34 @@ def _added(line: dict[str, Option], translated: dict[str, list[str]]) -> dict[st
     return {ours: value for ours, value in added.items() if ours not in taken}
 
 
-def _partly_ignored(line: Mapping[str, Option], translated: Mapping[str, list[str]]) -> list[str]:
-    """Notes on options of which this project takes a part: weights of texts, one of two dropouts."""
+def _partly_ignored(line: Line, translated: Mapping[str, list[str]], added: Mapping[str, str]) -> list[str]:
+    """Notes on options of which this project takes a part, and on a guess."""
     notes = []
-    if "--data" in translated and (weights := _weights(line["--data-path"])):
+    if "--data" in translated and "--data-path" in line and (weights := _weights(line["--data-path"])):
         notes.append(f"ignored: the weights {', '.join(weights)} of --data-path (texts are read one after the other)")
     dropouts = [line[name] for name in ("--attention-dropout", "--hidden-dropout") if name in line]
     if len(dropouts) == 1 and "--dropout" in translated and _plain(dropouts[0].values[0]) != 0.1:
         notes.append(f"{dropouts[0]} holds for all dropout (one option here)")
+    if "--bias" in translated and "rmsnorm" not in translated.get("--norm", ()):
+        notes.append("--disable-bias-linear holds for the norms' biases, too (one option here)")
+    if "--objective" in added and "--vocab-file" not in line and not any(map(_sign, line.values())):
+        notes.append("taken for a BERT, since no option is GPT's alone; for a GPT say --objective lm")
     return notes
 
 
 def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Translate a command line in Megatron-LM v2.5's names, this project's or both: (its words here, notes of changes).
+    """Translate a command line in Megatron-LM's names, this project's or both: (its words here, notes of changes).
 
     Own names win over Megatron's wherever they stand, and `--size` over a shape. Where Megatron's names describe a
-    BERT, the objective and the defaults of its pretrain_bert.py come along. Unknown tokens stay as they are. Raises
-    UserError for a missing value, for options that contradict each other, and where a number is needed and not there.
+    model, objective and defaults of its pretrain_bert.py or pretrain_gpt.py come along. Unknown tokens stay. Raises
+    UserError for a missing value, options that contradict each other, a missing number, and models that are not here.
     """
     left, options = deque(arguments), list[Option]()
     while left and left[0] != "--":
         options.append(_take_option(left))
-    line = {option.name: option for option in options}  # the last of each name counts
+    line: Line = {option.name: option for option in options}
+    if other := _either(line, *(name.rstrip("=") for name in _DATA["t5"].split())):
+        raise UserError(f"{other} is T5's, an encoder with a decoder, which is not here; BERT and GPT are")
     given = [line[name] for name in SHAPE[1:4] if name in line]
     missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
     if given and missing and not _either(line, *SIZE):  # half a shape would change a preset that nobody named
@@ -244,7 +243,7 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     added = _added(line, translated)
     notes = [f"ignored: {', '.join(them)} ({reason})" for reason, them in ignored.items()]
     notes += [f"replaced: {', '.join(replaced)} (this project's own names win)"] if replaced else []
-    notes += _partly_ignored(line, translated)
     if added:
         notes.append(f"added: {', '.join(map(' '.join, added.items()))} (what Megatron-LM takes for granted)")
+    notes += _partly_ignored(line, translated, added)
     return (*tokens, *(token for pair in added.items() for token in pair), *left), tuple(notes)

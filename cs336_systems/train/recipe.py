@@ -73,7 +73,10 @@ class Recipe:
         shape["context_length"] = model.max_context or self.data.context
         if model.d_model and not model.d_ff:
             shape["d_ff"] = 4 * model.d_model
-        return self.experts.with_experts(base.override(**shape))
+        config = base.override(**shape)
+        if model.rotary_base and config.positions != "rotary":
+            raise UserError(f"--rotary-base is about rotary positions, and these are {config.positions}")
+        return self.experts.with_experts(config)
 
     def seq(self, config: ModelConfig) -> int:
         """Tokens in a sequence. Raises UserError for more than the model has positions."""

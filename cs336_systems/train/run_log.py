@@ -36,6 +36,10 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             if done and path.is_file():
                 temporary = path.with_name(f".{path.name}")
+                if temporary.is_symlink():  # whose target, any file, would be overwritten
+                    raise UserError(
+                        f"{temporary} is a symbolic link; delete it, or name another log with --log-file FILE"
+                    )
                 temporary.write_text(_up_to(path.read_text(errors="replace"), done))
                 temporary.replace(path)  # a log of many hours is never half there
             opened.append(path.open("a" if done else "w"))

@@ -1,10 +1,16 @@
 """Megatron-LM's command line in this project's words: the study's option string, every option, and who wins."""
 
+from dataclasses import replace
+
 import pytest
 
+from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
+from cs336_systems.presets import model_preset
 from cs336_systems.train import megatron
+from cs336_systems.train.__main__ import main
 from cs336_systems.train.megatron import translate
+from cs336_systems.train.recipe import Recipe
 
 # The 8-GPU run of the scaling study, whose paths alone are others here.
 STUDY = (
@@ -21,12 +27,120 @@ TRAINING = (
     "--eval-interval 100 --eval-iters 10 --recompute segments --out out --data text"
 )
 TINY = "--size tiny --device cpu --steps 3"
+# What Megatron-LM's examples of 2025 say; the rest of their options is EXAMPLE_RUN.
+BERT_340M = (
+    "--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --max-position-embeddings 512 "
+    "--attention-backend auto --micro-batch-size 4 --global-batch-size 32 --train-iters 1000000 --weight-decay 1e-2 "
+    "--clip-grad 1.0 --fp16 --lr 0.0001 --lr-decay-iters 990000 --lr-decay-style linear --min-lr 1.0e-5 "
+    "--lr-warmup-fraction .01 --tensor-model-parallel-size 8 --vocab-file vocab.txt --split 949,50,1"
+)
+GPT_175B = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048 "
+    "--attention-backend auto --micro-batch-size 1 --global-batch-size 1536 --rampup-batch-size 16 16 5859375 "
+    "--train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --init-method-std 0.006 "
+    "--clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 "
+    "--lr-decay-iters 430000 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+    "--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --split 949,50,1"
+)
+LLAMA_8B = (
+    "--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 "
+    "--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192 "
+    "--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 "
+    "--hidden-dropout 0.0 --swiglu --init-method-std 0.0134 --attention-backend fused --apply-layernorm-1p "
+    "--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128 "
+    "--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 "
+    "--min-lr 0.00001 --decoupled-lr 5.0e-4 --decoupled-min-lr 4.5e-5 --lr-decay-style cosine --clip-grad 1.0 "
+    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16 --grad-reduce-in-bf16 --cross-entropy-loss-fusion "
+    "--calculate-per-token-loss --manual-gc --empty-unused-memory-level 1 --exit-duration-in-mins 235 "
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --fp8-format hybrid "
+    "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max --fp8-param-gather --tensor-model-parallel-size 1 "
+    "--context-parallel-size 1 --sequence-parallel --mock-data --tokenizer-type NullTokenizer --vocab-size 128256 "
+    "--data-cache-path cache --tiktoken-pattern v2 --split '99,1,0' --no-create-attention-mask-in-dataloader "
+    "--no-mmap-bin-files --num-workers 1 --log-throughput --profile --profile-step-start 4 --profile-step-end 6 "
+    "--ckpt-format torch_dist --distributed-timeout-minutes 60"
+)
+EXAMPLE_RUN = (
+    "--log-interval 100 --save-interval 10000 --eval-interval 1000 --save out --load out --eval-iters 10 "
+    "--tensorboard-dir logs"
+)
 
 
 def words(text):
     """The translated tokens of a line and its notes, each in one string."""
     done = translate(text.split())
     return " ".join(done[0]), "\n".join(done[1])
+
+
+def recipe_of(line):
+    given = main.make_context("train", line.split()).params
+    return Recipe.of(**{name: value for name, value in given.items() if name != "more_data"})
+
+
+@pytest.mark.parametrize(
+    ("line", "ranks", "preset", "changes"),
+    [
+        (BERT_340M, 8, "bert-345m", {}),
+        (GPT_175B, 128, "gpt3-175b", {"dropout": 0.1}),
+        (LLAMA_8B, 8, "llama-8b", {"norm": "layernorm", "rotary_base": 1e6}),
+        (f"{LLAMA_8B} --normalization RMSNorm --rotary-base 500000", 8, "llama-8b", {}),
+    ],
+)
+def test_the_examples_of_today_are_the_models_that_they_are_named_after(line, ranks, preset, changes):
+    recipe = recipe_of(f"{line} {EXAMPLE_RUN}")
+    config, meant = recipe.model_config(), model_preset(preset)
+    recipe.check(config, ranks)
+    assert replace(config, attention="naive") == meant.override(**changes)
+    assert count_parameters(config) == count_parameters(meant)
+    assert recipe.model.is_bert is (preset == "bert-345m")
+
+
+def test_the_notes_of_a_llama_name_what_is_not_here():
+    notes = words(LLAMA_8B)[1]
+    assert (
+        "--fp8-format hybrid, --fp8-amax-history-len 1024, --fp8-amax-compute-algo max, --fp8-param-gather (there"
+        in notes
+    )
+    assert "ignored: --sequence-parallel (it needs tensor parallelism, without which Megatron-LM leaves" in notes
+    assert "ignored: --tokenizer-type NullTokenizer (random tokens need none)" in notes
+    assert "--disable-bias-linear holds for the norms' biases, too (one option here)" in notes
+    assert "--disable-bias-linear" not in words(f"{LLAMA_8B} --normalization RMSNorm")[1]
+
+
+def test_which_model_a_line_describes():
+    shape = "--num-layers 2 --hidden-size 96 --num-attention-heads 4"
+    for sign in ("--merge-file m --vocab-file v", "--swiglu", "--tokenizer-type NullTokenizer --mock-data"):
+        assert "--objective lm " in words(f"{shape} {sign}")[0]
+    for sign in ("--bert-no-binary-head", "--vocab-file v --tokenizer-type BertWordPieceCase", "--short-seq-prob 0.1"):
+        tokens, notes = words(f"{shape} {sign}")
+        assert "--objective bert " in tokens
+        assert "taken for" not in notes
+    guess = "taken for a BERT, since no option is GPT's alone; for a GPT say --objective lm"
+    assert words(shape)[1].endswith(guess)
+    assert words(f"{shape} --normalization LayerNorm --position-embedding-type learned_absolute")[1].endswith(guess)
+    assert guess not in words(f"{shape} --objective lm")[1]
+    with pytest.raises(
+        UserError, match=r"^--mask-prob 0.1 is BERT's and --merge-file m is GPT's; say --objective bert"
+    ):
+        words(f"{shape} --mask-prob 0.1 --merge-file m")
+    assert "--objective" not in words(f"{shape} --mask-prob 0.1 --merge-file m --objective bert")[1]
+
+
+def test_parts_of_a_gpt():
+    shape = "--num-layers 2 --hidden-size 96 --num-attention-heads 4"
+    assert "--d-ff 256 " in words(f"{shape} --swiglu")[0]  # two thirds of 4 x 96
+    assert "--num-kv-heads 1 " in words(f"{shape} --group-query-attention")[0]
+    for groups in ("--group-query-attention --num-query-groups 2", "--num-query-groups 2 --group-query-attention"):
+        assert words(f"{shape} {groups}")[0].count("--num-kv-heads 2") == 1
+    assert (
+        "ignored: --num-query-groups 2 (it needs --group-query-attention)" in words(f"{shape} --num-query-groups 2")[1]
+    )
+    assert words("--recompute-granularity selective")[0] == "--recompute attention"
+    assert words("--distributed-timeout-minutes 2")[0] == "--timeout 120"
+    # A size keeps all of its shape.
+    tokens, notes = words(f"--size tiny {LLAMA_8B}")
+    assert not {"--bias", "--positions", "--rotary-base", "--norm", "--d-ff", "--num-kv-heads"} & set(tokens.split())
+    assert "--untie-embeddings-and-output-weights, --disable-bias-linear (--size tiny sets the shape)" in notes
+    assert words("--size llama-8b --rotary-base 1e6") == ("--size llama-8b --rotary-base 1e6", "")
 
 
 def test_the_option_string_of_the_study():
@@ -323,6 +437,19 @@ def test_dropout_is_one_option():
             "--tokenizer-type GPT2BPETokenizer does not exist here; use --tokenizer wordpiece or --tokenizer bytes",
         ),
         (
+            "--encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768",
+            "--encoder-num-layers 12 is T5's, an encoder with a decoder, which is not here; BERT and GPT are",
+        ),
+        ("--context-parallel-size 2", "--context-parallel-size 2 does not exist here; it is 1"),
+        (
+            "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4",
+            "--kv-channels 4 does not exist here; it is 2",
+        ),
+        (
+            "--position-embedding-type relative",
+            "--position-embedding-type relative does not exist here; use learned_absolute, rope or none",
+        ),
+        (
             "--lr-decay-style constant",
             "--lr-decay-style constant does not exist here; give --min-lr the value of --lr instead",
         ),
@@ -336,7 +463,8 @@ def test_refusals(line, message):
 
 def test_no_option_is_in_two_tables():
     ignored = " ".join(megatron.IGNORED.values()).split()
-    every = [*megatron.SHARED.split(), *megatron.RENAMED, *megatron.FIXED, *ignored]
+    others = [*megatron._DATA["t5"].split(), *megatron._DATA["needed"]]
+    every = [*megatron.SHARED.split(), *megatron.RENAMED, *megatron.FIXED, *ignored, *others]
     assert len({entry.rstrip("=*") for entry in every}) == len(every)
     assert not {entry.rstrip("=") for entry in megatron.SHARED.split()} & {
         ours.split()[0] for ours in megatron.RENAMED.values()

@@ -221,7 +221,7 @@ def test_megatrons_names_lead_to_options_that_exist():
     names = own_names()
     assert {name.rstrip("=*") for name in megatron.SHARED.split()} <= names
     assert {ours.split()[0] for ours in megatron.RENAMED.values()} <= names
-    assert set(megatron.DEFAULTS) <= names
+    assert set(megatron.DEFAULTS | megatron.GPT) <= names
     assert set(megatron.REQUIRED.values()) <= names
     assert set(megatron.BERT_DATA) <= names
     assert {name for pair in megatron.WARMUP.items() for name in pair} <= names
@@ -229,7 +229,7 @@ def test_megatrons_names_lead_to_options_that_exist():
 
 def test_megatrons_defaults_are_values_of_the_options():
     options = {name: parameter for parameter in main.params for name in parameter.opts}
-    for name, value in megatron.DEFAULTS.items():
+    for name, value in (megatron.DEFAULTS | megatron.GPT).items():
         options[name].type.convert(value, options[name], None)
     for name, value in (ours.split() for ours in megatron.RENAMED.values() if " " in ours):
         options[name].type.convert(value, options[name], None)

@@ -288,6 +288,45 @@ def test_megatrons_names_train(in_tmp, capsys, quick_probe):
     assert "| loss scale: 2147483648.0 | number of skipped iterations:   1" in captured.out
 
 
+def test_megatrons_llama_trains(in_tmp, capsys, quick_probe):
+    line = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --swiglu"
+    )
+    line += " --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights"
+    line += " --disable-bias-linear --seq-length 16 --max-position-embeddings 16 --global-batch-size 4 --train-iters 2"
+    line += " --mock-data --tokenizer-type NullTokenizer --vocab-size 300 --lr 1e-3 --fp8-format hybrid"
+    assert run_command(training.main, [*line.split(), "--device", "cpu", "--log-file", "log"]) == 0
+    header = json.loads((in_tmp / "log").read_text().splitlines()[0])
+    given = {"objective": "lm", "num_kv_heads": 2, "norm": "rmsnorm", "positions": "rotary", "feed_forward": "swiglu"}
+    given |= {"tied_head": False, "bias": False, "vocab_size": 300, "d_ff": 64}
+    assert given.items() <= header["recipe"].items()
+    assert "ignored: --fp8-format hybrid (there is no fp8 here" in capsys.readouterr().err
+
+
+def test_unknown_options_are_listed_at_once(in_tmp, capsys):
+    assert run("--no-such", "1", "--steps", "1", "--nor-this=2", "--no-such") == 2
+    assert capsys.readouterr().err.endswith(
+        "error: no such options: --no-such, --nor-this; train --help lists those that exist\n"
+    )
+    assert run("--no-such", "--steps", "1") == 2
+    assert capsys.readouterr().err.endswith("Did you mean '--nproc'?\n")
+
+
+def test_a_base_without_rotary_positions_is_refused(in_tmp, capsys):
+    assert run("--rotary-base", "5e5") == 2
+    assert "--rotary-base is about rotary positions, and these are learned" in capsys.readouterr().err
+
+
+def test_a_log_that_goes_on_is_not_written_through_a_link(in_tmp, capsys, quick_probe):
+    line = ("--data", "random", "--out", "run", "--eval-iters", "1")
+    assert run(*line, "--steps", "1") == 0
+    (in_tmp / "other").write_text("of another")
+    (in_tmp / "run/.train.jsonl").symlink_to(in_tmp / "other")
+    assert run(*line, "--steps", "2", "--resume") == 2
+    assert "error: run/.train.jsonl is a symbolic link; delete it, or name another log" in capsys.readouterr().err
+    assert (in_tmp / "other").read_text() == "of another"
+
+
 @pytest.mark.parametrize(("kind", "shown"), [("none", False), ("max", True), ("minmax", True), ("waits", True)])
 def test_timers_are_shown_as_asked(in_tmp, capsys, quick_probe, kind, shown):
     assert run("--data", "random", "--steps", "1", "--timers", kind, "--log-file", "log", "--eval-iters", "1") == 0
