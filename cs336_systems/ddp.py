@@ -52,8 +52,9 @@ class DataParallel(Wrapper):
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
         if cap < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
+        names = self.guard.names
         self.buckets = [
-            GradBucket(ps, self.group, f"bucket {i}, from {self.guard.names[ps[0]]}", self.gradients)
+            GradBucket(ps, self.group, f"bucket {i}, from {names[ps[0]]}", self.gradients, names=names)
             for i, ps in enumerate(plan_buckets(list(self.guard.trainable), cap, apart))
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
@@ -75,7 +76,7 @@ class DataParallel(Wrapper):
     def _before_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Hook: a gradient is about to be added to `.grad`, which may lie in a buffer that is being reduced."""
         self.guard.before_gradient(parameter)
-        self.bucket_of[parameter].finish()
+        self.bucket_of[parameter].make_way(parameter)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         """Hook: `.grad` is complete in this backward."""

@@ -57,7 +57,10 @@ class FSDP(Wrapper):
         self.sharded = list(dict.fromkeys(self.order.weights))
         shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
         replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
-        self.buckets = [GradBucket(ps, self.group, f"replicated gradients {i}") for i, ps in enumerate(replicated)]
+        self.buckets = [
+            GradBucket(ps, self.group, f"replicated gradients {i}", names=self.guard.names)
+            for i, ps in enumerate(replicated)
+        ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
         self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
 from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import run_closure
@@ -114,7 +115,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}
         for owner in self._numbers():
-            if owner.grad is not None and owner not in stored:
+            if owner.grad is None or isinstance(owner.grad, ShardedGradient):
+                continue
+            if self.wrapper is not None and owner in stored:
+                raise UserError(
+                    f"a `.grad` of shape {tuple(owner.shape)} was assigned after the synchronisation, but a step takes "
+                    "the wrapper's shards: change kept_gradients() in place, or use stage 1"
+                )
+            if owner not in stored:
                 raise UserError(
                     f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "
                     "a gradient now; make the optimizer anew"
@@ -128,6 +136,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check()
         if self.wrapper is None:
             self._attach_gradients()
+        for part in self._parts():
+            if part.owner.grad is None:  # dropped since the synchronisation
+                part.tensor.grad = None
         self._copy_settings(self.param_groups, self.inner.param_groups)
         self.inner.step(**kwargs)
         self._copy_settings(self.inner.param_groups, self.param_groups)

@@ -290,7 +290,8 @@ CASES = {
         drop_then_finish, {REDUCED: DROPPED, "stage 3": UNDELIVERED}
     ),
     ".grad written to before finish": Case(
-        write_before_finish, {REDUCED: CHANGED, "stage 2 | stage 2, small": CHANGED, "stage 3": UNDELIVERED}
+        write_before_finish,
+        {f"{REDUCED} | stage 2": CHANGED, "stage 2, small": "was used before", "stage 3": UNDELIVERED},
     ),
     "finish forgotten before the step": Case(forget_to_finish, NOT_SYNCHRONISED),
     "finish forgotten in a closure": Case(forget_in_closure, NOT_SYNCHRONISED),

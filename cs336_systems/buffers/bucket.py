@@ -7,21 +7,24 @@
     placement     collective          kept after it                          freed
     Replicated    all-reduce          the buffer; every `.grad` is a view    nothing: the next backward fills it again
                                                                              (a new one, if somebody holds a gradient)
-    Sharded       reduce-scatter      this rank's slice, added up            the buffer, once its slice is kept
+    Sharded       reduce-scatter      this rank's slice, added up, of        the buffer, once its slice is kept
+                                      which each `.grad` stands for a piece
 
 A ZeRO stage is three placements: of parameters, gradients and optimizer state (see zero.py).
 """
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.replicas import Replicas
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
 from cs336_systems.comm.events import mark
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -44,10 +47,6 @@ class Replicated:
     def free(self, bucket: "GradBucket") -> None:
         """Free what does not rest on this rank."""
 
-    def dropped(self, parameter: nn.Parameter) -> bool:
-        """True if somebody has dropped this gradient, which lay in the buffer."""
-        return parameter.grad is None
-
 
 @dataclass(frozen=True)
 class Sharded:
@@ -68,10 +67,8 @@ class Sharded:
     def free(self, bucket: "GradBucket") -> None:
         bucket.flat = None
         for parameter in bucket.parameters:
-            parameter.grad = None
-
-    def dropped(self, parameter: nn.Parameter) -> bool:
-        return False  # unknown: every `.grad` is freed after its reduction
+            keeps = parameter in bucket.used and parameter.grad is not None  # else nobody used or somebody dropped it
+            parameter.grad = bucket.stand_in(parameter) if keeps else None
 
 
 Placement = Replicated | Sharded
@@ -80,7 +77,7 @@ REPLICATED, SHARDED = Replicated(), Sharded()
 
 class GradBucket:
     """One flat buffer of gradients and its reduction. `dtype` is the buffer's (default: the parameters'); slices are
-    multiples of `granule` elements."""
+    multiples of `granule` elements; `names` are those of parameters whose `.grad` users see."""
 
     def __init__(
         self,
@@ -90,13 +87,15 @@ class GradBucket:
         placement: Placement = REPLICATED,
         dtype: torch.dtype | None = None,
         granule: int = 1,
+        names: Mapping[nn.Parameter, str] = MappingProxyType({}),
     ) -> None:
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
-        self.dtype = dtype or parameters[0].dtype
+        self.dtype, self.names = dtype or parameters[0].dtype, names
         self.layout = FlatLayout.pack(parameters, placement.num_shards(group), granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
+        self.pieces: dict[nn.Parameter, Tensor] = {}  # this rank's, as views of the shard
         self.work: Work | None = None
         self.launched: list[tuple[Tensor, int]] = []  # being reduced, with `_version` at launch: writes raise it
         self.waiting = set(parameters)  # parameters whose gradient has not come in this backward
@@ -150,6 +149,44 @@ class GradBucket:
             mark("gradients", self.flat)
         return self.layout.view(self.flat, self.index[parameter])
 
+    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The parameter's `.grad`, unless it stands for one that rests sharded."""
+        return None if isinstance(parameter.grad, ShardedGradient) else parameter.grad
+
+    def stand_in(self, parameter: nn.Parameter) -> ShardedGradient | None:
+        """The `.grad` of a gradient that rests sharded, if users see it."""
+        return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
+
+    def hold_pieces(self) -> None:
+        """Give each `.grad` that stands for a gradient in the complete shard this rank's piece of it, perhaps none."""
+        assert self.shard is not None
+        if not self.pieces and self.names:
+            mine = self.layout.pieces(self.group.rank())
+            parts = self.shard[: sum(piece.numel for piece in mine)].split([piece.numel for piece in mine])
+            self.pieces = {self.parameters[piece.index]: part for piece, part in zip(mine, parts, strict=True)}
+        for parameter in self.parameters:
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad.piece = self.pieces.get(parameter, self.shard[:0])
+
+    def dropped(self, parameter: nn.Parameter) -> bool:
+        """True if somebody has dropped a gradient that the buffer or the shard holds."""
+        return parameter.grad is None and parameter in self.used and parameter in self.names
+
+    @torch.no_grad()
+    def make_way(self, parameter: nn.Parameter) -> None:
+        """Finish before a gradient is added to `.grad`, which may lie in the buffer or stand for what rests sharded."""
+        self.finish()
+        if self.dropped(parameter):
+            self.forget(parameter)
+        elif isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = None
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Forget a gradient that was dropped; other ranks forget their pieces of it."""
+        self.used.discard(parameter)
+        if parameter in self.pieces:
+            self.pieces[parameter].zero_()
+
     @torch.no_grad()
     def launch(self, again: bool = False) -> None:
         """Start the collective. A parameter without a gradient contributes zeros or, if this is done `again` to a
@@ -159,16 +196,16 @@ class GradBucket:
         for parameter in self.parameters:
             self._leave_if_held(parameter)
         for parameter in self.parameters:
-            dropped = parameter in self.used and self.placement.dropped(parameter)
-            if parameter.grad is not None:  # may be accumulated under no_sync
+            dropped = self.dropped(parameter)
+            if self.gradient(parameter) is not None:  # may be accumulated under no_sync
                 self.mark_ready(parameter)
             elif dropped or (parameter in self.waiting and not keeps):
                 self.view(parameter).zero_()
             if dropped:
-                self.used.discard(parameter)
+                self.forget(parameter)
         assert self.flat is not None
         self.work = self.placement.reduce(self.flat, self.group, self.label)
-        self.launched = [(p.grad, p.grad._version) for p in self.parameters if p.grad is not None]
+        self.launched = [(g, g._version) for g in map(self.gradient, self.parameters) if g is not None]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -191,13 +228,10 @@ class GradBucket:
         self.waiting = set(self.parameters)
 
     def local_gradients(self) -> list[LocalGradient]:
-        """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of `shard`."""
+        """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of the shard."""
         if self.shard is None:
             return [LocalGradient(p, p.grad, False) for p in self.parameters if p.grad is not None]
-        pieces = self.layout.pieces(self.group.rank())
-        parts = self.shard[: sum(piece.numel for piece in pieces)].split([piece.numel for piece in pieces])
-        owners = (self.parameters[piece.index] for piece in pieces)
-        return [LocalGradient(p, part, True) for p, part in zip(owners, parts, strict=True) if p in self.used]
+        return [LocalGradient(p, piece, True) for p, piece in self.pieces.items() if p.grad is not None]
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""
@@ -205,11 +239,12 @@ class GradBucket:
             self.work.wait()
         self.work, self.launched = None, []
         self.expect_all()
-        self.placement.free(self)
         if set_to_none or self.shard is None:
-            self.used, self.shard = set(), None
-        else:
+            self.used, self.shard, self.pieces = set(), None, {}
+        self.placement.free(self)
+        if self.shard is not None:
             self.shard.zero_()
+            self.hold_pieces()
 
 
 @torch.no_grad()
@@ -243,10 +278,15 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
         for (parameter, bucket), elsewhere in zip(bucket_of.items(), sums.tolist(), strict=False):
             if elsewhere and parameter not in bucket.used:
                 bucket.used.add(parameter)
-                if bucket.flat is not None:  # a shard has its mean gradient already
+                if bucket.flat is None:  # a shard has its mean gradient already
+                    parameter.grad = bucket.stand_in(parameter)
+                else:
                     parameter.grad = bucket.view(parameter)
                     bucket.given.add(parameter)
-    for bucket in (bucket for bucket in buckets if bucket.shard is None):
+    for bucket in buckets:
+        if bucket.shard is not None:
+            bucket.hold_pieces()
+            continue
         bucket.used = set()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None

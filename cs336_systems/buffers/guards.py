@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
 from cs336_systems.buffers.replicas import Replicas, require_equal
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
@@ -29,13 +30,11 @@ Parameters = Collection[nn.Parameter]
 
 
 class Guard:
-    """The guard of one wrapper, whose gradients rest as `gradients` says. `names` and `trainable` are the module's
-    parameters when it was wrapped, without those that are `ignored`, which another wrapper has."""
+    """The guard of one wrapper. `names` and `trainable` are the module's parameters when it was wrapped, without those
+    that are `ignored`, which another wrapper has."""
 
-    def __init__(
-        self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter], gradients: Placement
-    ) -> None:
-        self.wrapper, self.module, self.group, self.ignored, self.gradients = wrapper, module, group, ignored, gradients
+    def __init__(self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter]) -> None:
+        self.wrapper, self.module, self.group, self.ignored = wrapper, module, group, ignored
         self.synchronised = True
         self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
         self.again = False  # true if one of them has come twice
@@ -112,9 +111,8 @@ class Guard:
             raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
     def dropped(self, arrived: Set[nn.Parameter]) -> bool:
-        """True if an optimizer's zero_grad has dropped gradients that are being reduced. Unknown where they are
-        sharded, since each `.grad` is freed after its reduction."""
-        return any(self.gradients.dropped(parameter) for parameter in arrived)
+        """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
+        return any(parameter.grad is None for parameter in arrived)
 
     def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
         if self.dropped(arrived):
@@ -236,6 +234,11 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
         for guard in filter(None, guards):
             guard.require_finished(f"{type(optimizer).__name__}.step()")
             stepped[guard] = None
+        if isinstance(parameter.grad, ShardedGradient):
+            raise fault(
+                f"{type(optimizer).__name__}.step() cannot use the gradient of {parameter.grad.label}, which rests "
+                "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"
+            )
     for guard in stepped:
         guard.replicas.note(optimizer)
 
@@ -252,7 +255,7 @@ class Wrapper(nn.Module):
         super().__init__()
         self.module, self.group = module, default_group(group)
         self.after_synchronisation: list[Callable[[], None]] = []  # called when the gradients are complete
-        self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored), self.gradients)
+        self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
         for tensor in (*self.guard.names, *module.buffers()):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
 

@@ -1,0 +1,81 @@
+"""A gradient that rests sharded, as a parameter's `.grad`: the shape of the whole, and this rank's piece of it.
+
+    a norm                                         of the whole gradient; every rank must ask for it
+    in place: times or over a number, clamp, zero  on the piece, so that all ranks together do it to the whole
+    anything else                                  an error that names the parameter, and the wrapper's own methods
+
+So torch's clip_grad_norm_ and clip_grad_value_ are right, and a program that reads numbers is told where they are.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cs336_systems.comm import Group, fault
+from cs336_systems.optim.grad_norm import global_norm
+
+aten = torch.ops.aten
+NORMS = {aten.linalg_vector_norm.default, aten._foreach_norm.Scalar}
+IN_PLACE = {aten.mul_.Tensor, aten.div_.Tensor, aten.zero_.default}
+IN_PLACE |= {aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default}
+IN_PLACE |= {aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor}
+IN_PLACE |= {aten._foreach_zero_.default, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar}
+
+
+class ShardedGradient(Tensor):
+    """The gradient of a parameter that is called `label`, without storage. `piece` are this rank's elements, perhaps
+    none, as a view of a bucket's shard; None until the synchronisation ends."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    label: str
+    group: Group
+    piece: Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, label: str, group: Group, piece: Tensor | None = None) -> "ShardedGradient":
+        new = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device, storage_size=0)
+        new.label, new.group, new.piece = label, group, piece
+        return new
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGradient({self.label}, {tuple(self.shape)}, {self.dtype}; on this rank {self.piece})"
+
+    def local(self) -> Tensor:
+        """This rank's piece. Raises UserError before the synchronisation has ended."""
+        if self.piece is None:
+            raise fault(
+                f"{self.label}.grad was used before finish_gradient_synchronization(), while it is reduced: call that "
+                "first, or zero_grad() of the wrapper to drop it"
+            )
+        return self.piece
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        first, rest, kwargs = args[0], args[1:], kwargs or {}
+        if function is aten.detach.default:
+            return cls(first, first.label, first.group, first.piece)
+        others = [each for each in tree_leaves((rest, kwargs)) if isinstance(each, Tensor)]
+        if function in IN_PLACE and all(each.dim() == 0 and not isinstance(each, cls) for each in others):
+            function(tree_map_only(cls, cls.local, first), *rest, **kwargs)
+            return None if isinstance(first, list) else first
+        if function in NORMS and len(rest) < 2 and (not rest or rest[0] > 0):  # no axes; no count or minimum
+            norms = [norm(each, *rest, **kwargs) for each in tree_leaves(first)]
+            return norms if isinstance(first, list) else norms[0]
+        named = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise fault(
+            f"{function} of {named.label}.grad, which rests sharded over {named.group.size()} ranks: norms work, and "
+            "scaling or clamping in place; else use the wrapper's clip_grad_norm() or kept_gradients() (this rank's "
+            "pieces), its ShardedOptimizer, or stage 1, whose gradients are whole"
+        )
+
+
+def norm(gradient: Tensor, order: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
+    """Norm of a whole gradient, equal on every rank; if it is sharded, every rank must call this."""
+    if not isinstance(gradient, ShardedGradient):
+        return torch.linalg.vector_norm(gradient, order, dtype=dtype)
+    whole = global_norm([gradient.local()], (), order, gradient.group)
+    return whole.to(dtype or gradient.dtype.to_real())

@@ -1,0 +1,172 @@
+"""Programs that use `.grad` after the synchronisation by themselves, as after PyTorch's own wrapper: right, or an error
+that names the parameter on every rank before the optimizer can step. CASES is the catalogue."""
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from tests.support.fault_cases import ALL, REDUCES_EARLY, Case, Run, check
+from tests.test_faults_backward import DROPPED
+from tests.test_faults_zero import keep_parameters
+
+STAGE_2 = ("stage 2", "stage 2, small")
+WHOLE = ALL[:-1]  # modes in which parameters are whole
+SHARDED = "which rests sharded"
+
+
+def then(change, number: int = 2, zero=lambda run: run.optimizer.zero_grad()):
+    """Steps in which `change` does something with the gradients after the synchronisation."""
+
+    def program(run: Run):
+        for step in range(number):
+            run.backward(step, skip=step == 1)
+            yield
+            change(run, step)
+            run.optimizer.step()
+            run.remember()
+            zero(run)
+
+    return program
+
+
+def clip_norm(run: Run, step: int) -> None:
+    order, foreach = ((2.0, None), (float("inf"), True), (1.0, True))[step]
+    clip_grad_norm_(run.model.parameters(), 0.01, order, foreach=foreach)
+
+
+def clip_value(run: Run, step: int) -> None:
+    clip_grad_value_(run.model.parameters(), 0.001, foreach=(None, True)[step])
+
+
+def scale(run: Run, step: int) -> None:
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad *= 0.5
+            p.grad.div_(torch.tensor(3.0))
+            p.grad.data.mul_(7)
+
+
+def cancel(run: Run, step: int) -> None:
+    """The gradients of some layers are dropped: their weights stay as they are."""
+    for p in (*run.module.last.parameters(), *run.module.optional.parameters()):
+        p.grad = None
+
+
+def add_noise(run: Run, step: int) -> None:
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad.add_(torch.full_like(p, 0.01))
+
+
+def descend(run: Run, step: int) -> None:
+    with torch.no_grad():
+        for p in run.model.parameters():
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+
+
+def assign(run: Run, step: int) -> None:
+    for p in run.model.parameters():
+        if p.grad is not None:
+            p.grad = torch.full_like(p, 0.01)
+
+
+def keep_some(run: Run):
+    """Synchronised gradients add up, and some are dropped after the first time, one of which then gets no other."""
+    run.backward(0)
+    yield
+    cancel(run, 0)
+    run.backward(1, skip=True)
+    yield
+    run.step()
+
+
+def sam(run: Run):
+    """Sharpness-aware minimisation: the gradient is taken a small step uphill (arXiv:2010.01412)."""
+    run.backward(0)
+    yield
+    with torch.no_grad():
+        moved = [(p, p.grad * 0.05) for p in run.model.parameters() if p.grad is not None]
+        for p, e in moved:
+            p.add_(e)
+    run.model.zero_grad()
+    run.backward(0)
+    yield
+    with torch.no_grad():
+        for p, e in moved:
+            p.sub_(e)
+    run.step()
+
+
+def drop_then_finish(run: Run):
+    run.backward(0)
+    run.module.zero_grad()
+    yield
+    run.step()
+
+
+def drop_then_retry(run: Run):
+    run.backward(0)
+    run.module.zero_grad()
+    run.backward(1)
+    yield
+    run.step()
+
+
+def plain_optimizer(of):
+    def program(run: Run):
+        run.optimizer = torch.optim.AdamW(of(run), lr=0.1, weight_decay=0.5)
+        run.remember()
+        run.backward(0)
+        yield
+        run.step()
+
+    return program
+
+
+def zero_module(run: Run) -> None:
+    run.module.zero_grad()
+
+
+def zero_module_in_place(run: Run) -> None:
+    run.module.zero_grad(set_to_none=False)
+
+
+REFUSED = {" | ".join(STAGE_2): SHARDED}
+CASES = {
+    "torch's clip_grad_norm_": Case(then(clip_norm, 3), modes=WHOLE, inexact=STAGE_2),
+    "torch's clip_grad_value_": Case(then(clip_value), modes=WHOLE),
+    "gradients scaled in place": Case(then(scale), modes=WHOLE),
+    "gradients of some layers dropped after finish": Case(then(cancel, 3), modes=WHOLE),
+    "gradients of some layers dropped between two synchronisations": Case(keep_some, modes=WHOLE, inexact=STAGE_2),
+    "zero_grad() of the bare module": Case(then(lambda run, step: None, 3, zero_module), modes=WHOLE),
+    "zero_grad(set_to_none=False) of the bare module": Case(
+        then(lambda run, step: None, 3, zero_module_in_place), modes=WHOLE
+    ),
+    "zero_grad() of the bare module after backward, then finish": Case(
+        drop_then_finish, {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED}, modes=WHOLE
+    ),
+    "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry, modes=WHOLE),
+    "noise added to gradients": Case(then(add_noise), REFUSED, modes=WHOLE),
+    "weights updated by hand": Case(then(descend), REFUSED, modes=WHOLE),
+    "gradients assigned": Case(
+        then(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}, modes=WHOLE
+    ),
+    "sharpness-aware minimisation": Case(sam, REFUSED, modes=WHOLE),
+    "a plain optimizer from before wrapping": Case(
+        plain_optimizer(lambda run: run.module.before), REFUSED, prepare=keep_parameters, modes=("bucketed", *STAGE_2)
+    ),
+    "a plain optimizer of named_parameters()": Case(
+        plain_optimizer(lambda run: [p for _, p in run.model.named_parameters()]), REFUSED, modes=("bucketed", *STAGE_2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_right_or_an_error_that_names_the_cause(name):
+    check(__name__, name, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["torch's clip_grad_norm_", "gradients of some layers dropped after finish"])
+def test_right_on_three_ranks(name):
+    check(__name__, name, CASES[name], world=3)
