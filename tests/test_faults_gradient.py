@@ -5,13 +5,11 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from tests.support.fault_cases import ALL, REDUCES_EARLY, Case, Run, check
-from tests.test_faults_backward import DROPPED
+from tests.support.fault_cases import ALL, REDUCES_EARLY, SCATTERS, Case, Run, check
+from tests.test_faults_backward import DROPPED, UNDELIVERED
 from tests.test_faults_zero import keep_parameters
 
-STAGE_2 = ("stage 2", "stage 2, small")
-WHOLE = ALL[:-1]  # modes in which parameters are whole
-SHARDED = "which rests sharded"
+STAGE_2 = SCATTERS[:-1]
 
 
 def then(change, number: int = 2, zero=lambda run: run.optimizer.zero_grad()):
@@ -132,27 +130,23 @@ def zero_module_in_place(run: Run) -> None:
     run.module.zero_grad(set_to_none=False)
 
 
-REFUSED = {" | ".join(STAGE_2): SHARDED}
+REFUSED = {" | ".join(STAGE_2): "which rests sharded"}
 CASES = {
-    "torch's clip_grad_norm_": Case(then(clip_norm, 3), modes=WHOLE, inexact=STAGE_2),
-    "torch's clip_grad_value_": Case(then(clip_value), modes=WHOLE),
-    "gradients scaled in place": Case(then(scale), modes=WHOLE),
-    "gradients of some layers dropped after finish": Case(then(cancel, 3), modes=WHOLE),
-    "gradients of some layers dropped between two synchronisations": Case(keep_some, modes=WHOLE, inexact=STAGE_2),
-    "zero_grad() of the bare module": Case(then(lambda run, step: None, 3, zero_module), modes=WHOLE),
-    "zero_grad(set_to_none=False) of the bare module": Case(
-        then(lambda run, step: None, 3, zero_module_in_place), modes=WHOLE
-    ),
+    "torch's clip_grad_norm_, stages 0 to 2": Case(then(clip_norm, 3), modes=ALL[:-1], inexact=STAGE_2),
+    "torch's clip_grad_value_": Case(then(clip_value)),
+    "gradients scaled in place": Case(then(scale)),
+    "gradients of some layers dropped after finish": Case(then(cancel, 3)),
+    "gradients of some layers dropped between two synchronisations": Case(keep_some, inexact=SCATTERS),
+    "zero_grad() of the bare module": Case(then(lambda run, step: None, 3, zero_module)),
+    "zero_grad(set_to_none=False) of the bare module": Case(then(lambda run, step: None, 3, zero_module_in_place)),
     "zero_grad() of the bare module after backward, then finish": Case(
-        drop_then_finish, {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED}, modes=WHOLE
+        drop_then_finish, {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED, "stage 3": UNDELIVERED}
     ),
-    "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry, modes=WHOLE),
-    "noise added to gradients": Case(then(add_noise), REFUSED, modes=WHOLE),
-    "weights updated by hand": Case(then(descend), REFUSED, modes=WHOLE),
-    "gradients assigned": Case(
-        then(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}, modes=WHOLE
-    ),
-    "sharpness-aware minimisation": Case(sam, REFUSED, modes=WHOLE),
+    "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry, {"stage 3": UNDELIVERED}),
+    "noise added to gradients": Case(then(add_noise), REFUSED),
+    "weights updated by hand": Case(then(descend), REFUSED),
+    "gradients assigned": Case(then(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}),
+    "sharpness-aware minimisation": Case(sam, REFUSED),
     "a plain optimizer from before wrapping": Case(
         plain_optimizer(lambda run: run.module.before), REFUSED, prepare=keep_parameters, modes=("bucketed", *STAGE_2)
     ),
@@ -167,6 +161,8 @@ def test_right_or_an_error_that_names_the_cause(name):
     check(__name__, name, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["torch's clip_grad_norm_", "gradients of some layers dropped after finish"])
+@pytest.mark.parametrize(
+    "name", ["torch's clip_grad_norm_, stages 0 to 2", "gradients of some layers dropped after finish"]
+)
 def test_right_on_three_ranks(name):
     check(__name__, name, CASES[name], world=3)
