@@ -63,10 +63,12 @@ def _foreign(line: Line) -> bool:
 
 
 def _take_option(left: deque[str]) -> Option:
-    """Take one option and its values from the front. Raises UserError if Megatron's option lacks its value."""
+    """Take one option and its values from the front. Raises UserError if it lacks its value, and for one of T5's."""
     typed, equals, inline = left.popleft().partition("=")
     name, words = typed.replace("_", "-"), list[str]()
     entry = _ENTRIES.get(name)
+    if entry in _DATA["t5"].split():
+        raise UserError(f"{name} is T5's, an encoder with a decoder, which is not here; BERT and GPT are")
     if entry == name and equals:
         raise UserError(f"{name} is a flag and takes no value, not {inline!r}")
     most = 10**6 if entry is None or (entry[-1] == "*" and not equals) else int(entry[-1] == "=" and not equals)
@@ -212,8 +214,6 @@ def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...
     while left and left[0] != "--":
         options.append(_take_option(left))
     line: Line = {option.name: option for option in options}
-    if other := _either(line, *(name.rstrip("=") for name in _DATA["t5"].split())):
-        raise UserError(f"{other} is T5's, an encoder with a decoder, which is not here; BERT and GPT are")
     given = [line[name] for name in SHAPE[1:4] if name in line]
     missing = [name for name, ours in REQUIRED.items() if not _either(line, ours, name)]
     if given and missing and not _either(line, *SIZE):  # half a shape would change a preset that nobody named

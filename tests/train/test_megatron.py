@@ -438,7 +438,7 @@ def test_dropout_is_one_option():
         ),
         (
             "--encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768",
-            "--encoder-num-layers 12 is T5's, an encoder with a decoder, which is not here; BERT and GPT are",
+            "--encoder-num-layers is T5's, an encoder with a decoder, which is not here; BERT and GPT are",
         ),
         ("--context-parallel-size 2", "--context-parallel-size 2 does not exist here; it is 1"),
         (
