@@ -173,7 +173,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"state": gather_state(self.inner, self.buffers, numbers), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters."""
+        """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters, or in AdamW to
+        another algorithm."""
+        getattr(self.inner, "check_state", lambda _: None)(state_dict)
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
             raise ValueError("the state's parameter groups have other sizes than this optimizer's")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.checks import check_last_group, check_state
 from kernels.launch import jit, launch, runs_triton, tl
 
 BLOCK = 1024  # elements that a program holds at once: 8 a thread, two loads of 128 bits of each float32 tensor
@@ -35,7 +36,7 @@ def update_block(param_ptr, grad_ptr, mean_ptr, square_ptr, settings, inside):
     param = tl.load(param_ptr, mask=inside).to(tl.float32)
     grad = tl.load(grad_ptr, mask=inside).to(tl.float32) * sign
     mean = tl.load(mean_ptr, mask=inside) * beta1 + grad * rest1
-    square = tl.load(square_ptr, mask=inside) * beta2 + grad * grad * rest2
+    square = tl.load(square_ptr, mask=inside) * beta2 + grad * rest2 * grad  # a large g^2 alone could be infinite
     tl.store(mean_ptr, mean, mask=inside)
     tl.store(square_ptr, square, mask=inside)
     step = step_size * tl.div_rn(mean, tl.div_rn(tl.sqrt_rn(square), root_bias) + eps)
@@ -159,13 +160,12 @@ class FusedAdamW(torch.optim.Optimizer):
     Options, groups, state and update are those of `torch.optim.AdamW`, but moments are float32 at least. State dicts
     load both ways. Parameters that differ in dtype, device or alignment to 16 bytes take a launch each kind. float64,
     tensors that are not contiguous, subclasses such as DTensor and CPUs without Triton's interpreter take plain torch.
-    Steps are counted on the host, so CUDA graphs cannot capture them.
-
-    Raises ValueError for a hyperparameter out of range and a state with amsgrad, TypeError for a learning rate that is
-    a tensor, a parameter that is no real floating-point number, and a sparse gradient.
+    Steps are counted on the host, so CUDA graphs cannot capture them. Errors: see `checks.py`, and TypeError for a
+    sparse gradient.
     """
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+    check_state = staticmethod(partial(check_state, can_maximize=True))
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -178,18 +178,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own, by default the optimizer's."""
-        group = self.defaults | param_group
-        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
-        if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
-            raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
-        if not (min(lr, eps, decay) >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
-            numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
-            raise ValueError(f"{numbers} must not be negative, two betas, {betas}, lie in [0, 1)")
         super().add_param_group(param_group)
-        for i, param in enumerate(self.param_groups[-1]["params"]):
-            if not param.dtype.is_floating_point:
-                self.param_groups.pop()
-                raise TypeError(f"params[{i}] must be of a real floating-point dtype, not {param.dtype}")
+        check_last_group(self.param_groups)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -201,9 +191,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of a FusedAdamW or a `torch.optim.AdamW` over parameters of the same shapes."""
-        for group in state_dict["param_groups"]:
-            if group.get("amsgrad") or not group.get("decoupled_weight_decay", True):
-                raise ValueError("the state belongs to another algorithm: amsgrad, or Adam with coupled weight decay")
+        self.check_state(state_dict)
         super().load_state_dict(state_dict)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -215,10 +203,7 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         used = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for param in chain.from_iterable(params for _, params in used):
             if param.grad.layout != torch.strided:

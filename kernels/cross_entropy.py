@@ -16,19 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.launch import (
-    ceil_power_of_2,
-    check_device,
-    check_shape,
-    check_tensors,
-    define,
-    jit,
-    launch,
-    launch_over,
-    new_like,
-    runs_triton,
-    tl,
-)
+from kernels.checks import check_device, check_shape, check_tensors
+from kernels.launch import ceil_power_of_2, define, jit, launch, launch_over, new_like, runs_triton, tl
 
 
 @jit

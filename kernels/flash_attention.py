@@ -44,7 +44,7 @@ def forward_kernel(
     at_queries, at_keys = query[:, None] * DIM + column[None, :], key[:, None] * DIM + column[None, :]
     row = batch * queries + first_query
     q = tl.load(q_ptr + row * DIM + at_queries, mask=inside, other=0.0)
-    maximum = tl.full((BLOCK_QUERIES,), float("-inf"), dtype=tl.float32)
+    maximum = tl.full((BLOCK_QUERIES,), -3.4028234663852886e38, dtype=tl.float32)  # finite: -inf - -inf is no number
     total = tl.zeros((BLOCK_QUERIES,), dtype=tl.float32)
     o = tl.zeros((BLOCK_QUERIES, BLOCK_DIM), dtype=tl.float32)
     # A query sees keys up to its `last`; all of this tile see the keys before `whole`, none sees keys from `seen` on.
@@ -61,15 +61,15 @@ def forward_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             if masked:
                 scores = tl.where(first_key + key[None, :] <= last[:, None], scores, float("-inf"))
-            larger = tl.maximum(maximum, tl.max(scores, axis=1) * scale)
-            weights = tl.exp2(scores * scale - larger[:, None])
-            rescale = tl.exp2(maximum - larger)
+            larger = tl.maximum(maximum, tl.max(scores, axis=1))
+            weights = tl.exp2((scores - larger[:, None]) * scale)  # of large scores a product would lose the difference
+            rescale = tl.exp2((maximum - larger) * scale)
             total = total * rescale + tl.sum(weights, axis=1)
             v = tl.load(v_ptr + at + at_keys, mask=within, other=0.0)
             o = tl.dot(weights.to(v.dtype), v, o * rescale[:, None], input_precision=PRECISION)
             maximum = larger
     tl.store(o_ptr + row * DIM + at_queries, (o / total[:, None]).to(q.dtype), mask=inside)
-    log_sum_exp = (maximum + tl.log2(total)) / log2_e
+    log_sum_exp = maximum * SCALE + tl.log2(total) / log2_e
     tl.store(log_sum_exp_ptr + row + query, log_sum_exp, mask=first_query + query < queries)
 
 

@@ -17,7 +17,8 @@ def rows_kernel(
     DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, PADDING: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """L log2(e), for exp2 is the cheaper instruction, and D of each row. Sequences are padded with zeros to a multiple
-    of PADDING, so that the passes read both without a mask; dO, Q and D of 0 add nothing to their sums."""
+    of PADDING, so that the passes read both without a mask; dO and D of 0 add nothing to their sums.
+    L and S are rounded apart, so L is lowered by more than they may differ, and P = 1 is where exponents end."""
     log2_e: tl.constexpr = 1.4426950408889634
     padded = tl.cdiv(queries, PADDING) * PADDING
     tiles = padded // BLOCK_ROWS
@@ -29,7 +30,8 @@ def rows_kernel(
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     o = tl.load(o_ptr + at, mask=inside, other=0.0).to(tl.float32)
     log_sum_exp = tl.load(log_sum_exp_ptr + batch * queries + row, mask=row < queries, other=0.0)
-    tl.store(log2_sum_exp_ptr + batch * padded + row, log_sum_exp * log2_e)
+    lowered = log_sum_exp - tl.abs(log_sum_exp) * 2**-22
+    tl.store(log2_sum_exp_ptr + batch * padded + row, lowered * log2_e)
     tl.store(row_dot_ptr + batch * padded + row, tl.sum(grad * o, axis=1))
 
 
@@ -40,8 +42,8 @@ def keys_kernel(
     BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys. Scores are transposed, (keys queries): so they leave one product of matrices in
-    the registers where the next one wants them."""
-    log2_e: tl.constexpr = 1.4426950408889634
+    the registers where the next one wants them. Beyond the end is the last query, for 0 times infinity is no number."""
+    scale: tl.constexpr = SCALE * 1.4426950408889634
     tiles = tl.cdiv(keys, BLOCK_KEYS)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     first_key = tl.program_id(0) % tiles * BLOCK_KEYS
@@ -62,15 +64,16 @@ def keys_kernel(
         first = seeing if masked else whole
         last = tl.minimum(whole, queries) if masked else queries
         for first_query in range(first, last, BLOCK_QUERIES):
-            row = batch * queries + first_query
-            within = (first_query + query < queries)[:, None] & (column < DIM)[None, :]
-            q = tl.load(q_ptr + row * DIM + at_queries, mask=within, other=0.0)
+            row, in_row = batch * queries + first_query, (column < DIM)[None, :]
+            within = (first_query + query < queries)[:, None] & in_row
+            to_last = tl.minimum(query, queries - 1 - first_query)[:, None] * DIM + column[None, :]
+            q = tl.load(q_ptr + row * DIM + to_last, mask=in_row, other=0.0)
             grad = tl.load(grad_ptr + row * DIM + at_queries, mask=within, other=0.0)
             row_dot = tl.load(row_dot_ptr + padding + first_query + query)
             grad_weights = tl.dot(v, tl.trans(grad), input_precision=PRECISION) - row_dot[None, :]
             log2_sum_exp = tl.load(log2_sum_exp_ptr + padding + first_query + query)
             scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-            weights = tl.exp2(scores * (SCALE * log2_e) - log2_sum_exp[None, :])
+            weights = tl.exp2(tl.minimum(scores * scale - log2_sum_exp[None, :], 0.0, tl.PropagateNan.ALL))
             if masked:
                 weights = tl.where(first_key + key[:, None] <= first_query + query[None, :], weights, 0.0)
             grad_v = tl.dot(weights.to(grad.dtype), grad, grad_v, input_precision=PRECISION)
@@ -87,7 +90,7 @@ def queries_kernel(
     BLOCK_DIM: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, summed over the tiles of keys in the order of `flash_attention.forward_kernel`."""
-    log2_e: tl.constexpr = 1.4426950408889634
+    scale: tl.constexpr = SCALE * 1.4426950408889634
     tiles = tl.cdiv(queries, BLOCK_QUERIES)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     tile = tl.program_id(0) % tiles
@@ -113,7 +116,7 @@ def queries_kernel(
                 within = within & (first_key + key < keys)[:, None]
             k = tl.load(k_ptr + at + at_keys, mask=within, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            weights = tl.exp2(scores * (SCALE * log2_e) - log2_sum_exp[:, None])
+            weights = tl.exp2(tl.minimum(scores * scale - log2_sum_exp[:, None], 0.0, tl.PropagateNan.ALL))
             if masked:
                 visible = (first_key + key < keys)[None, :]
                 if IS_CAUSAL:

@@ -1,4 +1,4 @@
-"""Between torch and a Triton kernel: is Triton there, are the arguments right, operators of torch, the launch.
+"""Between torch and a Triton kernel: is Triton there, operators of torch, the launch.
 
 Without Triton the files of kernels can be imported all the same, and `kernels.reference` computes in their place.
 """
@@ -18,7 +18,6 @@ from torch import Tensor
 
 OLDEST, NEWEST = (3, 6), (3, 8)  # the versions of Triton that the kernels were compiled and run with
 BETWEEN = tuple(str(Path(file).parent) for file in (__file__, torch.__file__))  # a user's line and a warning here
-FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 ELEMENTWISE_BLOCK, ELEMENTWISE_WARPS = 2048, 8  # 8 elements per thread: 16 bytes of bfloat16
 
 Grid = tuple[int, int, int]
@@ -86,32 +85,6 @@ def runs_triton(*tensors: Tensor) -> bool:
         _say_once("tensors are on the CPU and TRITON_INTERPRET=1 was not set before Triton was imported")
         return False
     return True
-
-
-def check_tensors(**tensors: Tensor) -> None:
-    """Raises TypeError unless all are dense tensors of a dtype in FLOATS, and ValueError unless they share a device."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} must be of a floating-point dtype of 16 to 64 bits, not {tensor.dtype}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be dense, not {tensor.layout}")
-    check_device(**tensors)
-
-
-def check_device(**tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors live on one device: a kernel would read foreign memory."""
-    (first_name, first), *others = tensors.items()
-    for name, tensor in others:
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them")
-
-
-def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> None:
-    """Raises ValueError unless the tensor has the shape, which follows from `why`."""
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape} as {why} demands")
 
 
 def new_like(x: Tensor, needed: bool = True, dtype: torch.dtype | None = None) -> Tensor:

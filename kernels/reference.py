@@ -35,7 +35,7 @@ def rmsnorm_backward_g(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1
     """dL/dg of `rmsnorm`: (d_model), in g's dtype, from dL/dy (... d_model). dL/dg_j = sum over rows of dL/dy_j x_j r,
     for y_j depends on g_j only, and in every row."""
     each_row = widen(grad_output) * widen(x) * inverse_rms(x, eps)
-    return each_row.reshape(-1, x.shape[-1]).sum(dim=0).to(g.dtype)
+    return each_row.reshape(x.shape[:-1].numel(), x.shape[-1]).sum(dim=0).to(g.dtype)
 
 
 def rmsnorm_backward_x(grad_output: Tensor, x: Tensor, g: Tensor, eps: float = 1e-5) -> Tensor:
@@ -61,8 +61,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> tuple
     scores = widen(q) @ widen(k).mT / math.sqrt(q.shape[-1])
     if is_causal:
         scores = scores.masked_fill(~causal_mask(scores), -math.inf)
-    log_sum_exp = scores.logsumexp(dim=-1)
-    return ((scores - log_sum_exp.unsqueeze(-1)).exp() @ widen(v)).to(q.dtype), log_sum_exp
+    return (scores.softmax(dim=-1) @ widen(v)).to(q.dtype), scores.logsumexp(dim=-1)
 
 
 def attention_backward(
@@ -75,13 +74,13 @@ def attention_backward(
 
     (arXiv:2307.08691, section 2.3.) The softmax's gradient needs sum_j P_ij dP_ij, which is D_i: P_i V is O_i.
     """
-    scale = 1 / math.sqrt(q.shape[-1])
+    root = math.sqrt(q.shape[-1])
     wide_q, wide_k, wide_v, grad = widen(q), widen(k), widen(v), widen(grad_output)
-    weights = (wide_q @ wide_k.mT * scale - log_sum_exp.unsqueeze(-1)).exp()
+    weights = (wide_q @ wide_k.mT / root - log_sum_exp.unsqueeze(-1)).exp()  # rounded as in forward: no more than 1
     if is_causal:
         weights = weights.masked_fill(~causal_mask(weights), 0.0)
     row_dot = (grad * widen(output)).sum(dim=-1, keepdim=True)
-    grad_scores = weights * (grad @ wide_v.mT - row_dot) * scale
+    grad_scores = weights * (grad @ wide_v.mT - row_dot) / root
     return (grad_scores @ wide_k).to(q.dtype), (grad_scores.mT @ wide_q).to(k.dtype), (weights.mT @ grad).to(v.dtype)
 
 

@@ -14,18 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.launch import (
-    ceil_power_of_2,
-    check_shape,
-    check_tensors,
-    define,
-    jit,
-    launch,
-    new_like,
-    num_multiprocessors,
-    runs_triton,
-    tl,
-)
+from kernels.checks import check_shape, check_tensors
+from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, num_multiprocessors, runs_triton, tl
 from kernels.rmsnorm_wide import halves_backward_kernel, row_mean_kernel, wide_forward_kernel
 
 

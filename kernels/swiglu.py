@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.launch import check_shape, check_tensors, define, jit, launch_over, new_like, runs_triton, tl
+from kernels.checks import check_shape, check_tensors
+from kernels.launch import define, jit, launch_over, new_like, runs_triton, tl
 
 
 @jit

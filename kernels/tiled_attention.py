@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.launch import check_shape, check_tensors
+from kernels.checks import check_shape, check_tensors
 from kernels.reference import widen
 
 QUERY_TILE, KEY_TILE = 64, 32
@@ -51,7 +51,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, T
     if not k.shape[-2]:
         return output, log_sum_exp
     for query_tile in tiles(q.shape[-2], QUERY_TILE):
-        maximum = log_sum_exp[..., query_tile]  # minus infinity, which the first tile of keys replaces
+        maximum = log_sum_exp[..., query_tile].nan_to_num()  # finite, since -inf - -inf would not be a number
         total = torch.zeros_like(maximum)
         weighted = widen(output[..., query_tile, :])  # zero
         for key_tile in tiles(k.shape[-2], KEY_TILE):

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels import reference
-from kernels.launch import ceil_power_of_2, check_shape, check_tensors, define, jit, launch, new_like, runs_triton, tl
+from kernels.checks import check_shape, check_tensors
+from kernels.launch import ceil_power_of_2, define, jit, launch, new_like, runs_triton, tl
 
 TILE, NUM_WARPS = 2048, 4  # elements of x that a program holds at once: 16 for each thread of 4 * 32
 

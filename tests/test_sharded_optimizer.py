@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.optim.adamw import AdamW
@@ -227,3 +228,17 @@ def wide_moments_case(group, layout: str) -> None:
 @both_layouts
 def test_moments_that_are_wider_than_the_parameters_stay_so(layout):
     ranks.run(wide_moments_case, 2, layout=layout)
+
+
+def another_algorithm_case(group) -> None:
+    p = nn.Parameter(torch.ones(4, 4))
+    p.grad = torch.ones(4, 4)
+    other = torch.optim.AdamW([p], amsgrad=True)
+    other.step()
+    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], AdamW)
+    with pytest.raises(ValueError, match="another algorithm than AdamW: it has amsgrad, max_exp_avg_sq"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_the_state_of_another_algorithm_is_refused():
+    ranks.run(another_algorithm_case, 2)

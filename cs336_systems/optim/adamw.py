@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.errors import UserError
+from kernels.checks import check_last_group, check_state
 
 
 class AdamW(torch.optim.Optimizer):
@@ -18,9 +20,12 @@ class AdamW(torch.optim.Optimizer):
     p = p - lr decay p             decay acts on the parameter, not through the gradient
     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    The divisions undo the bias of running means that start at zero. Raises ValueError for a hyperparameter out of range
-    and TypeError for a sparse gradient.
+    The divisions undo the bias of running means that start at zero. Raises ValueError for a hyperparameter out of
+    range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
+    parameter that is float16 or not real.
     """
+
+    check_state = staticmethod(partial(check_state, can_maximize=False))
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -30,22 +35,29 @@ class AdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own, by default the optimizer's."""
-        group = self.defaults | param_group
-        lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
-        if lr < 0 or eps < 0 or decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
-            raise ValueError(f"{numbers} must not be negative, betas {betas} lie in [0, 1)")
         super().add_param_group(param_group)
+        check_last_group(self.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes."""
+        self.check_state(state_dict)
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
         loss = run_closure(closure)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update(parameter, parameter.grad, self.state[parameter], group)
+        for parameter, group in with_gradients(self.param_groups):
+            update(parameter, parameter.grad, self.state[parameter], group)
         return loss
+
+
+def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, Any]]]:
+    """The parameters with a gradient, and their groups. Raises TypeError for a sparse one before anything moves."""
+    used = [(p, group) for group in groups for p in group["params"] if p.grad is not None]
+    if any(p.grad.layout != torch.strided for p, _ in used):
+        raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
+    return used
 
 
 def run_closure(closure: Callable[[], float] | None) -> float | None:
@@ -57,10 +69,10 @@ def run_closure(closure: Callable[[], float] | None) -> float | None:
 
 
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of AdamW for one parameter, in place. Raises TypeError for a sparse gradient."""
-    if gradient.is_sparse:
-        raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
+    """One step of AdamW for one parameter, in place."""
     if not state:
+        if parameter.dtype == torch.float16:
+            raise TypeError("float16 holds neither an eps of 1e-8 nor squares above 65504: take MasterAdamW")
         state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     state["step"] += 1
     (beta1, beta2), mean, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.comm import Group, all_gather
+from cs336_systems.errors import UserError
 
 
 class LocalGradient(NamedTuple):
@@ -39,8 +40,11 @@ def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_ty
 
 @torch.no_grad()
 def clip_by_norm(gradients: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale gradients by max_norm / norm where that is below one; a norm that is not finite passes into them."""
-    scale = (max_norm / norm).clamp(max=1.0)
+    """Scale gradients by max_norm / norm where that is below one; a norm that is not finite passes into them. Raises
+    UserError for a max_norm that is negative or not a number."""
+    if not max_norm >= 0:
+        raise UserError(f"gradients are clipped to a norm of 0 or more, not {max_norm}")
+    scale = torch.where(norm == 0, 1.0, max_norm / norm).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(scale.to(gradient.dtype))
 

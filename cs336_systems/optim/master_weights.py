@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import AdamW, run_closure, update
+from cs336_systems.optim.adamw import AdamW, run_closure, update, with_gradients
 
 KEPT_WIDE = ("exp_avg", "exp_avg_sq", "master")
 
@@ -45,9 +45,7 @@ class MasterAdamW(AdamW):
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
         loss = run_closure(closure)
-        used = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if any(p.grad.is_sparse for p, _ in used):  # before anything moves
-            raise TypeError("AdamW keeps dense averages; a sparse gradient has none")
+        used = with_gradients(self.param_groups)
         with self.timer("optimizer-copy-to-main-grad"):
             gradients = [p.grad.to(_wide(p.grad.dtype)) for p, _ in used]
         with self.timer("optimizer-clip-main-grad"):

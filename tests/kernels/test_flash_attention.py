@@ -1,6 +1,7 @@
 """FlashAttention-2, in tiles of plain torch and in Triton, against torch's own attention in float64."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.support.tolerances import UNIT_ROUNDOFF, bound
 
 pytestmark = pytest.mark.usefixtures("where_triton_runs")
 BOTH = pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FUNCTIONS = pytest.mark.parametrize("function", [FlashAttention2, TiledAttentionFunction])
 
 
@@ -211,6 +213,63 @@ def test_scores_that_exp_could_not_take(function, sign):
     q, k = 30 * q.abs(), sign * 10 * k.abs()
     assert (q @ k.mT).abs().min() / 4 > 100  # exp is infinite in float32, or 0 for all keys of a query
     require_equal(q, k, v, grad, False, function)
+
+
+def by_reference(q, k, v, grad, is_causal, _):
+    o, log_sum_exp = reference.attention(q, k, v, is_causal)
+    return o, *reference.attention_backward(grad, q, k, v, o, log_sum_exp, is_causal)
+
+
+WAYS = pytest.mark.parametrize("way", [FlashAttention2, TiledAttentionFunction, by_reference])
+
+
+@WAYS
+@BOTH
+@pytest.mark.parametrize("dim", [16, 64, 100])
+@pytest.mark.parametrize(("dtype", "factor"), [*product(FLOATS, (1e4,)), *product(FLOATS[:2], (1e6,))])
+def test_scores_so_large_that_one_key_has_all_weight(way, is_causal, dim, dtype, factor):
+    """Scores of 1e8 to 1e13, where neighbours in float32 are 8 to 1e6 apart: P is 1 for the largest in each row."""
+    q, k, v, grad = inputs(80, 80, dim, (1,))
+    q, k, v, grad = (t.to(dtype) for t in (factor * q, factor * k, v, grad))
+    got = (way if way is by_reference else ours)(q, k, v, grad, is_causal, way)
+    want = truth(q, k, v, grad, is_causal)
+    assert torch.equal(got[0].double(), want[0])
+    half, wide = UNIT_ROUNDOFF[dtype], bound(torch.float32, stages=4, longest_sum=dim + 80)
+    q, k, v, grad = (t.double() for t in (q, k, v, grad))
+    mine = (q @ k.mT).masked_fill(~reference.causal_mask(q @ k.mT) & is_causal, -math.inf).softmax(-1)
+    assert mine.max(-1).values.min() == 1
+    # dQ and dK are 0: what is left of dP - D, which are equal, is the rounding of two sums.
+    left = mine * wide * (grad.abs() @ v.abs().mT) / math.sqrt(dim)
+    allowed = (left @ k.abs(), left.mT @ q.abs(), (half + wide) * mine.mT @ grad.abs())
+    for name, each, right, off in zip("qkv", got[1:], want[1:], allowed, strict=True):
+        assert ((each.double() - right).abs() <= off + torch.finfo(dtype).tiny).all(), name
+
+
+@WAYS
+@BOTH
+def test_keys_forbidden_by_minus_infinity(way, is_causal):
+    """A column of ones in q, of minus infinity in some keys: whole tiles of scores are -inf. O, dK and dV are those
+    of the keys that remain; dQ has 0 times infinity in that column, as in torch."""
+    q, k, v, grad = inputs(150, 150, 16, (1,))
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, 1 if is_causal else 0 : 140, 0] = -math.inf
+    got = (way if way is by_reference else ours)(q, k, v, grad, is_causal, way)
+    open_k = k.clone()
+    open_k[..., 0] = open_k[..., 0].clamp(min=-1e4)
+    want = truth(q, open_k, v, grad, is_causal)
+    for i, (each, right, off) in enumerate(zip(got, want, allowed(q, open_k, v, grad, is_causal), strict=True)):
+        first = i == 1  # of dQ without that column
+        assert ((each.double() - right).abs() <= off + torch.finfo(torch.float32).tiny)[..., first:].all(), "oqkv"[i]
+
+
+@WAYS
+def test_a_query_that_sees_no_key_has_no_output(way):
+    q, k, v, grad = inputs(70, 70, 16, (1,))
+    q[..., 0], k[..., 0] = 1, 0
+    k[:, :2, 0] = -math.inf
+    o = (way if way is by_reference else ours)(q, k, v, grad, True, way)[0]
+    assert o[:, :2].isnan().all(), "as in torch"
+    assert o[:, 2:].isfinite().all()
 
 
 def test_tiles_above_the_diagonal_are_not_read():

@@ -195,6 +195,19 @@ def test_float64_takes_plain_torch(launches):
     assert launches == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_huge_gradients_beside_tiny_ones(dtype):
+    """(1 - b2) g^2 is finite in float32 up to 5.8e20, although g^2 is not; each element is updated as if alone."""
+    gradient = torch.tensor([1e20, 1e-12, 2e19, 1.0, 0.0, 6e4]).clamp(max=torch.finfo(dtype).max)
+    ours = [nn.Parameter(torch.ones(6, dtype=dtype))]
+    truth = copies(ours, torch.float64)
+    give([gradient.to(dtype)], ours)
+    give([gradient.to(dtype).double()], truth)
+    FusedAdamW(ours, lr=0.1).step()
+    torch.optim.AdamW(truth, lr=0.1).step()
+    assert ((ours[0].double() - truth[0]).abs() <= (bound(dtype, 1) + ONE_STEP) * truth[0].abs()).all()
+
+
 def test_gradients_stay_as_they_were():
     params = make([(5,), (9,)])
     optimizer = FusedAdamW(params, **HYPER, maximize=True)

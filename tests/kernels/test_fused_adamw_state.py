@@ -1,12 +1,15 @@
 """FusedAdamW's state: loading it both ways, copies, autograd's notice of a step, and what is refused."""
 
 import copy
+import itertools
 import math
 
 import pytest
 import torch
 from torch import nn
 
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.optim.master_weights import MasterAdamW
 from kernels.adamw import FusedAdamW
 from tests.support.adamw_cases import HYPER, assert_close, copies, make, train
 
@@ -105,7 +108,8 @@ def assert_refused(error, words, params, **options):
 
 def test_hyperparameters_out_of_range():
     betas = [{"betas": pair} for pair in ((1.0, 0.9), (0.9, -0.1), (0.9,))]
-    for options in ({"lr": -1}, {"lr": math.nan}, {"eps": -1}, {"weight_decay": -1}, *betas):
+    numbers = [{name: bad} for name in ("lr", "eps", "weight_decay") for bad in (-1, math.nan, math.inf)]
+    for options in (*numbers, *betas):
         assert_refused(ValueError, "must not be negative", make([(2,)]), **options)
     for number in (torch.tensor(0.1), "0.1"):
         assert_refused(TypeError, "lr, betas, eps and weight_decay must be numbers", make([(2,)]), lr=number)
@@ -124,6 +128,16 @@ def test_parameters_that_are_no_real_numbers():
         assert_refused(TypeError, r"params\[1\] must be of a real floating-point dtype", [*make([(2,)]), bad])
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("cls", [AdamW, MasterAdamW, FusedAdamW])
+def test_a_parameter_that_comes_twice(cls):
+    first, second = make([(2,), (3,)])
+    optimizer = cls([first])
+    with pytest.raises(ValueError, match="a parameter comes twice in a group"):
+        optimizer.add_param_group({"params": [second, second]})
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_sparse_gradient_is_refused_before_anything_moves():
     first, second = make([(3,), (4, 2)])
     optimizer = FusedAdamW([first, second], **HYPER)
@@ -137,6 +151,15 @@ def test_a_sparse_gradient_is_refused_before_anything_moves():
 
 def test_the_state_of_another_algorithm_is_refused():
     params = make([(3,)])
-    for other in (torch.optim.AdamW(params, amsgrad=True), torch.optim.Adam(params)):
-        with pytest.raises(ValueError, match="another algorithm"):
-            FusedAdamW(params).load_state_dict(other.state_dict())
+    others = [
+        (torch.optim.AdamW(params, amsgrad=True), "amsgrad"),
+        (torch.optim.Adam(params, lr=1e-3), "coupled weight decay"),
+        (torch.optim.SGD(params, momentum=0.9), "momentum"),
+        (torch.optim.NAdam(params, decoupled_weight_decay=True), "mu_product"),
+        (torch.optim.AdamW(params, maximize=True), "maximize"),
+    ]
+    for (other, word), cls in itertools.product(others, (AdamW, MasterAdamW, FusedAdamW)):
+        train([other], 1)
+        if (word, cls) != ("maximize", FusedAdamW):  # which can do that
+            with pytest.raises(ValueError, match=f"another algorithm than AdamW: it has .*{word}"):
+                cls(params).load_state_dict(other.state_dict())

@@ -74,6 +74,18 @@ def test_mixed_dtypes(x_dtype, w_dtype, columns):
     require_equal(x, w, grad.to(x_dtype))
 
 
+@pytest.mark.parametrize("function", [RMSNormFunction, TritonRMSNormFunction])
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+def test_no_elements_with_and_without_triton(function, shape, monkeypatch):
+    for runs in (rmsnorm.runs_triton, lambda *_: False):
+        monkeypatch.setattr(rmsnorm, "runs_triton", runs)
+        x, w = torch.zeros(shape, requires_grad=True), torch.ones(shape[-1], requires_grad=True)
+        y = function.apply(x, w)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == x.shape
+        assert torch.equal(w.grad, torch.zeros(shape[-1]))
+
+
 def test_the_plain_function_and_float64():
     x, w, grad = torch.randn(3, 50), torch.randn(50), torch.randn(3, 50)
     require_equal(x, w, grad, RMSNormFunction)

@@ -96,12 +96,29 @@ def test_bad_hyperparameters_are_refused():
         AdamW([nn.Parameter(torch.ones(1))], lr=-1)
     with pytest.raises(ValueError, match=r"weight_decay -0\.1 must not be negative"):
         AdamW([{"params": [nn.Parameter(torch.ones(1))], "weight_decay": -0.1}])
-    with pytest.raises(ValueError, match=r"betas \(0.9, 1.0\) lie in \[0, 1\)"):
-        AdamW([nn.Parameter(torch.ones(1))], betas=(0.9, 1.0))
+    for betas in ((0.9, 1.0), (0.9,), (math.nan, 0.9)):
+        with pytest.raises(ValueError, match=r"two betas, \(.*\), lie in \[0, 1\)"):
+            AdamW([nn.Parameter(torch.ones(1))], betas=betas)
+    for options in ({"lr": math.nan}, {"lr": math.inf}, {"eps": math.nan}, {"weight_decay": math.nan}):
+        with pytest.raises(ValueError, match="must not be negative"):
+            AdamW([nn.Parameter(torch.ones(1))], **options)
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True)
+    before = nn.Parameter(torch.ones(2))
+    before.grad = torch.ones(2)
     with pytest.raises(TypeError, match="sparse"):
+        AdamW([before, p]).step()
+    assert before.tolist() == [1, 1], "nothing moves"
+
+
+def test_bad_parameters_are_refused():
+    with pytest.raises(TypeError, match=r"params\[0\] must be of a real floating-point dtype, not torch.complex64"):
+        AdamW([nn.Parameter(torch.ones(1, dtype=torch.complex64))])
+    p = nn.Parameter(torch.ones(1, dtype=torch.float16))
+    p.grad = torch.zeros_like(p)  # torch makes it NaN: eps is 0 in float16, and 0 / 0 no number
+    with pytest.raises(TypeError, match=r"float16 holds neither an eps of 1e-8 .* take MasterAdamW"):
         AdamW([p]).step()
+    assert p.item() == 1
 
 
 def test_only_matrices_decay():
@@ -168,6 +185,21 @@ def wide_case(group) -> None:
     q.grad = torch.zeros(2)
     assert clip([q], 1.0, group).item() == 0.0
     assert q.grad.tolist() == [0.0, 0.0]
+
+
+def zero_norm_case(group) -> None:
+    p = nn.Parameter(torch.zeros(2))
+    for value, max_norm, want in ((0.0, 0.0, 0.0), (3.0, 0.0, 0.0), (3.0, math.inf, 3.0)):
+        p.grad = torch.full((2,), value)
+        clip([p], max_norm, group)
+        assert p.grad.tolist() == [want, want]
+    for max_norm in (-1.0, math.nan):
+        with pytest.raises(UserError, match="clipped to a norm of 0 or more, not"):
+            clip([p], max_norm, group)
+
+
+def test_clipping_to_zero_and_to_what_is_no_norm():
+    ranks.run(zero_norm_case, 1)
 
 
 def test_clipping_is_in_float32_and_keeps_nan():

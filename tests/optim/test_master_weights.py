@@ -104,7 +104,7 @@ def test_small_updates_add_up_which_half_precision_alone_loses():
     """1 has neighbours 2^-11 below and 2^-10 above: a step of 2^-13 rounds back to it, every time."""
     options = {"lr": 2.0**-13, "eps": 0.0, "weight_decay": 0.0}
     plain, ours = (nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2))
-    for p, optimizer in ((plain, AdamW([plain], **options)), (ours, MasterAdamW([ours], **options))):
+    for p, optimizer in ((plain, torch.optim.AdamW([plain], **options)), (ours, MasterAdamW([ours], **options))):
         for _ in range(64):
             p.grad = torch.ones(3, dtype=torch.float16)
             optimizer.step()

@@ -1,0 +1,65 @@
+"""Refusals: tensors that a kernel cannot take, and parameters and states that AdamW, written out or fused, cannot."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq", "master"}
+
+
+def check_tensors(**tensors: Tensor) -> None:
+    """Raises TypeError unless all are dense tensors of a dtype in FLOATS, and ValueError unless they share a device."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(tensor).__name__}")
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be of a floating-point dtype of 16 to 64 bits, not {tensor.dtype}")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} must be dense, not {tensor.layout}")
+    check_device(**tensors)
+
+
+def check_device(**tensors: Tensor) -> None:
+    """Raises ValueError unless all tensors live on one device: a kernel would read foreign memory."""
+    (first_name, first), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them")
+
+
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...], why: str) -> None:
+    """Raises ValueError unless the tensor has the shape, which follows from `why`."""
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape} as {why} demands")
+
+
+def check_last_group(groups: list[dict[str, Any]]) -> None:
+    """Raises TypeError or ValueError if AdamW cannot take an optimizer's last group, which then is not one of them."""
+    group = groups.pop()
+    lr, eps, decay, betas = (group[name] for name in ("lr", "eps", "weight_decay", "betas"))
+    if not all(isinstance(number, int | float) for number in (lr, eps, decay, *betas)):
+        raise TypeError("lr, betas, eps and weight_decay must be numbers: to read a tensor is to wait for the GPU")
+    in_range = all(0 <= number < math.inf for number in (lr, eps, decay)) and all(0 <= beta < 1 for beta in betas)
+    if not in_range or len(betas) != 2:
+        numbers = f"lr {lr}, eps {eps} and weight_decay {decay}"
+        raise ValueError(f"{numbers} must not be negative, inf or NaN, two betas, {betas}, lie in [0, 1)")
+    for i, param in enumerate(group["params"]):
+        if not param.dtype.is_floating_point:
+            raise TypeError(f"params[{i}] must be of a real floating-point dtype, not {param.dtype}")
+    if len(set(group["params"])) < len(group["params"]):
+        raise ValueError("a parameter comes twice in a group: each step would update it twice")
+    groups.append(group)
+
+
+def check_state(state_dict: dict[str, Any], can_maximize: bool) -> None:
+    """Raises ValueError for the state of another algorithm than AdamW."""
+    for group in state_dict["param_groups"]:
+        found = {name for number in group["params"] for name in state_dict["state"].get(number, ())} - ADAMW_STATE
+        found |= {name for name in ("amsgrad", "momentum", "maximize")[: 2 if can_maximize else 3] if group.get(name)}
+        if not group.get("decoupled_weight_decay", True):
+            found.add("coupled weight decay")
+        if found:
+            raise ValueError(f"the state belongs to another algorithm than AdamW: it has {', '.join(sorted(found))}")
