@@ -1,5 +1,6 @@
 """Output of a command line: readable numbers, progress with the time left, one line for the user's errors; options."""
 
+import math
 import sys
 import time
 import warnings
@@ -151,6 +152,13 @@ def setting(default: Any, help: str, type: Any = None, **option: Any) -> Any:
     return field(default=default, metadata={"option": {"help": help, **({"type": type} if type else {}), **option}})
 
 
+def finite(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """The value of an option, unless it is inf or NaN, which click takes for numbers in range."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise click.BadParameter(f"{value} is not a finite number.", context, option)
+    return value
+
+
 def options(*settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator that gives a click command one option for each `setting` of dataclasses, typed by its annotation: a
     bool becomes a flag, a Literal a choice, a tuple an option that may be repeated; `X | None` defaults to None."""
@@ -166,7 +174,7 @@ def options(*settings: type) -> Callable[[Callable[..., Any]], Callable[..., Any
                 hint = next(kind for kind in get_args(hint) if kind is not type(None))
             choice = click.Choice([str(choice) for choice in get_args(hint)])
             kinds: dict[Any, Any] = {bool: {"is_flag": True}, tuple: {"multiple": True}, Literal: {"type": choice}}
-            extra = kinds.get(get_origin(hint) or hint, {"type": hint}) | each.metadata["option"]
+            extra = kinds.get(get_origin(hint) or hint, {"type": hint, "callback": finite}) | each.metadata["option"]
             show = each.default not in (None, ()) and hint is not bool
             flags = [flag(each.name), *extra.pop("also", ())]
             flags[-1] += f"/{extra.pop('off')}" if "off" in extra else ""

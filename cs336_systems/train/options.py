@@ -23,6 +23,7 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1)
 MEMORY = click.FloatRange(0, 1, max_open=True)
+PATIENCE = click.FloatRange(0, 1e6, min_open=True)  # seconds; clocks count milliseconds in 32 bits
 YEARS = f"{presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}"
 MIXTURE = {"moe": "dispatch", "second_expert": "second_policy", "normalize_gates": "normalize"}  # the rest are alike
 
@@ -161,7 +162,7 @@ class OptimizerOptions:
     beta1: float = setting(0.9, "AdamW's memory of the gradient.", MEMORY)
     beta2: float = setting(0.95, "AdamW's memory of its square.", MEMORY)
     adam_eps: float = setting(1e-8, "AdamW's epsilon.", NOT_NEGATIVE)
-    clip: float = setting(1.0, "Largest global norm of the gradient.", POSITIVE)
+    clip: float = setting(1.0, "Largest global norm of the gradient; 1e30 clips none.", POSITIVE)
     loss_scale: float | None = setting(None, "fp16: a constant scale.  [default: found by trial]", POSITIVE)
     initial_loss_scale: float = setting(2.0**32, "fp16: the first scale.", POSITIVE)
     loss_scale_window: int = setting(1000, "fp16: steps without overflow until the scale doubles.", COUNT)
@@ -207,7 +208,7 @@ class LaunchOptions:
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
-    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", POSITIVE)
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     dry_run: bool = setting(False, "Say what each rank would hold and send, and stop.")
 
 

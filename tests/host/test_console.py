@@ -1,5 +1,6 @@
 """Readable numbers, options from a dataclass, progress, and the exit status."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +10,15 @@ import pytest
 
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, progress, run_command, setting
+from cs336_systems.host.console import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    options,
+    progress,
+    run_command,
+    setting,
+)
 
 
 def test_numbers_are_readable():
@@ -56,6 +65,22 @@ def test_options_come_from_the_dataclass(capsys):
     assert capsys.readouterr().out == "Settings(count=3, kind='b', loud=True, names=('x', 'y'), internal=0)\n"
     assert run_command(command, []) == 0
     assert capsys.readouterr().out == f"{Settings()}\n"
+
+
+def test_infinite_numbers_are_refused(capsys):
+    @dataclass(frozen=True)
+    class Some:
+        rate: float = setting(1.0, "A rate.")
+        share: float | None = setting(None, "A share.", click.FloatRange(min=0))
+
+    ran = []
+    command = click.command()(options(Some)(lambda **given: ran.append(given)))
+    for name, value in itertools.product(("--rate", "--share"), ("inf", "nan", "1e999")):
+        assert run_command(command, [name, value]) == 2
+        shown = "nan" if value == "nan" else "inf"
+        assert capsys.readouterr().err == f"error: Invalid value for '{name}': {shown} is not a finite number.\n"
+    assert run_command(command, ["--rate", "1e30"]) == 0
+    assert ran == [{"rate": 1e30, "share": None}]
 
 
 @pytest.mark.parametrize(
