@@ -43,8 +43,21 @@ class Guard:
         for name, parameter in self._named():
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
+        self.taken = ""  # where one of the parameters has gone
+        self._take_over()
         self._compare_modules(f"wrapper {wrapper}, {kind}")
         self.remember_structure()
+
+    def _take_over(self) -> None:
+        """Release earlier wrappers of these parameters, since two would reduce a gradient twice. Raises UserError for
+        what FSDP has sharded."""
+        for name, parameter in self._named():
+            for earlier in [found for reference in _guards_of.get(parameter, []) if (found := reference())]:
+                if not earlier.hooks:
+                    raise fault(f"{name} is sharded by another {earlier.wrapper} already: wrap it once")
+                earlier.release()
+                earlier.taken = f"{name} has been wrapped by another {self.wrapper} since: keep to one, or name the "
+                earlier.taken += "parameters of the other as `ignored`"
 
     def _compare_modules(self, kind: str) -> None:
         """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds."""
@@ -99,6 +112,8 @@ class Guard:
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
         gradient, which is fine.)"""
+        if self.taken:
+            raise fault(self.taken)
         for name, parameter in self._named():
             if parameter not in self.names:
                 change = "is not the parameter that was wrapped"
@@ -172,6 +187,8 @@ class Guard:
 
     def require_finished(self, what: str) -> None:
         """Raises UserError if `what` would look at gradients that are not synchronised."""
+        if self.taken:
+            raise UserError(self.taken)
         if not self.synchronised:
             raise UserError(
                 f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "

@@ -110,6 +110,35 @@ def test_replicas_are_compared_on_demand():
     ranks.run(replicas_case, 2)
 
 
+def twice_case(group) -> None:
+    """A module wrapped anew, or an encoder in two wrappers: the later one works, the earlier one says so."""
+    for name, wrapper in WRAPPERS.items():
+        encoder = nn.Linear(3, 3)
+        earlier = BucketedDDP(nn.Sequential(encoder, nn.Linear(3, 2)))
+        later = wrapper(nn.Sequential(encoder, nn.Linear(3, 4)))
+        for use in (lambda: earlier(torch.ones(1, 3)), earlier.finish_gradient_synchronization):  # noqa: B023
+            with pytest.raises(UserError, match=f"0.weight has been wrapped by another {name} since"):
+                use()
+        (later(torch.ones(1, 3)) * (group.rank() + 1)).sum().backward()
+        later.finish_gradient_synchronization()
+        assert later.module[1].bias.grad.tolist() == [1.5] * 4
+        if name == "FSDP":
+            with pytest.raises(UserError, match=r"0\.weight is sharded by another FSDP already"):
+                NaiveDDP(later.module)
+    shared, head = nn.Linear(3, 3), nn.Linear(3, 2)
+    first = NaiveDDP(shared)
+    second = BucketedDDP(nn.Sequential(shared, head), ignored=list(shared.parameters()))
+    (second(torch.ones(1, 3)) * (group.rank() + 1)).sum().backward()
+    for model in (first, second):
+        model.finish_gradient_synchronization()
+    assert head.bias.grad.tolist() == [1.5] * 2
+    first.check_replicas()
+
+
+def test_a_module_has_one_wrapper():
+    ranks.run(twice_case, 2)
+
+
 class Arrived:
     """In place of a CUDA event."""
 
