@@ -18,8 +18,9 @@ from itertools import product
 from typing import NamedTuple
 
 from cs336_systems.profiling.collectives import CONVERSION
+from cs336_systems.profiling.intervals import Interval
 from cs336_systems.profiling.names import COMMUNICATION, LINE_UP, parse_collective
-from cs336_systems.profiling.trace import KERNEL, Interval, Span, Trace, once
+from cs336_systems.profiling.trace import KERNEL, Span, Trace, once
 
 # No rank leaves before all have entered. Not so a broadcast, or an all-to-all in which two have nothing for each other.
 JOINING = re.compile(r"all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter|barrier", re.IGNORECASE)

@@ -13,22 +13,11 @@ from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
+from cs336_systems.profiling.intervals import subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import (
-    DEVICE,
-    FRAME,
-    HOST,
-    KERNEL,
-    Lane,
-    Span,
-    Trace,
-    subtraction,
-    time_of,
-    uncollected,
-    union,
-)
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, time_of, uncollected
 
 SECOND = 10**9
 MEBIBYTE = 2**20

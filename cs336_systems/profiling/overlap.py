@@ -19,21 +19,9 @@ from typing import NamedTuple
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.align import aligned, match
 from cs336_systems.profiling.collectives import flights
+from cs336_systems.profiling.intervals import Interval, intersection, length, subtraction, union
 from cs336_systems.profiling.names import COMMUNICATION, parse_collective, step_number
-from cs336_systems.profiling.trace import (
-    KERNEL,
-    POSTED,
-    Interval,
-    Lane,
-    Span,
-    Trace,
-    grouped,
-    intersection,
-    length,
-    once,
-    subtraction,
-    union,
-)
+from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # Operators that launch no kernel on a GPU. What they call, as `reshape` may `clone`, is judged by its own name.
 NO_KERNEL = re.compile(

@@ -15,9 +15,10 @@ from itertools import groupby
 
 import numpy as np
 
+from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, around, is_collective, parse_tag, step_number
 from cs336_systems.profiling.nesting import Node, nest_host
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, grouped, once, union
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"

@@ -18,11 +18,12 @@ from cs336_systems.errors import UserError
 from cs336_systems.host.text import plot_text
 from cs336_systems.profiling.align import aligned, offsets
 from cs336_systems.profiling.collectives import Flight, flights
+from cs336_systems.profiling.intervals import Interval, intersection, length, pack, subtraction, union
 from cs336_systems.profiling.names import ENGINE, kind_of, step_number
 from cs336_systems.profiling.overlap import activity, last_starts, waits_of
 from cs336_systems.profiling.pictures import GREY, INK, OTHER, PAINTS, ROW, STYLE, Box, draw_boxes, page, save
 from cs336_systems.profiling.timeline import phase_at, timeline
-from cs336_systems.profiling.trace import Interval, Trace, intersection, length, pack, subtraction, union
+from cs336_systems.profiling.trace import Trace
 
 FILLS = {
     **PAINTS,

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from itertools import chain
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
+from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
 U = TypeVar("U")
@@ -27,9 +27,6 @@ K = TypeVar("K")
 P = ParamSpec("P")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
-Interval = tuple[int, int]  # half open; a set of moments is a sorted list of those that neither overlap nor touch
-Bar = TypeVar("Bar", bound=Any)  # has a start and an end
-FOREVER = 10**30  # nanoseconds
 OURS = "cs336"  # the key of what capture.py adds to a trace
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
@@ -232,47 +229,3 @@ def trace_files(folder: Path) -> list[Path]:
             f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
         )
     return [found[rank] for rank in sorted(found)]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The set of moments in some intervals, in any order; empty ones vanish."""
-    result: list[Interval] = []
-    for start, end in sorted(intervals):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(end, result[-1][1]))
-        elif start < end:
-            result.append((start, end))
-    return result
-
-
-def intersection(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """The moments in both of two unions."""
-    result, i, j = [], 0, 0
-    while i < len(first) and j < len(second):
-        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
-        if start < end:
-            result.append((start, end))
-        i, j = (i + 1, j) if first[i][1] < second[j][1] else (i, j + 1)
-    return result
-
-
-def subtraction(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    """The moments in the first union and not in the second."""
-    edges = [-FOREVER, *chain.from_iterable(second), FOREVER]
-    return intersection(first, list(zip(edges[::2], edges[1::2], strict=True)))
-
-
-def length(intervals: Iterable[Interval]) -> int:
-    """The sum of the intervals' lengths."""
-    return sum(end - start for start, end in intervals)
-
-
-def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Distribute what has a start and an end over as few tracks as leave none over another, each on the first free."""
-    tracks: list[list[Bar]] = []
-    for bar in sorted(bars, key=lambda bar: bar.start):
-        free = next((track for track in tracks if track[-1].end <= bar.start), None)
-        if free is None:
-            tracks.append(free := [])
-        free.append(bar)
-    return tracks

@@ -13,18 +13,10 @@ from cs336_systems.comm import all_reduce, subgroup
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.collectives import flights
+from cs336_systems.profiling.intervals import intersection, length, subtraction, union
 from cs336_systems.profiling.names import LINE_UP
 from cs336_systems.profiling.overlap import last_starts, overlap, overlap_table, overlaps
-from cs336_systems.profiling.trace import (
-    Trace,
-    intersection,
-    length,
-    parse,
-    read_trace,
-    subtraction,
-    trace_files,
-    union,
-)
+from cs336_systems.profiling.trace import Trace, parse, read_trace, trace_files
 from tests.support import ranks
 
 FIXTURE = Path(__file__).resolve().parents[1] / "files" / "cuda_two_ranks"

@@ -7,10 +7,11 @@ import pytest
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.collectives import flights
+from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.overlap import last_starts
 from cs336_systems.profiling.pictures import WIDTH
 from cs336_systems.profiling.timeline_picture import FILLS, Bar, StepTracks, pack, steps_of, write_timeline
-from cs336_systems.profiling.trace import Trace, length, read_trace, trace_files, union
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files
 from tests.profiling.test_overlap import FIXTURE, GLOO, event, kernel, profiled, trace
 from tests.support.svg_shapes import placed_texts, shapes, texts
 
