@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import torch
 from benchmarks.records import Record
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
-from cs336_systems.profiling.tables import as_json
-from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_rows
+from cs336_systems.profiling.names import PHASES
+from cs336_systems.profiling.operators import collective_rows, kernel_rows, op_rows
+from cs336_systems.profiling.tables import phase_times, sort_of
+from cs336_systems.profiling.trace import Trace, uncollected
 
 PICTURES = ("timeline.svg", "flame.svg", "memory.svg")
 TABLES = "tables.json"
@@ -29,6 +33,31 @@ def folder_name(config: Mapping[str, Any]) -> str:
     """
     naive = ["naive"] if config["attention"] == "naive" else []
     return "/".join([FOLDER, "-".join([config["size"], config["wrapper"], *naive])])
+
+
+@uncollected()
+def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
+    """The rows of a rank's tables, unrounded; times are nanoseconds over all steps. Operators are listed for the step
+    and for each phase: the `limit` longest by total and as many by self time."""
+    sort, operators = sort_of(trace), dict[str, list[dict[str, Any]]]()
+    for name, phase in {"step": None, **{phase: phase for phase in PHASES}}.items():
+        rows = op_rows(trace, sort, phase=phase)
+        most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
+        operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
+    return {
+        "rank": trace.rank,
+        "world_size": trace.world_size,
+        "steps": trace.ours.get("steps"),
+        "clock": sort,
+        "operators": operators,
+        "kernels": [asdict(row) for row in kernel_rows(trace, limit)],
+        "collectives": [asdict(row) for row in collective_rows(trace)[:limit]],
+        "parts": [asdict(row) for row in part_rows(trace)],
+        "modules": [asdict(row) for row in module_rows(trace, limit)],
+        "shares": [asdict(row) | {"total": row.total, "of_step": row.share} for row in share_rows(trace)],
+        "attention": [asdict(row) for row in attention_rows(trace)],
+        "phases": phase_times(trace),
+    }
 
 
 def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, results: Path) -> str:
@@ -47,7 +76,7 @@ def leave_pictures(record: Record, traces: Sequence[Trace], report: Path, result
 
 
 def tables_beside(results: Path, record: Record) -> dict[str, Any] | None:
-    """The tables that a record's own run left, as `cs336_systems.profiling.tables.as_json` has them for rank 0.
+    """The tables that a record's own run left, as `as_json` has them for rank 0.
 
     None for a record without, and where a later run of the same name has replaced them. Raises UserError for a file
     that is none of these tables.

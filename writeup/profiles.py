@@ -20,7 +20,7 @@ def folder(book: Book) -> Path:
 
 
 def tables(book: Book, record: Record) -> dict[str, Any] | None:
-    """The tables of rank 0, as `cs336_systems.profiling.tables.as_json` has them, or None if the run left none."""
+    """The tables of rank 0, as `benchmarks.profiling_pictures.as_json` has them, or None if the run left none."""
     name = str(record.metrics.get("pictures", ""))
     return tables_beside(folder(book), record) if BELOW.fullmatch(name) else None
 

@@ -12,7 +12,7 @@ what is left is the offset, half its width the bound.
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
@@ -28,7 +28,7 @@ ONE_CLOCK = (-2 * CONVERSION, 2 * CONVERSION)  # offsets that ranks which read o
 POINT_TO_POINT = re.compile(r":(i?send|i?recv)|SendRecv", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matched:
     """One collective as several ranks saw it."""
 
@@ -51,9 +51,8 @@ def match(traces: list[Trace]) -> list[Matched]:
     return sorted(found, key=lambda each: (min(span.start for span in each.spans.values()), each.key))
 
 
-def _annotated(traces: list[Trace]) -> Iterator[Matched]:
+def _annotated(traces: list[Trace]) -> Iterable[Matched]:
     found: dict[tuple[str, str], Matched] = {}
-    unsure: set[tuple[str, str]] = set()
     for trace in traces:
         ranks = {name: members for name, members in _groups(trace) if name}
         blocking = not any(span.category == "kernel" and KERNEL.search(span.name) for span in trace.spans)
@@ -67,13 +66,10 @@ def _annotated(traces: list[Trace]) -> Iterator[Matched]:
             if about.action == "launch":
                 matched.spans.setdefault(trace.rank, span)
                 first, last = (bisect_left(sent, (str(span.lane), time)) for time in (span.start, span.end))
-                if not JOINING.search(about.verb) or first == last:
-                    unsure.add(key)
+                matched.joins &= bool(JOINING.search(about.verb)) and first < last
             elif blocking:
                 matched.waits.setdefault(trace.rank, span)
-    for key, each in found.items():
-        waits = {rank: wait for rank, wait in each.waits.items() if rank in each.spans}
-        yield replace(each, waits=waits, joins=key not in unsure)
+    return found.values()
 
 
 def _groups(trace: Trace) -> list[tuple[str, str]]:
@@ -146,10 +142,9 @@ def offsets(traces: list[Trace]) -> dict[int, Alignment]:
                 bounds, source = (low, high), "collectives, same host" if bounds else "same host"
             else:
                 source = "collectives; contradicted: same host"
-        found = Alignment(0, None, "nothing: taken to agree")
+        result[trace.rank] = Alignment(0, None, "nothing: taken to agree")
         if bounds:
-            found = Alignment(sum(bounds) // 2, (bounds[1] - bounds[0] + 1) // 2, source)
-        result[trace.rank] = found
+            result[trace.rank] = Alignment(sum(bounds) // 2, (bounds[1] - bounds[0] + 1) // 2, source)
     return result
 
 

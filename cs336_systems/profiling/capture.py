@@ -32,9 +32,7 @@ class Capture:
         with Capture(folder, group, model, optimizer, warmup=2, steps=1) as capture:
             for batch in batches[: capture.total]:
                 with capture.step():
-                    with capture.phase("forward"): ...
-                    with capture.phase("backward"): ...
-                    with capture.phase("optimizer"): ...
+                    with capture.phase("forward"): ...  # and backward, synchronise, optimizer
 
     A worker that knows nothing of it is profiled whole: `with Capture(folder): worker()`. With a `group`, every rank of
     which must do the same, the ranks begin the first step together, which also shows how far their clocks are apart.
@@ -102,8 +100,8 @@ class Capture:
         # The first annotation imports a module whose frames would be garbage in the trace (pytorch issue 113564).
         with record_function("warm-up"):
             pass
-        cuda = [ProfilerActivity.CUDA] if self.device.type == "cuda" and not self.nvtx else []
-        activities = [ProfilerActivity.CPU, *cuda]
+        activities = [ProfilerActivity.CPU]
+        activities += [ProfilerActivity.CUDA] if self.device.type == "cuda" and not self.nvtx else []
         self.profiler = profile(activities=activities, record_shapes=True, profile_memory=True, with_stack=self.stack)
         self.before = [*self.held(), *live_storages(self.held())]
         self.known = set(self.before)
@@ -128,8 +126,8 @@ class Capture:
         if self.running:
             self._stop()
         if error is None and (self.stepwise or self.warmup) and self.taken < self.total:
-            taken = f"{self.taken} steps were taken of {self.total}"
-            raise UserError(f"{taken} ({self.warmup} to warm up): nothing written")
+            said = f"{self.taken} steps were taken of {self.total} ({self.warmup} to warm up): nothing written"
+            raise UserError(said)
         if error is None and unwritten:
             self._write()
 
@@ -183,14 +181,8 @@ class Capture:
                 self.profiler.export_chrome_trace(str(raw))
                 chrome = read_json(raw)
             held, labels = clean(chrome, self.before, self.stepwise)
-            chrome[OURS] = {
-                "rank": self.place.rank,
-                "world_size": self.place.world_size,
-                "steps": self.steps,
-                "held": held,
-                "marks": labels,
-                **self.meta,
-            }
+            about = {"rank": self.place.rank, "world_size": self.place.world_size, "steps": self.steps}
+            chrome[OURS] = about | {"held": held, "marks": labels} | self.meta
             write_json(chrome, path)
 
 

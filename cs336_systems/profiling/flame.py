@@ -1,11 +1,9 @@
 """Flame graphs: a whole trace as a tree of frames whose own times sum, to the nanosecond, to the time of its roots.
 
-Tools that sample stacks show the backward pass as one flat list below `loss.backward()`. Here every operator of it
-stands below the modules whose forward made it: `backward;model;blocks.0;attention;query` is what that layer costs on
-the way back. A recomputed forward stands below the backward of its module, and frames that tell nothing are dropped,
-their own time going to the frame around them: time is moved between frames, never lost.
-
-Posted sends and receives, which lie "in flight" until they are waited for, are no work of any thread and left out.
+Every operator of backward stands below the modules whose forward made it: `backward;model;blocks.0;attention;query` is
+what that layer costs on the way back. A recomputed forward stands below the backward of its module, and frames that
+tell nothing are dropped, their own time going to the frame around them: time is moved between frames, never lost.
+Sends and receives "in flight" are no work of any thread and left out.
 """
 
 import re

@@ -106,11 +106,10 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     if not device:
         return memory_timeline(trace, "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu")
     events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
-    beginnings = [span.start for span in trace.spans if span.category != LINE_UP][:1] + [
-        event.time for event in events[:1]
-    ]
-    times = [min([*beginnings, *(time for time, *_ in trace.ours.get("marks", ()))], default=0)]
-    times += [event.time for event in events]
+    times = [event.time for event in events]
+    spans = [span.start for span in trace.spans if span.category != LINE_UP]
+    marks = [time for time, *_ in trace.ours.get("marks", ())]
+    times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
     blocks = _blocks(trace, events, device, times[0])
     _find_origins(found.nodes, blocks)
     _categorise(trace, blocks)

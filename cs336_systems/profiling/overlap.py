@@ -115,8 +115,7 @@ def overlap(trace: Trace, last: Mapping[int, int] | None = None) -> Overlap:
     what, waits = activity(trace), waits_of(trace)
     communication, transferred = length(what.communicating), None
     if last is not None:
-        begun = ((min(last.get(id(span), span.start), span.end), span.end) for span in what.communication)
-        transferred = length(union(begun))
+        transferred = length(union((min(last.get(id(s), s.start), s.end), s.end) for s in what.communication))
     return Overlap(
         rank=trace.rank,
         communication=communication,

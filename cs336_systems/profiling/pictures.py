@@ -117,9 +117,8 @@ def write_flame_pictures(trace: Trace, folder: Path, stem: str) -> list[Path]:
 @rc_context(STYLE)
 def draw_flames(threads: list[Flame], title: str) -> Figure:
     """The picture of some threads of one rank, one below the other, all to the same scale: width is time, a frame lies
-    below the one that it ran in. From the top down a step reads like an outline, step, phase, module, operator, whose
-    first lines are on the first screen however deep the operators nest. Frames too narrow to see are left out of the
-    drawing only; the numbers of the tooltips are exact."""
+    below the one that it ran in. Frames too narrow to see are left out of the drawing only; the numbers of the tooltips
+    are exact."""
     device = any(flame.clock == "device" for flame in threads)
     totals = [flame.root.total() for flame in threads] or [1]
     whole, what = (sum(totals), "all kernels") if device else (totals[0], "the main thread")

@@ -1,14 +1,14 @@
-"""The tables of a profile, of one rank and over all: for a terminal, as Markdown, and as rows that JSON can hold."""
+"""The tables of a profile, of one rank and over all: for a terminal, and as Markdown."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
 from cs336_systems.host.table import Table
-from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines, share_rows
+from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
@@ -130,31 +130,6 @@ def show(traces: Sequence[Trace], console: Console) -> None:
         console.print(line, markup=False)
 
 
-@uncollected()
-def as_json(trace: Trace, limit: int | None = None) -> dict[str, Any]:
-    """The rows of a rank's tables, unrounded; times are nanoseconds over all steps. Operators are listed for the step
-    and for each phase: the `limit` longest by total and as many by self time."""
-    sort, operators = sort_of(trace), {}
-    for name, phase in {"step": None, **{phase: phase for phase in PHASES}}.items():
-        rows = op_rows(trace, sort, phase=phase)
-        most = {row.name for row in (*rows[:limit], *op_rows(trace, sort, "self", limit, phase))}
-        operators[name] = [asdict(row) | {"flops_per_second": row.flops_per_second} for row in rows if row.name in most]
-    return {
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "steps": trace.ours.get("steps"),
-        "clock": sort,
-        "operators": operators,
-        "kernels": [asdict(row) for row in kernel_rows(trace, limit)],
-        "collectives": [asdict(row) for row in collective_rows(trace)[:limit]],
-        "parts": [asdict(row) for row in part_rows(trace)],
-        "modules": [asdict(row) for row in module_rows(trace, limit)],
-        "shares": [asdict(row) | {"total": row.total, "of_step": row.share} for row in share_rows(trace)],
-        "attention": [asdict(row) for row in attention_rows(trace)],
-        "phases": _phases(trace),
-    }
-
-
 def sort_of(trace: Trace) -> Sort:
     """The clock that tables go by: the device's if an operator launched anything there."""
     return "device" if timeline(trace).on_device else "cpu"
@@ -171,7 +146,7 @@ def _parts_table(trace: Trace) -> Table:
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
 
 
-def _phases(trace: Trace) -> Counter[str]:
+def phase_times(trace: Trace) -> Counter[str]:
     """Nanoseconds of the host in each phase."""
     found: Counter[str] = Counter()
     for node in timeline(trace).busy:
@@ -190,7 +165,7 @@ def _spread_tables(traces: Sequence[Trace], limit: int) -> list[Table]:
         return {trace.rank: [(row.name, getattr(row, field)) for row in rows(trace)] for trace in traces}
 
     compared: dict[str, Mapping[int, Iterable[tuple[str, int]]]] = {
-        "Phases over the ranks, host time": {trace.rank: _phases(trace).items() for trace in traces},
+        "Phases over the ranks, host time": {trace.rank: phase_times(trace).items() for trace in traces},
         f"Operators over the ranks, self {CLOCK[clock]}": of(op_rows, f"{clock}_self"),
         "Parts over the ranks": of(part_rows),
         "Collectives over the ranks": of(collective_rows),

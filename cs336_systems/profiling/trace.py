@@ -107,12 +107,12 @@ def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]
 
     @wraps(make)
     def kept(given: T, /, *args: P.args, **options: P.kwargs) -> U:
-        traces, key = [given] if isinstance(given, Trace) else list(given), (make, args, *options.items())
-        cache = traces[0].cache if traces else {}
-        if key not in cache or list(map(id, cache[key][0])) != list(map(id, traces)):
+        traces = [given] if isinstance(given, Trace) else list(given)
+        cache, key = traces[0].cache if traces else {}, (make, *map(id, traces), args, *options.items())
+        if key not in cache:
             with uncollected():
-                cache[key] = traces, make(given, *args, **options)
-        made: U = cache[key][1]
+                cache[key] = make(given, *args, **options), traces  # which thus keep their ids
+        made: U = cache[key][0]
         return made
 
     return kept
@@ -225,7 +225,6 @@ def trace_files(folder: Path) -> list[Path]:
     name = re.compile(r"rank(\d+)\.trace\.json(\.gz)?")
     found = {int(match[1]): path for path in folder.glob("rank*") if (match := name.fullmatch(path.name))}
     if not found:
-        raise UserError(
-            f"{folder} holds no trace rank*.trace.json.gz; make some with benchmarks/profiling_run.py --out"
-        )
+        how = "make some with benchmarks/profiling_run.py --out"
+        raise UserError(f"{folder} holds no trace rank*.trace.json.gz; {how}")
     return [found[rank] for rank in sorted(found)]

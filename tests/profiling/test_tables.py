@@ -6,10 +6,11 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
+from benchmarks.profiling_pictures import as_json
 from cs336_systems.host.console import LiteralConsole
 from cs336_systems.host.table import Table, cut
 from cs336_systems.profiling import report
-from cs336_systems.profiling.tables import Spread, as_json, pivot, render_markdown, show
+from cs336_systems.profiling.tables import Spread, pivot, render_markdown, show
 from tests.profiling.test_breakdown import STEPS
 from tests.profiling.test_operators import GPU
 from tests.support.chrome_events import GLOO, STREAM, event, tag, trace
