@@ -149,10 +149,11 @@ class Capture:
             self.known.update(self.held())
             # The ranks begin as one: else the slowest one's start of the profiler would look like a wait. The second
             # time none has to wait for another, so that the annotation is short: it aligns the clocks (`align.py`).
-            for annotation in (nullcontext(), self.annotate(LINE_UP)) if self.group is not None else ():
-                with annotation:
-                    all_reduce(torch.zeros(1, device=self.device), self.group, LINE_UP).wait()
-                    self._synchronise()
+            for annotation in (nullcontext(), self.annotate(LINE_UP)):
+                if self.group is not None:
+                    with annotation:
+                        all_reduce(torch.zeros(1, device=self.device), self.group, LINE_UP).wait()
+                        self._synchronise()
         counts = self.warmup <= self.taken < self.total
         try:
             with self.annotate(f"step {self.taken - self.warmup}") if counts else nullcontext():

@@ -29,7 +29,7 @@ from cs336_systems.profiling.names import (
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, uncollected
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
@@ -82,7 +82,6 @@ class Flame:
         return f"rank {self.rank} {self.root.name}"
 
 
-@uncollected()
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Flame]:
     """One tree a thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
 

@@ -16,7 +16,7 @@ from cs336_systems.profiling.memory_table import memory_markdown
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.tables import render_markdown, show
-from cs336_systems.profiling.trace import Trace, write_json
+from cs336_systems.profiling.trace import Trace, uncollected, write_json
 
 MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "memory.md", "index.html"
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
@@ -25,6 +25,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src 'self' file:"
 NO_PICTURES = "no pictures: matplotlib is not installed; pip install -e '.[writeup]' and run the report again"
 
 
+@uncollected()
 def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     """Write all that follows from all ranks' traces into a folder, and print the most important.
 

@@ -12,7 +12,7 @@ from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import Trace, uncollected
+from cs336_systems.profiling.trace import Trace
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
@@ -89,13 +89,12 @@ def pivot(ranks: Mapping[int, Iterable[tuple[str, int]]], limit: int | None = No
     return sorted(spreads, key=lambda row: (-row.mean, row.name))[:limit]
 
 
-@uncollected()
 def render_markdown(traces: Sequence[Trace]) -> str:
     """All tables as one Markdown document: of the first rank, and over the ranks if there are several."""
     mine = traces[0]
     sort, clock = sort_of(mine), MEASURED[sort_of(mine)]
     lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
-    lines += [*(f"- {line}" for line in share_lines(mine)), ""]
+    lines += [f"- {line}" for line in share_lines(mine)]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
     whole = "Operators, whole step, by"
@@ -112,10 +111,9 @@ def render_markdown(traces: Sequence[Trace]) -> str:
         Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
         Table.of("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
     ]
-    return "\n".join([*lines, *(table.markdown() for table in tables if table.rows)])
+    return "\n".join([*lines, "", *(table.markdown() for table in tables if table.rows)])
 
 
-@uncollected()
 def show(traces: Sequence[Trace], console: Console) -> None:
     """Print the most important: the first rank's operators and parts, the breakdown, and the ranks compared."""
     mine = traces[0]

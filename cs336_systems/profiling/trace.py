@@ -107,7 +107,7 @@ def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]
 
     @wraps(make)
     def kept(given: T, /, *args: P.args, **options: P.kwargs) -> U:
-        traces = [given] if isinstance(given, Trace) else list(given)
+        traces: list[Trace] = [given] if isinstance(given, Trace) else list(given)
         cache, key = traces[0].cache if traces else {}, (make, *map(id, traces), args, *options.items())
         if key not in cache:
             with uncollected():
