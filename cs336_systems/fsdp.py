@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
@@ -32,7 +33,8 @@ from cs336_systems.optim.grad_norm import LocalGradient
 class FSDP(Wrapper):
     """A module whose 2-D `weight`s (of any layer that has one) are sharded by rows; everything else is replicated.
 
-    `parameters()` are this rank's shards, in the dtype that the module had: give them to any elementwise optimizer.
+    `parameters()` are this rank's shards (see `buffers/shard_tensor.py`), in the dtype that the module had: give them to
+    any elementwise optimizer.
     `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights,
     gradients and their reduction keep the module's dtype, and layers with other parameters (norms) get inputs in it.
     A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass.
@@ -213,8 +215,11 @@ class FSDP(Wrapper):
         yield
 
     def kept_gradients(self) -> list[LocalGradient]:
-        sharded = [LocalGradient(w.shard, w.shard.grad, True) for w in self.sharded if w.shard.grad is not None]
-        return sharded + [LocalGradient(p, p.grad, False) for p in self.bucket_of if p.grad is not None]
+        with raw():
+            kept = [(w.shard, w.shard.grad.as_subclass(Tensor)) for w in self.sharded if w.shard.grad is not None]
+        return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + [
+            LocalGradient(p, p.grad, False) for p in self.bucket_of if p.grad is not None
+        ]
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """A copy of the whole state, as the unwrapped `module.state_dict()` had it. Every rank must call this."""

@@ -22,6 +22,7 @@ from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
+from cs336_systems.optim.elementwise import require_elementwise
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
 R, S = REPLICATED, SHARDED
@@ -51,6 +52,7 @@ def zero(
     parameters, gradients, optimizer = STAGES[stage]
     wrapped: DataParallel | FSDP
     if parameters == SHARDED:
+        require_elementwise(optimizer_cls, kwargs, 'use ShardedOptimizer with layout="whole" (stage 1)')
         wrapped = FSDP(module, group=group, ignored=ignored)
     else:
         wrapped = BucketedDDP(module, group=group, apart=apart, ignored=ignored, gradients=gradients)

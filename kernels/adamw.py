@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels.checks import check_last_group, check_state
 from kernels.launch import jit, launch, runs_triton, tl
@@ -204,6 +204,11 @@ class FusedAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; the closure, if any, is run first and its loss returned."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+            self._update()
+        return loss
+
+    def _update(self) -> None:
         used = [(group, [p for p in group["params"] if p.grad is not None]) for group in self.param_groups]
         for param in chain.from_iterable(params for _, params in used):
             if param.grad.layout != torch.strided:
@@ -219,7 +224,11 @@ class FusedAdamW(torch.optim.Optimizer):
                 row = row_of.setdefault(step, len(settings))
                 if row == len(settings):
                     settings.append(settings_row(group, step))
-                if type(param) not in (Tensor, nn.Parameter) or not param.is_contiguous() or not runs_triton(param):
+                if (
+                    type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
+                    or not param.is_contiguous()
+                    or not runs_triton(param)
+                ):
                     plain_update(param, grad, mean, square, settings[row])
                     continue
                 grad = grad.contiguous().resolve_neg()
@@ -231,4 +240,3 @@ class FusedAdamW(torch.optim.Optimizer):
         for kind, some in rows.items():
             self._tables.setdefault(kind, Tables(kind)).launch(some, settings)
         torch.autograd.graph.increment_version(fused)  # for graphs from before the step
-        return loss

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
+from cs336_systems.buffers.shard_tensor import Rows, ShardTensor, as_shard, raw
 from cs336_systems.comm import Group, Work, all_gather, fault
 from cs336_systems.comm.events import mark
 
@@ -49,6 +50,9 @@ class ShardedParameter:
         self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
         self.rows = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
         rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
+        if group.size() > 1 and type(rows) is Tensor:  # on one rank, rows are all; a fake tensor is a kind by itself
+            first, last = self.rows
+            rows = as_shard(rows, Rows(name, first, last, num_rows, group))
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
         self.version = self.shard._version  # of the weight that was last gathered
@@ -78,7 +82,8 @@ class ShardedParameter:
     def _fill(self, flat: Tensor) -> None:
         """Copy this rank's rows to their place in a buffer, with zeros behind them where the slice is padded."""
         mine = self.layout.shard(flat, self.group.rank())
-        mine[: self.shard.numel()].copy_(self.shard.view(-1))
+        with raw():
+            mine[: self.shard.numel()].copy_(self.shard.view(-1))
         mine[self.shard.numel() :].zero_()
 
     def unshard(self) -> None:
@@ -104,9 +109,7 @@ class ShardedParameter:
     def deliver_gradient(self) -> None:
         """Add this rank's rows of the mean gradient to the shard's, unless no rank has any."""
         reduced, self.gradients.shard = self.gradients.shard, None
-        if not self.shard.numel():  # a scaler would find an empty gradient finite although the other ranks' are not
-            self.shard.grad = None
-        elif reduced is not None and self.gradients.used:
+        if reduced is not None and self.gradients.used:
             rows = reduced[: self.shard.numel()].view(self.shard.shape)
             self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
         self.gradients.used = set()
@@ -123,8 +126,11 @@ class ShardedParameter:
         loaded = state.get(f"{prefix}weight")
         if not isinstance(loaded, Tensor):
             return
+        if isinstance(loaded, ShardTensor):
+            metadata = {"rows": [*loaded.rows[1:3]]}
         if loaded.shape == self.shape:
-            state[f"{prefix}weight"] = loaded[slice(*self.rows)]
+            with raw():
+                state[f"{prefix}weight"] = loaded[slice(*self.rows)]
         elif loaded.shape[1:] == self.shape[1:] and (saved := metadata.get("rows")) != self.rows:
             whose = f"are rows {saved[0]} to {saved[1]}" if saved else "do not say which they are"
             raise fault(

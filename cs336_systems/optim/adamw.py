@@ -47,8 +47,9 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
         loss = run_closure(closure)
-        for parameter, group in with_gradients(self.param_groups):
-            update(parameter, parameter.grad, self.state[parameter], group)
+        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+            for parameter, group in with_gradients(self.param_groups):
+                update(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
 

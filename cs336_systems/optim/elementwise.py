@@ -22,7 +22,9 @@ def _updates(optimizer_cls: type[torch.optim.Optimizer], in_pieces: bool, option
     return whole
 
 
-def require_elementwise(optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+def require_elementwise(
+    optimizer_cls: type[torch.optim.Optimizer], options: dict[str, Any], advice: str = 'use layout="whole"'
+) -> None:
     """Try the optimizer on 24 numbers, whole and in two pieces. Raises UserError with its name if the results differ.
     Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently."""
     # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
@@ -36,4 +38,4 @@ def require_elementwise(optimizer_cls: type[torch.optim.Optimizer], options: dic
             same = False
     if not same:
         found = f"{optimizer_cls.__name__} does not treat every element by itself"
-        raise UserError(f'{found}, so a parameter cannot be cut for it; use layout="whole"')
+        raise UserError(f"{found}, so a parameter cannot be cut for it; {advice}")

@@ -45,6 +45,11 @@ class MasterAdamW(AdamW):
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
         loss = run_closure(closure)
+        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+            self._update(multiplier)
+        return loss
+
+    def _update(self, multiplier: Tensor | float | None) -> None:
         used = with_gradients(self.param_groups)
         with self.timer("optimizer-copy-to-main-grad"):
             gradients = [p.grad.to(_wide(p.grad.dtype)) for p, _ in used]
@@ -67,7 +72,6 @@ class MasterAdamW(AdamW):
             for p, _ in used:
                 if "master" in self.state[p]:
                     p.copy_(self.state[p]["master"])
-        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, or of `AdamW`: then the next step copies the parameters to masters."""

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.checkpoint.disk import RefusedError, require
 from cs336_systems.checkpoint.tensors import DTYPES, NAMES, RANDOM, VALUE, Box, Checkpoint, Piece, Scalars, my_share
 from cs336_systems.fsdp import FSDP
@@ -90,7 +91,8 @@ class RunState:
                 if not isinstance(value, Tensor):  # equal on all ranks that have any of the parameter, which is checked
                     scalars.setdefault(name, {})[kind] = value
                 elif first < last and replicas is not None:
-                    found.append(Piece(name, kind, box, begin + first, value.detach().reshape(-1)[first:last]))
+                    with raw():
+                        found.append(Piece(name, kind, box, begin + first, value.detach().reshape(-1)[first:last]))
         return found, scalars
 
     def check(self, source: Checkpoint, cast: bool = False) -> None:
@@ -142,7 +144,7 @@ class RunState:
         if box.size != local:
             part, read = read, read.new_zeros(local)
             read[tuple(slice(0, size) for size in box.size)] = part
-        return read.reshape(-1)[slot.first : slot.first + slot.like.numel()].view_as(slot.like)
+        return read.reshape(-1)[slot.first : slot.first + slot.like.numel()].view(slot.like.shape)
 
     @torch.no_grad()
     def restore(self, source: Checkpoint) -> None:
@@ -151,8 +153,7 @@ class RunState:
             if slot.like in self.names:
                 slot.like.copy_(self._read(source, slot, VALUE))
             slot.state.pop(slot.like, None)
-            # A shard without rows has no state: no gradient would ever count its steps.
-            if (kinds := source.tensors[slot.name].keys() - {VALUE}) and slot.like.numel():
+            if kinds := source.tensors[slot.name].keys() - {VALUE}:
                 read = {kind: self._read(source, slot, kind).to(slot.like.device, copy=True) for kind in sorted(kinds)}
                 slot.state[slot.like] = source.scalars.get(slot.name, {}) | read
 
