@@ -33,8 +33,8 @@ from cs336_systems.optim.grad_norm import LocalGradient
 class FSDP(Wrapper):
     """A module whose 2-D `weight`s (of any layer that has one) are sharded by rows; everything else is replicated.
 
-    `parameters()` are this rank's shards (see `buffers/shard_tensor.py`), in the dtype that the module had: give them to
-    any elementwise optimizer.
+    `parameters()` are this rank's shards (buffers/shard_tensor.py), in the dtype that the module had: give them to any
+    elementwise optimizer.
     `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights,
     gradients and their reduction keep the module's dtype, and layers with other parameters (norms) get inputs in it.
     A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass.

@@ -34,10 +34,10 @@ BY_ELEMENT = (
     "abs add addcdiv addcmul and bfloat16 ceil clamp clamp_max clamp_min clip clone constant contiguous copy copysign "
     "cos cpu cuda detach div divide double empty_like eq erf exp expm1 fill float floor fmod full_like fused_adagrad "
     "fused_adam fused_adamw fused_sgd ge gt half hypot iadd idiv imul invert ipow isclose isfinite isinf isnan isub "
-    "itruediv le lerp log log1p logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply nan_to_num "
-    "ne neg negative ones_like or pin_memory positive pow radd rdiv reciprocal relu remainder rmul round rpow rsqrt rsub "
-    "rtruediv sgn sigmoid sign sin sqrt square sub subtract tanh to true_divide truediv trunc type where zero "
-    "zeros_like"
+    "itruediv le lerp log log1p logical_and logical_not logical_or lt masked_fill maximum minimum mul multiply "
+    "nan_to_num ne neg negative ones_like or pin_memory positive pow radd rdiv reciprocal relu remainder rmul round "
+    "rpow rsqrt rsub rtruediv sgn sigmoid sign sin sqrt square sub subtract tanh to true_divide truediv trunc type "
+    "where zero zeros_like"
 )
 ABOUT, ELEMENTWISE = set(ABOUT_IT.split()), set(BY_ELEMENT.split())
 NORMS, SUMS = ("norm", "linalg_norm", "linalg_vector_norm"), ("sum", "mean", "any", "all")
