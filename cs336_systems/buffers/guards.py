@@ -56,8 +56,8 @@ class Guard:
                 if not earlier.hooks:
                     raise fault(f"{name} is sharded by another {earlier.wrapper} already: wrap it once")
                 earlier.release()
-                earlier.taken = f"{name} has been wrapped by another {self.wrapper} since: keep to one, or name the "
-                earlier.taken += "parameters of the other as `ignored`"
+                earlier.taken = f"{name} has been wrapped by another {self.wrapper} since: keep one, or use `ignored`"
+                earlier.synchronised = False  # for a ShardedOptimizer that takes gradients from there
 
     def _compare_modules(self, kind: str) -> None:
         """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds."""
@@ -187,8 +187,6 @@ class Guard:
 
     def require_finished(self, what: str) -> None:
         """Raises UserError if `what` would look at gradients that are not synchronised."""
-        if self.taken:
-            raise UserError(self.taken)
         if not self.synchronised:
             raise UserError(
                 f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "
