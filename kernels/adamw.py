@@ -224,11 +224,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 row = row_of.setdefault(step, len(settings))
                 if row == len(settings):
                     settings.append(settings_row(group, step))
-                if (
-                    type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__
-                    or not param.is_contiguous()
-                    or not runs_triton(param)
-                ):
+                ordinary = type(param).__torch_dispatch__ is Tensor.__torch_dispatch__ and param.is_contiguous()
+                if not (ordinary and runs_triton(param)):
                     plain_update(param, grad, mean, square, settings[row])
                     continue
                 grad = grad.contiguous().resolve_neg()

@@ -115,17 +115,20 @@ for foreach_types in (optimizer._foreach_supported_types, _foreach_utils._foreac
 
 
 def as_shard(tensor: Tensor, rows: Rows) -> ShardTensor:
+    """The same memory as a shard."""
     shard = tensor.as_subclass(ShardTensor)
     shard.rows = rows
     return shard
 
 
 def shards_in(args: Sequence[Any]) -> list[ShardTensor]:
+    """The shards among arguments and in lists of them."""
     flat = [each for arg in args for each in (arg if isinstance(arg, list | tuple) else (arg,))]
     return [each for each in flat if isinstance(each, ShardTensor)]
 
 
 def refusal(name: str, shard: ShardTensor) -> UserError:
+    """Error of a function that would mix the rows of a shard."""
     weight, first, last, total, _ = shard.rows
     return fault(
         f"{name}() of {weight} would see rows {first} to {last} of {total}, which this rank has: take whole weights "
@@ -134,6 +137,7 @@ def refusal(name: str, shard: ShardTensor) -> UserError:
 
 
 def read_property(func: Callable[..., Any], shard: ShardTensor) -> Any:
+    """A property; tensors (the gradient, the data) are shards of the same rows."""
     value, name = func(shard), func.__self__.__name__  # type: ignore[attr-defined]
     if name in ("T", "mT", "H", "mH"):
         raise refusal(name, shard)
