@@ -160,8 +160,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Options, groups, state and update are those of `torch.optim.AdamW`, but moments are float32 at least. State dicts
     load both ways. Parameters that differ in dtype, device or alignment to 16 bytes take a launch each kind. float64,
     tensors that are not contiguous, subclasses such as DTensor and CPUs without Triton's interpreter take plain torch.
-    Steps are counted on the host, so CUDA graphs cannot capture them. Errors: see `checks.py`, and TypeError for a
-    sparse gradient.
+    Steps are counted on the host, so CUDA graphs cannot capture them. Raises TypeError for a sparse gradient.
     """
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
@@ -185,8 +184,7 @@ class FusedAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self._tables = {}
         for group in self.param_groups:
-            for name, value in self.defaults.items():
-                group.setdefault(name, value)
+            group.update(self.defaults | group)
             group["lr"] = float(group["lr"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,8 +211,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for param in chain.from_iterable(params for _, params in used):
             if param.grad.layout != torch.strided:
                 raise TypeError(f"FusedAdamW keeps dense moments; a gradient of layout {param.grad.layout} has none")
-        settings: list[tuple[float, ...]] = []
-        rows: dict[Kind, list[tuple[int, ...]]] = {}
+        settings, rows = list[tuple[float, ...]](), dict[Kind, list[tuple[int, ...]]]()
         fused, alive = [], []  # of gradients the kernel knows no more than an address
         for group, params in used:
             row_of: dict[int, int] = {}  # by step, since parameters may have been left out of some
