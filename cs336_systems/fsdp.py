@@ -74,6 +74,8 @@ class FSDP(Wrapper):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, number, weight))
         for weight in (weight for weight in self.sharded if weight.trainable):
+            weight.shard.register_hook(weak_hook(self.guard.before_own_gradient, weight.shard))
+            weight.shard.register_post_accumulate_grad_hook(weak_hook(self.guard.own_gradient))
             weight.full.register_hook(weak_hook(self._before_gradient, weight))
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
         for parameter in self.bucket_of:

@@ -110,7 +110,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self.wrapper is not None:
             self.wrapper.guard.require_finished("step()")
-            self.wrapper.guard.replicas.note(self)
+            groups, mine = enumerate(self.param_groups), self.wrapper.bucket_of.keys()
+            self.wrapper.guard.replicas.note(self, [i for i, group in groups if mine & set(group["params"])])
         for buffer in self.buffers:
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}

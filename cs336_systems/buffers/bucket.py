@@ -65,7 +65,7 @@ class Sharded:
         mark("gradients", bucket.shard)
 
     def free(self, bucket: "GradBucket") -> None:
-        bucket.flat = None
+        bucket.flat, bucket.given = None, set()
         for parameter in bucket.parameters:
             keeps = parameter in bucket.used and parameter.grad is not None  # else nobody used or somebody dropped it
             parameter.grad = bucket.stand_in(parameter) if keeps else None
@@ -140,7 +140,7 @@ class GradBucket:
         storage = self.flat.untyped_storage()
         ours = 2 + len(self.given)  # of `flat`, of `storage`, and of each `.grad`
         if torch._C._storage_Use_Count(storage._cdata) > ours:
-            self.flat, self.given = None, set()
+            self.flat, self.given = self.flat.clone(), set()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's piece of the buffer, which is made if need be."""
@@ -264,7 +264,8 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
     flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
     device = buckets[0].parameters[0].device if buckets else None
     number = replicas.number()
-    sums = torch.tensor([*flags, number, 0.0], dtype=torch.float64, device=device)
+    pinned = device is not None and device.type == "cuda"  # else the host would wait for the copy, behind backward
+    sums = torch.tensor([*flags, number, 0.0], dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
     for shard in shards:
         # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
         sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)

@@ -15,13 +15,11 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
 from cs336_systems.buffers.replicas import Replicas, require_equal
-from cs336_systems.buffers.sharded_gradient import ShardedGradient
+from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
@@ -40,24 +38,26 @@ class Guard:
         self.again = False  # true if one of them has come twice
         self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
         self.hooks: list[RemovableHandle] = []
+        earlier: dict[Guard, str] = {}
         for name, parameter in self._named():
+            reference = guard_of.get(parameter)
+            if found := reference and reference():
+                earlier.setdefault(found, name)
+                if not found.hooks:  # FSDP's cannot be removed
+                    raise fault(f"{name} is sharded by another {found.wrapper} already: wrap it once")
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
         self.taken = ""  # where one of the parameters has gone
-        self._take_over()
         self._compare_modules(f"wrapper {wrapper}, {kind}")
+        self._take_over(earlier)
         self.remember_structure()
 
-    def _take_over(self) -> None:
-        """Release earlier wrappers of these parameters, since two would reduce a gradient twice. Raises UserError for
-        what FSDP has sharded."""
-        for name, parameter in self._named():
-            for earlier in [found for reference in _guards_of.get(parameter, []) if (found := reference())]:
-                if not earlier.hooks:
-                    raise fault(f"{name} is sharded by another {earlier.wrapper} already: wrap it once")
-                earlier.release()
-                earlier.taken = f"{name} has been wrapped by another {self.wrapper} since: keep one, or use `ignored`"
-                earlier.synchronised = False  # for a ShardedOptimizer that takes gradients from there
+    def _take_over(self, earlier: dict["Guard", str]) -> None:
+        """Release earlier wrappers of these parameters, since two would reduce a gradient twice."""
+        for guard, name in earlier.items():
+            guard.release()
+            guard.taken = f"{name} has been wrapped by another {self.wrapper} since: keep one, or use `ignored`"
+            guard.synchronised = False  # for a ShardedOptimizer that takes gradients from there
 
     def _compare_modules(self, kind: str) -> None:
         """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds."""
@@ -88,10 +88,9 @@ class Guard:
 
     def protect(self, parameters: Iterable[nn.Parameter]) -> None:
         """Make optimizers refuse to step on parameters that are not synchronised, or whose wrapper is gone."""
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        watch_steps()
         for parameter in parameters:
-            _guards_of.setdefault(parameter, []).append(ref(self))
+            guard_of[parameter] = ref(self)
 
     def release(self) -> None:
         """Remove the hooks and let the parameters be trained on one rank alone."""
@@ -99,15 +98,15 @@ class Guard:
             hook.remove()
         self.synchronised = True
         for parameter in self.names:
-            if others := [other for other in _guards_of.pop(parameter, []) if other() not in (self, None)]:
-                _guards_of[parameter] = others
+            if (found := guard_of.get(parameter)) is not None and found() is self:
+                del guard_of[parameter]
 
     def before_forward(self) -> None:
         self._check_unchanged()
         if torch.is_grad_enabled():  # a backward follows
             self._check_watched()
         for shard in self.shards:
-            refuse_hooks(shard, self.names[shard])
+            refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
     def _check_unchanged(self) -> None:
         """A parameter that was replaced, cast or unfrozen would silently go its own way. (A frozen one gets no
@@ -156,6 +155,17 @@ class Guard:
             shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
             self.watched = (shard, shard.grad, shard.grad._version)
 
+    def before_own_gradient(self, shard: nn.Parameter, gradient: Tensor) -> None:
+        """Hook: autograd is about to add to a shard, as the gradient of a penalty over weights does."""
+        self.before_gradient(shard)
+        if self.watched is not None and self.watched[0] is shard:
+            self._check_watched()
+
+    def own_gradient(self, shard: nn.Parameter) -> None:
+        """Hook: autograd has added to a shard, which is no change by a user."""
+        if self.watched is not None and self.watched[0] is shard and shard.grad is not None:
+            self.watched = (shard, shard.grad, shard.grad._version)
+
     def _check_watched(self) -> None:
         """Raises UserError if the gradient of the watched shard was dropped or written to."""
         if self.watched is None:
@@ -194,14 +204,10 @@ class Guard:
             )
 
 
-_hooks: list[RemovableHandle] = []  # of all optimizers, once there is a guard
-_guards_of = WeakTensorKeyDictionary()  # parameters, and references to the guards of their wrappers
-replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, which optimizers refuse, and their names
-
-
-def refuse_hooks(weight: nn.Parameter, name: str) -> None:
-    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one."""
-    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
+    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one; `own` are the
+    wrapper's of each kind."""
+    if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
         raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
 
 
@@ -215,47 +221,6 @@ def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None
             bound(*(each() for each in references), *rest)
 
     return hook
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Look at an optimizer's gradients before each step, and once more after a closure has made new ones."""
-    _require_synchronised(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-
-    def checked() -> Any:
-        loss = closure()
-        _require_synchronised(optimizer)
-        return loss
-
-    rest = {key: value for key, value in kwargs.items() if key != "closure"}
-    return ((args[0], checked, *args[2:]), rest) if callable(closure) else None
-
-
-def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
-    """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
-    stepped: dict[Guard, None] = {}
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if parameter in replaced:
-            raise UserError(
-                f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
-                "it; make it from the wrapped module's parameters"
-            )
-        guards = [reference() for reference in _guards_of.get(parameter, [])]
-        if guards and not any(guards):
-            raise UserError(
-                "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
-                "unwrap() it to train on this rank alone"
-            )
-        for guard in filter(None, guards):
-            guard.require_finished(f"{type(optimizer).__name__}.step()")
-            stepped[guard] = None
-        if isinstance(parameter.grad, ShardedGradient):
-            raise fault(
-                f"{type(optimizer).__name__}.step() cannot use the gradient of {parameter.grad.label}, which rests "
-                "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"
-            )
-    for guard in stepped:
-        guard.replicas.note(optimizer)
 
 
 class Wrapper(nn.Module):
@@ -292,6 +257,7 @@ class Wrapper(nn.Module):
 
     def check_replicas(self) -> None:
         """Compare all replicated parameters and buffers; UserError names one that differs. Every rank must call it."""
+        self.guard.replicas.read()
         self.guard.replicas.compare_values(self.module.named_buffers())
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from cs336_systems.comm import Group, agree, global_rank, is_fake
 from cs336_systems.errors import UserError
 
-PLAIN = (bool, int, float, str, tuple, type(None))  # options that are compared
-
 
 def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "") -> None:
     """Raises UserError on every rank, with the first difference, unless all ranks have equal lines. They compare
@@ -55,18 +53,17 @@ class Replicas:
         self.options: dict[str, None] = {}
         self.asked: Question | None = None
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the options with which an optimizer is about to step."""
+    def note(self, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+        """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
         kind = type(optimizer).__name__
-        for number, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if isinstance(value, PLAIN) or (isinstance(value, Tensor) and value.device.type == "cpu"):
-                    shown = value.tolist() if isinstance(value, Tensor) else value
-                    self.options[f"{kind}, group {number}, {key} = {shown}"] = None
+        for place, number in enumerate(numbers):
+            for key, value in optimizer.param_groups[number].items():
+                if (shown := plain(value)) is not None:
+                    self.options[f"{kind}, group {place}, {key} = {shown}"] = None
 
     def number(self) -> int:
         """A hash of the options and of the writes to each parameter, small enough for an exact sum in float64."""
-        self._read()
+        self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
         return zlib.crc32(array("q", writes), zlib.crc32("\n".join(self.options).encode()))
 
@@ -77,9 +74,10 @@ class Replicas:
         if not is_fake(self.group):
             self.asked = Question(number, options, *_to_host(total))
             if self.asked.arrival is None:
-                self._read()
+                self.read()
 
-    def _read(self) -> None:
+    def read(self) -> None:
+        """Compare this rank's number of the last synchronisation with the sum, once it is on the host."""
         asked, self.asked = self.asked, None
         if asked is None:
             return
@@ -99,13 +97,23 @@ class Replicas:
         self.versions = [p._version for p in self.names]
 
 
+def plain(option: object) -> str | None:
+    """An option as text; None for what is not compared, as a tensor on a GPU, for which a step would have to wait."""
+    if isinstance(option, tuple | list):
+        each = [plain(value) for value in option]
+        return None if None in each else str(each)
+    if type(option) is Tensor and option.dim() == 0 and option.device.type == "cpu":
+        return repr(option.item())
+    return repr(option) if option is None or isinstance(option, bool | int | float | str) else None
+
+
 def _to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A number in the host's memory, and what tells that it has come there from a GPU."""
     if not number.is_cuda:
         return number, None
     host, arrival = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.Event()
     host.copy_(number, non_blocking=True)
-    arrival.record()
+    arrival.record(torch.cuda.current_stream(number.device))
     return host, arrival
 
 

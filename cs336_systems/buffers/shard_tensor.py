@@ -28,7 +28,7 @@ ABOUT_IT = (
     "hash is_complex is_conj is_contiguous is_floating_point is_inference is_neg is_pinned is_same_size is_set_to "
     "is_shared is_signed is_view len ndimension nelement new_empty new_full new_ones new_tensor new_zeros numel "
     "register_hook register_post_accumulate_grad_hook repr requires_grad result_type retain_grad set size storage "
-    "storage_offset stride typed_storage untyped_storage"
+    "storage_offset stride typed_storage untyped_storage record_stream"
 )
 BY_ELEMENT = (
     "abs add addcdiv addcmul and bfloat16 ceil clamp clamp_max clamp_min clip clone constant contiguous copy copysign "
@@ -138,9 +138,10 @@ def refusal(name: str, shard: ShardTensor) -> UserError:
 
 def read_property(func: Callable[..., Any], shard: ShardTensor) -> Any:
     """A property; tensors (the gradient, the data) are shards of the same rows."""
-    value, name = func(shard), func.__self__.__name__  # type: ignore[attr-defined]
+    name = getattr(getattr(func, "__self__", None), "__name__", "")
     if name in ("T", "mT", "H", "mH"):
         raise refusal(name, shard)
+    value = func(shard)
     if type(value) is Tensor:
         value = as_shard(value, shard.rows)
         if name == "grad":  # came from autograd; from now on everybody sees the same object
@@ -151,8 +152,11 @@ def read_property(func: Callable[..., Any], shard: ShardTensor) -> Any:
 def keep_kind(result: Any, args: Sequence[Any], shard: ShardTensor, name: str) -> Any:
     """Mark the result of an element-wise operation as a shard, unless it is a tensor that was written to."""
     if isinstance(result, list | tuple):
-        pairs = zip(result, args[0], strict=True)
-        return [keep_kind(r, (a,), a, name) if isinstance(a, ShardTensor) else r for r, a in pairs]
+        lists = [arg for arg in args if isinstance(arg, list | tuple)]
+        if not lists or any(len(each) != len(result) for each in lists):
+            raise refusal(name, shard)
+        shards = [next(iter(shards_in(each)), None) for each in zip(*lists, strict=True)]
+        return [r if s is None else keep_kind(r, (), s, name) for r, s in zip(result, shards, strict=True)]
     if type(result) is not Tensor or (args and result is args[0]):
         return result
     if result.dim() > shard.dim() or result.shape[:1] != shard.shape[:1]:
@@ -164,6 +168,8 @@ def reduce_all(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], shard: ShardTensor
 ) -> Any:
     """A norm or sum of a shard over all ranks, or of each tensor in a list, some of which may be no shards."""
+    if not args:  # given by name
+        raise refusal(name, shard)
     many, before = isinstance(args[0], list | tuple), 2 if name in NORMS else 1  # arguments before the dimensions
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else None)) if name in NORMS else 1
     dims = kwargs.get("dim", args[before] if len(args) > before and not many else None)

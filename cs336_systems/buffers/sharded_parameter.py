@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
-from cs336_systems.buffers.guards import Guard, refuse_hooks, replaced
+from cs336_systems.buffers.guards import Guard, refuse_hooks
 from cs336_systems.buffers.shard_tensor import Rows, ShardTensor, as_shard, raw
+from cs336_systems.buffers.steps import replaced
 from cs336_systems.comm import Group, Work, all_gather, fault
 from cs336_systems.comm.events import mark
 

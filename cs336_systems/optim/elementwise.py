@@ -1,5 +1,6 @@
 """Check that an optimizer is element-wise, so that it can be given pieces of parameters."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ def require_elementwise(
     """Try the optimizer on 24 numbers, whole and in two pieces. Raises UserError with its name if the results differ.
     Muon, Adafactor and LARS use a whole matrix or its norm, and would silently update a slice of it differently."""
     # A learning rate of zero would hide every difference; capturable optimizers want a GPU.
-    options = {key: value for key, value in options.items() if key != "capturable"} | {"lr": 0.1}
+    has_lr = "lr" in options or "lr" in inspect.signature(optimizer_cls).parameters
+    options = {key: value for key, value in options.items() if key != "capturable"} | ({"lr": 0.1} if has_lr else {})
     optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **options)  # a wrong option speaks for itself
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # whatever device is the default meanwhile
         try:
@@ -37,5 +39,6 @@ def require_elementwise(
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):
             same = False
     if not same:
-        found = f"{optimizer_cls.__name__} does not treat every element by itself"
+        name = getattr(optimizer_cls, "__name__", optimizer_cls)
+        found = f"{name} does not treat every element by itself"
         raise UserError(f"{found}, so a parameter cannot be cut for it; {advice}")

@@ -64,15 +64,19 @@ def penalty(model: nn.Module) -> torch.Tensor:
 
 
 def training_case(group, cls: type, options: dict, penalised: bool) -> None:
-    """Three steps, with torch's clipping of `parameters()`, equal one process."""
+    """Three steps, with torch's clipping of `parameters()`, equal one process. With penalties, whose gradients go
+    straight into the shards, a step has three backwards, with the penalty before the loss and after it."""
     options = {"lr": 0.01, **options}
     bare, model = make(seed=0), FSDP(make(seed=group.rank()))
     plain, optimizer = (cls(each.parameters(), **options) for each in (bare, model))
     for step in range(3):
         share = 0.2 * (group.rank() + 1) / (group.size() + 1)  # 0.1 in the mean
-        (loss_of(bare, step) + (0.1 * penalty(bare) if penalised else 0)).backward()
-        loss = loss_of(model, step, group.rank(), group.size())
-        (loss + (share * penalty(model) if penalised else 0)).backward()
+        for part in range(3 if penalised else 1):
+            first = share * penalty(model) if penalised and part == 1 else 0
+            loss = loss_of(model, step, group.rank(), group.size())
+            last = share * penalty(model) if penalised and part != 1 else 0
+            (first + loss + last).backward()
+            (loss_of(bare, step) + (0.1 * penalty(bare) if penalised else 0)).backward()
         model.finish_gradient_synchronization()
         want, norm = (torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5) for each in (bare, model))
         torch.testing.assert_close(norm, want, rtol=TOLERANCE, atol=0)

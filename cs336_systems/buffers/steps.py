@@ -1,0 +1,68 @@
+"""Optimizer steps over wrapped parameters: refused before the synchronisation, and where they would move nothing."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
+from cs336_systems.comm import fault
+from cs336_systems.errors import UserError
+
+if TYPE_CHECKING:
+    from cs336_systems.buffers.guards import Guard
+
+_hooks: list[RemovableHandle] = []  # of all optimizers, once there is a guard
+guard_of = WeakTensorKeyDictionary()  # parameters, and references to the guard of their wrapper
+replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, which optimizers refuse, and their names
+
+
+def watch_steps() -> None:
+    """Look at every optimizer's parameters before it steps, from now on."""
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Look at an optimizer's gradients before each step, and once more after a closure has made new ones."""
+    _require_synchronised(optimizer)
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+
+    def checked() -> Any:
+        loss = closure()
+        _require_synchronised(optimizer)
+        return loss
+
+    rest = {key: value for key, value in kwargs.items() if key != "closure"}
+    return ((args[0], checked, *args[2:]), rest) if callable(closure) else None
+
+
+def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
+    stepped: dict[Guard, dict[int, None]] = {}  # the option groups that each wrapper's parameters are in
+    groups = enumerate(optimizer.param_groups)
+    for number, parameter in ((number, parameter) for number, group in groups for parameter in group["params"]):
+        if parameter in replaced:
+            raise UserError(
+                f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
+                "it; make it from the wrapped module's parameters"
+            )
+        reference = guard_of.get(parameter)
+        guard: Guard | None = reference and reference()
+        if reference is not None and guard is None:
+            raise UserError(
+                "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
+                "unwrap() it to train on this rank alone"
+            )
+        if guard is not None:
+            guard.require_finished(f"{type(optimizer).__name__}.step()")
+            stepped.setdefault(guard, {})[number] = None
+        if isinstance(parameter.grad, ShardedGradient):
+            raise fault(
+                f"{type(optimizer).__name__}.step() cannot use the gradient of {parameter.grad.label}, which rests "
+                "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"
+            )
+    for guard, numbers in stepped.items():
+        guard.replicas.note(optimizer, numbers)
