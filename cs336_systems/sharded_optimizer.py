@@ -110,8 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         if self.wrapper is not None:
             self.wrapper.guard.require_finished("step()")
-            groups, mine = enumerate(self.param_groups), self.wrapper.bucket_of.keys()
-            self.wrapper.guard.replicas.note(self, [i for i, group in groups if mine & set(group["params"])])
+            self.wrapper.guard.replicas.note(self, range(len(self.param_groups)))
         for buffer in self.buffers:
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}

@@ -101,7 +101,7 @@ def plain(option: object) -> str | None:
     """An option as text; None for what is not compared, as a tensor on a GPU, for which a step would have to wait."""
     if isinstance(option, tuple | list):
         each = [plain(value) for value in option]
-        return None if None in each else str(each)
+        return None if None in each else f"({', '.join(map(str, each))})"
     if type(option) is Tensor and option.dim() == 0 and option.device.type == "cpu":
         return repr(option.item())
     return repr(option) if option is None or isinstance(option, bool | int | float | str) else None

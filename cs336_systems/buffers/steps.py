@@ -1,6 +1,6 @@
 """Optimizer steps over wrapped parameters: refused before the synchronisation, and where they would move nothing."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -10,9 +10,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import fault
 from cs336_systems.errors import UserError
-
-if TYPE_CHECKING:
-    from cs336_systems.buffers.guards import Guard
 
 _hooks: list[RemovableHandle] = []  # of all optimizers, once there is a guard
 guard_of = WeakTensorKeyDictionary()  # parameters, and references to the guard of their wrapper
@@ -41,7 +38,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
-    stepped: dict[Guard, dict[int, None]] = {}  # the option groups that each wrapper's parameters are in
+    stepped: dict[Any, dict[int, None]] = {}  # by guard, the option groups that its wrapper's parameters are in
     groups = enumerate(optimizer.param_groups)
     for number, parameter in ((number, parameter) for number, group in groups for parameter in group["params"]):
         if parameter in replaced:
@@ -50,7 +47,7 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                 "it; make it from the wrapped module's parameters"
             )
         reference = guard_of.get(parameter)
-        guard: Guard | None = reference and reference()
+        guard = reference and reference()
         if reference is not None and guard is None:
             raise UserError(
                 "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
