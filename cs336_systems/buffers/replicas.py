@@ -58,7 +58,7 @@ class Replicas:
         kind = type(optimizer).__name__
         for place, number in enumerate(numbers):
             for key, value in optimizer.param_groups[number].items():
-                if (shown := plain(value)) is not None:
+                if key != "params" and (shown := plain(value)) is not None:
                     self.options[f"{kind}, group {place}, {key} = {shown}"] = None
 
     def number(self) -> int:
