@@ -24,7 +24,7 @@ SHAPED = re.compile(r"(?P<where>.*), (?P<number>\d+(\.\d+)?)(?P<unit>[kmg])bit t
 
 
 class Group(NamedTuple):
-    """Who took part in a collective: the backend, where its tensors are, and how many ranks."""
+    """Participants of a collective: the backend, where its tensors are, and how many ranks."""
 
     backend: str
     device: str

@@ -1,7 +1,8 @@
 """Comparison of what must be equal on all ranks: replicated parameters, and options of the optimizers that step them.
 
-One number joins the all-reduce that ends each synchronisation. It stands for the options of all steps since the last,
-and for how often each parameter was written to. Where the sum shows that ranks differ, they compare through the store.
+Each rank adds one number to the all-reduce that ends a synchronisation: a hash of the options of all steps since the
+last, and of how often each parameter was written to. If the sum is not N times a rank's own number, the N ranks differ,
+and they compare options and weights through the store.
 """
 
 import hashlib
@@ -36,7 +37,7 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
 
 
 class Question(NamedTuple):
-    """What a rank sent of itself in one synchronisation: its number, its options, and where the sum arrives."""
+    """Number that a rank added to the sum of a synchronisation, the options behind it, and the sum as it arrives."""
 
     number: int
     options: list[str]
@@ -85,7 +86,7 @@ class Replicas:
             asked.arrival.synchronize()
         if asked.total.item() != asked.number * self.group.size():
             require_equal("hyper-parameters", asked.options, self.group, ": give every rank the same")
-            self.compare_values()  # a rank that put other weights in and took them out again is right
+            self.compare_values()  # writes alone are no error: averaged weights may be swapped in, and out
 
     def compare_values(self, buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
         """Raises UserError on every rank, naming the first that differs, unless all ranks have equal values."""

@@ -3,7 +3,7 @@
     element-wise operations        on the rows; the result is a shard, too
     norm, sum, mean, any, all      over the rows of all ranks, differentiable: the result of one process
     the same over columns          on the rows, which are whole
-    anything else                  UserError: it would see the rows of this rank alone, and nobody would know
+    anything else                  UserError: its result would be of this rank's rows alone
 
 Every rank must call what is done over all. The library itself works on the rows, under `raw()`.
 """

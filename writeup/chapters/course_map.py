@@ -1,4 +1,4 @@
-"""Who asks what, and where it is answered: `writeup/course.toml` as a table of editions and a list by chapter."""
+"""Questions of the course and the place of each answer: `course.toml` as a table of editions and a list by chapter."""
 
 from typing import Any
 
