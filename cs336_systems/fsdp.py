@@ -19,10 +19,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
+from torch._compile import _disable_dynamo as uncompiled  # which imports the compiler only when it is called
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.guards import Parameters, Wrapper, refuse_compiler, weak_hook
 from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
 from cs336_systems.comm import Group
@@ -41,7 +43,7 @@ class FSDP(Wrapper):
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
-    are registered and every output counts in the loss.
+    are registered and every output counts in the loss. torch.compile may have the blocks, but not the whole.
     """
 
     gradients = Sharded(in_flight=2)
@@ -81,8 +83,10 @@ class FSDP(Wrapper):
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_replicated_gradient))
 
+    @uncompiled(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
+        refuse_compiler(compiler())
         self.guard.before_forward()
         if self.in_forward:
             raise UserError("FSDP is inside `forward`: it cannot begin another pass there")
@@ -104,11 +108,13 @@ class FSDP(Wrapper):
             tensor.register_hook(partial(self._borrow_again, self.borrowed))
         return cast(output, self.sharded[0].shard.dtype) if self.compute_dtype and self.sharded else output
 
+    @uncompiled
     def _pre_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any) -> None:
         if self.in_forward:  # else it is recomputed in backward
             self.order.forward_to(number)
         weight.unshard()
 
+    @uncompiled
     def _post_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any, output: Any) -> None:
         tensors = tensors_with_gradient(output, weight.name)
         for tensor in tensors:

@@ -63,6 +63,7 @@ SLOW = (
     "kernels/test_weighted_sum::test_compiles",
     "model/test_moe_model::test_experts_survive",
     "model/test_transformer::test_compiles",
+    "test_fsdp::test_compiled",
     "train/test_run_folder::test_torchrun_restarts",
     "writeup/test_page",
     "writeup/test_text::test_every_printed_command",

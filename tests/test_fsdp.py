@@ -271,3 +271,26 @@ def nested_case(group) -> None:
 
 def test_a_forward_inside_a_forward_is_refused():
     ranks.run(nested_case, 2)
+
+
+def compiled_case(group) -> None:
+    tokens, gradients = torch.arange(7).view(1, 7) + group.rank(), []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = TransformerLM(TOY)
+        for block in model.blocks if compiled else ():
+            block.compile(backend="eager")
+        wrapper = FSDP(model, group=group)
+        lm_loss(wrapper, tokens, tokens).backward()
+        wrapper.finish_gradient_synchronization()
+        gradients.append([p.grad.as_subclass(torch.Tensor) for p in wrapper.parameters()])
+    assert all(map(torch.equal, *gradients))
+    for whole in (torch.compile(wrapper, backend="eager"), wrapper):
+        if whole is wrapper:
+            wrapper.compile(backend="eager")
+        with pytest.raises(UserError, match="block by block"):
+            whole(tokens)
+
+
+def test_compiled_blocks_are_exact_and_a_compiled_wrapper_is_refused():
+    ranks.run(compiled_case, 2)

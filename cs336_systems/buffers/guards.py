@@ -15,6 +15,7 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
@@ -209,6 +210,16 @@ def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
     wrapper's of each kind."""
     if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
         raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
+
+
+@_disable_dynamo
+def refuse_compiler(compiler: object) -> None:
+    """Raises UserError if a compiler, the current one of torch.compile, reads FSDP's own forward."""
+    if callable(compiler):
+        raise fault(
+            "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the model "
+            "block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
+        )
 
 
 def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
