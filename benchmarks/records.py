@@ -11,7 +11,7 @@ import torch
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.machine import device_name
-from cs336_systems.host.text import printable
+from cs336_systems.host.text import printable, regular
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -77,7 +77,7 @@ def read_records(path: Path) -> list[Record]:
     newest: dict[str, Record] = {}
     try:
         with os_errors(f"read {path}"):
-            lines = path.read_text(encoding="utf-8").splitlines()
+            lines = regular(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"{path} has no records: it is not UTF-8 at byte {error.start}") from None
     for number, line in enumerate(lines, 1):

@@ -9,6 +9,7 @@ from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
+from cs336_systems.host.text import regular
 
 MEBIBYTE = 2**20
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size", "world_size")
@@ -24,7 +25,7 @@ def read_runs(paths: Iterable[Path]) -> list[ScalingRun]:
     found: list[ScalingRun] = []
     for path in paths:
         with os_errors(f"read {path}"):
-            text = path.read_text(errors="replace")
+            text = regular(path).read_text(errors="replace")
         found += READERS.get(path.suffix, parse_log)(text, path.name)
     return found
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.checkpoint.disk import RefusedError, require, write_file
+from cs336_systems.host.text import regular
 
 RANDOM = "random/"  # begins the names of what is no parameter: the states of random number generators
 VALUE = "value"  # the kind of a parameter itself; others are of its optimizer's state, such as "exp_avg"
@@ -204,7 +205,7 @@ def naturals(*values: Any) -> tuple[int, ...]:
 def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
     """The head of a safetensors file, its sizes checked: the dtype, shape, number of elements and place of each tensor,
     and the strings that go with them. Raises RefusedError for what is none."""
-    size, found = path.stat().st_size, {}
+    size, found = regular(path).stat().st_size, {}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         data = size - 8 - length

@@ -241,7 +241,7 @@ def json_lines(text: str, name: str) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             if number == len(lines) > 1:
                 break
             value = None

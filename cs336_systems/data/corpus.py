@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import regular
 
 IGNORED = -100  # a target that is not predicted, as torch's cross entropy has it
 STDLIB_CAP = 8_000_000  # bytes: hours of training on a laptop, and loaded in a second
@@ -83,7 +84,7 @@ def stdlib_corpus(cap: int = STDLIB_CAP) -> Corpus:
 def read_text(path: Path) -> bytes:
     """The bytes of a text file. Raises UserError for one that is missing, unreadable or not UTF-8 text."""
     try:
-        raw = path.read_bytes()
+        raw = regular(path).read_bytes()
         raw.decode()
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

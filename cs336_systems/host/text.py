@@ -1,13 +1,24 @@
-"""Foreign text made harmless for its destination: a terminal, a plot, Markdown.
+"""Foreign text: which files may be read, and text made harmless for its destination: a terminal, a plot, Markdown.
 
 Names of files, modules and traces, and errors' messages, may hold signs that are commands there. They pass through the
 function of their destination where they are written; for HTML and SVG that is `html.escape(printable(text))`, for JSON
 `json.dumps`, which escapes all that a terminal would obey.
 """
 
+import errno
 import re
+import stat
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from unicodedata import category
+
+
+def regular(path: Path) -> Path:
+    """The path of a file that the user names, to be read at once. Raises OSError for a pipe or a device, which may
+    never end; reading a folder raises it anyway."""
+    if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
+        return path
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
 
 
 def printable(text: str, keep: str = "") -> str:

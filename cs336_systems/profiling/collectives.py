@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cs336_systems.profiling.fields import shapes_of, types_of
 from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
@@ -47,8 +48,8 @@ class Call:
 
     def tensors(self) -> Iterator[tuple[Any, str]]:
         """The shape and, as far as it is known, the type of every tensor that it was given."""
-        types = self.span.args.get("Input type", [])
-        for i, shape in enumerate(self.span.args.get("Input Dims", [])):
+        types = types_of(self.span.args)
+        for i, shape in enumerate(shapes_of(self.span.args)):
             kind = types[i] if i < len(types) else ""
             if kind == "TensorList" or (shape and isinstance(shape[0], list)):
                 yield from ((each, "") for each in shape)
@@ -60,7 +61,7 @@ class Call:
         over = self.deadline is not None and self.deadline + CONVERSION < span.end
         if self.span.start > span.start or over or (group is not None and self.group not in (None, group)):
             return False
-        known, types = {kind for _, kind in self.tensors()}, span.args.get("Input type", [])
+        known, types = {kind for _, kind in self.tensors()}, types_of(span.args)
         return not types or "" in known or not known or types[0] in known
 
 
@@ -72,7 +73,7 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             by_key.setdefault(key, []).append(index)
 
     def same(span: Span) -> list[int]:
-        shapes = span.args.get("Input Dims", [])
+        shapes = shapes_of(span.args)
         verb = span.name.removeprefix("gloo:").replace("_", "")
         return by_key.get((verb, str(shapes[0]) if shapes else ""), [])
 

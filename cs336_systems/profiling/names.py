@@ -8,9 +8,9 @@ PHASES = ("forward", "backward", "synchronise", "optimizer")  # annotations that
 ENGINE = "autograd::engine::evaluate_function: "  # before the name of an autograd node
 LINE_UP = "line up"  # of an annotation, in which all ranks meet before the first step, and of its category
 UNNAMED = ROOT, WRAPPER = "model", "wrapper"  # names of modules that say nothing about them
-STEP = re.compile(r"(?:step |ProfilerStep#)(\d+)$")
+STEP = re.compile(r"(?:step |ProfilerStep#)(\d{1,18})$")
 TAG = re.compile(r"^([^\s()]+) \((\w+)\)$")
-COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d+)(?: (.*))?$")
+COLLECTIVE = re.compile(r"(launch|wait) ([\w-]+) (\S*)#(\d{1,18})(?: (.*))?$")
 COMMUNICATION = re.compile(r"^(gloo|nccl|mpi|ucc):")
 LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # The part of a model that a class belongs to, by a word in its name; the first that fits counts.

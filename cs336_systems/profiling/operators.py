@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
+from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
 from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Span, Trace
@@ -32,7 +33,7 @@ SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span; None for any other
     operator, for those that only call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
-    shapes = args.get("Input Dims")
+    shapes = shapes_of(args)
     try:
         if name in FACTORS and shapes:
             left, right = shapes[FACTORS[name] :][:2]
@@ -51,7 +52,7 @@ def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
 
 def softmax_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a softmax or its backward; None for any other operator and without shapes."""
-    shapes = args.get("Input Dims")
+    shapes = shapes_of(args)
     return SOFTMAX_FLOPS[name] * math.prod(shapes[0]) if name in SOFTMAX_FLOPS and shapes else None
 
 

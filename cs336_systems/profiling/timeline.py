@@ -64,7 +64,7 @@ def role_of(name: str) -> str:
 
 def lane_number(lane: Lane) -> int:
     """The first number in a lane's thread id, to sort by."""
-    return int(found[0]) if (found := re.search(r"\d+", str(lane[1]))) else 0
+    return int(found[0]) if (found := re.search(r"\d{1,18}", str(lane[1]))) else 0
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
     for span in activity(trace).compute:
         call = calls.get(span.args.get("correlation"), span)
         if window[0] <= call.start < window[1]:
-            track = f"stream {span.args['stream']}" if span.category == "kernel" else "operators"
+            track = f"stream {span.args.get('stream')}" if span.category == "kernel" else "operators"
             result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase_at(phases, call.start)))
     return result
 

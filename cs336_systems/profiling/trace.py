@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import regular
+from cs336_systems.profiling.fields import ARGS, EVENT, MEMORY, NAME, OURS, about_rank, check
 from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
@@ -27,7 +29,6 @@ K = TypeVar("K")
 P = ParamSpec("P")
 Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
-OURS = "cs336"  # the key of what capture.py adds to a trace
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
 FRAME = "python_function"  # the category of a Python function's spans
@@ -138,7 +139,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
 
     try:
-        data = path.read_bytes()
+        data = regular(path).read_bytes()
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
         found = json.loads(text, strict=False, parse_constant=no_number)
     except (EOFError, zlib.error, gzip.BadGzipFile):
@@ -162,7 +163,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(chrome: dict[str, Any], path: Path) -> None:
     """Write a trace, gzipped if the name ends in .gz."""
-    data = json.dumps(chrome, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        data = json.dumps(chrome, separators=(",", ":"), allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:  # of what no reader of events has looked at
+        raise UserError(f"cannot write {path}: a field of some event is out of range ({error})") from None
     path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
 
 
@@ -174,38 +178,44 @@ def read_trace(path: Path) -> Trace:
 
 def time_of(event: dict[str, Any], base: int) -> int:
     """Nanoseconds since the epoch at which an event begins, in a JSON whose clock starts at `base`."""
-    return base + round(1000 * float(event.get("ts", 0)))
+    return base + round(1000 * event.get("ts", 0))
 
 
 def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
-    """The trace in a Chrome-trace JSON. Raises UserError for events that lack what every event has."""
-    base, ours = int(chrome.get("baseTimeNanoseconds", 0)), chrome.get(OURS, {})
-    info = chrome.get("distributedInfo", {}) | ours
+    """The trace in a Chrome-trace JSON. Raises UserError for fields that are missing or of another type."""
     spans, allocations, threads = [], [], {}
     ends: dict[Any, dict[str, Place]] = {}
+    number = 0
     try:
-        for event in chrome["traceEvents"]:
+        info, base = about_rank(chrome), chrome.get("baseTimeNanoseconds", 0)
+        for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007 - its last value is the event of an error
+            check(event, EVENT)
             lane, phase, category = (event.get("pid"), event.get("tid")), event["ph"], event.get("cat", "")
-            time = time_of(event, base)
+            time, args = time_of(event, base), event.get("args", {})
             if phase == "X" and category != "Trace":
-                end = time + round(1000 * float(event.get("dur", 0)))
-                spans.append(Span(event["name"], category, time, end, lane, event.get("args", {})))
+                end = time + round(1000 * event.get("dur", 0))
+                if args:
+                    check(args, ARGS)
+                spans.append(Span(event["name"], category, time, end, lane, args))
             elif phase == "i" and event["name"] == "[memory]":
-                args = event["args"]
-                address, nbytes, total = (int(args[key]) for key in ("Addr", "Bytes", "Total Allocated"))
+                check(args, MEMORY)
+                address, nbytes, total = (args[key] for key in ("Addr", "Bytes", "Total Allocated"))
                 device = "cpu" if args["Device Type"] == 0 else "cuda"
                 allocations.append(Allocation(time, address, nbytes, device, total, lane))
             elif phase == "M" and event["name"] == "thread_name":
-                threads[lane] = event["args"]["name"]
-            elif phase in "sf" and category == "fwdbwd":
+                check(args, {"name": NAME})
+                threads[lane] = args["name"]
+            elif phase in ("s", "f") and category == "fwdbwd":
                 ends.setdefault(event["id"], {})[phase] = (lane, time)
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is no trace of torch.profiler: an event lacks or garbles a field ({error})") from None
+        what = f"event {number} lacks or garbles a field" if number else "a field of its head is garbled"
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        raise UserError(f"{path} is no trace of torch.profiler: {what} ({why})") from None
     links = {each["f"]: each["s"] for each in ends.values() if len(each) == 2}
     spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
-    rank, world, host = int(info.get("rank", 0)), int(info.get("world_size", 1)), str(chrome.get("host_name", ""))
-    return Trace(spans, allocations, links, threads, rank, world, host, ours, chrome, base)
+    rank, world, host = info.get("rank", 0), info.get("world_size", 1), chrome.get("host_name", "")
+    return Trace(spans, allocations, links, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
 
 
 def _posted_apart(spans: list[Span]) -> list[Span]:

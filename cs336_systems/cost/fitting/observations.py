@@ -23,6 +23,7 @@ from cs336_systems.cost.runs import TrainingRun, read_runs
 from cs336_systems.cost.step_time import optimizer_seconds, replica_groups, stage_kinds, stage_seconds, stage_weights
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
+from cs336_systems.host.text import regular
 from cs336_systems.presets import Mixture, ModelConfig, preset
 
 What = Literal["step", "compute", "gradients", "optimizer"]
@@ -63,7 +64,7 @@ def read_measured(path: Path, given: LogOptions) -> list[Observation]:
             raise UserError(f"{path} has no timings: none of its runs has t_iter_s, the seconds of a step")
         return found
     with os_errors(f"read {path}"):
-        text = path.read_text("utf-8-sig", errors="replace")
+        text = regular(path).read_text("utf-8-sig", errors="replace")
     if path.suffix != ".jsonl":
         return [each for logged in read_log(text, path.name) for each in observe_log(logged, given)]
     rows = json_lines(text, path.name)

@@ -1,0 +1,65 @@
+"""Types of a trace's fields, checked once where it is read: whatever reads events relies on them."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+OURS = "cs336"  # the key of what capture.py adds to a trace
+MOST = 2**62
+Kind = tuple[tuple[type, ...], int]  # types, and what a number stays below; 0: anything
+NAME, LIST, DICT, TIME, BYTES = ((str,), 0), ((list,), 0), ((dict,), 0), ((int, float), 2**52), ((int,), 2**50)
+ID, RANKS = ((int, str, float, bool, type(None)), 0), ((int,), 2**20)
+EVENT: dict[str, Kind] = {"ph": NAME, "name": NAME, "cat": NAME, "ts": TIME, "dur": TIME, "args": DICT}
+EVENT |= dict.fromkeys(("pid", "tid", "id"), ID)
+ARGS: dict[str, Kind] = dict.fromkeys(("External id", "correlation", "stream"), ID)  # of the others nothing is expected
+MEMORY: dict[str, Kind] = {"Addr": ((int,), 0), "Bytes": BYTES, "Total Allocated": BYTES}
+HEAD: dict[str, Kind] = {"baseTimeNanoseconds": ((int,), MOST), "host_name": NAME, "distributedInfo": DICT, OURS: DICT}
+ROWS = {"held": (str, int, int, str), "marks": (int, str, int)}
+RANK: dict[str, Kind] = {"rank": RANKS, "world_size": RANKS, "steps": ((int,), 0), "run": ID}
+RANK |= dict.fromkeys(("pg_config", *ROWS), LIST)
+
+
+def check(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """Raises TypeError, naming the field, for a value of another type or size."""
+    for name, (types, most) in kinds.items():
+        if name in fields:
+            value = fields[name]
+            if type(value) not in types or (most and not -most < value < most):
+                raise TypeError(f"its {name} is {value!r:.40}")
+
+
+def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
+    """All that a trace says of its rank, in torch's words and in ours. Raises TypeError for a field of another type."""
+    check(chrome, HEAD)
+    found = chrome.get("distributedInfo", {}) | chrome.get(OURS, {})
+    check(found, RANK)
+    for group in found.get("pg_config", ()):
+        if not isinstance(group, dict) or not isinstance(group.get("ranks", []), list):
+            raise TypeError(f"its pg_config has {group!r:.40}")
+    for name, types in ROWS.items():
+        for row in found.get(name, ()):
+            right = isinstance(row, list | tuple) and tuple(map(type, row)) == types
+            if not right or any(isinstance(each, int) and abs(each) > MOST for each in row):
+                raise TypeError(f"its {name} have {row!r:.40}, which is no row of them")
+    return found
+
+
+def shapes_of(args: Mapping[str, Any]) -> list[Any]:
+    """The shapes of an operator's inputs, [2, 3], or for a list of tensors several; none if that is not recorded."""
+    found = args.get("Input Dims")
+    known = [_is_shape(each) or (type(each) is list and all(map(_is_shape, each))) for each in _list(found)]
+    return _list(found) if all(known) else []
+
+
+def types_of(args: Mapping[str, Any]) -> list[str]:
+    """The types of an operator's inputs, as far as they are recorded."""
+    return [*map(str, _list(args.get("Input type")))]
+
+
+def _list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []
+
+
+def _is_shape(found: Any) -> bool:
+    counts = type(found) is list and len(found) <= 64 and all(type(each) is int and each >= 0 for each in found)
+    return counts and math.prod(found) < MOST

@@ -1,0 +1,86 @@
+"""Traces of any content: each field by each type of JSON is read, or refused in a line that names file and field."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.errors import UserError
+from cs336_systems.profiling.__main__ import read_ranks
+from cs336_systems.profiling.fields import OURS
+from cs336_systems.profiling.flame import collapsed, flames
+from cs336_systems.profiling.memory import memory_timeline
+from cs336_systems.profiling.memory_table import memory_markdown
+from cs336_systems.profiling.merge import merge
+from cs336_systems.profiling.overlap import overlap_table
+from cs336_systems.profiling.tables import render_markdown
+from cs336_systems.profiling.trace import Trace, parse, read_json, write_json
+from tests.support.chrome_events import STREAM, backward, event, product, tag
+from tests.support.garble import VALUES, garbled
+from tests.support.traces import memory
+
+EVENTS = [
+    product("aten::mm", 2, 8, [2, 3], [3, 4], **{"External id": 5}),
+    event("gemm", 5, 9, STREAM, "kernel", **{"External id": 5, "correlation": 9, "stream": 7}),
+    event("c10d::allreduce_", 121, 2, **{"Input Dims": [[[8]], [8]], "Input type": ["TensorList", "float"]}),
+    event("gloo:all_reduce", 125, 20, (1, 2), "user_annotation", **{"Input Dims": [[8]], "Input type": ["float"]}),
+    memory(13.0, 4096),
+    {"ph": "M", "name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "main"}},
+    *backward("MmBackward0", 100, 9, 2, 1)[1:],
+    event("cudaLaunchKernel", 3, 1, cat="cuda_runtime", **{"External id": 5, "correlation": 9}),
+    tag("step 0", 0, 400),
+    tag("launch all-reduce 0#1 x", 120, 9),
+]
+GROUP = {"pg_name": "0", "ranks": [0, 1]}
+RANK = {"rank": 0, "world_size": 2, "steps": 2, "run": "1", "size": "tiny"}
+RANK |= {"held": [["parameters", 5, 64, "cpu"]], "marks": [[10**18 + 20_000, "gradients", 5]]}
+GOOD = {"baseTimeNanoseconds": 10**18, "host_name": "a", "distributedInfo": {"rank": 0, "pg_config": [GROUP]}}
+GOOD |= {OURS: RANK, "traceEvents": EVENTS}
+# Parts of it whose fields are garbled: one event of each phase, the arguments that some kinds have, and the head.
+EACH: list[tuple] = [("traceEvents", number) for number in (0, 4, 7)]
+EACH += [("traceEvents", number, "args") for number in (1, 2, 5)] + [("distributedInfo",), (OURS,)]
+
+
+def report(found: Trace, path: Path) -> None:
+    """All that is made of a trace, but for its pictures."""
+    write_json(merge([found]), path)
+    tables = render_markdown([found]) + overlap_table([found]).markdown() + collapsed(flames(found))
+    (tables + memory_markdown(found, memory_timeline(found))).encode()
+
+
+def test_any_field_of_any_type_is_read_or_refused_by_name(tmp_path):
+    path, read, refused = tmp_path / "x.json", 0, list[tuple]()
+    made = [each for part in EACH for each in garbled(GOOD, part)]
+    made += [((key,), value, GOOD | {key: value}) for key in GOOD for value in VALUES if key != "traceEvents"]
+    made += [(("event", 1), value, GOOD | {"traceEvents": [value]}) for value in VALUES]
+    for where, value, chrome in made:
+        try:
+            report(parse(chrome, path), path)
+            read += 1
+        except UserError as error:
+            refused.append((where, value, str(error)))
+    assert read > 100
+    assert len(refused) > 300
+    assert not [said for *_, said in refused if str(path) not in said or "\n" in said]
+    for where, value, said in refused:
+        field = [key for key in where if isinstance(key, str)][-1]
+        assert field in said or "out of range" in said or value == {}, (where, value)
+
+
+@pytest.mark.parametrize("name", ["rank0.trace.json", "rank0.trace.json.gz"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UserError, match="a pipe or a device"):
+        read_ranks([tmp_path / name])
+    for path, why in (("/dev/zero", "a pipe or a device"), (tmp_path, "Is a directory")):
+        with pytest.raises(UserError, match=why):
+            read_json(Path(path))
+
+
+def test_a_number_that_json_cannot_hold_is_refused_where_it_is_written(tmp_path):
+    text = json.dumps({"traceEvents": [product("aten::mm", 2, 8, [2, 3], other="NUMBER")]}).replace('"NUMBER"', "1e999")
+    (tmp_path / "x.json").write_text(text)
+    found = merge(read_ranks([tmp_path / "x.json"]))
+    with pytest.raises(UserError, match="out of range"):
+        write_json(found, tmp_path / "merged.json")

@@ -1,0 +1,31 @@
+"""JSON that somebody garbled: each field of a good piece in turn, by a value of each type."""
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+VALUES = [None, True, -7.5, 10**300, float("inf"), "9" * 5000, "\ud800<b>|`*", [], [1, [2]], {}]
+Place = tuple[Any, ...]
+
+
+def places(value: Any, above: Place = ()) -> Iterator[Place]:
+    """The places of all that is inside some JSON, as keys and indices."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield (*above, key)
+        yield from places(each, (*above, key))
+
+
+def garbled(good: Any, inside: Place = (), values: Sequence[Any] = VALUES) -> Iterator[tuple[Place, Any, Any]]:
+    """(place, value, JSON): a copy for every place inside a part of some JSON, and every value."""
+    part = good
+    for key in inside:
+        part = part[key]
+    for *above, last in places(part, inside):
+        for value in values:
+            made = deepcopy(good)
+            around = made
+            for key in above:
+                around = around[key]
+            around[last] = deepcopy(value)
+            yield (*above, last), value, made
