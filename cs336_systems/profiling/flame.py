@@ -8,18 +8,21 @@ Sends and receives "in flight" are no work of any thread and left out.
 
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.host.text import printable
+from cs336_systems.profiling.intervals import union
 from cs336_systems.profiling.names import (
     ENGINE,
     PHASES,
     UNNAMED,
     Modules,
     around,
+    entered,
     is_collective,
     parse_collective,
     parse_tag,
@@ -31,6 +34,7 @@ from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace
 
+DEEPEST = 250  # frames in a stack; the time of deeper ones is theirs
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 ABSOLUTE = re.compile(r"^/(?:[^/]+/)*([^/]+/[^/]+\.py\(\d+\))")
 FRAME_FILE = re.compile(r"^(\w+)(?:/|\.py\()")
@@ -43,12 +47,15 @@ class Frame:
     name: str
     paint: str = "other"  # or forward, backward, optimizer, communication, python: what it is part of
     is_operator: bool = False
+    depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
     def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
-        """The frame of that name directly inside this one, made if it is new."""
-        return self.children.setdefault(name, Frame(name, paint, is_operator))
+        """The frame of that name directly inside this one, made if it is new; or this one, if it is DEEPEST."""
+        if self.depth == DEEPEST:
+            return self
+        return self.children.setdefault(name, Frame(name, paint, is_operator, self.depth + 1))
 
     def add_kernel(self, name: str, duration: int) -> None:
         """Put a kernel below the frame that launched it, or below none that is known."""
@@ -127,7 +134,8 @@ class _Placer:
     """Finds the frame of every span, parents first: mostly below that of the span around it."""
 
     def __init__(self, trace: Trace, roles: dict[Lane, str], collapse: bool) -> None:
-        self.collapse, self.roles, self.steps = collapse, roles, timeline(trace).steps
+        self.collapse, self.roles = collapse, roles
+        self.steps = union((step.start, step.end) for step in timeline(trace).steps)
         self.tagged = any(parse_tag(span.name) for span in trace.annotated if span.lane in roles)
 
     def place(self, node: Node, parent: _Place) -> _Place:
@@ -148,7 +156,7 @@ class _Placer:
                 modules = (*around(parent.modules, tag[0]), tag)
                 return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
             outer = parent.modules[-1][0] if parent.modules else ""
-            return _Place(self._descend(parent.frame, (tag,), paint, outer), (*parent.modules, tag), base)
+            return _Place(self._descend(parent.frame, (tag,), paint, outer), entered(parent.modules, tag), base)
         name = ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(span.name.split())))
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
@@ -168,9 +176,10 @@ class _Placer:
 
     def _is_dropped(self, span: Span) -> bool:
         """True for a frame outside of steps, and for those of torch, the standard library, builtins and ours."""
-        in_step = any(step.start <= span.start < step.end for step in self.steps)
-        if self.steps and self.roles[span.lane] == MAIN and not in_step:
-            return True
+        if self.steps and self.roles[span.lane] == MAIN:
+            place = bisect_right(self.steps, span.start, key=lambda step: step[0])
+            if not place or span.start >= self.steps[place - 1][1]:
+                return True
         if span.name.startswith("nn.Module: "):
             return self.tagged
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""

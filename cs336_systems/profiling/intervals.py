@@ -1,6 +1,7 @@
 """Sets of moments as sorted lists of half-open intervals [start, end) of integers, so that lengths are exact."""
 
 from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -44,10 +45,14 @@ def length(intervals: Iterable[Interval]) -> int:
 
 def pack(bars: Iterable[Bar]) -> list[list[Bar]]:
     """Distribute what has a start and an end over as few tracks as leave none over another, each on the first free."""
-    tracks: list[list[Bar]] = []
+    tracks, free, taken = list[list[Bar]](), list[int](), list[tuple[int, int]]()  # heaps; the latter with the end
     for bar in sorted(bars, key=lambda bar: bar.start):
-        free = next((track for track in tracks if track[-1].end <= bar.start), None)
-        if free is None:
-            tracks.append(free := [])
-        free.append(bar)
+        while taken and taken[0][0] <= bar.start:
+            heappush(free, heappop(taken)[1])
+        if not free:
+            free.append(len(tracks))
+            tracks.append([])
+        track = heappop(free)
+        tracks[track].append(bar)
+        heappush(taken, (bar.end, track))
     return tracks

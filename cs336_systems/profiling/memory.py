@@ -17,7 +17,7 @@ import numpy as np
 
 from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.names import LINE_UP
-from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.nesting import Node, innermost
 from cs336_systems.profiling.timeline import timeline
 from cs336_systems.profiling.trace import Allocation, Lane, Span, Trace, grouped, once
 
@@ -164,11 +164,10 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
 def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:
     """Find for every block the innermost span of its thread at the time; nodes come parents before children."""
     lanes = grouped(nodes, lambda node: node.span.lane)
-    for block in blocks:
-        lane = lanes.get(block.lane, []) if block.lane else []
-        place = bisect_right(lane, block.start, key=lambda node: node.span.start)
-        around = lane[place - 1].outwards() if place else iter(())
-        block.origin = next((node for node in around if node.end > block.start), None)
+    for lane, made in grouped(blocks, lambda block: block.lane).items():  # in order of start
+        around = innermost(lanes.get(lane, []) if lane else [], (block.start for block in made))
+        for block, node in zip(made, around, strict=True):
+            block.origin = node
 
 
 def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
@@ -179,8 +178,9 @@ def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:
             each.category = "activations"
     labelled: set[int] = set()
     for time, category, address in sorted(trace.ours.get("marks", ())):
-        block = next((each for each in lives.get(address, ()) if each.alive(time)), None)
-        if block is None or id(block) in labelled or category not in CATEGORIES:
+        known = lives.get(address, [])  # one after another
+        block = known[max(0, bisect_right(known, time, key=lambda each: each.start) - 1)] if known else None
+        if block is None or not block.alive(time) or id(block) in labelled or category not in CATEGORIES:
             continue
         labelled.add(id(block))
         if block.lane is not None or block.category != "parameters":

@@ -11,6 +11,7 @@ from cs336_systems.profiling.labels import CATEGORIES
 from cs336_systems.profiling.memory import Allocated, MemoryTimeline
 from cs336_systems.profiling.names import ENGINE, PHASES, parse_collective, parse_tag, without_layer_numbers
 from cs336_systems.profiling.nesting import Node
+from cs336_systems.profiling.timeline import phase_at
 from cs336_systems.profiling.trace import FRAME, Trace
 
 BARE = re.compile(r"aten::(new_)?(empty|resize)")  # operators that only allocate, for another around them
@@ -54,8 +55,8 @@ def sources(memory: MemoryTimeline, blocks: Iterable[Allocated]) -> list[Source]
         elif origin is not None and origin.phase != "other":
             phase = origin.phase
         else:
-            named = (each.name for each in memory.phases if each.start <= block.start < each.end)
-            phase = next(named, "between phases")
+            named = phase_at(memory.phases, block.start)
+            phase = "between phases" if named == "other" else named
         about = (_module(origin), _operator(origin), _frame(origin)) if origin is not None else ("", "", "")
         counts[block.category, phase, *about, block.nbytes] += 1
     found = (Source(*key, memory.peak or 1, count) for key, count in counts.items())

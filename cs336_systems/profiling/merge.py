@@ -6,21 +6,22 @@ rank joins a collective to where each of the others gets away. That follows the 
 all-reduce ever points back in time. (In a broadcast only the source is waited for.)
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import count, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
-from cs336_systems.profiling.intervals import subtraction, union
+from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import Node, nest
+from cs336_systems.profiling.nesting import Node, innermost, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, time_of, uncollected
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, grouped, time_of, uncollected
 
 SECOND = 10**9
 MEBIBYTE = 2**20
+NESTING = 4  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 ON_GPU = (*DEVICE, "gpu_user_annotation", "cuda_sync")
 Event = dict[str, Any]
@@ -67,13 +68,14 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
 
 
 def untangle(spans: Iterable[Span]) -> list[list[Node]]:
-    """One lane's spans as few tracks in which they nest; Python frames that do not are left out, as in `nest`."""
-    tracks, left = [], list(spans)
-    while left:
+    """One lane's spans as few tracks in which they nest, and if those are many, more in which none is inside another;
+    Python frames that do not nest are left out, as in `nest`."""
+    tracks, left = list[list[Node]](), list(spans)
+    while left and len(tracks) < NESTING:
         tracks.append([node for root in nest(left) for node in root.walk()])
         kept = {id(node.span) for node in tracks[-1]}
         left = [span for span in left if id(span) not in kept and span.category != FRAME]
-    return tracks
+    return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
 
 
 def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> dict[Lane, str]:
@@ -168,12 +170,16 @@ def _memory(trace: Trace, base: int) -> Iterator[Event]:
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
     """torch's own arrows, if both ends lie in slices that are still there."""
     found: dict[tuple[str, str, Any], tuple[list[End], list[End]]] = {}
-    for event in trace.chrome["traceEvents"]:
-        lane = (event.get("pid"), event.get("tid"))
-        if event["ph"] in ("s", "t", "f") and lane in lanes:
-            time, track = time_of(event, trace.base), lanes[lane][0]
-            place = bisect_right(track.nodes, time, key=lambda node: node.span.start) - 1
-            if place >= 0 and any(time < node.end for node in track.nodes[place].outwards()):
+    ends = [
+        (time_of(event, trace.base), lane, event)
+        for event in trace.chrome["traceEvents"]
+        if event["ph"] in ("s", "t", "f") and (lane := (event.get("pid"), event.get("tid"))) in lanes
+    ]
+    for lane, moments in grouped(sorted(ends, key=itemgetter(0)), itemgetter(1)).items():
+        track = lanes[lane][0]
+        around = innermost(track.nodes, (time for time, *_ in moments))
+        for (time, _, event), node in zip(moments, around, strict=True):
+            if node is not None:
                 key = (event.get("cat", ""), event.get("name", ""), event.get("id"))
                 found.setdefault(key, ([], []))[event["ph"] != "s"].append((time, track))
     for (category, name, _), (sources, targets) in found.items():

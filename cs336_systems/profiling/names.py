@@ -23,6 +23,7 @@ KINDS = {
     "block": re.compile("Block|Layer$"),
     "linear": re.compile("Linear"),
 }
+MOST_MODULES = 32  # inside one another
 Modules = tuple[tuple[str, str], ...]  # (qualified name, class) from the outermost inwards
 
 
@@ -72,6 +73,11 @@ def without_layer_numbers(path: str) -> str:
 def around(modules: Modules, path: str) -> Modules:
     """Those of some modules that contain the module of a qualified name."""
     return tuple(each for each in modules if each[0] in UNNAMED or path.startswith(f"{each[0]}."))
+
+
+def entered(outer: Modules, inner: tuple[str, str]) -> Modules:
+    """Some modules and one inside them; those nested deeper than any model's count for them."""
+    return (*outer, inner) if len(outer) < MOST_MODULES else outer
 
 
 def kind_of(class_name: str) -> str:

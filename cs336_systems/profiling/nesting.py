@@ -4,13 +4,16 @@ torch.profiler with stacks lets Python frames cross the annotations that they op
 `__enter__` and `__exit__`, pytorch issue 174555); such frames are left out, so that self times add up to the roots.
 """
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from cs336_systems.profiling.names import Modules, parse_tag
 from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace
 
+By = Literal["parent", "outer"]
+CLIMBED = 400  # more than Python frames and modules of any model
 JITTER = 1000  # nanoseconds by which a child may outlast its parent: rounding of clocks, cut off
 
 
@@ -55,10 +58,13 @@ class Node:
         """True for a module's forward."""
         return self.span.category == "user_annotation" and parse_tag(self.span.name) is not None
 
-    def outwards(self, by: Literal["parent", "outer"] = "parent") -> Iterator["Node"]:
-        """This span and those around it, the nearest first; `by="outer"` leaves out Python frames."""
+    def outwards(self, by: By = "parent") -> Iterator["Node"]:
+        """This span and those around it, the nearest first, of a deep stack the CLIMBED nearest; `by="outer"` leaves
+        out Python frames."""
         node: Node | None = self
-        while node is not None:
+        for _ in range(CLIMBED):
+            if node is None:
+                return
             yield node
             node = getattr(node, by)
 
@@ -73,22 +79,48 @@ class Node:
 
 def nest(spans: Iterable[Span]) -> list[Node]:
     """The roots of one thread's spans. Of two that cross the later is left out, or the Python frame if one is."""
-    roots: list[Node] = []
-    stack: list[Node] = []
+    nodes, stack, dropped = list[Node](), list[Node](), set[Node]()
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while stack and stack[-1].end <= span.start:
             stack.pop()
         while stack and span.end > stack[-1].end + JITTER and FRAME == stack[-1].span.category != span.category:
-            frame = stack.pop()  # its children move up to its parent, of which it is the last child
-            (frame.parent.children if frame.parent else roots)[-1:] = frame.children
-            for child in frame.children:
-                child.parent = frame.parent
+            dropped.add(stack.pop())
         if stack and span.end > stack[-1].end + JITTER:
             continue
-        node = Node(span, min(span.end, stack[-1].end) if stack else span.end, stack[-1] if stack else None)
-        (stack[-1].children if stack else roots).append(node)
-        stack.append(node)
+        nodes.append(Node(span, min(span.end, stack[-1].end) if stack else span.end, stack[-1] if stack else None))
+        stack.append(nodes[-1])
+    roots: list[Node] = []
+    for node in nodes:  # parents first, so that around a frame that is left out is none that is
+        if node.parent in dropped:
+            node.parent = node.parent.parent
+        if node not in dropped:
+            (node.parent.children if node.parent else roots).append(node)
     return roots
+
+
+def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | None]:
+    """The innermost of one thread's nodes, parents before children, around each of some moments, which are in order."""
+    stack, place = list[Node](), 0
+    for time in times:
+        while place < len(nodes) and nodes[place].span.start <= time:
+            while stack and stack[-1].end <= nodes[place].span.start:
+                stack.pop()
+            stack.append(nodes[place])
+            place += 1
+        while stack and stack[-1].end <= time:
+            stack.pop()
+        yield stack[-1] if stack else None
+
+
+def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "parent") -> Iterator[tuple[Node, bool]]:
+    """Each node, parents before children, and if none around it has the same key."""
+    path, keys = list[tuple[Node, object]](), Counter[object]()
+    for node in nodes:
+        while path and path[-1][0] is not getattr(node, by):
+            keys[path.pop()[1]] -= 1
+        path.append((node, key(node)))
+        yield node, not keys[path[-1][1]]
+        keys[path[-1][1]] += 1
 
 
 def nest_host(trace: Trace) -> dict[Lane, list[Node]]:

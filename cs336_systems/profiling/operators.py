@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
+from cs336_systems.profiling.nesting import Node, outermost
 from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
 from cs336_systems.profiling.trace import DEVICE, FRAME, Span, Trace
 
@@ -99,27 +100,30 @@ def op_rows(
 ) -> list[OpRow]:
     """Operators of the threads that compute, the largest by `sort` and `by` ("total", "self") first: the first `limit`,
     or those of one `phase` ("forward"), of which the shares then are. Collectives go without their numbers."""
-    nodes = [node for node in timeline(trace).busy if phase is None or node.phase == phase]
-    names = {id(node): _row_of(node.span) for node in nodes}
+    nodes = timeline(trace).busy
+    names = {node: _row_of(node.span) for node in nodes if phase is None or node.phase == phase}
     rows = {name: OpRow(name) for name in names.values()}
-    products: set[int] = set()
-    for node in nodes:
-        row, above = rows[names[id(node)]], [*node.outwards("outer")][1:]
+    launched = {node: node.device_self if node in names else 0 for node in nodes}  # by it and by all inside it
+    for node in reversed(nodes):
+        if node.outer is not None:
+            launched[node.outer] += launched[node]
+    products: set[Node | None] = set()  # and what is inside them
+    for node, first in outermost(nodes, names.get, by="outer"):
+        up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
+        if up in products or (flops is not None and node in names):
+            products.add(node)
+        if node not in names:
+            continue
+        row = rows[names[node]]
         # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
-        row.calls += not (above and above[0].span.name == node.span.name and above[0].inner == 1)
+        row.calls += not (up and up.span.name == node.span.name and up.inner == 1)
         row.cpu_self += node.busy
         row.device_self += node.device_self
-        outermost = row.name != OUTSIDE and all(names.get(id(up)) != row.name for up in above)
-        row.cpu_total += node.busy if row.name == OUTSIDE else node.duration if outermost else 0
         # What an operator launched counts for every row around it, once for each.
-        around = {names[id(up)]: None for up in (node, *above) if id(up) in names} if node.kernels else {}
-        for name in around:
-            if name != OUTSIDE or name == row.name:
-                rows[name].device_total += node.device_self
-        flops = operator_flops(node.span.name, node.span.args)
-        if flops is not None and not any(id(up) in products for up in above):
+        row.cpu_total += node.busy if row.name == OUTSIDE else node.duration if first else 0
+        row.device_total += node.device_self if row.name == OUTSIDE else launched[node] if first else 0
+        if flops is not None:
             row.flops = (row.flops or 0) + flops
-            products.add(id(node))
     for clock in ("cpu", "device"):
         whole = sum(getattr(row, f"{clock}_self") for row in rows.values())
         for row, time in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
@@ -154,12 +158,12 @@ def collective_rows(trace: Trace) -> list[TimeRow]:
     """Collectives on the threads of the communication library, by thread, and those in flight, posted and not yet
     waited for; the longest first. They work while others compute, so their time is no part of 100%."""
     found, calls = timeline(trace), []
-    for node in found.nodes:
-        if node.span.lane in found.apart and node.span.category != FRAME:
+    apart = [node for node in found.nodes if node.span.lane in found.apart]
+    for node, first in outermost(apart, lambda node: node.span.name):
+        if node.span.category != FRAME:
             role = found.apart[node.span.lane]
             where = IN_FLIGHT if role_of(role) == IN_FLIGHT else role
-            nested = any(up.span.name == node.span.name for up in [*node.outwards()][1:])
-            calls.append((node.span.name, where, 0 if nested else node.duration))
+            calls.append((node.span.name, where, node.duration if first else 0))
     return _time_rows(calls)
 
 

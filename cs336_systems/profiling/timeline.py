@@ -16,7 +16,16 @@ from itertools import groupby
 import numpy as np
 
 from cs336_systems.profiling.intervals import union
-from cs336_systems.profiling.names import COMMUNICATION, ENGINE, PHASES, around, is_collective, parse_tag, step_number
+from cs336_systems.profiling.names import (
+    COMMUNICATION,
+    ENGINE,
+    PHASES,
+    around,
+    entered,
+    is_collective,
+    parse_tag,
+    step_number,
+)
 from cs336_systems.profiling.nesting import Node, nest_host
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, grouped, once
 
@@ -139,7 +148,7 @@ def _enter(node: Node) -> None:
         # Recomputation enters modules anew, inside another module's backward.
         outer = around(node.modules, found[0]) if node.direction == "backward" else node.modules
         node.phase = "forward" if node.phase == "other" else node.phase
-        node.direction, node.modules = "forward", (*outer, found)
+        node.direction, node.modules = "forward", entered(outer, found)
 
 
 def _implied_phases(nodes: list[Node]) -> list[Span]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,59 @@ def test_a_number_that_json_cannot_hold_is_refused_where_it_is_written(tmp_path)
     found = merge(read_ranks([tmp_path / "x.json"]))
     with pytest.raises(UserError, match="out of range"):
         write_json(found, tmp_path / "merged.json")
+
+
+def nested(n: int, cat: str = "cpu_op") -> list[dict]:
+    """One inside another, n deep; they lie in [0, 2n)."""
+    return [event("m.py(1): f", i, 2 * (n - i), cat=cat) for i in range(n)]
+
+
+# Events whose number is a multiple of n, by what was once done for each pair of them.
+MANY: dict[str, Callable[[int], list[dict]]] = {
+    "crossing": lambda n: [event("a", i, n) for i in range(n)],
+    "posted": lambda n: [tag("gloo:send", i, n) for i in range(n)],
+    "queued": lambda n: (
+        [event("gloo:all_reduce", n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
+        + [event("c10d::allreduce_", i, 0.5) for i in range(n)]
+    ),
+    "nested, with kernels": lambda n: (
+        [event("a", i, 2 * (n - i), **{"External id": i}) for i in range(n)]
+        + [event("gemm", i, 1, STREAM, "kernel", **{"External id": i, "stream": 7}) for i in range(n)]
+    ),
+    "nested frames, with allocations in them": lambda n: (
+        nested(n, "python_function") + [memory(n + i / 2, 64) for i in range(n)]
+    ),
+    "nested, and allocations and arrows afterwards": lambda n: (
+        nested(n)
+        + [memory(2 * n + i, 64) for i in range(n)]
+        + [{"ph": "s", "cat": "ac2g", "name": "a", "id": i, "pid": 1, "tid": 1, "ts": 2 * n + i} for i in range(n)]
+    ),
+    "steps, with frames in them": lambda n: (
+        [tag(f"step {i}", 10 * i, 9) for i in range(n)]
+        + [event("m.py(1): f", 10 * i, 5, cat="python_function") for i in range(n)]
+    ),
+    "one address again and again": lambda n: [memory(i, 64 * (-1) ** i) for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("what", MANY)
+def test_four_times_the_events_take_four_times_the_lines_of_python(what, tmp_path):
+    def lines(n: int) -> int:
+        count = 0
+
+        def trace(frame, happened, value):
+            nonlocal count
+            count += happened == "line"
+            return trace
+
+        marks = [[1000 * i, "gradients", 5] for i in range(n)] if "again" in what else []
+        chrome = {"traceEvents": MANY[what](n), OURS: {"marks": marks}}
+        sys.settrace(trace)
+        try:
+            report(parse(chrome), tmp_path / "x.json")
+        finally:
+            sys.settrace(None)
+        return count
+
+    # What is done for all pairs grows 16-fold; a stack is climbed up to a depth between these two sizes at most.
+    assert lines(1200) < 5 * lines(300)
