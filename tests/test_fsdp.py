@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from cs336_systems.comm import record
@@ -11,7 +12,7 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from tests.support import ranks
-from tests.support.parallel_cases import loss_of, make, one_process
+from tests.support.parallel_cases import batch, loss_of, make, one_process, rows_of
 from tests.support.tolerances import bound
 
 TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
@@ -118,7 +119,8 @@ def test_the_transformer_equals_one_process(changes):
 
 
 def precision_case(group, dtype: str) -> None:
-    """Layers compute in half precision, everything that is kept or reduced stays float32."""
+    """Layers compute in half precision, everything that is kept or reduced stays float32, and has the bits of one
+    process that rounds and adds in the same order."""
     compute = getattr(torch, dtype)
     seen = []
     model = FSDP(make(seed=group.rank(), dtype=torch.float32), compute_dtype=compute)
@@ -136,21 +138,38 @@ def precision_case(group, dtype: str) -> None:
     assert ("all-gather", compute) in kinds
     assert ("all-gather", torch.float32) not in kinds
     assert ("reduce-scatter", compute) not in kinds
-    reference = make(dtype=torch.float32)
-    loss_of(reference, 0).backward()
-    full = {unit.name: unit for unit in model.sharded}
-    for name, p in reference.named_parameters():
-        if p.grad is None or name not in full:
-            continue
-        mine = full[name].shard.grad.as_subclass(torch.Tensor)
-        want = p.grad[slice(*full[name].rows)]
-        # Some 16 roundings to half precision on the way there and back, each relative to the largest element.
-        assert (mine - want).abs().max() <= bound(compute, stages=32) * p.grad.abs().max(), name
+    weights = {unit.name: unit for unit in model.sharded}
+    for name, want in rounded_mean(compute, group.size()).items():
+        if name in weights:
+            mine = weights[name].shard.grad.as_subclass(torch.Tensor)
+            assert torch.equal(mine, want[slice(*weights[name].rows)]), name
+        elif group.size() == 2:  # more are added in an order that gloo chooses
+            assert torch.equal(model.module.get_parameter(name).grad, want), name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_masters_and_gradients_stay_float32(dtype):
-    ranks.run(precision_case, 2, dtype=dtype)
+def rounded_mean(dtype: torch.dtype, ranks: int) -> dict[str, torch.Tensor]:
+    """Gradients of one process: matrices, and what enters them, are rounded to half precision, norms are not. The
+    gradients of each rank's rows are widened to float32, added in the order of the ranks, and divided."""
+    total: dict[str, torch.Tensor] = {}
+    for rank in range(ranks):
+        named = {name: p.detach() for name, p in make(dtype=torch.float32).named_parameters() if "unused" not in name}
+        w = {name: p.to(dtype) if p.dim() == 2 else p.clone() for name, p in named.items()}
+        used = {name: p.requires_grad_() for name, p in w.items() if name != "first.bias"}  # which is frozen
+        tokens, targets = (rows_of(each, rank, ranks) for each in batch(0))
+        x = torch.tanh(F.linear(w["embedding.weight"][tokens], w["first.weight"], w["first.bias"].to(dtype)))
+        y = F.linear(torch.tanh(F.linear(x, w["shared.weight"])), w["shared.weight"])
+        x = F.layer_norm((x + y).float(), (5,), w["norm.weight"], w["norm.bias"]) * w["scale"]
+        x = F.linear(x.to(dtype), w["last.weight"], w["last.bias"].to(dtype))
+        logits = F.linear(x, w["embedding.weight"]).float()
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for name, p in used.items():
+            total[name] = p.grad.float() if name not in total else total[name] + p.grad.float()
+    return {name: gradient / ranks for name, gradient in total.items()}
+
+
+@pytest.mark.parametrize(("dtype", "world_size"), [("bfloat16", 2), ("float16", 2), ("bfloat16", 3)])
+def test_masters_and_gradients_stay_float32(dtype, world_size):
+    ranks.run(precision_case, world_size, dtype=dtype)
 
 
 def state_case(group) -> None:

@@ -13,7 +13,7 @@ from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.routing import draw_noise, gate
 from cs336_systems.presets import Mixture, ModelConfig
-from tests.support.tolerances import bound, relative_error
+from tests.support.tolerances import bound, likely_bound, relative_error
 
 TOY = ModelConfig(
     vocab_size=19, context_length=7, d_model=8, d_ff=24, num_layers=4, num_heads=2, num_experts=4, bias=True
@@ -120,10 +120,10 @@ def test_sort_equals_einsum_over_all_experts(changes, shared):
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast"])
 def test_sort_equals_einsum_in_low_precision(precision, wide):
     """Both round every matrix product, bias, activation, weight and sum once: twelve times one after another, and as
-    often in backward; products of bfloat16 are added up in float32."""
+    often in backward; products of bfloat16 are added up in float32, and its roundings are independent."""
     autocast, dtype = precision == "autocast", torch.bfloat16 if precision == "bfloat16" else torch.float32
     low = torch.bfloat16 if autocast else dtype
-    tolerance = bound(low, stages=24, longest_sum=HIDDEN if low == torch.float32 else 1)
+    tolerance = bound(low, 24, HIDDEN) if low == torch.float32 else likely_bound(low, stages=2 * 24)
     for route in ({}, {"top_k": 1}, {"second_policy": "sampling", "capacity_factor": 1.0}):
         layers = [build({}, dtype, gating_fp32=wide, dispatch=each, **route) for each in ("sort", "einsum")]
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():

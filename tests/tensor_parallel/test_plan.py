@@ -28,7 +28,7 @@ from tests.support.parallel_models import (
     whole_of,
     with_recompute,
 )
-from tests.support.tolerances import bound, relative_error
+from tests.support.tolerances import likely_bound, relative_error
 
 ROWS, MULTIPLE = 3, 8  # a vocabulary of 37 is padded to 40: with tp 4 the last rank has three words of padding
 RECOMPUTE = ("none", "segments", "attention", "nested")
@@ -210,10 +210,8 @@ def check_half(mesh: Mesh) -> None:
             tensor_parallel(model, mesh.tp, sequence, MULTIPLE)
             got = combine(run(model, batch))
             got.backward()
-            # Errors of bf16 are of random sign: their path alone counts, not the length of its sums.
-            assert relative_error(got.detach(), want.detach()) <= bound(torch.bfloat16, 20 * config.num_layers + 10), (
-                kind
-            )
+            allowed = likely_bound(torch.bfloat16, 20 * config.num_layers + 10)
+            assert relative_error(got.detach(), want.detach()) <= allowed, kind
             for name, parameter in model.named_parameters():
                 assert parameter.grad.dtype == torch.bfloat16
                 assert parameter.grad.isfinite().all(), name
