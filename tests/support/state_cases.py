@@ -29,23 +29,26 @@ FAMILIES = {  # of runs that learn the same, and may go on from each other's che
     "llama": {**MODELS["llama"], "num_layers": 4, "batch_size": 4},
     "bert": {**MODELS["bert"], "num_layers": 1, "batch_size": 12, "dropout": 0.1},
     "experts": {**MODELS["llama"], "num_layers": 1, "batch_size": expert_cases.BATCH, **EXPERTS},
+    "experts2": {**MODELS["llama"], "num_layers": 2, "batch_size": expert_cases.BATCH, **EXPERTS},  # a layer a stage
     "bf16": {**MODELS["gpt"], "num_layers": 1, "batch_size": 12, "precision": "bf16"},
     "fp16": {**MODELS["llama"], "num_layers": 1, "batch_size": 4, **EXPERTS, "precision": "fp16", "loss_scale": 64.0},
 }
 LAYOUTS = {  # each goes on from the one after it, the last from the first
     "gpt": (
         *("gpt", "gpt dp2 zero2", "gpt tp2 pp2", "gpt dp3 zero2", "gpt pp2", "gpt dp2 zero3", "gpt pp2 dp2 zero1"),
-        *("gpt tp2", "gpt dp2 zero1", "gpt tp2 dp2 zero2", "gpt dp2", "gpt dp3 zero1"),
+        *("gpt tp2", "gpt pp2 gpipe", "gpt dp2 zero1", "gpt tp2 dp2 zero2", "gpt dp2", "gpt dp3 zero1"),
     ),
     "llama": ("llama", "llama pp2 chunks2", "llama tp2 sequence padded600"),  # the second rank has no words
-    "bert": ("bert dp3 zero3", "bert tp2 dp2 sequence zero3", "bert"),
+    "bert": ("bert dp3 zero3", "bert tp2 dp2 sequence zero3", "bert dp2 segments", "bert"),
     "experts": (
         *("experts ep2 zero2", "experts", "experts ep2 dp2 zero1", "experts tp2 sequence", "experts ep2 zero3"),
-        "experts dp2 zero2",
+        *("experts tp2 ep2", "experts dp2 zero2"),
     ),
+    "experts2": ("experts2 pp2 ep2", "experts2 ep2"),
     "bf16": ("bf16 dp2 zero2", "bf16", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
+CHOICES = {"gpipe": "schedule", "segments": "recompute"}  # options whose value is a word
 ALL = tuple(layout for layouts in LAYOUTS.values() for layout in layouts)
 
 
@@ -69,6 +72,7 @@ def recipe_of(layout: str, folder: str, **changes: object) -> Recipe:
     given = settings(layout)
     chosen = COMMON | FAMILIES[layout.split()[0]] | {"data": (f"{folder}/text",), "steps": FIRST + 1}
     chosen |= {"sequence_parallel": bool(given.pop("sequence", 0))}
+    chosen |= {option: word for word, option in CHOICES.items() if given.pop(word, 0)}
     chosen |= {"pad_vocabulary": given.pop("padded", chosen["pad_vocabulary"])} | given
     if "num_experts" in chosen:
         chosen["micro_batch_size"] = expert_cases.GROUP  # rows that are routed together
@@ -86,7 +90,7 @@ def trainer_of(layout: str, folder: str, **changes: object) -> Watched:
 
 
 def rounding(family: str) -> float:
-    cases = expert_cases if family == "experts" else layout_cases
+    cases = expert_cases if "num_experts" in FAMILIES[family] else layout_cases
     return cases.rounding(FAMILIES[family]["num_layers"])
 
 
@@ -94,12 +98,12 @@ def amplification_case(group, folder: str) -> dict[str, float]:
     """How much more what is learned changes than the weights it begins with, of every family in float64."""
     wide()
     found = {}
-    for family in ("gpt", "llama", "bert", "experts"):
+    for family in ("gpt", "llama", "bert", "experts", "experts2"):
         recipe = recipe_of(family, folder)
         feed = make_batches(recipe, recipe.data.batch_size, group)
 
         def learn(wiggle: float, family=family, recipe=recipe, feed=feed) -> dict:
-            if family == "experts":
+            if "num_experts" in FAMILIES[family]:
                 return expert_cases.one_process(recipe, feed, 1, wiggle, recipe.run.steps)
             return layout_cases.one_process(recipe, feed, wiggle)
 
