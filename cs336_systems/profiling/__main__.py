@@ -11,9 +11,10 @@ from rich.table import Table
 
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
+from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.report import MERGED, write_report
-from cs336_systems.profiling.trace import OURS, Trace, read_trace, trace_files, write_json
+from cs336_systems.profiling.trace import Trace, read_trace, trace_files, write_json
 
 
 @click.group(no_args_is_help=False)

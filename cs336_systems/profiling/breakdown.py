@@ -20,10 +20,12 @@ from cs336_systems.profiling.trace import Trace, once
 PARTS = ("attention", "norm", "feed-forward", "embedding")
 REMAINDER = {"linear": "linear layers elsewhere", "block": "blocks, between their parts", "other": "rest of the model"}
 COLLECTIVES, MATMUL, FUSED_ATTENTION, LOSS = "collectives", "matrix products", "fused attention", "loss"
+CONVOLUTION = "convolutions"
 SOFTMAX, SCORES, VALUES = "softmax of attention", "scores q k^T", "weights times v"
 PRODUCTS, PROJECTIONS, REST = "both products", "projections", "the rest"
 SOFTMAXES = ("aten::softmax", "aten::_safe_softmax", *SOFTMAX_FLOPS)
 MATMULS = (*FACTORS, "aten::mv", "aten::addmv", "aten::dot")  # the last have one row or column
+CONVOLUTIONS = re.compile(r"^aten::(\w+_)?conv(olution|\d+d|_transpose|_depthwise|_tbc)?(_|\d|$)\w*")
 FUSED_LOSS = "cs336_kernels::linear_cross_entropy"  # with the head
 LOSSES = re.compile(rf"^(aten::(cross_entropy_loss|_?log_softmax\w*|nll_loss\w*)|{FUSED_LOSS})$")
 FUSED_STAND_IN = re.compile(r"^FlashAttention2(Backward)?$")
@@ -136,6 +138,7 @@ def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
         if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
             fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
             label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
+            label = CONVOLUTION if CONVOLUTIONS.match(name) else label
             label, operator = COLLECTIVES if node.collective else label, name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX
@@ -144,8 +147,8 @@ def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
 
 
 def share_rows(trace: Trace) -> list[Row]:
-    """Matrix products, norms, attention's softmax and the loss; fused attention and collectives if there are any: the
-    time to launch and to wait for them, not what they do meanwhile. `forward` and `backward` are the phases."""
+    """Matrix products, norms, attention's softmax and the loss; convolutions, fused attention and collectives if there
+    are any: the time to launch and to wait for them, not what they do meanwhile. Columns are the phases."""
     labels = _labels(trace)
     classes = {node.modules[-1][1] for node in timeline(trace).nodes if kinds_of(node.modules)[-1:] == ("norm",)}
     norms = classes.pop() if len(classes) == 1 else "norms"
@@ -155,8 +158,9 @@ def share_rows(trace: Trace) -> list[Row]:
         return [label] * bool(label) + [norms] * (label != COLLECTIVES and "norm" in kinds_of(node.modules))
 
     rows = _group(trace, names, lambda node: node.phase if node.phase in ("forward", "backward") else "other")
-    found = [rows.get(name, Row(name)) for name in (MATMUL, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)]
-    return [row for row in found if row.total or row.name not in (FUSED_ATTENTION, COLLECTIVES)]
+    order = (MATMUL, CONVOLUTION, FUSED_ATTENTION, norms, SOFTMAX, LOSS, COLLECTIVES)
+    found = [rows.get(name, Row(name)) for name in order]
+    return [row for row in found if row.total or row.name not in (CONVOLUTION, FUSED_ATTENTION, COLLECTIVES)]
 
 
 def attention_rows(trace: Trace) -> list[Row]:

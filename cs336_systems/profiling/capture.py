@@ -21,9 +21,15 @@ from cs336_systems.comm import Group, agree, all_reduce, current_place, is_joine
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
+from cs336_systems.profiling.fields import OURS
 from cs336_systems.profiling.labels import clean, describe, held_by, live_storages, tag_modules
 from cs336_systems.profiling.names import LINE_UP
-from cs336_systems.profiling.trace import OURS, read_json, trace_name, write_json
+from cs336_systems.profiling.trace import DEVICE, read_json, trace_name, write_json
+
+NO_WORK = (
+    "note: Capture saw no work in this process, and sees none of processes that start inside of it: put it into the "
+    "function that mp.spawn starts"
+)
 
 
 class Capture:
@@ -181,6 +187,8 @@ class Capture:
                 raw = Path(scratch, "raw.json")
                 self.profiler.export_chrome_trace(str(raw))
                 chrome = read_json(raw)
+            if not any(event.get("cat") in ("cpu_op", "user_annotation", *DEVICE) for event in chrome["traceEvents"]):
+                print(NO_WORK, file=sys.stderr)
             held, labels = clean(chrome, self.before, self.stepwise)
             about = {"rank": self.place.rank, "world_size": self.place.world_size, "steps": self.steps}
             chrome[OURS] = about | {"held": held, "marks": labels} | self.meta

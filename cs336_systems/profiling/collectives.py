@@ -163,12 +163,11 @@ def _owners(trace: Trace, launches: Sequence[tuple[Collective, Span]], waits: di
         return None
 
     owners: dict[int, int | None] = {}
-    kernels = {s.args["correlation"]: s for s in trace.spans if s.category == "kernel" and "correlation" in s.args}
     calls: list[Call] = []
     makers: list[int | None] = []
     for span in trace.spans:
-        if span.category in ("cuda_runtime", "cuda_driver") and span.args.get("correlation") in kernels:
-            owners[id(kernels[span.args["correlation"]])] = launch_at(span.start, span.lane)
+        if span.category == "kernel" and (call := trace.calls.get(span.args.get("correlation"))):
+            owners[id(span)] = launch_at(call.start, call.lane)
         elif span.name.startswith("c10d::"):
             makers.append(maker := launch_at(span.start, span.lane))
             about = launches[maker][0] if maker is not None else None

@@ -77,7 +77,7 @@ class MemoryTimeline:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        return self.levels[self.peak_index]
+        return dict(zip(CATEGORIES, self.amounts[self.peak_index], strict=True))
 
     def highest_in(self, start: int, end: int) -> int:
         """The index of the highest level at any moment in [start, end], the first of several. That of a moment is the
@@ -104,7 +104,7 @@ class MemoryTimeline:
 def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     """The memory of a rank over time on `device`, cpu or cuda; by default cuda if anything was allocated there."""
     if not device:
-        return memory_timeline(trace, "cuda" if any(each.device == "cuda" for each in trace.allocations) else "cpu")
+        return memory_timeline(trace, trace.memory_device)
     events, found = [each for each in trace.allocations if each.device == device and each.nbytes], timeline(trace)
     times = [event.time for event in events]
     spans = [span.start for span in trace.spans if span.category != LINE_UP]

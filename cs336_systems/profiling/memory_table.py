@@ -106,7 +106,8 @@ def _frame(origin: Node) -> str:
 def memory_markdown(trace: Trace, memory: MemoryTimeline) -> str:
     """The tables of one rank as Markdown."""
     if len(memory.times) == 1:
-        return f"# Memory of rank {trace.rank}\n\nThe trace has no allocations: profile with profile_memory=True.\n"
+        how = "profile with profile_memory=True, by torch 1.13 or newer"
+        return f"# Memory of rank {trace.rank}\n\nThe trace has no allocations with addresses: {how}.\n"
 
     def exact(nbytes: int) -> str:
         return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"

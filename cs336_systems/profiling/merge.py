@@ -17,13 +17,25 @@ from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, innermost, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, Lane, Span, Trace, grouped, time_of, uncollected
+from cs336_systems.profiling.trace import (
+    DEVICE,
+    EARLIER,
+    FRAME,
+    HOST,
+    KERNEL,
+    Lane,
+    Span,
+    Trace,
+    grouped,
+    time_of,
+    uncollected,
+)
 
 SECOND = 10**9
 MEBIBYTE = 2**20
 NESTING = 4  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
-ON_GPU = (*DEVICE, "gpu_user_annotation", "cuda_sync")
+ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 Event = dict[str, Any]
 
 

@@ -28,7 +28,7 @@ class Node:
     phase: str = "other"  # or one of PHASES
     direction: str = "forward"  # or "backward": which pass of its modules it is part of
     modules: Modules = ()  # whose time it is
-    kernels: tuple[Span, ...] = ()  # what the span itself launched on a device
+    kernels: list[Span] = field(default_factory=list)  # what the span itself launched on a device
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside
@@ -46,7 +46,7 @@ class Node:
 
     @property
     def device_self(self) -> int:
-        return sum(kernel.duration for kernel in self.kernels)
+        return sum(kernel.end - kernel.start for kernel in self.kernels) if self.kernels else 0
 
     @property
     def recomputed(self) -> bool:

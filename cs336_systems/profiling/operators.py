@@ -10,18 +10,22 @@ scores once more among them (FlashAttention, arXiv:2205.14135, algorithm 4).
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, Literal
 
 from cs336_systems.profiling.fields import shapes_of
+from cs336_systems.profiling.intervals import length, union
 from cs336_systems.profiling.names import PHASES, parse_collective, parse_tag, step_number
-from cs336_systems.profiling.nesting import Node, outermost
+from cs336_systems.profiling.nesting import Node, innermost, outermost
 from cs336_systems.profiling.timeline import IN_FLIGHT, role_of, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, Span, Trace
+from cs336_systems.profiling.trace import DEVICE, FRAME, Trace, grouped, once
 
 Sort = Literal["cpu", "device"]
+NOTHING = (0, 0)
 OUTSIDE = "(Python between operators)"  # the row of steps, phases and modules, which hold the time of other rows
 # The place of an operator's two factors among its inputs, (... rows inner) and (... inner columns).
 FACTORS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1, "aten::_addmm_activation": 1}
@@ -34,12 +38,13 @@ SOFTMAX_FLOPS = {"aten::_softmax": 5, "aten::_softmax_backward_data": 4}
 def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a matrix product or of fused attention, by the "Input Dims" of its span; None for any other
     operator, for those that only call one of these (aten::linear, aten::matmul), and where no shapes were recorded."""
-    shapes = shapes_of(args)
+    fused = FUSED.match(name)
+    shapes = shapes_of(args) if fused or name in FACTORS else None
     try:
         if name in FACTORS and shapes:
             left, right = shapes[FACTORS[name] :][:2]
             return 2 * math.prod(left) * int(right[-1]) if len(left) == len(right) >= 2 else None
-        if FUSED.match(name) and shapes:
+        if fused and shapes:
             backward = "backward" in name
             # (... queries dim), (... keys dim) and (... keys width); backward has the output's gradient first.
             queries, keys, values = shapes[1:4] if backward else shapes[:3]
@@ -53,8 +58,8 @@ def operator_flops(name: str, args: Mapping[str, Any]) -> int | None:
 
 def softmax_flops(name: str, args: Mapping[str, Any]) -> int | None:
     """FLOPs of one call of a softmax or its backward; None for any other operator and without shapes."""
-    shapes = shapes_of(args)
-    return SOFTMAX_FLOPS[name] * math.prod(shapes[0]) if name in SOFTMAX_FLOPS and shapes else None
+    shapes = shapes_of(args) if name in SOFTMAX_FLOPS else None
+    return SOFTMAX_FLOPS[name] * math.prod(shapes[0]) if shapes else None
 
 
 @dataclass
@@ -75,6 +80,8 @@ class OpRow:
     cpu_total_share: float = 0.0
     device_self_share: float = 0.0
     device_total_share: float = 0.0
+    memory_self: int = 0  # bytes allocated less bytes freed
+    memory_total: int = 0
     flops: int | None = None
 
     @property
@@ -82,6 +89,20 @@ class OpRow:
         """FLOPs over the time of the calls, on the device if they launched anything there."""
         time = self.device_total or self.cpu_total
         return self.flops / time * 1e9 if self.flops and time else None
+
+
+@dataclass(frozen=True)
+class DeviceRow:
+    """How long one GPU was busy, from its first kernel to the end of its last, as Holistic Trace Analysis counts it;
+    nanoseconds. What runs on several streams at once counts once."""
+
+    name: str
+    whole: int
+    busy: int
+
+    @property
+    def idle(self) -> int:
+        return self.whole - self.busy
 
 
 @dataclass
@@ -100,13 +121,22 @@ def op_rows(
 ) -> list[OpRow]:
     """Operators of the threads that compute, the largest by `sort` and `by` ("total", "self") first: the first `limit`,
     or those of one `phase` ("forward"), of which the shares then are. Collectives go without their numbers."""
+    rows = sorted(_op_rows(trace, phase), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))
+    return rows[:limit]
+
+
+@once
+def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     nodes = timeline(trace).busy
-    names = {node: _row_of(node.span) for node in nodes if phase is None or node.phase == phase}
-    rows = {name: OpRow(name) for name in names.values()}
-    launched = {node: node.device_self if node in names else 0 for node in nodes}  # by it and by all inside it
+    names = {n: _row_of(n.span.name, n.span.category) for n in nodes if phase is None or n.phase == phase}
+    rows = {name: OpRow(name) for name in dict.fromkeys(names.values())}
+    # Of each node: nanoseconds on a device and bytes, its own and those of all inside it.
+    own = {node: (node.device_self, allocated) for node, allocated in _allocated(trace) if node in names}
+    launched = dict(own)
     for node in reversed(nodes):
-        if node.outer is not None:
-            launched[node.outer] += launched[node]
+        if node in launched and node.outer is not None:
+            time, nbytes = launched.get(node.outer, (0, 0))
+            launched[node.outer] = time + launched[node][0], nbytes + launched[node][1]
     products: set[Node | None] = set()  # and what is inside them
     for node, first in outermost(nodes, names.get, by="outer"):
         up, flops = node.outer, None if node.outer in products else operator_flops(node.span.name, node.span.args)
@@ -118,31 +148,57 @@ def op_rows(
         # An operator that is all that one of the same name calls is no call of its own, as for torch.profiler.
         row.calls += not (up and up.span.name == node.span.name and up.inner == 1)
         row.cpu_self += node.busy
-        row.device_self += node.device_self
-        # What an operator launched counts for every row around it, once for each.
         row.cpu_total += node.busy if row.name == OUTSIDE else node.duration if first else 0
-        row.device_total += node.device_self if row.name == OUTSIDE else launched[node] if first else 0
+        mine, inside = own.get(node, NOTHING), launched.get(node, NOTHING)
+        row.device_self, row.memory_self = row.device_self + mine[0], row.memory_self + mine[1]
+        # What an operator launched counts for every row around it, once for each.
+        inside = mine if row.name == OUTSIDE else inside if first else NOTHING
+        row.device_total, row.memory_total = row.device_total + inside[0], row.memory_total + inside[1]
         if flops is not None:
             row.flops = (row.flops or 0) + flops
     for clock in ("cpu", "device"):
         whole = sum(getattr(row, f"{clock}_self") for row in rows.values())
         for row, time in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
             setattr(row, f"{time}_share", share(getattr(row, time), whole))
-    return sorted(rows.values(), key=lambda row: (-getattr(row, f"{sort}_{by}"), -row.cpu_total, row.name))[:limit]
+    return list(rows.values())
 
 
-def _row_of(span: Span) -> str:
-    if span.category != "user_annotation":
-        return span.name
-    if collective := parse_collective(span.name):
+def _allocated(trace: Trace) -> Iterable[tuple[Node, int]]:
+    """Every node that launched or allocated something, with the bytes that it itself allocated less those that it
+    freed, on a GPU if there are any."""
+    found = Counter({node: 0 for node in timeline(trace).busy if node.kernels})
+    device = trace.memory_device
+    events = [each for each in trace.allocations if each.device == device]
+    lanes = grouped(timeline(trace).nodes, lambda node: node.span.lane) if events else {}
+    for lane, made in grouped(events, lambda each: each.lane).items():
+        for each, node in zip(made, innermost(lanes.get(lane, []), (each.time for each in made)), strict=True):
+            if node := node.outer if node and node.span.category == FRAME else node:
+                found[node] += each.nbytes
+    return found.items()
+
+
+@lru_cache(maxsize=100_000)
+def _row_of(name: str, category: str) -> str:
+    if category != "user_annotation":
+        return name
+    if collective := parse_collective(name):
         return f"{collective.action} {collective.verb}"
-    ours = span.name in PHASES or step_number(span.name) is not None or parse_tag(span.name)
-    return OUTSIDE if ours else span.name
+    return OUTSIDE if name in PHASES or step_number(name) is not None or parse_tag(name) else name
 
 
 def share(part: int, whole: int) -> float:
     """part / whole; 0 / 0 is 0."""
     return part / whole if whole else 0.0
+
+
+def device_rows(trace: Trace) -> list[DeviceRow]:
+    """Busy and idle time of each GPU."""
+    rows = []
+    spans = (span for span in trace.spans if span.category in DEVICE)
+    for device, group in sorted(grouped(spans, lambda span: str(span.lane[0])).items()):
+        busy = union((span.start, span.end) for span in group)
+        rows.append(DeviceRow(f"GPU {device}", max(s.end for s in group) - group[0].start, length(busy)))
+    return rows
 
 
 def kernel_rows(trace: Trace, limit: int | None = None) -> list[TimeRow]:

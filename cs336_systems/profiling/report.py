@@ -16,7 +16,7 @@ from cs336_systems.profiling.memory_table import memory_markdown
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
 from cs336_systems.profiling.tables import render_markdown, show
-from cs336_systems.profiling.trace import Trace, uncollected, write_json
+from cs336_systems.profiling.trace import DEVICE, HOST, Trace, uncollected, write_json
 
 MERGED, TABLES, OVERLAP, MEMORY, PAGE = "merged.trace.json.gz", "tables.md", "overlap.md", "memory.md", "index.html"
 STYLE = "body{font-family:sans-serif;max-width:1440px;margin:1em auto;padding:0 1em}pre{overflow-x:auto}img{width:100%}"
@@ -34,6 +34,9 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
     """
     if not any(trace.spans for trace in traces):
         raise UserError(f"the traces in {folder} have no events; profile again")
+    if not any(span.category in (*HOST, *DEVICE) for trace in traces for span in trace.spans):
+        kinds = ", ".join(sorted({repr(span.category) for trace in traces for span in trace.spans})[:5])
+        raise UserError(f"the traces in {folder} have neither operators nor kernels of torch.profiler, only {kinds}")
     with os_errors(f"write to {folder}"):
         write_json(merge(traces), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))

@@ -10,9 +10,9 @@ from rich.console import Console
 from cs336_systems.host.table import Table
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
 from cs336_systems.profiling.names import PHASES
-from cs336_systems.profiling.operators import Sort, collective_rows, kernel_rows, op_rows
+from cs336_systems.profiling.operators import Sort, collective_rows, device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.timeline import timeline
-from cs336_systems.profiling.trace import Trace
+from cs336_systems.profiling.trace import EARLIER, Trace
 
 SHOWN, WRITTEN = 15, 40  # rows of operators on a terminal and in a file
 CLOCK = {"cpu": "CPU", "device": "device"}
@@ -20,7 +20,8 @@ MEASURED = {"cpu": "CPU self time", "device": "the device"}
 OPERATORS_NOTE = (
     "Times in milliseconds. Self times partition what the threads that compute did, so they add up to 100%: to thread "
     "time, in which the main thread's wait for autograd's, which runs backward on a GPU, counts for nothing. Totals "
-    "hold what an operator calls and overlap. FLOPs are those of matrix products and fused attention themselves."
+    "hold what an operator calls and overlap. FLOPs are those of matrix products and fused attention themselves. "
+    "Memory is what was allocated less what was freed."
 )
 COLLECTIVES_NOTE = (
     "In milliseconds. They run on threads of the communication library beside those that compute, so they are in no "
@@ -37,7 +38,15 @@ OPERATORS = (
     "name: name text; self CPU %: cpu_self_share %; self CPU: cpu_self ms; CPU total %: cpu_total_share %;"
     "CPU total: cpu_total ms; CPU time avg: cpu_total/calls ms; self device %: device_self_share %?;"
     "self device: device_self ms?; device total: device_total ms?; device time avg: device_total/calls ms?;"
+    "self memory: memory_self bytes?; memory: memory_total bytes?;"
     "# of calls: calls text; FLOPs: flops count?; FLOP/s: flops_per_second count?"
+)
+DEVICES = (
+    "device: name text; first kernel to last: whole ms; busy: busy ms; busy share: busy/whole %; idle: idle ms;"
+    "idle share: idle/whole %"
+)
+DEVICES_NOTE = (
+    "In milliseconds. Streams that work at once count once; shares are of the time from first kernel to last."
 )
 TIMES = "total: total ms; mean: total/calls ms; # of calls: calls text"
 KERNELS, COLLECTIVES = f"name: name text; share: share %; {TIMES}", f"name: name text; where: where text; {TIMES}"
@@ -108,6 +117,7 @@ def render_markdown(traces: Sequence[Trace]) -> str:
         Table.of(f"{whole} self CPU", op_rows(mine, by="self", limit=WRITTEN), OPERATORS),
         Table.of(f"{whole} device total", by_device, OPERATORS),
         Table.of(f"Operators, forward pass only, by {CLOCK[sort]} total", forward, OPERATORS),
+        _devices_table(mine),
         Table.of("Kernels", kernel_rows(mine, WRITTEN), KERNELS, "In milliseconds on the device."),
         Table.of("Collectives, by thread", collective_rows(mine), COLLECTIVES, COLLECTIVES_NOTE),
     ]
@@ -121,7 +131,7 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     console.print(_about(traces))
     rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
     operators = Table.of(f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS, OPERATORS_NOTE)
-    for table in (operators, _parts_table(mine), *_spread_tables(traces, limit=8)[:2]):
+    for table in (operators, _parts_table(mine), _devices_table(mine), *_spread_tables(traces, limit=8)[:2]):
         if table.rows:
             console.print(table.table())
     for line in share_lines(mine):
@@ -142,6 +152,12 @@ def _about(traces: Sequence[Trace]) -> str:
 def _parts_table(trace: Trace) -> Table:
     note = f"In milliseconds of {MEASURED[sort_of(trace)]}. Each nanosecond is in one row only."
     return Table.of("Parts of the step", part_rows(trace), PARTS, note)
+
+
+def _devices_table(trace: Trace) -> Table:
+    earlier = sum(span.category == EARLIER for span in trace.spans)
+    left_out = f" {earlier} kernels were launched before the profile began and are in no table." if earlier else ""
+    return Table.of("Busy and idle time of the device", device_rows(trace), DEVICES, DEVICES_NOTE + left_out)
 
 
 def phase_times(trace: Trace) -> Counter[str]:

@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 
@@ -26,12 +27,14 @@ from cs336_systems.profiling.names import (
     parse_tag,
     step_number,
 )
-from cs336_systems.profiling.nesting import Node, nest_host
-from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, Lane, Span, Trace, grouped, once
+from cs336_systems.profiling.nesting import Node, innermost, nest_host
+from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
 IN_FLIGHT, OTHER = "in flight", "other thread"
 ROLES = (MAIN, AUTOGRAD, COMMUNICATING, IN_FLIGHT, OTHER)
+GRAPH, UNLAUNCHED = "CUDA graph", "no operator"  # begin the rows of kernels that no operator launched
+GRAPH_LAUNCH = re.compile("(cuda|cu|hip)GraphLaunch")
 
 
 @once
@@ -83,7 +86,7 @@ class Timeline:
     nodes: list[Node]  # all spans of CPU threads, thread by thread, parents before children
     busy: list[Node]  # those of the threads that compute, without Python frames
     apart: dict[Lane, str]  # the lanes that move data between ranks, by role
-    on_device: bool  # an operator launched something on a GPU, so that `Node.time` is the device's
+    on_device: bool  # something ran on a GPU, so that `Node.time` is the device's
     steps: list[Span]
     phases: list[Span]  # without annotations, those of the operators
 
@@ -94,9 +97,10 @@ def timeline(trace: Trace) -> Timeline:
     steps = [span for span in trace.annotated if step_number(span.name) is not None]
     phases = [span for span in trace.annotated if span.name in PHASES]
     nodes = _attribute(trace, phases)
+    unowned = _assign_kernels(trace, nodes)
     apart = {lane: role for lane, role in roles(trace).items() if role_of(role) in (COMMUNICATING, IN_FLIGHT)}
     computing = [node for node in nodes if node.span.lane not in apart]
-    on_device, busy = any(node.kernels for node in computing), _share_out(computing)
+    on_device, busy = bool(unowned) or any(node.kernels for node in computing), _share_out(computing) + unowned
     _subtract_engine(computing, {lane: role_of(role) for lane, role in roles(trace).items()})
     for node in busy:
         node.time = node.device_self if on_device else node.busy
@@ -107,8 +111,6 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
     nodes = [node for roots in nest_host(trace).values() for root in roots for node in root.walk()]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
-    # By the id of the operator that launched them.
-    kernels = grouped((s for s in trace.spans if s.category in DEVICE), lambda span: span.args.get("External id"))
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
         if (up := node.parent) is not None:
@@ -126,10 +128,36 @@ def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
             tags = [parse_tag(each.span.name) for each in source.outwards() if each.is_tag] if source else []
             node.phase = "backward" if node.phase == "other" else node.phase
             node.direction, node.modules = "backward", tuple(each for each in reversed(tags) if each)
-        # The runtime call that launched a kernel bears the same id as the operator around it.
-        if kernels and not node.span.category.startswith("cuda_"):
-            node.kernels = tuple(kernels.get(node.span.args.get("External id", -1), ()))
     return nodes
+
+
+def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
+    """Give kernels to the operators that launched them: those around the runtime call of the same correlation, or, of a
+    kernel whose call was not recorded, the one of its "External id". Returns nodes of their own, which take no time of
+    a CPU, for kernels that no operator launched: those of CUDA's and HIP's graphs, and the rest."""
+    lanes, apart = grouped(nodes, lambda node: node.span.lane), list[Node]()
+    around, by_id = dict[int, Node | None](), dict[Any, Node]()
+    for lane, calls in grouped(trace.calls.values(), lambda call: call.lane).items():
+        around |= zip(map(id, calls), innermost(lanes.get(lane, []), (call.start for call in calls)), strict=True)
+    for node in nodes:
+        if node.span.category not in RUNTIME and (number := node.span.args.get("External id")) is not None:
+            by_id.setdefault(number, node)
+    for kernel in (span for span in trace.spans if span.category in DEVICE):
+        number, call = kernel.args.get("External id"), trace.calls.get(kernel.args.get("correlation"))
+        # Until 2023 a kernel's "External id" was its correlation, another numbering than the operators'.
+        named = by_id.get(number) if number != kernel.args.get("correlation") else None
+        owner = around[id(call)] if call else named
+        outwards = owner.outwards() if owner else iter(())
+        owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
+        graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
+        if owner is None or graph:
+            span = replace(kernel, name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
+            apart.append(Node(span, span.start, kernels=[kernel], collective=bool(KERNEL.search(kernel.name))))
+            if owner is not None:
+                apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
+        else:
+            owner.kernels.append(kernel)
+    return apart
 
 
 def phase_at(phases: list[Span], time: int) -> str:

@@ -116,12 +116,10 @@ def _blocks(trace: Trace) -> list[Bar]:
 
 def _compute(trace: Trace, window: Interval) -> dict[str, list[Bar]]:
     """The computation by stream, of the phase in which a CPU thread asked for it."""
-    launched = [span for span in trace.spans if span.category.startswith("cuda_") and "correlation" in span.args]
-    calls = {span.args["correlation"]: span for span in launched}
     phases = timeline(trace).phases
     result: dict[str, list[Bar]] = {}
     for span in activity(trace).compute:
-        call = calls.get(span.args.get("correlation"), span)
+        call = trace.calls.get(span.args.get("correlation"), span)
         if window[0] <= call.start < window[1]:
             track = f"stream {span.args.get('stream')}" if span.category == "kernel" else "operators"
             result.setdefault(track, []).append(Bar(span.start, span.end, span.name, phase_at(phases, call.start)))

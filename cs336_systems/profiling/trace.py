@@ -31,8 +31,14 @@ Lane = tuple[Any, Any]  # (pid, tid); kineto uses words for some
 Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
+EARLIER = "launched before the profile"  # the category of such kernels, which no table counts
 FRAME = "python_function"  # the category of a Python function's spans
-HOST = ("cpu_op", "user_annotation", FRAME, "cuda_runtime", "cuda_driver")
+RUNTIME = ("cuda_runtime", "cuda_driver")  # those of calls that launch kernels, of HIP's as well
+HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
+# The words of torch 1.8 to 1.12 for categories, and its annotations, which it called operators.
+FORMERLY = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy"}
+FORMERLY |= {"Memset": "gpu_memset", "Python": FRAME}
+ANNOTATION = re.compile(r"(ProfilerStep|Optimizer\.\w+|enumerate\(DataLoader\))#")
 POSTED = ("gloo:send", "gloo:recv")
 
 
@@ -84,6 +90,16 @@ class Trace:
     def annotated(self) -> list[Span]:
         """The spans that a program named, ours among them."""
         return [span for span in self.spans if span.category == "user_annotation"]
+
+    @property
+    def memory_device(self) -> str:
+        """The device whose memory is shown: cuda if anything was allocated there, or else cpu."""
+        return "cuda" if any(each.device == "cuda" for each in self.allocations) else "cpu"
+
+    @cached_property
+    def calls(self) -> dict[Any, Span]:
+        """The runtime calls that launched something, by correlation: kernels bear the same."""
+        return {s.args["correlation"]: s for s in self.spans if s.category in RUNTIME and "correlation" in s.args}
 
     def named(self, pattern: str) -> list[Span]:
         """The spans whose name matches a regular expression from its start."""
@@ -156,6 +172,8 @@ def read_json(path: Path) -> dict[str, Any]:
         problem = f"is no trace of torch.profiler: {why}"
     if problem:
         raise UserError(f"{path} {problem}; profile again")
+    if isinstance(found, list) and found and isinstance(found[0], dict):  # Chrome's other form
+        found = {"traceEvents": found}
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
     return found
@@ -196,8 +214,10 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
                 end = time + round(1000 * event.get("dur", 0))
                 if args:
                     check(args, ARGS)
+                if category in FORMERLY:
+                    category = "user_annotation" if ANNOTATION.match(event["name"]) else FORMERLY[category]
                 spans.append(Span(event["name"], category, time, end, lane, args))
-            elif phase == "i" and event["name"] == "[memory]":
+            elif phase == "i" and event["name"] == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
                 check(args, MEMORY)
                 address, nbytes, total = (args[key] for key in ("Addr", "Bytes", "Total Allocated"))
                 device = "cpu" if args["Device Type"] == 0 else "cuda"
@@ -212,7 +232,7 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         raise UserError(f"{path} is no trace of torch.profiler: {what} ({why})") from None
     links = {each["f"]: each["s"] for each in ends.values() if len(each) == 2}
-    spans = sorted(_posted_apart(spans), key=lambda span: (span.start, -span.end))
+    spans = sorted(_earlier_apart(_posted_apart(spans)), key=lambda span: (span.start, -span.end))
     allocations.sort(key=lambda each: each.time)
     rank, world, host = info.get("rank", 0), info.get("world_size", 1), chrome.get("host_name", "")
     return Trace(spans, allocations, links, threads, rank, world, host, chrome.get(OURS, {}), chrome, base)
@@ -223,6 +243,21 @@ def _posted_apart(spans: list[Span]) -> list[Span]:
     tracks = pack(span for span in spans if span.name in POSTED)
     names = {id(span): f"in flight {number}" for number, track in enumerate(tracks) for span in track}
     return [replace(span, lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
+
+
+def _earlier_apart(spans: list[Span]) -> list[Span]:
+    """Kernels that were launched before the profile began, in a category of their own. They bear a correlation from
+    before that of the first call, or begin before any CPU thread did anything. (Holistic Trace Analysis drops all
+    kernels without a call; some calls, such as Triton's in older traces, are not recorded.)"""
+    first = min((span.start for span in spans if span.category in HOST), default=0)
+    known = {span.args.get("correlation") for span in spans if span.category in RUNTIME}
+    lowest = min((each for each in known if isinstance(each, int) and each > 0), default=0)
+
+    def earlier(span: Span) -> bool:
+        number = span.args.get("correlation")
+        return number not in known and (span.start < first or (isinstance(number, int) and 0 < number < lowest))
+
+    return [replace(s, category=EARLIER) if s.category in DEVICE and earlier(s) else s for s in spans]
 
 
 def trace_name(rank: int) -> str:

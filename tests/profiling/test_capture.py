@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_gets_one_line(tmp_path):
         run_steps(tmp_path / "file" / "folder")
 
 
-def test_what_capture_cannot_do_is_said(tmp_path):
+def test_what_capture_cannot_do_is_said(tmp_path, capsys):
     for options in ({"steps": 0}, {"warmup": -1}):
         with pytest.raises(UserError, match="must not be negative"):
             Capture(tmp_path, **options)
@@ -114,6 +114,10 @@ def test_what_capture_cannot_do_is_said(tmp_path):
     assert read_trace(tmp_path / "a" / trace_name(0)).named("the outer one")
     with pytest.raises(UserError, match="0 steps were taken of 3"), Capture(tmp_path, warmup=2):
         nn.Linear(2, 2)(torch.ones(1, 2))
+    capsys.readouterr()
+    with Capture(tmp_path / "c"):
+        pass
+    assert capsys.readouterr().err.splitlines()[0].startswith("note: Capture saw no work in this process")
 
 
 def test_an_exception_on_entry_leaves_no_hooks(tmp_path, monkeypatch):

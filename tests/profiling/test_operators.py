@@ -142,7 +142,8 @@ def test_device_time_belongs_to_the_operator_that_launched():
     assert (linear.device_self, linear.device_total) == (0, 40_000)
     assert (launch.device_self, launch.device_total, launch.cpu_self) == (0, 0, 4_000)
     assert (mm.cpu_self, mm.cpu_total) == (16_000, 20_000)
-    assert mm.device_self_share == pytest.approx(40 / 48)
+    assert mm.device_self_share == pytest.approx(40 / 50)
+    assert found["no operator: of nobody"].device_self == 2_000
     assert mm.flops == 2 * 64 * 32 * 16
     assert mm.flops_per_second == pytest.approx(mm.flops / 40e-6)
     ordered = [row.name for row in op_rows(trace(*GPU), sort="device", limit=3)]
