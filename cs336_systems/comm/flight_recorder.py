@@ -38,6 +38,7 @@ class Entry(NamedTuple):
     step: int
     nbytes: int
     launched: float
+    history: int  # of its group until here, see group.py; 0 for what has a tag
     verb: str
     group: str
     dtype: str
@@ -55,7 +56,7 @@ class Entry(NamedTuple):
         return f"{what}  {format_bytes(self.nbytes)} {self.dtype}".rstrip() + f"  {when}"
 
 
-KINDS = ("u1", "f8", "i8", "i8", "i8", "f8", "S16", "S16", "S12", "S80")
+KINDS = ("u1", "f8", "i8", "i8", "i8", "f8", "u4", "S16", "S16", "S12", "S80")
 SLOT = np.dtype(list(zip(Entry._fields, KINDS, strict=True)))
 RING = np.dtype([("token", "S16"), ("written", "i8"), ("step", "i8"), ("slots", SLOT, SLOTS)])
 
@@ -72,6 +73,7 @@ class Ring:
     def __init__(self, memory: mmap.mmap | bytearray, pid: int = 0, started: str = "") -> None:
         self.fields = np.frombuffer(memory, RING, 1)[0]
         self.slots, self.pid, self.started = self.fields["slots"], pid, started
+        self.numbers, self.histories = self.slots["number"], self.slots["history"]
         self.turns = itertools.count()  # whose next() no other thread interrupts
         if not started:
             self.at_step(NO_STEP)
@@ -84,11 +86,11 @@ class Ring:
         """Set the current training step."""
         self.fields["step"] = step
 
-    def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int) -> int:
+    def launch(self, verb: str, group: str, label: str, nbytes: int, dtype: str, number: int, history: int = 0) -> int:
         """Write an entry for an operation that starts; returns its number in the ring."""
         turn = next(self.turns)
         texts = verb.encode(), group.encode(), dtype.encode(), label.encode(errors="replace")
-        self.slots[turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), *texts)
+        self.slots[turn % SLOTS] = (LAUNCHED, 0.0, number, self.step, nbytes, monotonic(), history, *texts)
         self.fields["written"] = turn + 1
         return turn
 
@@ -102,10 +104,22 @@ class Ring:
         """The latest entries, oldest first."""
         written, found = int(self.fields["written"]), []
         for turn in range(max(0, written - min(count, SLOTS - 1)), written):
-            values = self.slots[turn % SLOTS].item()
-            texts = (printable(each.decode(errors="replace")) for each in values[6:])
-            found.append(Entry._make([*values[:6], *texts]))
+            found.append(self._entry(turn % SLOTS))
         return found
+
+    def _entry(self, slot: int) -> Entry:
+        values = self.slots[slot].item()
+        return Entry._make([*values[:7], *(printable(each.decode(errors="replace")) for each in values[7:])])
+
+    def other(self, group: str, number: int, history: int) -> Entry | None:
+        """Entry of a group's collective of this number if the rank's history is another one then, as far as it is still
+        there. Its number is read again at last, since it is the first that is overwritten."""
+        for slot in (self.numbers == number).nonzero()[0]:
+            if self.histories[slot] in (0, history) or (entry := self._entry(slot)).group != group[:16]:
+                continue
+            if self.numbers[slot] == number:
+                return entry
+        return None
 
     def status(self) -> str:
         """State of the rank's process: "died", "is stopped (SIGSTOP)", or "" if it runs."""

@@ -8,10 +8,12 @@ values, such as an agreement, is answered as if all had given this rank's.
 
 import atexit
 import sys
+import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,8 +26,10 @@ from cs336_systems.errors import UserError
 Group = dist.ProcessGroup
 FAKE = "fake"
 ALL = "collectives and agreements"  # the kind that counts each of them
+HISTORY = "hash of the collectives that are matched by their order"
 
 _counters: WeakKeyDictionary[Group, Counter[str]] = WeakKeyDictionary()
+in_flight: dict[Any, None] = {}  # this rank's Works that nobody has waited for yet, oldest first
 
 
 def default_group(group: Group | None = None) -> Group:
@@ -40,8 +44,12 @@ def default_group(group: Group | None = None) -> Group:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave the group of a process that ends without doing so: gloo's threads, which may still hold tensors, abort a
-    process whose interpreter ends before them."""
+    """Leave the group of a process that ends without doing so. Its collectives come to their end first, and are held
+    until the interpreter's: a thread of gloo that is the last to hold a tensor then would abort the process."""
+    for work in in_flight:
+        for each in work.pending:
+            with suppress(RuntimeError):
+                each.wait()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -79,6 +87,15 @@ def count(group: Group, kind: str = ALL) -> int:
     counts = _counters.setdefault(group, Counter())
     counts[kind] += 1
     return counts[kind]
+
+
+def history(group: Group, kind: str = "") -> int:
+    """Hash of the kinds of this group's collectives that ranks match by their order, not by tags: this one's, and all
+    before it. 0 without any."""
+    counts = _counters.setdefault(group, Counter())
+    if kind:
+        counts[HISTORY] = zlib.crc32(kind.encode(errors="replace"), counts[HISTORY]) or 1
+    return counts[HISTORY]
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
 from cs336_systems.comm.flight_recorder import recorder
-from cs336_systems.comm.group import Group, default_group, sequence
+from cs336_systems.comm.group import Group, default_group, history, sequence
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -196,15 +196,17 @@ def _leave(group: Group, timeout: timedelta) -> None:
     store, ended = timed_store(group), f"ended after {sequence(group)} collectives"
     left, done, gone = ([f"{word}/{rank}" for rank in range(group.size())] for word in ("left", "done", "gone"))
     with needs_store(ended, group):
-        store.set(left[group.rank()], str(sequence(group)))
+        store.set(left[group.rank()], f"{sequence(group)} {history(group)}")
         post("reason", f"{ended}; did it have fewer batches?")
         post("done")
         wait_for(store, done, timeout)
         if not store.check(left):
             raise comm_error(ended, group)
-        counts = [store.get(key) for key in left]
+        counts, histories = zip(*(store.get(key).split() for key in left), strict=True)
         store.set(gone[group.rank()], "")
         if group.rank() == 0:  # which may hold the store
             wait_for(store, gone, PARTING)
     if len(set(counts)) > 1:
         raise CommError(f"the ranks ended after {', '.join(counts)} collectives: some had fewer batches")
+    if len(set(histories)) > 1:
+        raise CommError("the ranks' collectives differed in kind, size or order: what they computed together is wrong")

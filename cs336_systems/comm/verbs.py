@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from cs336_systems.comm.agreement import comm_error
 from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
-from cs336_systems.comm.group import Group, count
+from cs336_systems.comm.group import Group, count, history, in_flight
 from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
@@ -30,11 +30,13 @@ class Work:
     """A collective or message in flight; `wait` returns when its result is in place, and may be called again.
 
     `launching` encloses the call that starts it: without one (a group of one rank) the work is done from the start.
+    Without tags a collective meets whichever the other ranks launch as their next one: a `history` of the group, not 0,
+    is then compared with those of this machine's ranks, before and after.
     """
 
-    def __init__(self, event: Event, group: Group, number: int) -> None:
-        self.event, self.group, self.number, self.entry = event, group, number, -1
-        self.pending: Sequence[dist.Work | None] = ()
+    def __init__(self, event: Event, group: Group, number: int, history: int = 0) -> None:
+        self.event, self.group, self.number, self.history, self.entry = event, group, number, history, -1
+        self.pending: Sequence[Any] = ()  # torch's Works
         self.finish: Callable[[], object] | None = None
         for events in records:
             events.append(event)
@@ -43,16 +45,29 @@ class Work:
     def launching(self) -> Iterator[None]:
         """Enter the launch in the flight recorder and in a profile. Raises CommError for a broken connection."""
         event = self.event
-        words = event.verb, event.group, event.label, event.nbytes, str(event.dtype)[6:], self.number
+        words = event.verb, event.group, event.label, event.nbytes, str(event.dtype)[6:], self.number, self.history
         self.entry = recorder.mine.launch(*words)
+        self._compare()
         with self._explained("launch"):
             yield
+        while in_flight and (first := next(iter(in_flight))).is_done():
+            del in_flight[first]
+        in_flight[self] = None
         if not self.pending:  # an empty tensor is not sent
             recorder.mine.advance(self.entry, FINISHED)
 
+    def is_done(self) -> bool:
+        """True if nothing is under way any more."""
+        return all(work.is_completed() for work in self.pending)
+
+    def __str__(self) -> str:
+        event = self.event
+        return f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
+
     def wait(self) -> None:
         """Wait until the result is in place. Raises CommError if it never will be."""
-        pending, self.pending = [work for work in self.pending if work is not None], ()
+        in_flight.pop(self, None)
+        pending, self.pending = self.pending, ()
         finish, self.finish = self.finish, None
         if not pending and finish is None:
             return
@@ -60,9 +75,21 @@ class Work:
         with self._explained("wait"):
             for work in pending:
                 work.wait()
+        self._compare()
         if finish:
             finish()
         recorder.mine.advance(self.entry, FINISHED)
+
+    def _compare(self) -> None:
+        """Raises CommError if another rank of this machine, as far as it has come, launches other collectives."""
+        for rank, ring in recorder.others.items() if self.history else ():
+            if (other := ring.other(self.event.group, self.number, self.history)) is not None:
+                theirs = f"{other.verb} no. {other.number} ({other.label or 'no label'}, {other.nbytes:,} bytes"
+                headline = (
+                    f"rank {recorder.rank}'s {self} {str(self.event.dtype)[6:]} meets rank {rank}'s {theirs}) "
+                    f"{other.dtype}, or one before it met another: launch the same ones in the same order on all ranks"
+                )
+                raise comm_error(f"refused {self}", self.group, silent=(), headline=headline)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
@@ -75,8 +102,7 @@ class Work:
             with record_function(name) if is_profiling() else nullcontext():
                 yield
         except RuntimeError as error:
-            which = f"{event.verb} no. {self.number} ({event.label or 'no label'}, {event.nbytes:,} bytes)"
-            doing = printable(f"waited in {which}{of_step(recorder.mine.step)}")
+            doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
             raise comm_error(doing, self.group, f" ({first_line(error)})") from error
 
 
@@ -111,10 +137,14 @@ def _tag(kind: str, group: Group) -> tuple[int, int]:
 
 
 @contextmanager
-def _collective(verb: str, tensor: Tensor, group: Group, label: str, algorithm: str = "") -> Iterator[Work]:
-    """A collective, counted, that starts inside the block unless the group has one rank."""
+def _collective(
+    verb: str, tensor: Tensor, group: Group, label: str, algorithm: str = "", alike: object = ""
+) -> Iterator[Work]:
+    """A collective, counted, that starts inside the block unless the group has one rank. `alike` is what must be equal
+    on all ranks besides verb, label and dtype; None for a collective with tags."""
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
-    work = Work(event, group, count(group))
+    past = 0 if alike is None else history(group, f"{verb} {label} {tensor.dtype} {alike}")
+    work = Work(event, group, count(group), past)
     with work.launching() if group.size() > 1 else nullcontext():
         yield work
 
@@ -130,7 +160,7 @@ def _operator(flat: Tensor, group: Group, reduction: Reduction) -> dist.ReduceOp
 
 def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction = "mean") -> Work:
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
-    with _collective("all-reduce", flat, group, label) as work:
+    with _collective("all-reduce", flat, group, label, alike=(reduction, flat.numel())) as work:
         if group.size() > 1:
             flat = torch.view_as_real(flat) if flat.is_complex() else flat
             work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
@@ -145,7 +175,8 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     ranks, me = group.size(), group.rank()
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
-    with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "") as work:
+    alike = None if gloo and on_cpu else (reduction, flat.numel())
+    with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "", alike) as work:
         if ranks == 1:
             return work
         how = _operator(flat, group, reduction)
@@ -174,7 +205,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     ranks, me = group.size(), group.rank()
     slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
-    with _collective("all-gather", flat, group, label) as work:
+    with _collective("all-gather", flat, group, label, alike=None if gloo and on_cpu else flat.numel()) as work:
         if ranks == 1:
             return work
         if not gloo:
@@ -190,7 +221,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
     """Replace the tensor by that of the group's rank `source`."""
-    with _collective("broadcast", tensor, group, label) as work:
+    with _collective("broadcast", tensor, group, label, alike=(source, tensor.numel())) as work:
         if group.size() > 1 and tensor.numel():
             sent = tensor.contiguous()
             work.pending = [dist.broadcast(sent, group=group, async_op=True, group_src=source)]
@@ -212,7 +243,7 @@ def all_to_all(
     return work
 
 
-def _exchange(outbox: Sequence[Tensor], inbox: Sequence[Tensor], work: Work) -> list[dist.Work | None]:
+def _exchange(outbox: Sequence[Tensor], inbox: Sequence[Tensor], work: Work) -> list[Any]:
     """Send outbox[r] to every other rank r and receive inbox[r] from it, starting with the next rank."""
     group, event = work.group, work.event
     ranks, me, around = group.size(), group.rank(), range(1, group.size())

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from cs336_systems.comm import CommError, all_reduce, receive, record, reduce_scatter, send
+from cs336_systems.comm import CommError, all_reduce, all_to_all, broadcast, receive, record, reduce_scatter, send
+from cs336_systems.comm.flight_recorder import recorder
 from tests.support import ranks
 
 
@@ -74,3 +75,42 @@ def test_messages_of_other_sizes_never_meet():
     assert first[0] == second[0] == CommError.__name__
     assert second[1].startswith("rank 1 waited in receive no. 1 (sizes, 24 bytes); rank 0 waited in ")
     assert "(answer, 4 bytes)" in first[1] or "(sizes, 16 bytes)" in first[1]
+
+
+def by_order_case(group, kind: str, shared: bool = True) -> None:
+    """Collectives that ranks match by their order alone, and that are others on rank 1; `shared`: with its records."""
+    first, ones = group.rank() == 0, torch.ones(4)
+    if not shared:
+        recorder.others.clear()
+    calls = {"a": lambda: all_reduce(ones, group, "a", "sum"), "b": lambda: all_reduce(ones, group, "b", "sum")}
+    if kind == "dtype":
+        calls = {"b" if first else "a": lambda: all_reduce(ones if first else ones.int(), group, "a", "sum")}
+    elif kind == "reduction":
+        calls = {"b" if first else "a": lambda: all_reduce(ones, group, "a", "sum" if first else "max")}
+    elif kind == "verb":
+        calls["b"] = lambda: broadcast(ones, 0, group, "b")
+    elif kind == "rows":
+        calls = dict.fromkeys(
+            "ab",
+            lambda: all_to_all(ones if first else ones.int(), ones if first else ones.int(), [2, 2], [2, 2], group),
+        )
+    elif kind == "many":  # the first has left the recorder when it is waited for
+        works = [all_reduce(ones, group, "a" if (i == 0) == first else "b", "sum") for i in range(200)]
+        calls = dict.fromkeys("ab", lambda: works[-1])
+    for name in sorted(calls, reverse=first):
+        calls[name]().wait()
+
+
+@pytest.mark.parametrize("kind", ["order", "dtype", "reduction", "verb", "rows", "many"])
+def test_collectives_that_differ_in_kind_or_order_are_refused(kind):
+    errors = ranks.run_failing(by_order_case, 2, collective_timeout=5, kind=kind)
+    assert [each[0] for each in errors] == [CommError.__name__] * 2
+    lines = [text.splitlines()[0] for _, text in errors]
+    assert any(" meets rank " in line and line.endswith("in the same order on all ranks") for line in lines), lines
+    assert all(" meets rank " in line or " refused " in line for line in lines), lines
+
+
+def test_collectives_that_differ_are_named_at_the_end_where_no_record_can_be_read():
+    errors = ranks.run_failing(by_order_case, 2, kind="order", shared=False)
+    said = "the ranks' collectives differed in kind, size or order: what they computed together is wrong"
+    assert errors == [(CommError.__name__, said)] * 2

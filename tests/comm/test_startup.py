@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cs336_systems import comm
 from cs336_systems.comm import Place, all_reduce, distributed, find_place, launch, startup
+from cs336_systems.comm.group import _leave_at_exit
 from cs336_systems.errors import UserError
 from tests.support import ranks
 
@@ -302,6 +304,26 @@ dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, wor
 assert dist.is_initialized()
 raise KeyError("no such column")
 """
+
+
+def leaving_case(rank: int, world: int, folder: str) -> list[float]:
+    """Rank 0 ends as a process without a goodbye does, while rank 1 has not yet begun the reduction."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/own", rank=rank, world_size=world)
+    store, tensor = dist.distributed_c10d._get_default_store(), torch.full((3,), 1.0 + rank)
+    if rank == 0:
+        all_reduce(tensor, dist.group.WORLD, "unwaited", "sum")
+        store.set("rank 0 leaves", "")
+        _leave_at_exit()
+        assert not dist.is_initialized()
+    else:
+        store.wait(["rank 0 leaves"])
+        time.sleep(0.2)  # rank 0 is sure to be there if it does not wait
+        all_reduce(tensor, dist.group.WORLD, "unwaited", "sum").wait()
+    return tensor.tolist()
+
+
+def test_what_is_under_way_comes_to_its_end_before_the_interpreter_does():
+    assert ranks.run_alone(leaving_case, 2) == [[3.0] * 3] * 2
 
 
 def test_a_process_that_ends_without_a_goodbye_leaves_its_group(tmp_path):
