@@ -23,15 +23,17 @@ from tests.support.layout_cases import WIGGLE, Watched, errors, relative, wide
 from tests.support.layout_table import COMMON, MODELS
 
 FIRST = 2  # steps until a checkpoint
-EXPERTS = {"num_experts": 4, "expert_every": 1, "aux_weight": 0.5, **expert_cases.MIXTURES["shared"]}
+ROUTED = {"num_experts": 4, "expert_every": 1, "aux_weight": 0.5, "batch_size": expert_cases.BATCH}
+EXPERTS = {**ROUTED, **expert_cases.MIXTURES["shared"]}
 FAMILIES = {  # of runs that learn the same, and may go on from each other's checkpoints; twelve rows suit three ranks
     "gpt": {**MODELS["gpt"], "num_layers": 2, "batch_size": 12},
     "llama": {**MODELS["llama"], "num_layers": 4, "batch_size": 4},
     "bert": {**MODELS["bert"], "num_layers": 1, "batch_size": 12, "dropout": 0.1},
-    "experts": {**MODELS["llama"], "num_layers": 1, "batch_size": expert_cases.BATCH, **EXPERTS},
-    "experts2": {**MODELS["llama"], "num_layers": 2, "batch_size": expert_cases.BATCH, **EXPERTS},  # a layer a stage
+    "experts": {**MODELS["llama"], "num_layers": 1, **EXPERTS},
+    "experts2": {**MODELS["llama"], "num_layers": 2, **EXPERTS},  # a layer a stage
+    "random": {**MODELS["gpt"], "num_layers": 1, **ROUTED, **expert_cases.MIXTURES["random"]},
     "bf16": {**MODELS["gpt"], "num_layers": 1, "batch_size": 12, "precision": "bf16"},
-    "fp16": {**MODELS["llama"], "num_layers": 1, "batch_size": 4, **EXPERTS, "precision": "fp16", "loss_scale": 64.0},
+    "fp16": {**MODELS["llama"], "num_layers": 1, **EXPERTS, "batch_size": 4, "precision": "fp16", "loss_scale": 64.0},
 }
 LAYOUTS = {  # each goes on from the one after it, the last from the first
     "gpt": (
@@ -45,6 +47,7 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
         *("experts tp2 ep2", "experts dp2 zero2"),
     ),
     "experts2": ("experts2 pp2 ep2", "experts2 ep2"),
+    "random": ("random ep2", "random dp2 zero1"),
     "bf16": ("bf16 dp2 zero2", "bf16", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
@@ -98,7 +101,7 @@ def amplification_case(group, folder: str) -> dict[str, float]:
     """How much more what is learned changes than the weights it begins with, of every family in float64."""
     wide()
     found = {}
-    for family in ("gpt", "llama", "bert", "experts", "experts2"):
+    for family in ("gpt", "llama", "bert", "experts", "experts2", "random"):
         recipe = recipe_of(family, folder)
         feed = make_batches(recipe, recipe.data.batch_size, group)
 
