@@ -3,6 +3,8 @@
 import gc
 import inspect
 import weakref
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,29 @@ def test_five_frames_at_most_lead_from_a_hook_to_its_all_reduce(wrapper, reducti
         assert frames[-1] == "verbs.py all_reduce"
         assert len(frames) <= 5
         assert len({frame.split()[0] for frame in frames}) <= 4
+
+
+def accumulation_case(group) -> None:
+    """Reductions that each backward launches: none in no_sync, afterwards, and after an exception there, all again."""
+    for wrap, reductions in ((FlatDDP, 0), (OverlappedDDP, 8), (partial(BucketedDDP, bucket_size_mb=8e-6), 4)):
+        model = wrap(nn.Sequential(*(Scale() for _ in range(8))))
+        counts = []
+        with record() as events:
+            for inside in (True, False, True, False, False):
+                events.clear()
+                with suppress(KeyError), model.no_sync() if inside else nullcontext():
+                    model(torch.ones(3)).sum().backward()
+                    if inside and counts:
+                        raise KeyError
+                counts.append(len(events))
+                if not inside:
+                    model.finish_gradient_synchronization()
+                    model.zero_grad()
+        assert counts == [0, reductions, 0, reductions, reductions], wrap
+
+
+def test_no_sync_ends_with_its_block():
+    ranks.run(accumulation_case, 2)
 
 
 def views_case(group) -> None:
