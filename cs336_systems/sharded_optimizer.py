@@ -11,7 +11,7 @@ Parameters live in one flat buffer, and the two layouts differ only in where it 
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
-from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
+from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, PartStates, gather_state, slice_state
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
@@ -56,13 +56,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             require_elementwise(optimizer_cls, kwargs)
         self.group, self.layout, self.wrapper = default_group(group), layout, wrapper
         self.buffers: list[ParameterBuffer] = []
-        self.owners: list[list[nn.Parameter]] = []  # the model's parameters by group
+        self.parts: dict[nn.Parameter, Part] = {}  # this rank's, by the model's parameters
         self.inner: torch.optim.Optimizer = None  # type: ignore[assignment]  # until the base class has the groups
         # An optimizer of one number, which is dropped, checks the options and supplies their defaults.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
             self._take_shards(wrapper)
-        self.inner = optimizer_cls(list(map(self._share, self.param_groups, self.owners)), **kwargs)
+        self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
+        self.state = PartStates(self.inner, self.parts)  # type: ignore[assignment]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -70,47 +71,44 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise UserError("gradients come from the wrapper's shards: wrap the module anew to optimize more of it")
         super().add_param_group(param_group)
         added = self.param_groups[-1]
-        self.owners.append(list(added["params"]))
         if self.wrapper is None:
             flat = self.layout == "flat"
             for same in plan_buckets([p for p in reversed(added["params"]) if p.requires_grad], math.inf):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
-                self.buffers.append(ParameterBuffer(same, layout, self.group, equal=flat))
+                self._add_buffer(same, layout, equal=flat)
         if self.inner is not None:
-            self.inner.add_param_group(self._share(added, self.owners[-1]))
+            self.inner.add_param_group(self._share(added))
+
+    def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, equal: bool) -> None:
+        self.buffers.append(ParameterBuffer(parameters, layout, self.group, equal))
+        self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _take_shards(self, wrapper: Wrapper) -> None:
         """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
         if not wrapper.bucket_of.keys() <= self._numbers().keys():
             raise UserError("the wrapper synchronises parameters that the optimizer was not given")
-        self.buffers = [ParameterBuffer(list(b.parameters), b.layout, self.group, equal=True) for b in wrapper.buckets]
-        for group, owners in zip(self.param_groups, self.owners, strict=True):
-            group["params"] = self._share(group, owners)["params"]
+        for bucket in wrapper.buckets:
+            self._add_buffer(bucket.parameters, bucket.layout, equal=True)
         wrapper.after_synchronisation.append(self._attach_gradients)
 
-    def _share(self, group: dict[str, Any], owners: list[nn.Parameter]) -> dict[str, Any]:
-        """A group of parameters as the inner optimizer has it: this rank's parts of them."""
-        mine = {part.owner: part.tensor for part in self._parts()}
-        return {**group, "params": [mine[owner] for owner in owners if owner in mine]}
-
-    def _parts(self) -> Iterable[Part]:
-        return (part for buffer in self.buffers for part in buffer.parts)
+    def _share(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group as the inner optimizer has it: its options, and this rank's parts of its parameters."""
+        return {**group, "params": [self.parts[p].tensor for p in group["params"] if p in self.parts]}
 
     @torch.no_grad()
     def _attach_gradients(self) -> None:
         """Give each part its piece of the gradient, as a view. None stays None: the inner optimizer skips it."""
         if self.wrapper is None:
-            found = {p.owner: p.piece.of(p.owner.grad) for p in self._parts() if p.owner.grad is not None}
+            found = {p.owner: p.piece.of(p.owner.grad) for p in self.parts.values() if p.owner.grad is not None}
         else:
             found = {each.parameter: each.gradient for each in self.wrapper.kept_gradients()}
-        for part in self._parts():
+        for part in self.parts.values():
             gradient = found.get(part.owner)
             part.tensor.grad = None if gradient is None else gradient.view_as(part.tensor)
 
     def _check(self) -> None:
         if self.wrapper is not None:
             self.wrapper.guard.require_finished("step()")
-            self.wrapper.guard.replicas.note(self, range(len(self.param_groups)))
         for buffer in self.buffers:
             buffer.check_in_place()
         stored = {parameter for buffer in self.buffers for parameter in buffer.parameters}
@@ -136,25 +134,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check()
         if self.wrapper is None:
             self._attach_gradients()
-        for part in self._parts():
+        for part in self.parts.values():
             if part.owner.grad is None:  # dropped since the synchronisation
                 part.tensor.grad = None
-        self._copy_settings(self.param_groups, self.inner.param_groups)
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner |= self._share(group)  # learning rates and the like, which schedulers change
         self.inner.step(**kwargs)
-        self._copy_settings(self.inner.param_groups, self.param_groups)
+        self._copy_settings(self.inner.param_groups)  # which some optimizers change themselves
         for buffer in self.buffers:
             buffer.all_gather()
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
         if self.wrapper is None:
-            for part in self._parts():
+            for part in self.parts.values():
                 part.tensor.grad = None
         return loss
 
-    @staticmethod
-    def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-        """Learning rates and the like, which schedulers change here and some optimizers change themselves."""
-        for a, b in zip(source, target, strict=True):
-            b.update({key: value for key, value in a.items() if key != "params"})
+    def _copy_settings(self, source: list[dict[str, Any]]) -> None:
+        for group, other in zip(self.param_groups, source, strict=True):
+            group |= {key: value for key, value in other.items() if key != "params"}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of the model, and of the wrapper's shards."""
@@ -162,14 +159,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
             return
         self.wrapper.zero_grad(set_to_none)
-        for part in self._parts():
+        for part in self.parts.values():
             part.tensor.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
         numbers = self._numbers()
-        pairs = zip(self.param_groups, self.owners, strict=True)
-        groups = [{**group, "params": [numbers[p] for p in owners]} for group, owners in pairs]
+        groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
         return {"state": gather_state(self.inner, self.buffers, numbers), "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -177,14 +173,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         another algorithm."""
         getattr(self.inner, "check_state", lambda _: None)(state_dict)
         saved = state_dict["param_groups"]
-        if [len(group["params"]) for group in saved] != [len(owners) for owners in self.owners]:
+        if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("the state's parameter groups have other sizes than this optimizer's")
         saved_numbers = chain.from_iterable(group["params"] for group in saved)
-        numbers = dict(zip(chain.from_iterable(self.owners), saved_numbers, strict=True))
+        numbers = dict(zip(self._numbers(), saved_numbers, strict=True))
         slice_state(self.inner, self.buffers, numbers, state_dict["state"])
-        self._copy_settings(saved, self.param_groups)
-        self._copy_settings(saved, self.inner.param_groups)
+        self._copy_settings(saved)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
         """The model's parameters, numbered as the unsharded optimizer's state numbers them."""
-        return {p: number for number, p in enumerate(chain.from_iterable(self.owners))}
+        ordered = chain.from_iterable(group["params"] for group in self.param_groups)
+        return {parameter: number for number, parameter in enumerate(ordered)}

@@ -32,6 +32,12 @@ def clip_norm(run: Run, step: int) -> None:
     clip_grad_norm_(run.model.parameters(), 0.01, order, foreach=foreach)
 
 
+def clip_groups(run: Run, step: int) -> None:
+    """Of the optimizer's parameters, one group after another."""
+    for group in run.optimizer.param_groups:
+        clip_grad_norm_(group["params"], 0.01)
+
+
 def clip_value(run: Run, step: int) -> None:
     clip_grad_value_(run.model.parameters(), 0.001, foreach=(None, True)[step])
 
@@ -48,6 +54,25 @@ def cancel(run: Run, step: int) -> None:
     """The gradients of some layers are dropped: their weights stay as they are."""
     for p in (*run.module.last.parameters(), *run.module.optional.parameters()):
         p.grad = None
+
+
+def take_out(run: Run, step: int) -> None:
+    """Two parameters stay as they are from the second step on."""
+    if step == 1:
+        group, still = run.optimizer.param_groups[0], {run.module.last.weight, run.module.scale}
+        group["params"] = [p for p in group["params"] if p not in still]
+
+
+def clear_state(run: Run, step: int) -> None:
+    run.optimizer.state.clear()
+
+
+def scale_momentum(run: Run, step: int) -> None:
+    for state in run.optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+    for p in run.optimizer.param_groups[0]["params"]:
+        if p in run.optimizer.state:
+            run.optimizer.state[p]["exp_avg_sq"].mul_(2)
 
 
 def add_noise(run: Run, step: int) -> None:
@@ -133,6 +158,7 @@ def zero_module_in_place(run: Run) -> None:
 REFUSED = {" | ".join(STAGE_2): "which rests sharded"}
 CASES = {
     "torch's clip_grad_norm_, stages 0 to 2": Case(then(clip_norm, 3), modes=ALL[:-1], inexact=STAGE_2),
+    "torch's clip_grad_norm_ of the optimizer's own groups": Case(then(clip_groups), inexact=SCATTERS),
     "torch's clip_grad_value_": Case(then(clip_value)),
     "gradients scaled in place": Case(then(scale)),
     "gradients of some layers dropped after finish": Case(then(cancel, 3)),
@@ -143,6 +169,9 @@ CASES = {
         drop_then_finish, {" | ".join((*REDUCES_EARLY, *STAGE_2)): DROPPED, "stage 3": UNDELIVERED}
     ),
     "a batch dropped by zero_grad() of the bare module": Case(drop_then_retry, {"stage 3": UNDELIVERED}),
+    "a parameter taken out of its group": Case(then(take_out, 3)),
+    "the optimizer's state cleared": Case(then(clear_state, 3)),
+    "the optimizer's momentum scaled": Case(then(scale_momentum, 3)),
     "noise added to gradients": Case(then(add_noise), REFUSED),
     "weights updated by hand": Case(then(descend), REFUSED),
     "gradients assigned": Case(then(assign), {" | ".join(STAGE_2): "was assigned after the synchronisation"}),

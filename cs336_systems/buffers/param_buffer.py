@@ -7,7 +7,7 @@ parameter as a whole and comes from the first rank that has it.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,6 +64,31 @@ class ParameterBuffer:
             work.wait()
 
 
+class PartStates(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """An optimizer's state of this rank's parts, by the parameters that they are parts of."""
+
+    def __init__(self, inner: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Part]) -> None:
+        self.inner, self.parts = inner, parts
+
+    def __getitem__(self, owner: nn.Parameter) -> dict[str, Any]:
+        return self.inner.state[self.parts[owner].tensor]
+
+    def __setitem__(self, owner: nn.Parameter, state: dict[str, Any]) -> None:
+        self.inner.state[self.parts[owner].tensor] = state
+
+    def __delitem__(self, owner: nn.Parameter) -> None:
+        del self.inner.state[self.parts[owner].tensor]
+
+    def __contains__(self, owner: object) -> bool:
+        return owner in self.parts and self.parts[owner].tensor in self.inner.state  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (owner for owner in self.parts if owner in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 @torch.no_grad()
 def gather_state(
     inner: torch.optim.Optimizer, buffers: Sequence[ParameterBuffer], numbers: Mapping[nn.Parameter, int]
@@ -72,10 +97,11 @@ def gather_state(
     broadcasts it. Every rank must call this."""
     gathered: State = {}
     for buffer in buffers:
-        mine = {numbers[part.owner]: (part, inner.state.get(part.tensor, {})) for part in buffer.parts}
+        parts = [part for part in buffer.parts if part.owner in numbers]  # not those taken out of their group
+        mine = {numbers[part.owner]: (part, inner.state.get(part.tensor, {})) for part in parts}
         told = [[n, key, *_describe(value, part)] for n, (part, state) in mine.items() for key, value in state.items()]
         for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), buffer.group)):
-            piece_of = {numbers[buffer.parameters[piece.index]]: piece for piece in buffer.layout.pieces(source)}
+            piece_of = {numbers.get(buffer.parameters[piece.index]): piece for piece in buffer.layout.pieces(source)}
             for number, key, kind, *about in json.loads(text):
                 state = gathered.setdefault(number, {})
                 if kind != "sharded" and key in state:
@@ -109,7 +135,7 @@ def slice_state(
 ) -> None:
     """Replace the inner optimizer's state by this rank's slices of the whole state."""
     inner.state.clear()
-    for part in (part for buffer in buffers for part in buffer.parts if numbers[part.owner] in whole):
+    for part in (part for buffer in buffers for part in buffer.parts if numbers.get(part.owner) in whole):
         mine = inner.state[part.tensor] = {}
         for key, value in whole[numbers[part.owner]].items():
             mine[key] = value.clone() if isinstance(value, Tensor) else value

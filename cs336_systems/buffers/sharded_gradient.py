@@ -7,20 +7,23 @@
 So torch's clip_grad_norm_ and clip_grad_value_ are right, and a program that reads numbers is told where they are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.comm import Group, fault
-from cs336_systems.optim.grad_norm import global_norm
+from cs336_systems.optim.grad_norm import gather_norms
 
 aten = torch.ops.aten
 NORMS = {aten.linalg_vector_norm.default, aten._foreach_norm.Scalar}
 IN_PLACE = {aten.mul_.Tensor, aten.div_.Tensor, aten.zero_.default}
 IN_PLACE |= {aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default}
 IN_PLACE |= {aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor}
+IN_PLACE |= {aten._amp_foreach_non_finite_check_and_unscale_.default}
 IN_PLACE |= {aten._foreach_zero_.default, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar}
 
 
@@ -63,8 +66,8 @@ class ShardedGradient(Tensor):
             function(tree_map_only(cls, cls.local, first), *rest, **kwargs)
             return None if isinstance(first, list) else first
         if function in NORMS and len(rest) < 2 and (not rest or rest[0] > 0):  # no axes; no count or minimum
-            norms = [norm(each, *rest, **kwargs) for each in tree_leaves(first)]
-            return norms if isinstance(first, list) else norms[0]
+            found = norms(tree_leaves(first), *rest, **kwargs)
+            return found if isinstance(first, list) else found[0]
         named = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise fault(
             f"{function} of {named.label}.grad, which rests sharded over {named.group.size()} ranks: norms work, and "
@@ -73,9 +76,21 @@ class ShardedGradient(Tensor):
         )
 
 
-def norm(gradient: Tensor, order: float = 2.0, dtype: torch.dtype | None = None) -> Tensor:
-    """Norm of a whole gradient, equal on every rank; if it is sharded, every rank must call this."""
-    if not isinstance(gradient, ShardedGradient):
-        return torch.linalg.vector_norm(gradient, order, dtype=dtype)
-    whole = global_norm([gradient.local()], (), order, gradient.group)
-    return whole.to(dtype or gradient.dtype.to_real())
+def norms(gradients: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Norms of whole gradients, equal on every rank, by one collective for all that are sharded over one group."""
+    whole: dict[int, Tensor] = {}
+    for group in dict.fromkeys(each.group for each in gradients if isinstance(each, ShardedGradient)):
+        ours = [each for each in gradients if isinstance(each, ShardedGradient) and each.group is group]
+        gathered = gather_norms([[each.local()] for each in ours], order, group, ours[0].device)
+        whole |= zip(map(id, ours), torch.linalg.vector_norm(gathered, order, dim=0), strict=True)
+    return [
+        whole[id(each)].to(dtype or each.dtype.to_real())
+        if id(each) in whole
+        else torch.linalg.vector_norm(each, order, dtype=dtype)
+        for each in gradients
+    ]
+
+
+# As torch does for its DTensor: clip_grad_norm_ then asks for all norms at once.
+if ShardedGradient not in _foreach_supported_types:
+    _foreach_supported_types.append(ShardedGradient)  # type: ignore[arg-type]

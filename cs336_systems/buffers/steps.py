@@ -56,7 +56,8 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
         if guard is not None:
             guard.require_finished(f"{type(optimizer).__name__}.step()")
             stepped.setdefault(guard, {})[number] = None
-        if isinstance(parameter.grad, ShardedGradient):
+        # A ShardedOptimizer with a wrapper takes the pieces from there.
+        if isinstance(parameter.grad, ShardedGradient) and getattr(optimizer, "wrapper", None) is None:
             raise fault(
                 f"{type(optimizer).__name__}.step() cannot use the gradient of {parameter.grad.label}, which rests "
                 "sharded: step a ShardedOptimizer made with wrapper=, as zero(stage=2) does"

@@ -18,24 +18,34 @@ class LocalGradient(NamedTuple):
     sharded: bool
 
 
+def _norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor | float:
+    """Norm of some tensors in float32 at least, as float64; a complex element counts by its absolute value."""
+    pairs = [(g, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g.numel()]
+    parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide).double() for g, wide in pairs]
+    return torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else 0.0
+
+
+@torch.no_grad()
+def gather_norms(lists: Sequence[Sequence[Tensor]], norm_type: float, group: Group, device: torch.device) -> Tensor:
+    """Norm of each list of this rank's shards, and those of all ranks: (ranks lists), in float64, by one collective.
+    They are not max-reduced, since that loses NaN. Every rank must call this."""
+    # One dtype on all ranks: one that has no gradient could not know the others'.
+    norms = torch.zeros(group.size(), len(lists), dtype=torch.float64, device=device)
+    for i, shards in enumerate(lists):
+        norms[group.rank(), i] = _norm(shards, norm_type)
+    all_gather(norms.view(-1), group, "gradient norm").wait()
+    return norms
+
+
 @torch.no_grad()
 def global_norm(sharded: Sequence[Tensor], replicated: Sequence[Tensor], norm_type: float, group: Group) -> Tensor:
     """Norm of all gradients as one vector, a float64 scalar equal on every rank. `sharded` are this rank's shards;
-    `replicated` are equal on every rank and count once. The ranks' norms are gathered, not max-reduced, since a max
-    reduction loses NaN. Every rank must call this if any gradient is sharded."""
+    `replicated` are equal on every rank and count once. Every rank must call this if any gradient is sharded."""
     device = (*sharded, *replicated, torch.empty(0))[0].device
-    # One dtype on all ranks: one that has no gradient could not know the others'.
-    norms = torch.zeros(group.size(), dtype=torch.float64, device=device)
-
-    def norm(gradients: Sequence[Tensor]) -> Tensor:
-        """In float32 at least; a complex element counts by its absolute value."""
-        pairs = [(g, torch.promote_types(g.dtype, torch.float32)) for g in gradients if g.numel()]
-        parts = [torch.linalg.vector_norm(g, norm_type, dtype=wide).double() for g, wide in pairs]
-        return torch.linalg.vector_norm(torch.stack(parts), norm_type) if parts else norms.new_zeros(())
-
-    norms[group.rank()] = norm(sharded)
-    all_gather(norms, group, "gradient norm").wait()
-    return torch.linalg.vector_norm(torch.cat((norms, norm(replicated)[None])), norm_type)
+    norms = gather_norms([sharded], norm_type, group, device)
+    norms = torch.cat((norms[:, 0], norms.new_zeros(1)))
+    norms[-1] = _norm(replicated, norm_type)
+    return torch.linalg.vector_norm(norms, norm_type)
 
 
 @torch.no_grad()

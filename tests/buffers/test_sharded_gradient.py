@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.bucket import SHARDED
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
+from cs336_systems.comm import record
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from tests.support import ranks
@@ -47,7 +48,8 @@ def pairs(model: BucketedDDP, alone: Some) -> list[tuple[Tensor, Tensor]]:
 
 
 def norm_case(group) -> None:
-    found = pairs(*synchronised())
+    model, alone = synchronised()
+    found = pairs(model, alone)
     for order in (1.0, 2.0, 3.0, math.inf):
         for ours, want in found:
             assert (ours.shape, ours.dtype, ours.untyped_storage().nbytes()) == (want.shape, want.dtype, 0)
@@ -56,6 +58,10 @@ def norm_case(group) -> None:
         mixed = [(ours if i % 2 else want, want) for i, (ours, want) in enumerate(found) if want.numel()]
         norms = torch._foreach_norm([ours for ours, _ in mixed], order)
         torch.testing.assert_close(list(norms), list(torch._foreach_norm([want for _, want in mixed], order)))
+    with record() as events:  # one for each dtype, not for each parameter
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.numel()], 1.0)
+    assert [each.label for each in events] == ["gradient norm"] * len(DTYPES)
+    found = pairs(*synchronised())
     wide = torch.linalg.vector_norm(found[6][0], dtype=torch.float64)
     torch.testing.assert_close(wide, torch.tensor(55.0, dtype=torch.float64).sqrt())
 
