@@ -15,19 +15,22 @@ Distributed, arXiv:2006.15704, section 3.2).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import repeat
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, finish_all
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
-from cs336_systems.comm import Group
+from cs336_systems.buffers.guards import Parameters, Wrapper, dropped, weak_hook
+from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
+
+T = TypeVar("T")
 
 
 class DataParallel(Wrapper):
@@ -69,13 +72,13 @@ class DataParallel(Wrapper):
         """The module's own forward. It communicates only if gradients of an unfinished
         synchronisation were dropped, so one rank may evaluate alone."""
         self.guard.before_forward()
-        if torch.is_grad_enabled() and self.guard.dropped(self.guard.arrived):
+        if torch.is_grad_enabled() and dropped(self.guard.arrived):
             self.reset()
         return self.module(*inputs, **kwargs)
 
     def _before_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Hook: a gradient is about to be added to `.grad`, which may lie in a buffer that is being reduced."""
-        self.guard.before_gradient(parameter)
+        self.guard.before_gradient(parameter, not self.accumulating)
         self.bucket_of[parameter].make_way(parameter)
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
@@ -116,6 +119,13 @@ class DataParallel(Wrapper):
             self.accumulating = before
             for bucket in self.buckets:
                 bucket.expect_all()
+
+    def join(self, batches: Collection[T]) -> Iterator[T | None]:
+        """This rank's batches, then None until the rank that has the most is done: skip forward and backward then, but
+        synchronise and step with the others; this rank's gradients count as zero. Every rank must call it."""
+        counts = agree("the number of batches", str(len(batches)), self.group)
+        yield from batches
+        yield from repeat(None, max(map(int, counts)) - len(batches))
 
     def kept_gradients(self) -> list[LocalGradient]:
         found = {each.parameter: each for bucket in self.buckets for each in bucket.local_gradients()}

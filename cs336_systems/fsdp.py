@@ -81,6 +81,7 @@ class FSDP(Wrapper):
             weight.full.register_hook(weak_hook(self._before_gradient, weight))
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
         for parameter in self.bucket_of:
+            parameter.register_hook(weak_hook(self.guard.before_own_gradient, parameter))
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_replicated_gradient))
 
     @uncompiled(recursive=False)
@@ -164,7 +165,6 @@ class FSDP(Wrapper):
                 self._reduce(weight)
 
     def _on_replicated_gradient(self, parameter: nn.Parameter) -> None:
-        self.guard.before_gradient(parameter)
         self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:

@@ -121,6 +121,22 @@ class Sparse(nn.Module):
         return self.head(self.embedding(tokens))
 
 
+class Buffered(Net):
+    """Buffers of every kind of number; each rank counts what it has seen in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for dtype in BUFFER_DTYPES:
+            self.register_buffer(f"{dtype}"[6:] + "s", torch.zeros(3, dtype=dtype))
+        self.register_buffer("sliced", torch.zeros(3, 3, dtype=torch.complex64)[:, 1])
+        self.register_buffer("one", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, tokens: Tensor, **options) -> Tensor:
+        for buffer in self.buffers():
+            buffer.copy_((buffer.float() + tokens.sum() % 5) if not buffer.is_complex() else buffer + tokens.sum())
+        return super().forward(tokens, **options)
+
+
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -138,6 +154,20 @@ def nested(run: Run):
     for step in range(2):
         tokens, targets = (rows_of(each, run.rank, run.world) for each in batch(step))
         F.cross_entropy(run.model(tokens)["all"][0].second.flatten(0, 1), targets.flatten()).backward()
+        yield
+        run.step()
+
+
+def uneven_with_join(run: Run):
+    """Rank 0 has four batches, rank 1 two, and no gradients after them; one process has the same."""
+    batches = range(4) if run.rank == 0 else range(2)
+    joined = [*batches, *[None] * (4 - len(batches))] if isinstance(run.model, Replica) else run.model.join(batches)
+    for step in joined:
+        if step is None:
+            for p in run.module.parameters() if isinstance(run.model, Replica) else ():
+                p.grad = torch.zeros_like(p)
+        else:
+            run.backward(step)
         yield
         run.step()
 
@@ -263,12 +293,96 @@ def write_on_one_rank(back: bool):
     return program
 
 
+def other_buffer(change):
+    """After a step rank 1 changes a buffer."""
+
+    def program(run: Run):
+        run.backward(0)
+        yield
+        run.step()
+        if run.rank == 1:
+            change(run.module)
+        run.backward(1)
+        yield
+
+    return program
+
+
+def same_buffers(run: Run):
+    """On all ranks a buffer grows, and one comes."""
+    for step in range(3):
+        run.module.register_buffer(f"more{step}", torch.ones(step + 1, dtype=torch.complex128))
+        run.module.more0 = torch.ones(step + 2)
+        run.backward(step)
+        yield
+        run.step()
+
+
+def by_hand(run: Run, drop) -> None:
+    with torch.no_grad():
+        for p in run.module.parameters():
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+    drop(run)
+    run.remember()
+
+
+def unsynchronised(drop):
+    """Steps by hand, the first without a synchronisation before it."""
+
+    def program(run: Run):
+        run.backward(0)
+        by_hand(run, drop)
+        run.backward(1)
+        yield
+        by_hand(run, drop)
+
+    return program
+
+
+def drop_all(run: Run) -> None:
+    for p in run.module.parameters():
+        p.grad = None
+
+
+def zero_all(run: Run) -> None:
+    for p in run.module.parameters():
+        if p.grad is not None:
+            p.grad.zero_()
+
+
+def update_in_hook(module: nn.Module, rank: int) -> None:
+    """Each rank's own gradient moves a number as soon as it is there."""
+
+    def hook(p: nn.Parameter) -> None:
+        with torch.no_grad():
+            p.sub_(p.grad)
+
+    module.scale.register_post_accumulate_grad_hook(hook)
+
+
+def moved_by_hook(run: Run):
+    run.backward(0)
+    run.remember()
+    yield
+    run.step()
+
+
+BUFFER_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64,
+    torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128,
+)  # fmt: skip
 THAWED = "optional.weight was frozen when wrapped and wants a gradient now"
 RATE = "group 0, lr = 0.05, rank 1 has "
 GONE = "the wrapper of these parameters is gone"
 CAST = "was torch.float64 when wrapped and is torch.float32 now"
 SMALL = "stage 2, small"  # where buckets were reduced before the others
 HOOKED = {"stage 3": "first.weight has a gradient hook, which would never run"}
+WAITS_TO_REDUCE = ("naive", "flat", "stage 3")  # else a gradient may be the mean already, and then all is well
+UNSYNCHRONISED = {
+    "naive | flat": "the ranks' weights differ, first in entry",
+    "stage 3": "changed or dropped before finish_gradient_synchronization() had delivered them",
+}
 DDP = ("naive", "flat", "overlapped", "bucketed")
 FEW = ("overlapped", "stage 2, small", "stage 3")  # where each case waits for a timeout
 
@@ -314,7 +428,31 @@ CASES = {
     ),
     "nested outputs": Case(nested, make=Nested),
     "an empty batch on one rank": Case(empty_batch),
-    "a sparse gradient": Case(steps(), "TypeError: a sparse gradient cannot lie in a flat buffer", make=Sparse),
+    "a sparse gradient": Case(steps(), make=Sparse, cls=torch.optim.Adagrad, options={"lr": 0.1}, inexact=ALL),
+    "a sparse gradient, SparseAdam": Case(
+        steps(), "SparseAdam does not support dense gradients",
+        make=Sparse, cls=torch.optim.SparseAdam, options={"lr": 0.1}, modes=ALL[:5],
+    ),
+    "4 batches on one rank, 2 on the other, join": Case(uneven_with_join, modes=ALL[:-1]),
+    "buffers of 14 dtypes": Case(steps(), make=Buffered),
+    "buffers that grow and come on all ranks": Case(same_buffers),
+    "a buffer of another size on one rank": Case(
+        other_buffer(lambda module: module.register_buffer("calls", torch.zeros(4, dtype=torch.int64))),
+        "rank 0 has buffer calls (3,) torch.int64, rank 1 has buffer calls (4,) torch.int64",
+    ),
+    "a buffer more on one rank": Case(
+        other_buffer(lambda module: module.register_buffer("more", torch.zeros(2))),
+        "rank 0 has nothing more, rank 1 has buffer more (2,)",
+    ),
+    "weights updated by hand before the synchronisation, gradients None": Case(
+        unsynchronised(drop_all), UNSYNCHRONISED, modes=WAITS_TO_REDUCE
+    ),
+    "weights updated by hand before the synchronisation, gradients 0": Case(
+        unsynchronised(zero_all), UNSYNCHRONISED, modes=WAITS_TO_REDUCE
+    ),
+    "weights updated in a gradient hook": Case(
+        moved_by_hook, "the ranks' weights differ, first in entry", prepare=update_in_hook
+    ),
     "one more backward on one rank, in no_sync": Case(one_more(True), {"stage 3": "waited in"}, waits=True),
     "one more backward on one rank, without no_sync": Case(
         one_more(False), {" | ".join(FEW): "waited"}, modes=("naive", "flat", "overlapped", "stage 3"), waits=True

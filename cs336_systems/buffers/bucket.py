@@ -65,7 +65,7 @@ class Sharded:
         mark("gradients", bucket.shard)
 
     def free(self, bucket: "GradBucket") -> None:
-        bucket.flat, bucket.given = None, set()
+        bucket.flat, bucket.lies_here = None, set()
         for parameter in bucket.parameters:
             keeps = parameter in bucket.used and parameter.grad is not None  # else nobody used or somebody dropped it
             parameter.grad = bucket.stand_in(parameter) if keeps else None
@@ -100,15 +100,15 @@ class GradBucket:
         self.launched: list[tuple[Tensor, int]] = []  # being reduced, with `_version` at launch: writes raise it
         self.waiting = set(parameters)  # parameters whose gradient has not come in this backward
         self.used: set[nn.Parameter] = set()  # parameters that have contributed to what `flat` or `shard` holds
-        self.given: set[nn.Parameter] = set()  # parameters whose `.grad` was a view of `flat` when last looked at
+        self.lies_here: set[nn.Parameter] = set()  # parameters whose `.grad` was a view of `flat` at the last look
 
     @torch.no_grad()
     def mark_ready(self, parameter: nn.Parameter) -> None:
-        """Pack a ready gradient into the buffer, unless it lies there already. Raises TypeError for a sparse one."""
+        """Pack a ready gradient into the buffer, unless it lies there already."""
         gradient, again = parameter.grad, parameter not in self.waiting
         assert gradient is not None
-        if gradient.is_sparse:
-            raise TypeError("a sparse gradient cannot lie in a flat buffer; use an embedding with sparse=False")
+        if gradient.layout != torch.strided:  # an embedding's, of other rows on each rank
+            parameter.grad = gradient = gradient.to_dense()
         self.waiting.discard(parameter)
         self.used.add(parameter)
         mark("gradients", gradient)
@@ -121,7 +121,7 @@ class GradBucket:
             view.add_(gradient) if again else view.copy_(gradient)
             parameter.grad = None
             return
-        self.given.add(parameter)
+        self.lies_here.add(parameter)
         if not self._contains(gradient):
             view.copy_(gradient)
             parameter.grad = view.data  # has its own version counter: the collective does not increment it
@@ -134,13 +134,13 @@ class GradBucket:
     def _leave_if_held(self, parameter: nn.Parameter) -> None:
         """Leave the buffer to whoever still holds a gradient that was there, before another is written in its place;
         gradients that still belong to parameters are packed into a new one."""
-        if self.flat is None or parameter not in self.given or self._contains(parameter.grad):
+        if self.flat is None or parameter not in self.lies_here or self._contains(parameter.grad):
             return
-        self.given = {p for p in self.parameters if self._contains(p.grad)}
+        self.lies_here = {p for p in self.parameters if self._contains(p.grad)}
         storage = self.flat.untyped_storage()
-        ours = 2 + len(self.given)  # of `flat`, of `storage`, and of each `.grad`
+        ours = 2 + len(self.lies_here)  # of `flat`, of `storage`, and of each `.grad`
         if torch._C._storage_Use_Count(storage._cdata) > ours:
-            self.flat, self.given = self.flat.clone(), set()
+            self.flat, self.lies_here = self.flat.clone(), set()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's piece of the buffer, which is made if need be."""
@@ -263,9 +263,9 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
     flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
     device = buckets[0].parameters[0].device if buckets else None
-    number = replicas.number()
+    checksum = replicas.checksum()
     pinned = device is not None and device.type == "cuda"  # else the host would wait for the copy, behind backward
-    sums = torch.tensor([*flags, number, 0.0], dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
+    sums = torch.tensor([*flags, checksum, 0.0], dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
     for shard in shards:
         # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
         sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
@@ -283,7 +283,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
                     parameter.grad = bucket.stand_in(parameter)
                 else:
                     parameter.grad = bucket.view(parameter)
-                    bucket.given.add(parameter)
+                    bucket.lies_here.add(parameter)
     for bucket in buckets:
         if bucket.shard is not None:
             bucket.hold_pieces()
@@ -291,4 +291,4 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
         bucket.used = set()
         if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
             bucket.flat = None
-    replicas.compare(number, sums[-2])
+    replicas.compare(checksum, sums[-2])

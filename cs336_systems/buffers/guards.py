@@ -2,7 +2,8 @@
 
 on construction      every parameter has values, and the ranks' modules are equal
 before_forward       no parameter was replaced, cast or unfrozen, no shard has a gradient hook, no watched one changed
-before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step
+before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step,
+                     and the ranks compare weights that somebody else changes
 on_gradient          note a backward that comes after one that has begun to reduce: every bucket is then reduced twice
 watch                watch one shard's gradient, which FSDP delivers at the end: only zero_grad would change it before
 before_finish        no parameter was replaced, cast or unfrozen, no gradient dropped, no watched one changed
@@ -19,7 +20,7 @@ from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
-from cs336_systems.buffers.replicas import Replicas, require_equal
+from cs336_systems.buffers.replicas import Replicas, buffer_lines, require_equal
 from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
 from cs336_systems.errors import UserError
@@ -38,6 +39,7 @@ class Guard:
         self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
         self.again = False  # true if one of them has come twice
         self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
+        self.versions: dict[nn.Parameter, int] = {}  # of weights whose gradient has come and is still this rank's own
         self.hooks: list[RemovableHandle] = []
         earlier: dict[Guard, str] = {}
         for name, parameter in self._named():
@@ -68,9 +70,7 @@ class Guard:
             trains, tied = "trainable" if p.requires_grad else "frozen", first.setdefault(p, name)
             tie = f" tied to {tied}" if tied != name else ""
             lines.append(f"parameter {name} {tuple(p.shape)} {p.dtype} {trains}{tie}")
-        lines += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in self.module.named_buffers()]
-        lines.append(kind)
-        require_equal("modules", lines, self.group)
+        require_equal("modules", [*lines, *buffer_lines(self.module), kind], self.group)
 
     def remember_structure(self, full_of: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
         """Expect the module's parameters to stay as they are now, but for shards in place of their whole weights, which
@@ -78,7 +78,7 @@ class Guard:
         self.names = {parameter: name for name, parameter in self._named()}
         self.shards = full_of or {}
         whole = {p: name for p, name in self.names.items() if p not in self.shards}
-        self.replicas = Replicas(whole, self.group)
+        self.replicas = Replicas(whole, self.group, self.module)
         self.names |= {full: self.names[shard] for shard, full in self.shards.items()}
         self.dtypes = {parameter: parameter.dtype for parameter in self.names}
         self.trainable = dict.fromkeys(parameter for parameter in self.names if parameter.requires_grad)
@@ -106,6 +106,8 @@ class Guard:
         self._check_unchanged()
         if torch.is_grad_enabled():  # a backward follows
             self._check_watched()
+            if any(p.grad is None or not p.grad.any() for p in self._written()):  # else it may accumulate
+                self._compare_written()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
@@ -125,19 +127,25 @@ class Guard:
                 continue
             raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
-    def dropped(self, arrived: Set[nn.Parameter]) -> bool:
-        """True if an optimizer's zero_grad has dropped gradients that are being reduced."""
-        return any(parameter.grad is None for parameter in arrived)
+    def _written(self) -> Iterator[nn.Parameter]:
+        """Weights that were changed while their gradient was this rank's own, perhaps by it."""
+        return (p for p, version in self.versions.items() if p._version != version)
+
+    def _compare_written(self) -> None:
+        self.versions = {}
+        self.replicas.compare_values()
 
     def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
-        if self.dropped(arrived):
+        if dropped(arrived):
             raise fault(
                 "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or "
                 "by zero_grad() of the wrapper"
             )
 
-    def before_gradient(self, parameter: nn.Parameter) -> None:
+    def before_gradient(self, parameter: nn.Parameter, reduces: bool = True) -> None:
         self.synchronised = False
+        if reduces and parameter in self.replicas.names:
+            self.versions.setdefault(parameter, parameter._version)
         self._refuse_dropped(self.arrived & {parameter})
 
     def on_gradient(self, parameter: nn.Parameter, reduces: bool) -> None:
@@ -149,6 +157,7 @@ class Guard:
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
         self._check_watched()
+        self.replicas.doubted = any(True for _ in self._written())
 
     def watch(self, shard: nn.Parameter) -> None:
         """Give one shard a gradient of zeros: an optimizer's zero_grad drops it or writes to it, and so is noticed."""
@@ -187,12 +196,14 @@ class Guard:
         return again
 
     def finished(self) -> None:
-        self.synchronised, self.watched = True, None
+        self.synchronised, self.watched, self.versions = True, None, {}
 
     def reset(self) -> None:
         """Forget the gradients that have come. The ranks agree first if some were being reduced."""
         if self.arrived:
             agree("zero_grad() after an unfinished backward", "", self.group)
+        if any(True for _ in self._written()):
+            self._compare_written()
         self.again, self.arrived = False, set()
         self.finished()
 
@@ -203,6 +214,11 @@ class Guard:
                 f"{what} before {self.wrapper}.finish_gradient_synchronization(): the gradients are still this rank's "
                 "own; call it after the last backward of a step"
             )
+
+
+def dropped(gradients_of: Set[nn.Parameter]) -> bool:
+    """True if somebody, as an optimizer's zero_grad, has dropped a gradient of these parameters."""
+    return any(parameter.grad is None for parameter in gradients_of)
 
 
 def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:

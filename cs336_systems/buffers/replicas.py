@@ -1,8 +1,8 @@
 """Comparison of what must be equal on all ranks: replicated parameters, and options of the optimizers that step them.
 
-Each rank adds one number to the all-reduce that ends a synchronisation: a hash of the options of all steps since the
-last, and of how often each parameter was written to. If the sum is not N times a rank's own number, the N ranks differ,
-and they compare options and weights through the store.
+Each rank adds a checksum to the all-reduce that ends a synchronisation: of the options of all steps since the last, of
+how often each parameter was written to, and of the buffers' shapes. If the sum is not N times a rank's own, the N ranks
+differ, and they compare options, shapes of buffers, and weights through the store.
 """
 
 import hashlib
@@ -29,63 +29,80 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
     everyone = [json.loads(each) for each in agree(f"all {what}", json.dumps(lines, allow_nan=False), group)]
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     pairs = enumerate(zip_longest(everyone[0], everyone[other], fillvalue="nothing more"))
-    number, (a, b) = next((number, (a, b)) for number, (a, b) in pairs if a != b)
+    entry, (a, b) = next((entry, (a, b)) for entry, (a, b) in pairs if a != b)
     raise UserError(
-        f"the ranks' {what} differ, first in entry {number}: rank {global_rank(0, group)} has {a}, "
+        f"the ranks' {what} differ, first in entry {entry}: rank {global_rank(0, group)} has {a}, "
         f"rank {global_rank(other, group)} has {b}{advice}"
     )
 
 
-class Question(NamedTuple):
-    """Number that a rank added to the sum of a synchronisation, the options behind it, and the sum as it arrives."""
+def buffer_lines(module: nn.Module) -> list[str]:
+    """What ranks compare of a module's buffers, which they broadcast."""
+    return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
-    number: int
+
+class Question(NamedTuple):
+    """Checksum that a rank added in a synchronisation, the lines behind it, and the sum as it arrives."""
+
+    checksum: int
     options: list[str]
+    buffers: list[str]
     total: Tensor
     arrival: torch.cuda.Event | None
 
 
 class Replicas:
-    """The replicated parameters of a wrapper, with their names, and the options of steps since the last comparison."""
+    """The replicated parameters of a wrapped module, with their names, and the options of steps since the last
+    comparison. `doubted`: weights were changed while gradients were each rank's own, so compare them in any case."""
 
-    def __init__(self, names: Mapping[nn.Parameter, str], group: Group) -> None:
+    def __init__(self, names: Mapping[nn.Parameter, str], group: Group, module: nn.Module) -> None:
         self.names, self.group = {p: name for p, name in names.items() if not p.is_inference()}, group
         self.versions = [p._version for p in self.names]  # when the values were last known to be equal
         self.options: dict[str, None] = {}
+        self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
         self.asked: Question | None = None
+        self.module, self.doubted = module, False
 
-    def note(self, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
         """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
         kind = type(optimizer).__name__
-        for place, number in enumerate(numbers):
-            for key, value in optimizer.param_groups[number].items():
-                if key != "params" and (shown := plain(value)) is not None:
-                    self.options[f"{kind}, group {place}, {key} = {shown}"] = None
+        for place, group in enumerate(groups):
+            options = {key: value for key, value in optimizer.param_groups[group].items() if key != "params"}
+            before, lines = self.noted.get((kind, place), (None, {}))
+            if options != before:  # seldom, since a thousand groups have ten thousand options
+                shown = {key: plain(value) for key, value in options.items()}
+                lines = {f"{kind}, group {place}, {key} = {each}": None for key, each in shown.items() if each}
+                writable = any(isinstance(value, Tensor | list) for value in options.values())
+                self.noted[kind, place] = None if writable else options, lines
+            self.options |= lines
 
-    def number(self) -> int:
-        """A hash of the options and of the writes to each parameter, small enough for an exact sum in float64."""
+    def checksum(self) -> int:
+        """Of all that must be equal on all ranks, small enough for an exact sum in float64."""
         self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
-        return zlib.crc32(array("q", writes), zlib.crc32("\n".join(self.options).encode()))
+        lines = "\n".join((*self.options, *buffer_lines(self.module)))
+        doubt, self.doubted = self.doubted and self.group.rank() == 0, False  # so that one rank differs
+        return zlib.crc32(array("q", writes), zlib.crc32(lines.encode())) + doubt
 
-    def compare(self, number: int, total: Tensor) -> None:
-        """Compare this rank's number with the sum of all; a GPU's sum is read at the next synchronisation, when it has
-        long been there. Raises UserError on every rank if options or values differ."""
+    def compare(self, checksum: int, total: Tensor) -> None:
+        """Compare this rank's checksum with the sum of all; a GPU's sum is read at the next synchronisation, when it
+        has long been there. Raises UserError on every rank if options, buffers or values differ."""
         options, self.options = list(self.options), {}
         if not is_fake(self.group):
-            self.asked = Question(number, options, *_to_host(total))
+            self.asked = Question(checksum, options, buffer_lines(self.module), *_to_host(total))
             if self.asked.arrival is None:
                 self.read()
 
     def read(self) -> None:
-        """Compare this rank's number of the last synchronisation with the sum, once it is on the host."""
+        """Compare this rank's checksum of the last synchronisation with the sum, once it is on the host."""
         asked, self.asked = self.asked, None
         if asked is None:
             return
         if asked.arrival is not None:
             asked.arrival.synchronize()
-        if asked.total.item() != asked.number * self.group.size():
+        if asked.total.item() != asked.checksum * self.group.size():
             require_equal("hyper-parameters", asked.options, self.group, ": give every rank the same")
+            require_equal("buffers", asked.buffers, self.group, ": change buffers on every rank")
             self.compare_values()  # writes alone are no error: averaged weights may be swapped in, and out
 
     def compare_values(self, buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -93,7 +110,10 @@ class Replicas:
         if is_fake(self.group):
             return
         named = chain(((name, p) for p, name in self.names.items()), buffers)
-        advice = ": change weights on every rank, or before the module is wrapped"
+        advice = (
+            ": change weights on every rank, or before the module is wrapped; by gradients, after "
+            "finish_gradient_synchronization()"
+        )
         require_equal("weights", [f"{name} with hash {_hash(tensor)}" for name, tensor in named], self.group, advice)
         self.versions = [p._version for p in self.names]
 

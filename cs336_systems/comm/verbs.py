@@ -220,11 +220,12 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
 
 
 def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Work:
-    """Replace the tensor by that of the group's rank `source`."""
+    """Replace the tensor, of any dtype, by that of the group's rank `source`."""
     with _collective("broadcast", tensor, group, label, alike=(source, tensor.numel())) as work:
         if group.size() > 1 and tensor.numel():
             sent = tensor.contiguous()
-            work.pending = [dist.broadcast(sent, group=group, async_op=True, group_src=source)]
+            data = sent.detach().view(-1).view(torch.uint8)  # gloo knows few dtypes, and all have bytes
+            work.pending = [dist.broadcast(data, group=group, async_op=True, group_src=source)]
             work.finish = None if sent is tensor else lambda: tensor.copy_(sent)
     return work
 
