@@ -23,23 +23,29 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
 from torch._compile import _disable_dynamo as uncompiled  # which imports the compiler only when it is called
 
 from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
+from cs336_systems.buffers.compute_dtype import cast
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import Parameters, Wrapper, refuse_compiler, weak_hook
+from cs336_systems.buffers.gather_order import shard_weights, tensors_with_gradient
+from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.refusals import refuse_compiler
 from cs336_systems.buffers.shard_tensor import raw
-from cs336_systems.buffers.sharded_parameter import ShardedParameter, cast, shard_weights, tensors_with_gradient
+from cs336_systems.buffers.sharded_parameter import ShardedParameter
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
 
 
 class FSDP(Wrapper):
-    """A module whose 2-D `weight`s (of any layer that has one) are sharded by rows; everything else is replicated.
+    """A module whose parameters of two or more axes are sharded by rows, the first axis, whatever their names. The rest
+    is replicated: norms, biases, scalars, and what is not floating-point or has no elements.
 
     `parameters()` are this rank's shards (buffers/shard_tensor.py), in the dtype that the module had: give them to any
     elementwise optimizer.
-    `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights,
-    gradients and their reduction keep the module's dtype, and layers with other parameters (norms) get inputs in it.
-    A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass.
+    `compute_dtype` is that of the weights and inputs of the sharded layers while they compute; master weights and
+    gradients keep the module's dtype, and layers with other parameters (norms) get inputs in it. `reduce_dtype` is that
+    in which gradients of sharded weights travel (default: the module's).
+    A weight that is used outside its own layer's forward (a tied head) stays whole until the end of the pass. With
+    `reshard_after_forward=False` all stay whole from forward to their backward: a gather less for the memory of all.
 
     After the last backward of a step call `finish_gradient_synchronization()`. Every forward and backward communicates:
     all ranks must run it, evaluation too. A rank may leave a layer out if layers are called in the order in which they
@@ -54,10 +60,13 @@ class FSDP(Wrapper):
         compute_dtype: torch.dtype | None = None,
         group: Group | None = None,
         ignored: Parameters = (),
+        reshard_after_forward: bool = True,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(f"compute dtype {compute_dtype}", module, group, ignored)
-        self.compute_dtype = compute_dtype
-        self.order = shard_weights(module, compute_dtype, self.guard, self._lend)
+        chosen = f"compute dtype {compute_dtype}, reduce dtype {reduce_dtype}, resharded {reshard_after_forward}"
+        super().__init__(chosen, module, group, ignored)
+        self.compute_dtype, self.reshard_after_forward = compute_dtype, reshard_after_forward
+        self.order = shard_weights(module, compute_dtype, reduce_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
         shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
         replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
@@ -72,9 +81,9 @@ class FSDP(Wrapper):
         self.reduced: set[ShardedParameter] = set()  # in this backward
         self.reducing: deque[GradBucket] = deque()  # launched and not awaited
         self.guard.protect((*self.bucket_of, *shards))
-        for number, (layer, weight) in enumerate(zip(self.order.layers, self.order.weights, strict=True)):
+        for number, (layer, weight) in enumerate(self.order.calls):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
-            layer.register_forward_hook(partial(self._post_forward, number, weight))
+            layer.register_forward_hook(partial(self._post_forward, self.order.back_number[layer, weight], weight))
         for weight in (weight for weight in self.sharded if weight.trainable):
             weight.shard.register_hook(weak_hook(self.guard.before_own_gradient, weight.shard))
             weight.shard.register_post_accumulate_grad_hook(weak_hook(self.guard.own_gradient))
@@ -100,11 +109,11 @@ class FSDP(Wrapper):
             output = self.module(*inputs, **kwargs)
         finally:
             self.in_forward = False
-        self.order.forward_to(end := len(self.order.layers))
+        self.order.forward_to(end := len(self.order.calls))
         if torch.is_grad_enabled():
             self.order.passed_back = self.order.gathered_back = end
         for weight in self.sharded:
-            weight.reshard()
+            weight.reshard(keep=self._keeps_whole())
         for tensor in tensors_with_gradient(output, "the module") if self.borrowed else ():
             tensor.register_hook(partial(self._borrow_again, self.borrowed))
         return cast(output, self.sharded[0].shard.dtype) if self.compute_dtype and self.sharded else output
@@ -118,15 +127,20 @@ class FSDP(Wrapper):
     @uncompiled
     def _post_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any, output: Any) -> None:
         tensors = tensors_with_gradient(output, weight.name)
-        for tensor in tensors:
+        for tensor in (each for each in tensors if each is not weight.full):
             tensor.register_hook(partial(self._pre_backward, number, weight))
         if tensors and weight.shard.requires_grad:
             self.expected.add(weight)
-        if self.in_forward:  # else it is recomputed in backward, which needs the weight at once
+        if weight in self.borrowed or weight.lies_in(output):  # code outside may still read it
+            self.borrowed.add(weight)
+        elif self.in_forward and not self._keeps_whole():  # else it is recomputed in backward, which needs it at once
             weight.reshard()
         if tensors and not weight.shard.requires_grad:  # frozen: no gradient hook frees it
             for tensor in tensors_with_gradient(args):
                 tensor.register_hook(lambda gradient: weight.reshard())
+
+    def _keeps_whole(self) -> bool:
+        return not self.reshard_after_forward and torch.is_grad_enabled()
 
     def _pre_backward(self, number: int, weight: ShardedParameter, gradient: Tensor) -> None:
         self.guard.before_gradient(weight.full)
@@ -168,14 +182,14 @@ class FSDP(Wrapper):
         self.bucket_of[parameter].mark_ready(parameter)
 
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
-        """The whole weight for code outside its layer, until the end of the pass; None if idle, or if it is whole."""
-        recomputing = torch._C._current_graph_task_id() != -1
-        if weight.unsharded or not (self.in_forward or recomputing):
+        """The whole weight for code outside its layer, until the end of the pass; None between passes."""
+        if not self.in_forward and torch._C._current_graph_task_id() == -1:  # nor recomputed in backward
             return None
-        weight.unshard()
-        if torch.is_grad_enabled() and weight.shard.requires_grad:
-            self.expected.add(weight)
-        self.borrowed.add(weight)
+        if not weight.unsharded:
+            weight.unshard()
+            if torch.is_grad_enabled() and weight.shard.requires_grad:
+                self.expected.add(weight)
+            self.borrowed.add(weight)
         return weight.full
 
     def _borrow_again(self, borrowed: set[ShardedParameter], gradient: Tensor) -> None:

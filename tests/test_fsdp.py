@@ -211,7 +211,7 @@ def foreign_case(group, marked: bool, folder: str) -> None:
         torch.save(model.state_dict(), f"{folder}/saved")
     dist.barrier(group)
     state = torch.load(f"{folder}/saved", weights_only=True)
-    model.load_state_dict(state if marked else dict(state))
+    model.load_state_dict(state if marked else {name: value.clone() for name, value in state.items()})
     loss_of(model, 0).backward()  # rank 0 learns of the others' error where it meets them
 
 
@@ -262,6 +262,47 @@ def memory_case(group) -> None:
 
 def test_evaluation_between_steps_changes_nothing():
     ranks.run(memory_case, 2)
+
+
+def gan_step(generator, discriminator, optimizers, step: int, rank: int, world: int, finish, frozen: bool) -> None:
+    """The discriminator's step, then the generator's, whose loss flows backward through the discriminator."""
+    random = torch.Generator().manual_seed(step)
+    noise, real = (torch.randn(8, n, generator=random, dtype=torch.float64).chunk(world)[rank] for n in (3, 4))
+    discriminator.requires_grad_(True)
+    discriminator.zero_grad()
+    made = generator(noise)
+    (F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(made.detach())).mean()).backward()
+    finish(discriminator)
+    optimizers[1].step()
+    generator.zero_grad()
+    discriminator.requires_grad_(not frozen)
+    F.softplus(-discriminator(made)).mean().backward()
+    finish(generator)
+    optimizers[0].step()
+
+
+def gan_case(group, frozen: bool) -> None:
+    for keep in (False, True):
+        models = []
+        for seed in (0, group.rank()):
+            torch.manual_seed(seed)
+            sizes = ((3, 8), (8, 4)), ((4, 8), (8, 1))
+            models.append([nn.Sequential(nn.Linear(*a), nn.Tanh(), nn.Linear(*b)).double() for a, b in sizes])
+        wrapped = [FSDP(each, reshard_after_forward=not keep) for each in models[1]]
+        ours, plain = ([torch.optim.Adam(each.parameters(), lr=0.01) for each in pair] for pair in (wrapped, models[0]))
+        for step in range(3):
+            gan_step(*models[0], plain, step, 0, 1, lambda model: None, frozen)
+            place = (step, group.rank(), group.size())
+            gan_step(*wrapped, ours, *place, lambda model: model.finish_gradient_synchronization(), frozen)
+        for model, want in zip(wrapped, models[0], strict=True):
+            full = model.gather_full_params()
+            for name, value in want.state_dict().items():
+                torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["wanted", "frozen"])
+def test_a_gan_whose_loss_flows_through_another_wrapper_equals_one_process(frozen):
+    ranks.run(gan_case, 2, frozen=frozen)
 
 
 class Nested(nn.Module):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests import test_faults_backward, test_faults_ddp, test_faults_gradient, test_faults_zero
+from tests import test_faults_backward, test_faults_ddp, test_faults_gradient, test_faults_sharding, test_faults_zero
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/data_parallel.md"
 BEGIN, END = "<!-- outcomes: begin (python -m tests.test_outcomes writes this) -->", "<!-- outcomes: end -->"
@@ -23,7 +23,8 @@ def describe(outcome: str | dict[str, str]) -> str:
 def outcome_table() -> str:
     """One row a case: every one is run in every mode that it makes sense in."""
     lines = ["| what happens | outcome |", "| --- | --- |"]
-    for module in (test_faults_ddp, test_faults_backward, test_faults_gradient, test_faults_zero):
+    modules = (test_faults_ddp, test_faults_backward, test_faults_gradient, test_faults_zero, test_faults_sharding)
+    for module in modules:
         lines += [f"| {name} | {describe(case.outcome)} |".replace("<", "\\<") for name, case in module.CASES.items()]
     return "\n".join(lines)
 

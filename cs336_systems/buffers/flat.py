@@ -105,3 +105,17 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
             group.clear()
         group.append(p)
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
+
+
+def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
+    """The numbers of two tensors that have elements in the same memory, if there are any."""
+    ends: dict[int, tuple[int, int]] = {}  # by storage, the largest end so far, and whose it is
+    for number in sorted(range(len(tensors)), key=lambda n: tensors[n].storage_offset()):
+        tensor, storage = tensors[number], tensors[number].untyped_storage()._cdata
+        if tensor.numel():
+            end, other = ends.get(storage, (0, number))
+            if tensor.storage_offset() < end:
+                return other, number
+            extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            ends[storage] = max((end, other), (tensor.storage_offset() + extent, number))
+    return None

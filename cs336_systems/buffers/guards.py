@@ -16,10 +16,10 @@ from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 
-from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement
+from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, Sharded
+from cs336_systems.buffers.refusals import computed_weights, refuse_hooks, refuse_max_norm, refuse_shared_memory
 from cs336_systems.buffers.replicas import Replicas, buffer_lines, require_equal
 from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
@@ -50,6 +50,7 @@ class Guard:
                     raise fault(f"{name} is sharded by another {found.wrapper} already: wrap it once")
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
+        refuse_max_norm(module)
         self.taken = ""  # where one of the parameters has gone
         self._compare_modules(f"wrapper {wrapper}, {kind}")
         self._take_over(earlier)
@@ -221,23 +222,6 @@ def dropped(gradients_of: Set[nn.Parameter]) -> bool:
     return any(parameter.grad is None for parameter in gradients_of)
 
 
-def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
-    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one; `own` are the
-    wrapper's of each kind."""
-    if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
-        raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
-
-
-@_disable_dynamo
-def refuse_compiler(compiler: object) -> None:
-    """Raises UserError if a compiler, the current one of torch.compile, reads FSDP's own forward."""
-    if callable(compiler):
-        raise fault(
-            "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the model "
-            "block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
-        )
-
-
 def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
     """A hook that calls the method, with `first` and then torch's arguments, for as long as its object lives: torch's
     gradient hooks, which the garbage collector does not see, would keep both alive for ever."""
@@ -263,7 +247,9 @@ class Wrapper(nn.Module):
         self.module, self.group = module, default_group(group)
         self.after_synchronisation: list[Callable[[], None]] = []  # called when the gradients are complete
         self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
-        for tensor in (*self.guard.names, *module.buffers()):
+        if isinstance(self.gradients, Sharded):
+            refuse_shared_memory(self.guard.names)
+        for tensor in (*self.guard.names, *module.buffers(), *computed_weights(module)):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
 
     def end_synchronisation(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout, FlatPiece
+from cs336_systems.buffers.flat import FlatLayout, FlatPiece, overlapping
 from cs336_systems.comm import Group, agree, all_gather, broadcast
 from cs336_systems.errors import UserError
 
@@ -36,6 +36,9 @@ class ParameterBuffer:
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
         self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
+        if found := overlapping(parameters):
+            shapes = " and ".join(str(tuple(parameters[n].shape)) for n in found)
+            raise UserError(f"parameters of shapes {shapes} lie in one memory, of which sharding makes two: tie them")
         self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
         with torch.no_grad():
             for i, parameter in enumerate(parameters):

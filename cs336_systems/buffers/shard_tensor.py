@@ -88,6 +88,7 @@ class ShardTensor(Tensor):
                 return read_property(func, args[0])
             shards = shards_in((*args, *kwargs.values()))
             if name in ELEMENTWISE or (name == "setitem" and getattr(args[1], "dtype", None) == torch.bool):
+                refuse_other_rows(name, (*args, *kwargs.values()))
                 return keep_kind(func(*args, **kwargs), args, shards[0], name)
             if name in NORMS or name in SUMS:
                 return reduce_all(func, name, args, kwargs, shards[0])
@@ -107,7 +108,9 @@ class ShardTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with raw():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)  # a file has the rows as a plain tensor
+            plain: Any = self.as_subclass(Tensor)  # a file has the rows as a plain tensor, with a note which they are
+            plain.saved_rows = [*self.rows[1:3]]
+            return plain.__reduce_ex__(protocol)
 
 
 for foreach_types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
@@ -127,9 +130,43 @@ def shards_in(args: Sequence[Any]) -> list[ShardTensor]:
     return [each for each in flat if isinstance(each, ShardTensor)]
 
 
+def refuse_other_rows(name: str, args: Sequence[Any]) -> None:
+    """Raises UserError for an element-wise operation of a shard and a plain tensor that has not as many rows."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    for together in zip(*lists, strict=False) if lists else (args,):
+        for shard in shards_in(together)[:1]:
+            others = [each for each in together if isinstance(each, Tensor) and each.dim() >= shard.dim()]
+            if any(each.shape[-shard.dim()] not in (1, len(shard)) for each in others):
+                raise refusal(name, shard)
+
+
+def saved_rows(tensor: Tensor) -> list[int] | None:
+    """[first, last) of the rows that a tensor is known to have, which may come from a file; None of another one."""
+    return [*tensor.rows[1:3]] if isinstance(tensor, ShardTensor) else getattr(tensor, "saved_rows", None)
+
+
+def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
+    """Let tensors of an optimizer's state that came from a file know that they are rows, as those that it made do.
+    Raises UserError for another rank's."""
+    with raw():
+        found = {key: v for key, v in state.items() if type(v) is Tensor and v.shape == shard.shape}
+        for key, value in found.items():
+            if (rows := saved_rows(value)) not in (None, [*shard.rows[1:3]]):
+                raise fault(
+                    f"the {key} of {shard.rows.name} that was loaded is of rows {rows[0]} to {rows[1]}, and this rank "
+                    f"has rows {shard.rows.first} to {shard.rows.last}: load what this rank saved"
+                )
+            state[key] = as_shard(value, shard.rows)
+
+
 def refusal(name: str, shard: ShardTensor) -> UserError:
     """Error of a function that would mix the rows of a shard."""
     weight, first, last, total, _ = shard.rows
+    if name in ("grad", "backward"):
+        return fault(
+            f"{name}() with respect to {weight} alone: it is sharded, and gradients come to whole weights; call "
+            "backward() without inputs=, and read .grad after finish_gradient_synchronization()"
+        )
     return fault(
         f"{name}() of {weight} would see rows {first} to {last} of {total}, which this rank has: take whole weights "
         "from gather_full_params(), or change them before wrapping; as_subclass(torch.Tensor) gives these rows"

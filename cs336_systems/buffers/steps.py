@@ -7,6 +7,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cs336_systems.buffers.shard_tensor import ShardTensor, know_loaded
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import fault
 from cs336_systems.errors import UserError
@@ -46,6 +47,8 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
                 "it; make it from the wrapped module's parameters"
             )
+        if isinstance(parameter, ShardTensor):
+            know_loaded(optimizer.state.get(parameter, {}), parameter)
         reference = guard_of.get(parameter)
         guard = reference and reference()
         if reference is not None and guard is None:

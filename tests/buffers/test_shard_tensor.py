@@ -111,7 +111,55 @@ def test_penalties_that_weigh_differently_by_rank_equal_one_process(world_size):
     ranks.run(penalised_case, world_size)
 
 
+class NormedMomentum(torch.optim.Optimizer):
+    """Momentum that moves a parameter by its direction alone: the norm is one of the optimizer's state."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p)).mul_(0.9).add_(p.grad)
+                p.sub_(momentum / momentum.norm() * self.param_groups[0]["lr"])
+
+
+def resumed_case(group, folder: str) -> None:
+    """An optimizer whose state came from this rank's file goes on as one process; another rank's file is refused."""
+    bare, model = make(seed=0), FSDP(make(seed=0))
+    plain, optimizer = NormedMomentum(bare.parameters()), NormedMomentum(model.parameters())
+    for step in range(3):
+        if step == 1:
+            torch.save([model.state_dict(), optimizer.state_dict()], f"{folder}/{group.rank()}")
+            model, mine = FSDP(make(seed=1)), torch.load(f"{folder}/{group.rank()}", weights_only=True)
+            optimizer = NormedMomentum(model.parameters())
+            model.load_state_dict(mine[0])
+            optimizer.load_state_dict(mine[1])
+        loss_of(bare, step).backward()
+        loss_of(model, step, group.rank(), group.size()).backward()
+        model.finish_gradient_synchronization()
+        for each in (plain, optimizer):
+            each.step()
+            each.zero_grad()
+    full = model.gather_full_params()
+    for name, value in bare.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=TOLERANCE, atol=TOLERANCE)
+    optimizer.load_state_dict(torch.load(f"{folder}/{1 - group.rank()}", weights_only=True)[1])
+    loss_of(model, 3).backward()
+    model.finish_gradient_synchronization()
+    with pytest.raises(UserError, match=r"of \w+.weight (that was loaded is of rows|would see rows)"):
+        optimizer.step()
+
+
+def test_a_state_from_a_file_knows_which_rows_it_has(tmp_path):
+    ranks.run(resumed_case, 2, folder=str(tmp_path))
+
+
 REFUSED = {
+    "mul": lambda w: torch.ones(5, 5, dtype=w.dtype).mul_(w),
+    "copy": lambda w: w.data.copy_(torch.ones(5, 5, dtype=w.dtype)),
+    "lerp": lambda w: torch._foreach_lerp_([torch.ones(5, 5, dtype=w.dtype)], [w.data], 0.5),
     "matmul": lambda w: w @ torch.ones(5, dtype=w.dtype),
     "T": lambda w: w.T,
     "view": lambda w: w.view(-1),

@@ -3,7 +3,7 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.buffers.sharded_parameter import AHEAD
+from cs336_systems.buffers.gather_order import AHEAD
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.closed_forms import zero_memory
 from cs336_systems.cost.course import question

@@ -1,0 +1,123 @@
+"""Which parameters of a module FSDP shards, and the order in which their layers gather them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.buffers.compute_dtype import compute_in
+from cs336_systems.buffers.guards import Guard
+from cs336_systems.buffers.refusals import refuse_hooks
+from cs336_systems.buffers.sharded_parameter import Lend, Place, ShardedParameter, WeightProxy, parts
+from cs336_systems.buffers.steps import replaced
+
+AHEAD = 2  # weights gathered before they are needed
+Call = tuple[nn.Module, ShardedParameter]  # a layer, whose forward computes with a parameter
+
+
+class GatherOrder:
+    """Weights are gathered up the list of calls in forward, down the list `back` in backward, AHEAD of their use (see
+    fsdp.py); a tied weight stands in both once for each of its layers. A layer comes before those inside it each way.
+
+    Collectives match only if every rank launches the same ones in the same order. So the order is that of the list and
+    not that of the calls, and a layer that this rank leaves out is gathered all the same: another rank may use it.
+    """
+
+    def __init__(self, calls: Sequence[Call], back: Sequence[Call]) -> None:
+        self.calls, self.back_number = calls, {call: number for number, call in enumerate(back)}
+        self.weights, self.back = [weight for _, weight in calls], [weight for _, weight in back]
+        self.first = {weight: number for number, weight in reversed([*enumerate(self.back)])}
+        self.gathered = 0  # layers before this one have been gathered in this forward
+        self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
+
+    def forward_to(self, number: int) -> None:
+        """Come to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
+        layers that were left out before it."""
+        coming = set(self.weights[number : max(self.gathered, number + 1)])
+        for weight in self.weights[:number]:
+            if weight.work and weight not in coming:  # it may be the tied weight of a layer to come
+                weight.reshard()
+        for weight in self.weights[self.gathered : number + 1 + AHEAD]:
+            weight.launch_unshard()
+        self.gathered = max(self.gathered, number + 1 + AHEAD)
+
+    def back_to(self, number: int) -> Iterator[ShardedParameter]:
+        """Come to a layer in backward (-1: to the end), gathering ahead. Yields each weight that is passed on the way
+        and belongs to no layer further down, for its reduction to take place in this order, too."""
+        while self.passed_back > max(number, 0):
+            self.passed_back -= 1
+            while self.gathered_back > max(self.passed_back - AHEAD, 0):
+                self.gathered_back -= 1
+                self.back[self.gathered_back].launch_unshard()
+            weight = self.back[self.passed_back]
+            if self.passed_back > number and self.first[weight] == self.passed_back:
+                yield weight
+
+
+def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
+    """The tensors that want a gradient in nested tuples, lists, dicts and dataclasses. Raises TypeError, naming the
+    source, where another kind of object hides them: their backward would not be seen."""
+    leaves = tree_leaves(tree)
+    for leaf in leaves:
+        if is_dataclass(leaf):
+            leaves += tree_leaves([getattr(leaf, field.name) for field in fields(leaf)])
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    opaque = [type(leaf).__name__ for leaf in leaves if hasattr(leaf, "__dict__") and not is_dataclass(leaf)]
+    if source and opaque and not found and torch.is_grad_enabled():
+        raise TypeError(f"{source} returns a {opaque[0]}, in which FSDP finds no tensor: return a tuple or dataclass")
+    return [tensor for tensor in found if tensor.requires_grad]
+
+
+def is_worth_sharding(layer: nn.Module, parameter: nn.Parameter | None) -> bool:
+    """True for floating-point parameters of two or more axes that are not empty, whatever their name, but for norms';
+    the others are small, and stay whole on every rank."""
+    matrix = parameter is not None and parameter.dim() > 1 and parameter.numel() > 0 and parameter.is_floating_point()
+    return matrix and not hasattr(layer, "normalized_shape")
+
+
+def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """All layers, each once, and each after those inside it."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from inside_out(child, seen)
+    yield module
+
+
+def shard_weights(
+    module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
+) -> GatherOrder:
+    """Replace every parameter that is worth it by this rank's rows, and let code outside its layer that reads it get
+    what `lend` gives. The order is that in which layers are registered, and tied layers share a sharded parameter."""
+    places: dict[nn.Parameter, list[Place]] = {}
+    for layer in module.modules():
+        for key, weight in layer._parameters.items():
+            if weight is not None and weight not in guard.ignored and is_worth_sharding(layer, weight):
+                places.setdefault(weight, []).append((layer, key))
+                refuse_hooks(weight, guard.names[weight])
+    proxies: dict[nn.Module, WeightProxy] = {}
+    sharded_of: dict[nn.Parameter, ShardedParameter] = {}
+    for weight, found in places.items():
+        replaced[weight] = name = guard.names[weight]
+        sharded_of[weight] = sharded = ShardedParameter(weight, found, name, guard.group, compute_dtype, reduce_dtype)
+        for layer, key in found:
+            layer.register_load_state_dict_pre_hook(partial(sharded.cut_loaded, key))
+            if layer not in proxies:
+                layer.__dict__["_parameters"] = proxies[layer] = WeightProxy(layer, lend)
+            proxies[layer].sharded[key] = sharded
+    guard.remember_structure({sharded.shard: sharded.full for sharded in sharded_of.values()})
+
+    reader = {inner: layer for layer in reversed([*module.modules()]) for inner in parts(layer)}  # the outermost
+
+    def calls(layers: Iterable[nn.Module]) -> list[Call]:
+        holders = ((layer, proxies[layer]) for layer in layers if layer in proxies)
+        return list(dict.fromkeys((reader[layer], each) for layer, proxy in holders for each in proxy.sharded.values()))
+
+    order = GatherOrder(calls(module.modules()), calls(inside_out(module, set())))
+    if compute_dtype is not None:
+        compute_in(compute_dtype, module, {layer for layer, _ in order.calls})
+    return order
