@@ -117,5 +117,5 @@ def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
             if tensor.storage_offset() < end:
                 return other, number
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            ends[storage] = max((end, other), (tensor.storage_offset() + extent, number))
+            ends[storage] = max((end, other), (int(tensor.storage_offset()) + extent, number))
     return None

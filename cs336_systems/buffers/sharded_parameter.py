@@ -45,12 +45,12 @@ class WeightProxy(dict[str, nn.Parameter | None]):
         super().__setitem__(name, parameter)
 
 
-def put(place: Place, parameter: Tensor) -> None:
+def put(place: Place, parameter: Any) -> None:
     """Let a layer see a parameter in its place, and a recurrent one in the list that it computes from."""
     layer, name = place
-    dict.__setitem__(layer._parameters, name, parameter)
+    layer._parameters.update({name: parameter})  # which a proxy does not see
     if name in (names := layer.__dict__.get("_flat_weights_names", ())):
-        layer._flat_weights[names.index(name)] = parameter  # type: ignore[operator, union-attr]
+        layer._flat_weights[names.index(name)] = parameter  # type: ignore[operator]
 
 
 def parts(layer: nn.Module) -> Iterable[nn.Module]:

@@ -113,9 +113,12 @@ class Ring:
 
     def other(self, group: str, number: int, history: int) -> Entry | None:
         """Entry of a group's collective of this number if the rank's history is another one then, as far as it is still
-        there. Its number is read again at last, since it is the first that is overwritten."""
+        there. Its number is read again at last, since it is the first that is overwritten; an entry that is being
+        written has its number, and not yet its history."""
         for slot in (self.numbers == number).nonzero()[0]:
-            if self.histories[slot] in (0, history) or (entry := self._entry(slot)).group != group[:16]:
+            if slot == self.fields["written"] % SLOTS or self.histories[slot] in (0, history):
+                continue
+            if (entry := self._entry(slot)).group != group[:16]:
                 continue
             if self.numbers[slot] == number:
                 return entry
