@@ -19,7 +19,7 @@ from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, setting
+from cs336_systems.host.console import PATIENCE, format_bytes, format_count, setting
 from cs336_systems.host.machine import environment, out_of_memory, usable_memory
 from cs336_systems.traffic import sent
 
@@ -49,9 +49,7 @@ class AllReduceSettings:
     )
     steps: int = setting(5, "All-reduces that count, of each size.", type=click.IntRange(1))
     warmup: int = setting(5, "All-reduces of each size before them.", type=click.IntRange(0))
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(
         None, "What joins the ranks, in words for the record, where this machine's own links do not."
     )

@@ -139,9 +139,9 @@ def notes(records: list[Record]) -> list[str]:
     """Where and when, and the reservations."""
     where: dict[str, Any] = records[-1].environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    about = f"{markdown_text(where['device'])}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
+    about = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
     about += f", {str(where['date'])[:10]}."
     flags = sorted({flag for record in records for flag in record.flags if not flag.startswith("noisy")})
     noisy = sum(any(flag.startswith("noisy") for flag in record.flags) for record in records)
     flags += [f"{noisy} of {len(records)} noisy: a standard deviation of 5% of the mean or more"] if noisy else []
-    return ["", about + "".join(markdown_text(f" {flag[0].upper()}{flag[1:]}.") for flag in flags), ""]
+    return ["", markdown_text(about + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)), ""]

@@ -40,7 +40,7 @@ LAST_LINES = 15  # of the output of a step that went wrong
 class SuiteSettings:
     """Options of the command line, one field each."""
 
-    minutes: float = setting(8.0, "Minutes for all; what does not fit is not begun.", type=click.FloatRange(0))
+    minutes: float = setting(8.0, "Minutes for all; what does not fit is not begun.", type=click.FloatRange(0, 1e5))
     only: tuple[str, ...] = setting((), "Only this step; may be repeated.")
     logs: Path = setting(Path("runs/gpu_suite"), "Folder of the steps' output.")
     pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")

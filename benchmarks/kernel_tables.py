@@ -189,8 +189,8 @@ def kernel_tables(results: Path) -> list[str]:
             if not records:
                 continue
             where = records[-1].environment
-            device = markdown_text(where["device"])
-            title = f"**{device}**, {where['threads']} threads, torch {where['torch']}, {benchmark}:"
+            about = markdown_text(f"{where['threads']} threads, torch {where['torch']}, {benchmark}:")
+            title = f"**{markdown_text(where['device'])}**, {about}"
             head = [f"| {' | '.join(sheet.head)} |", f"|{' --- |' * 3}{' --: |' * (len(sheet.head) - 3)}"]
             tables.append("\n".join([title, "", *head, *(markdown_row(sheet.row(r)) for r in records)]))
     return tables

@@ -13,7 +13,7 @@ from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.layout import check_divides, check_experts
 from cs336_systems.presets import Attention, Dispatch, ModelConfig, preset
 from cs336_systems.train.options import COUNT, NATURAL, ExpertOptions
@@ -62,9 +62,7 @@ class MoEEvalSettings(ExpertOptions):
     seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")

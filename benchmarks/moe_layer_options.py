@@ -8,7 +8,7 @@ import click
 from benchmarks.moe_layer_run import DEVICE
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm.startup import TIMEOUT
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import PATIENCE, setting
 
 COUNT = click.IntRange(1)
 
@@ -21,9 +21,7 @@ class LayerSettings:
     d_model: int = setting(64, "Width of a token.", type=COUNT)
     d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")

@@ -25,7 +25,7 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_bytes, format_count, format_seconds, setting
+from cs336_systems.host.console import PATIENCE, format_bytes, format_count, format_seconds, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
 from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
 
@@ -47,9 +47,7 @@ class ParallelSettings:
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
     rounds: int = setting(7, "Turns of every candidate.", type=click.IntRange(1))
     steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
     results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")

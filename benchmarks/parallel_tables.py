@@ -87,8 +87,7 @@ def heading(name: str, record: Record) -> str:
     """Settings that a table's records share."""
     config, where = record.config, record.environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    machine = f"{markdown_text(where['device'])}, {where['cores']} cores, torch {where['torch']}"
-    parts = [f"**{TABLES[name][0]}**", machine]
+    parts = [f"{where['device']}, {where['cores']} cores, torch {where['torch']}"]
     if "d_model" in config:
         shape = (
             f"width {config['d_model']}, {config['layers']} blocks, batch {config['batch_size']} x {config['context']}"
@@ -99,8 +98,8 @@ def heading(name: str, record: Record) -> str:
         link = f"{record.metrics['latency_ms']:.2g} ms + size / {format_count(record.metrics['link_bytes_per_s'])}B/s"
         parts.append(f"link {link}")
     if config["link"]:
-        parts.append(markdown_text(config["link"]))
-    return "; ".join([*parts, f"commit {commit}"])
+        parts.append(config["link"])
+    return "; ".join([f"**{TABLES[name][0]}**", *map(markdown_text, [*parts, f"commit {commit}"])])
 
 
 def markdown(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> str:

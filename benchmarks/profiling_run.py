@@ -32,7 +32,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.host.machine import choose_device, device_name, environment, usable_memory
 from cs336_systems.model.precision import autocast, set_matmul_precision
 from cs336_systems.model.transformer import lm_loss
@@ -57,9 +57,7 @@ class ProfilingSettings(ModelOptions):
     bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
     backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     warmup: int = setting(2, "Steps before the first that is profiled.", type=click.IntRange(0))
     steps: int = setting(2, "Steps that are profiled.", type=click.IntRange(1))
     stack: bool = setting(False, "Record Python's frames, too; slower.")

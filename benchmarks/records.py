@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -11,7 +13,7 @@ import torch
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.machine import device_name
-from cs336_systems.host.text import printable, regular
+from cs336_systems.host.text import printable, regular, strict_json
 
 SCHEMA = 1
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -82,12 +84,23 @@ def read_records(path: Path) -> list[Record]:
         raise UserError(f"{path} has no records: it is not UTF-8 at byte {error.start}") from None
     for number, line in enumerate(lines, 1):
         try:
-            record = _record(json.loads(line, parse_constant=_no_number))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            record = _record(strict_json(line))
+        except (ValueError, KeyError, TypeError) as error:
             what = f"misses {error}" if isinstance(error, KeyError) else f"is no record: {error}"
             raise UserError(f"{path}:{number} {what}") from None
         newest[json.dumps(record.config, sort_keys=True, allow_nan=False)] = record
     return list(newest.values())
+
+
+@contextmanager
+def shown(path: Path) -> Iterator[None]:
+    """Raise UserError inside the block for records under a path whose fields are of other types than a table shows."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"a record in {path} lacks or garbles a field that is shown: {error!r:.100}") from error
 
 
 def _record(fields: Any) -> Record:
@@ -104,7 +117,3 @@ def _record(fields: Any) -> Record:
     if "device" not in record.environment:
         raise KeyError("device")  # without it nobody can say what a figure is of
     return record
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
+from statistics import StatisticsError, median
 from typing import Any
 
 from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
@@ -106,7 +106,7 @@ def parse_train_log(text: str, name: str) -> list[ScalingRun]:
     """Read the one run of a log of cs336_systems.train. Raises UserError as `read_train_log` does."""
     try:
         return [_own_run(read_train_log(text, name))]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError, StatisticsError) as error:
         raise UserError(f"{name} is not as python -m cs336_systems.train writes its log: {error!r}") from None
 
 

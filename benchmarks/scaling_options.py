@@ -12,7 +12,7 @@ import torch
 from benchmarks.records import RESULTS, machine_name
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import setting
+from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.presets import Recompute, preset
 from cs336_systems.train.recipe import Recipe
 
@@ -55,9 +55,7 @@ class ScalingSettings:
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
-    timeout: float = setting(
-        TIMEOUT, "Seconds that ranks wait for each other.", type=click.FloatRange(0, min_open=True)
-    )
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     plot: Path | None = setting(None, "Picture to draw: .png, .svg or .pdf.")
     results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")

@@ -1,12 +1,12 @@
 """One run of a scaling study, and what follows from it: throughput, efficiency, pipeline bubble, FLOPs, lost time."""
 
-import json
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from math import inf
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import strict_json
 
 Recompute = Literal["none", "selective", "full"]
 # Megatron-LM's names for this project's ways of recomputation.
@@ -60,6 +60,12 @@ class ScalingRun:
     source: str = ""
 
     def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            several = list(value.values()) if isinstance(value, dict) else value
+            amounts = several if isinstance(value, dict | tuple) and type(value).__name__ in str(each.type) else [value]
+            if not all(_is_of(amount, each.type) for amount in amounts):
+                raise UserError(f"{self.name!s:.60}: {each.name} cannot be {value!r:.60}")
         for name in ("tp", "pp", "dp", "micro_batch_size", "global_batch_size"):
             if getattr(self, name) < 1:
                 raise UserError(f"{self.name}: {name} must be at least 1, not {getattr(self, name)}")
@@ -183,6 +189,17 @@ def top_level_ms(run: ScalingRun) -> float:
     return sum(top_level(run).values())
 
 
+def _is_of(value: Any, kind: Any) -> bool:
+    """True for a value, or a part of one, that a field of a type may have."""
+    names = str(kind)
+    if isinstance(value, bool | str):
+        return type(value).__name__ in names or (isinstance(value, str) and "Literal" in names)
+    if value is None:
+        return "None" in names
+    number = type(value) is int or (type(value) is float and "float" in names)
+    return number and ("int" in names or "float" in names) and abs(value) < 1e18
+
+
 def parse_published(text: str, name: str) -> list[ScalingRun]:
     """Runs kept as JSON: `{"source": "...", "common": {fields that all share}, "runs": [{fields of Run}, ...]}`.
 
@@ -190,13 +207,17 @@ def parse_published(text: str, name: str) -> list[ScalingRun]:
     """
     known = {each.name for each in fields(ScalingRun)}
     try:
-        content = json.loads(text)
+        content = strict_json(text)
         shared = {"source": content["source"], **content.get("common", {})}
         rows = [shared | row for row in content["runs"]]
+        if not rows:
+            raise UserError(f"{name} has no run")
         if unknown := sorted({key for row in rows for key in row} - known):
             raise UserError(f"{name}: a run has no field {', '.join(unknown)}")
         return [ScalingRun(**row | {"gpu_memory": _pair(row.get("gpu_memory"))}) for row in rows]
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{name} does not hold runs as benchmarks/published/ does: {error!r}") from None
 
 

@@ -12,6 +12,7 @@ from benchmarks.scaling_table import NONE, PUBLISHED, find_base, findings, markd
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.table import Table
+from cs336_systems.host.text import markdown_text
 
 NOT_YET = "Not measured yet: `python -m benchmarks.scaling`, then `make readme`."
 APART = (  # what a table's records have in common, layouts aside
@@ -45,7 +46,8 @@ def summary(records: Sequence[Record]) -> Table:
     )
     note = (
         "layout: tp x pp x dp. step: median of all turns. efficiency: throughput of a rank over that in "
-        f"{config['base']}, median and quartiles of the rounds. bubble: share of the pipeline's time in which a rank "
+        f"{markdown_text(config['base'])}, median and quartiles of the rounds. bubble: share of the pipeline's time in "
+        "which a rank "
         "computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: least and "
         "most over the ranks."
     )
@@ -129,7 +131,7 @@ def scaling_tables(results: Path) -> list[str]:
             if measured:
                 parts.append(timer_sheet(measured).markdown(0))
             said = [*remarks(mine), *(each.text for each in anomalies(measured))]
-            parts += ["\n".join(f"- {line}" for line in said)] if said else []
+            parts += ["\n".join(f"- {markdown_text(line)}" for line in said)] if said else []
             tables.append("\n".join(parts))
     return [*(tables or [NOT_YET]), published()]
 

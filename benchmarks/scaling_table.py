@@ -24,7 +24,7 @@ from benchmarks.scaling_run import (
 )
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_count
+from cs336_systems.host.console import finite, format_count
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import printable
 
@@ -185,7 +185,7 @@ def show(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--base", type=int, help="Ranks of the run that efficiency is relative to, beside the first one.")
-@click.option("--peak-tflops", type=float, help="TFLOP/s of a device, where a log does not say it: 312 for an A100.")
+@click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture to draw: .png, .svg or .pdf.")
 def import_log(

@@ -12,7 +12,7 @@ from benchmarks.kernel_tables import goals_table, kernel_tables
 from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import PassSettings
-from benchmarks.records import RESULTS, Record, read_records
+from benchmarks.records import RESULTS, Record, read_records, shown
 from benchmarks.scaling_show import scaling_tables
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -37,17 +37,16 @@ def end_to_end(path: Path) -> list[str]:
     for record in (each for each in read_records(path) if not chosen(each)):
         where = record.environment
         commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-        machine = (
-            f"**{markdown_text(where['device'])}**, {where['cores']} cores, torch {where['torch']}, commit {commit}"
-        )
-        groups.setdefault(machine, []).append(record)
+        about = markdown_text(f"{where['cores']} cores, torch {where['torch']}, commit {commit}")
+        groups.setdefault(f"**{markdown_text(where['device'])}**, {about}", []).append(record)
     return [table(machine, records) for machine, records in groups.items()]
 
 
 def table(machine: str, records: list[Record]) -> str:
     """The records of one machine and commit, under what they were measured on; flagged ones explain themselves."""
     date = max(str(record.environment["date"]) for record in records)[:10]
-    lines = [f"{machine}, {date}:", "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * 2}{' --: |' * (len(COLUMNS) - 2)}"]
+    lines = [f"{machine}, {markdown_text(date)}:", "", f"| {' | '.join(COLUMNS)} |"]
+    lines.append(f"|{' --- |' * 2}{' --: |' * (len(COLUMNS) - 2)}")
     lines += [markdown_row(row(record)) for record in records]
     if any(record.flags for record in records):
         lines += ["", "\\* flagged as hard to quote:"]
@@ -91,13 +90,13 @@ def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
 
     Raises UserError if there is no record at all.
     """
-    if what == "e2e":
-        tables = [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)]
-    else:
-        tables = {
-            "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
-            "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables,
-        }[what](results)  # fmt: skip
+    make = {
+        "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
+        "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables,
+        "e2e": lambda results: [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)],
+    }[what]  # fmt: skip
+    with shown(results):
+        tables = make(results)
     if not tables and what in FIRST:
         return f"Not measured yet: `{FIRST[what]}`, then `make readme`."
     if not tables:

@@ -35,7 +35,8 @@ from cs336_systems.host.console import os_errors
 
 NAME = "manifest.json"
 FORMAT, VERSION = "cs336_systems checkpoint", 2
-LARGEST = 1 << 28  # bytes of a manifest
+KEYS = {"format", "version", "step", "files", "state"}  # of a manifest, which had tensors and scalars in version 1
+LARGEST = 1 << 24  # bytes of a manifest: 90,000 files; Python takes 25 times the memory for what it reads
 FILE = re.compile(r"rank-[0-9]{5}-[0-9]{2,6}\.safetensors")
 
 
@@ -73,6 +74,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         signed = digest(body) == value.get("sha256")
         require(signed, "it does not have the SHA-256 that it names: it was changed or damaged")
         naturals(body["step"], *(file["bytes"] for file in body["files"].values()))
+        strange = body.keys() - KEYS - ({"tensors", "scalars"} if version == 1 else set())
+        require(not strange, f"{min(strange, default='')!r:.60} is no part of it")
         for name, file in body["files"].items():  # no path, no link, nothing hidden
             require(FILE.fullmatch(name), f"{name!r:.60} is no name of a checkpoint's file")
             require(re.fullmatch(r"[0-9a-f]{64}", file["sha256"]), f"{name} has no SHA-256")

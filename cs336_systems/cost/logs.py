@@ -5,7 +5,6 @@ A log of Megatron-LM has blocks of arguments, lines of iterations, and timers af
 Prefixes of launchers, time stamps, colours and wrapped lines do not matter. Both kinds become a `LoggedRun`.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import strict_json
 
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 # Prefixes that launchers write: `[default7]:` torchrun, `3: ` srun -l, `[1,3]<stdout>:` mpirun --tag-output.
@@ -240,8 +240,8 @@ def json_lines(text: str, name: str) -> list[dict[str, Any]]:
     lines, found = text.splitlines(), list[dict[str, Any]]()
     for number, line in enumerate(lines, 1):
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
+            value = strict_json(line)
+        except ValueError:
             if number == len(lines) > 1:
                 break
             value = None

@@ -21,7 +21,7 @@ from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.plan import Overlap
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
-from cs336_systems.host.text import regular
+from cs336_systems.host.text import regular, strict_json
 
 DEFAULT_SYSTEM = "A100-80GB"
 GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its driver reports it
@@ -196,10 +196,10 @@ def load_constants(path: Path) -> Constants:
 
 def _read(path: Path, otherwise: str, hint: str = "") -> Any:
     try:
-        return json.loads(regular(path).read_text("utf-8-sig"))
+        return strict_json(regular(path).read_text("utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is {otherwise}, which is JSON: {error}") from None
 
 

@@ -210,7 +210,7 @@ def _time_link(place: Place, kind: str, out: str) -> None:
 
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
-@click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0), help="Seconds, about.")
+@click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=console.finite)
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File of the machine.")
 @click.option("--errors", type=click.Path(path_type=Path), help="File for the error message, in place of the screen.")
 def main(device: str | None, budget: float, out: Path, errors: Path | None) -> None:

@@ -5,7 +5,6 @@ tell, what they would have chosen. People write `"8"` for 8, 1 for true and `Sel
 understood. What is not understood counts as absent, and a note says so.
 """
 
-import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
-from cs336_systems.host.text import regular
+from cs336_systems.host.text import regular, strict_json
 from cs336_systems.presets import Mixture, ModelConfig
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
@@ -110,10 +109,10 @@ class TrainingRun:
 def read_runs(path: Path) -> list[TrainingRun]:
     """Read a list of runs in JSON. Raises UserError, naming file and run, for what cannot be read or run."""
     try:
-        rows = json.loads(regular(path).read_text("utf-8-sig"))
+        rows = strict_json(regular(path).read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     rows = [rows] if isinstance(rows, dict) else rows
     if not isinstance(rows, list):

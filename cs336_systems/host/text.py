@@ -6,19 +6,35 @@ function of their destination where they are written; for HTML and SVG that is `
 """
 
 import errno
+import json
 import re
 import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 from unicodedata import category
 
 
 def regular(path: Path) -> Path:
-    """The path of a file that the user names, to be read at once. Raises OSError for a pipe or a device, which may
-    never end; reading a folder raises it anyway."""
+    """The path of a file that is about to be read. Raises OSError for a pipe or a device, which may never end."""
     if stat.S_ISREG(mode := path.stat().st_mode) or stat.S_ISDIR(mode):
         return path
     raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(path))
+
+
+def strict_json(text: str) -> Any:
+    """The value that a text of JSON stands for. Raises ValueError for what is none, also where Python would read it:
+    NaN and infinities, `1e999` among them, and lists nested too deeply to be written again."""
+    try:
+        found = json.loads(text, parse_constant=_no_number)
+        json.dumps(found, allow_nan=False)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def printable(text: str, keep: str = "") -> str:

@@ -33,7 +33,7 @@ from cs336_systems.profiling.trace import (
 
 SECOND = 10**9
 MEBIBYTE = 2**20
-NESTING = 4  # tracks of a lane in which spans nest
+NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 Event = dict[str, Any]

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from cs336_systems.host.table import Table
+from cs336_systems.host.text import markdown_text
 from cs336_systems.profiling.breakdown import attention_rows, module_rows, part_rows, share_lines
 from cs336_systems.profiling.names import PHASES
 from cs336_systems.profiling.operators import Sort, collective_rows, device_rows, kernel_rows, op_rows
@@ -103,7 +104,7 @@ def render_markdown(traces: Sequence[Trace]) -> str:
     mine = traces[0]
     sort, clock = sort_of(mine), MEASURED[sort_of(mine)]
     lines = [f"# Where the time goes\n\n{_about(traces)}\n", f"## Shares, by {clock}", ""]
-    lines += [f"- {line}" for line in share_lines(mine)]
+    lines += [f"- {markdown_text(line)}" for line in share_lines(mine)]
     by_device = op_rows(mine, sort="device", limit=WRITTEN) if sort == "device" else []
     forward = op_rows(mine, sort=sort, limit=WRITTEN, phase="forward")
     whole = "Operators, whole step, by"

@@ -14,7 +14,7 @@ from cs336_systems import presets
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.data.corpus import DEFAULT_SPLIT
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import flag, setting
+from cs336_systems.host.console import PATIENCE, flag, setting
 from cs336_systems.optim.adamw import learning_rate
 
 COUNT = click.IntRange(1)
@@ -23,7 +23,6 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 NOT_NEGATIVE = click.FloatRange(min=0)
 SHARE = click.FloatRange(0, 1)
 MEMORY = click.FloatRange(0, 1, max_open=True)
-PATIENCE = click.FloatRange(0, 1e6, min_open=True)  # seconds; clocks count milliseconds in 32 bits
 YEARS = f"{presets.COURSE_YEARS[0]} to {presets.COURSE_YEARS[-1]}"
 MIXTURE = {"moe": "dispatch", "second_expert": "second_policy", "normalize_gates": "normalize"}  # the rest are alike
 

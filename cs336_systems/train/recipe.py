@@ -5,6 +5,7 @@ recipe.parallel.tp, recipe.optimizer.lr             the same in groups
 """
 
 from dataclasses import dataclass, field, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,11 +42,13 @@ class Recipe:
         return cls().change(**options)
 
     def change(self, **options: Any) -> Self:
-        """The recipe with other values of some options. Raises TypeError for a name that is no option's."""
+        """Change the values of some options. Raises TypeError for other names, UserError for inf and NaN."""
         groups: dict[str, dict[str, Any]] = {}
         for name, value in options.items():
             if name not in OPTIONS:
                 raise TypeError(f"{name!r} is no option of a recipe")
+            if isinstance(value, float) and not isfinite(value):
+                raise UserError(f"{flag(name)} {value} is not a finite number")
             groups.setdefault(OPTIONS[name], {})[name] = value
         return replace(self, **{group: replace(getattr(self, group), **new) for group, new in groups.items()})
 

@@ -2,7 +2,11 @@
 
 import itertools
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Literal
 
 import click
@@ -19,6 +23,8 @@ from cs336_systems.host.console import (
     run_command,
     setting,
 )
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_numbers_are_readable():
@@ -124,3 +130,28 @@ def test_progress_on_a_terminal_counts_down_from_what_is_expected(monkeypatch):
     assert str(counter) == "25.0 s left"
     monkeypatch.setattr(console.time, "monotonic", lambda: start + 500.0)
     assert str(counter) == "0 ms left"
+
+
+def every_command() -> Iterator[click.Command]:
+    """All command lines of the project, those of groups among them."""
+    for folder in ("benchmarks", "cs336_systems", "writeup"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            if "@click.command" in file.read_text() or "@click.group" in file.read_text():
+                module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+                todo = [each for each in vars(module).values() if isinstance(each, click.Command)]
+                while todo:
+                    yield (each := todo.pop())
+                    todo += each.commands.values() if isinstance(each, click.Group) else ()
+
+
+def test_no_command_takes_a_number_that_is_not_finite():
+    taken, tried = set(), 0
+    for each in every_command():
+        for option in each.params:
+            for value in ("inf", "nan") if isinstance(option.type, click.types.FloatParamType) else ():
+                tried += 1
+                with suppress(click.BadParameter, UserError):
+                    option.process_value(click.Context(each), value)
+                    taken.add((each.callback.__module__, option.name, value))
+    assert tried > 50
+    assert not taken

@@ -150,6 +150,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         changed(lambda b: b.update(version=3)),
         f"{NEW}/{NAME} has version 3; this program reads 1 to 2",
     ),
+    "another key": (changed(lambda b: b.update(extra=1)), f"{NEW}/{NAME}: 'extra' is no part of it"),
+    "a manifest too large": (raw("[[" + "[]," * (6 << 20) + "[]]]"), f"{NEW}/{NAME} has 18,874,374 bytes; no manifest"),
     "no step": (changed(lambda b: b.pop("step")), f"{NEW}/{NAME} is not as this program writes it: KeyError"),
     "a step that is negative": (changed(lambda b: b.update(step=-1)), f"{NEW}/{NAME}: -1 is no count"),
     "a step that is a word": (changed(lambda b: b.update(step="2")), f"{NEW}/{NAME}: '2' is no count"),

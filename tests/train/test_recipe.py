@@ -1,5 +1,6 @@
 """The recipe: what it takes for granted, and what it refuses, in one line with the numbers."""
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -270,3 +271,9 @@ def test_a_vocabulary_that_the_text_decides_is_counted_at_its_largest(tmp_path):
     assert most_tokens(Recipe.of(objective="bert")) is None
     assert most_tokens(Recipe.of(objective="bert", tokenizer="wordpiece")) == LEARNED_PIECES
     assert most_tokens(Recipe.of(objective="bert", vocab_file=tmp_path / "pieces")) == 3
+
+
+def test_a_recipe_has_finite_numbers():
+    for name, value in (("clip", math.inf), ("timeout", math.inf), ("lr", math.nan), ("aux_weight", -math.inf)):
+        with pytest.raises(UserError, match=rf"^--{name.replace('_', '-')} {value} is not a finite number$"):
+            Recipe.of(**{name: value})

@@ -17,7 +17,10 @@ from cs336_systems.host.console import format_bytes, format_count, format_second
 @click.command("probe")
 @click.option("--out", type=click.Path(path_type=Path), help="Keep it in a file, for --machine-file of the others.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="What is measured.  [default: cuda if there]")
-@click.option("--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), help="Seconds, about.")
+@click.option(
+    "--budget", default=SECONDS, show_default=True, type=click.FloatRange(1.0, 1e6), callback=console.finite,
+    help="Seconds, about.",
+)  # fmt: skip
 def command(out: Path | None, device: Literal["cpu", "cuda"] | None, budget: float) -> None:
     """Measure this machine: products, memory, what starting an operator costs, sending between two processes."""
     check_out(out)

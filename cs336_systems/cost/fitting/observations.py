@@ -72,7 +72,7 @@ def read_measured(path: Path, given: LogOptions) -> list[Observation]:
         if "recipe" in rows[0]:
             return list(_of_training(read_train_log(text, path.name), given))
         found = list(_of_records(rows, given))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path} is neither records nor a training log of this project: {error!r}") from None

@@ -1,0 +1,82 @@
+"""Records and logs of any content: each field by each type of JSON is read, or refused in one line."""
+
+import json
+import os
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from benchmarks.records import RESULTS, read_records
+from benchmarks.scaling_logs import read_runs
+from benchmarks.scaling_run import as_json
+from benchmarks.scaling_table import PUBLISHED, find_base, markdown
+from benchmarks.tables import chosen, measured_tables
+from cs336_systems.checkpoint.load import open_plain
+from cs336_systems.cost.fitting.logged_runs import LogOptions
+from cs336_systems.cost.fitting.observations import read_measured
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_machine
+from cs336_systems.cost.runs import read_runs as run_list
+from cs336_systems.data.corpus import read_text
+from cs336_systems.errors import UserError
+from tests.benchmarks.test_train_log import HEADER, LAST, REPORTS
+from tests.support.garble import garbled
+
+FEW = [None, True, 10**300, float("inf"), "\ud800<b>|`*", [], {}]
+TABLES = {"e2e": "e2e", "parallel": "ddp", "memory": "memory", "scaling": "scaling", "checkpoints": "checkpoints"}
+
+
+def outcome(use) -> str:
+    """ "read", or the line that refuses it."""
+    try:
+        use()
+    except UserError as error:
+        return str(error)
+    return "read"
+
+
+@pytest.mark.parametrize("what", TABLES)
+def test_any_field_of_a_record_is_shown_or_refused(what, tmp_path, monkeypatch):
+    monkeypatch.setattr("benchmarks.scaling_show.published", str)
+    monkeypatch.setattr("benchmarks.tables.goals_table", str)
+    path = tmp_path / "machine" / f"{TABLES[what]}.jsonl"
+    path.parent.mkdir()
+    good = next(each for each in read_records(RESULTS / "amd-epyc" / path.name) if what != "e2e" or not chosen(each))
+    said = []
+    for _, _, made in garbled(asdict(good) | {"samples_ms": [2.5]}, values=FEW):
+        path.write_text(json.dumps(made))
+        said.append(outcome(lambda: measured_tables(tmp_path, what).encode()))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
+    runs = {"source": "a", "runs": [as_json(run) for run in read_runs([PUBLISHED])[:2]]}
+    given, said = LogOptions(system=DEFAULT_SYSTEM), []
+    for path, good in ((tmp_path / "x.json", runs), (tmp_path / "x.jsonl", [HEADER, *REPORTS[-2:], LAST])):
+        for _, _, made in garbled(good, values=FEW):
+            lines = [made] if path.suffix == ".json" else made
+            path.write_text("".join(f"{json.dumps(each)}\n" for each in lines))
+            said.append(outcome(partial(shown, path)))
+            said.append(outcome(partial(read_measured, path, given)))
+    assert said.count("read") > 10
+    assert len(said) - said.count("read") > 100
+    assert not [each for each in said if "\n" in each]
+
+
+def shown(path: Path) -> None:
+    """A table of a file's runs."""
+    runs = read_runs([path])
+    markdown(runs, find_base(runs)).encode()
+
+
+READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_no_reader_waits_for_a_pipe(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="a pipe or a device"):
+        read(tmp_path / "pipe")
