@@ -82,6 +82,9 @@ class Late:
     def wait(self) -> None:
         self.start()
 
+    def is_completed(self) -> bool:
+        return False
+
 
 def slow_down() -> None:
     """The slowest of networks: an asynchronous all-reduce is carried out when it is waited for."""
