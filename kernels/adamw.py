@@ -164,7 +164,7 @@ class FusedAdamW(torch.optim.Optimizer):
     """
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
-    check_state = staticmethod(partial(check_state, can_maximize=True))
+    check_state = staticmethod(partial(check_state, can=("maximize",)))
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,

@@ -54,12 +54,12 @@ def check_last_group(groups: list[dict[str, Any]]) -> None:
     groups.append(group)
 
 
-def check_state(state_dict: dict[str, Any], can_maximize: bool) -> None:
-    """Raises ValueError for the state of another algorithm than AdamW."""
+def check_state(state_dict: dict[str, Any], can: tuple[str, ...]) -> None:
+    """Raises ValueError for the state of another algorithm than AdamW with the options that it `can` have."""
     for group in state_dict["param_groups"]:
         found = {name for number in group["params"] for name in state_dict["state"].get(number, ())} - ADAMW_STATE
-        found |= {name for name in ("amsgrad", "momentum", "maximize")[: 2 if can_maximize else 3] if group.get(name)}
+        found |= {name for name in ("amsgrad", "momentum", "maximize") if group.get(name)}
         if not group.get("decoupled_weight_decay", True):
             found.add("coupled weight decay")
-        if found:
+        if found := found.difference(can):
             raise ValueError(f"the state belongs to another algorithm than AdamW: it has {', '.join(sorted(found))}")

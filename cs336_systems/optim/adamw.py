@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -20,18 +21,22 @@ class AdamW(torch.optim.Optimizer):
     p = p - lr decay p             decay acts on the parameter, not through the gradient
     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    The divisions undo the bias of running means that start at zero. Raises ValueError for a hyperparameter out of
-    range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
-    parameter that is float16 or not real.
+    The divisions undo the bias of running means that start at zero. With `amsgrad` the last line has the largest v so
+    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a
+    hyperparameter out of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse
+    gradient and a parameter that is float16 or not real.
     """
 
-    check_state = staticmethod(partial(check_state, can_maximize=False))
+    check_state = staticmethod(partial(check_state, can=("amsgrad", "max_exp_avg_sq", "maximize")))
+    kept_wide: tuple[str, ...] = ()  # entries of a state that are in float32 at least
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01,
+        *, amsgrad: bool = False, maximize: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"amsgrad": amsgrad, "maximize": maximize})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with hyperparameters of their own, by default the optimizer's."""
@@ -39,9 +44,23 @@ class AdamW(torch.optim.Optimizer):
         check_last_group(self.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes."""
-        self.check_state(state_dict)
-        super().load_state_dict(state_dict)
+        """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes, as load hooks leave it."""
+        seen: list[dict[str, Any]] = []
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
+            self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)),
+            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _widen(self, state_dict: dict[str, Any]) -> None:
+        """Replace what torch has rounded to the parameters' dtype."""
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
+            for name in saved.keys() & self.kept_wide:
+                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -77,8 +96,12 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
         state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
     state["step"] += 1
     (beta1, beta2), mean, square = group["betas"], state["exp_avg"], state["exp_avg_sq"]
+    gradient = -gradient if group.get("maximize") else gradient  # states of earlier versions lack both options
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    if group.get("amsgrad"):
+        largest = state.setdefault("max_exp_avg_sq", torch.zeros_like(square))
+        square = torch.maximum(largest, square, out=largest)
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     mean_bias, square_bias = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
     denominator = square.sqrt().div_(math.sqrt(square_bias)).add_(group["eps"])

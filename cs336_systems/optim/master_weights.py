@@ -8,16 +8,12 @@ Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import AdamW, run_closure, update, with_gradients
-
-KEPT_WIDE = ("exp_avg", "exp_avg_sq", "master")
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -27,11 +23,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class MasterAdamW(AdamW):
     """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16. A
     parameter in fp32 is its own master. The first step copies the parameter to its master; later steps overwrite the
-    parameter with the rounded master, so load weights before the first step, or with a state that belongs to them.
-    Options, groups and errors are `AdamW`'s. Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context
-    for each phase of a step, under Megatron-LM's names."""
+    parameter with the rounded master, so load weights before the first step, or with a state that belongs to them. (If
+    that is an `AdamW`'s, the next step copies the parameters to masters.) Options, groups and errors are `AdamW`'s.
+    Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context for each phase of a step, under
+    Megatron-LM's names."""
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+    kept_wide = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
 
     @torch.no_grad()
@@ -72,14 +70,3 @@ class MasterAdamW(AdamW):
             for p, _ in used:
                 if "master" in self.state[p]:
                     p.copy_(self.state[p]["master"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class, or of `AdamW`: then the next step copies the parameters to masters."""
-        super().load_state_dict(state_dict)
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved = state_dict["state"].get(number, {})
-            for name in KEPT_WIDE:
-                if name in saved:  # as it was saved: torch rounds it to the parameter's dtype
-                    self.state[parameter][name] = saved[name].to(parameter.device, _wide(parameter.dtype), copy=True)

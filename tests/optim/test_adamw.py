@@ -11,6 +11,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.optim.adamw import AdamW, decay_groups, learning_rate
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.presets import model_preset
 from tests.support import ranks
 from tests.support.oracles import adamw_step
@@ -31,10 +32,55 @@ def run(optimizer_class, gradients, **hyper) -> torch.Tensor:
     return p.detach()
 
 
-def test_equals_torch():
-    gradients = torch.randn(STEPS, 64, dtype=torch.float64)
-    ours, theirs = run(AdamW, gradients, **HYPER), run(torch.optim.AdamW, gradients, **HYPER)
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"amsgrad": True, "maximize": True}])
+def test_equals_torch(options):
+    gradients = torch.randn(STEPS, 64, dtype=torch.float64) / torch.arange(1, STEPS + 1)[:, None]
+    ours, theirs = run(AdamW, gradients, **HYPER, **options), run(torch.optim.AdamW, gradients, **HYPER, **options)
     assert (ours - theirs).abs().max() <= ROUNDING * theirs.abs().max()
+    assert not options or (ours - run(AdamW, gradients, **HYPER)).abs().max() > 0.01
+
+
+def test_a_state_of_torch_with_all_options_is_continued():
+    gradients, lists = torch.randn(4, 5), [[nn.Parameter(torch.ones(5))] for _ in range(2)]
+    theirs, ours = torch.optim.AdamW(lists[0], amsgrad=True, maximize=True, **HYPER), AdamW(lists[1])
+    for step, gradient in enumerate(gradients):
+        if step == 2:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            with torch.no_grad():
+                lists[1][0].copy_(lists[0][0])
+        lists[0][0].grad = lists[1][0].grad = gradient
+        theirs.step()
+        ours.step()
+    torch.testing.assert_close(lists[1], lists[0], rtol=bound(torch.float32, stages=2 * 12), atol=0)
+    old = ours.state_dict()
+    del old["param_groups"][0]["amsgrad"], old["param_groups"][0]["maximize"]  # of a version without them
+    AdamW(lists[1]).load_state_dict(old | {"state": {}})
+
+
+@pytest.mark.parametrize("cls", [AdamW, MasterAdamW])
+def test_load_hooks_see_and_change_the_state(cls):
+    params = [nn.Parameter(torch.linspace(0, 1, 5).bfloat16())]
+    first, second = cls(params), cls(params)
+    params[0].grad = torch.full((5,), 0.3).bfloat16()
+    first.step()
+    saved = first.state_dict()
+
+    def double(_, state: dict) -> dict:
+        return state | {"state": {0: state["state"][0] | {"exp_avg": 2 * state["state"][0]["exp_avg"]}}}
+
+    def treble(optimizer: AdamW) -> None:
+        optimizer.state[params[0]]["exp_avg"].mul_(3)
+
+    second.register_load_state_dict_pre_hook(double)
+    second.register_load_state_dict_post_hook(treble)
+    second.load_state_dict(saved)
+    want, got = first.state[params[0]], second.state[params[0]]
+    assert torch.equal(got["exp_avg"], want["exp_avg"] * 2 * 3)
+    assert torch.equal(got["exp_avg_sq"], want["exp_avg_sq"])
+    assert got["exp_avg"].dtype == want["exp_avg"].dtype
+    second.register_load_state_dict_pre_hook(lambda _, state: state | {"state": {0: {"momentum_buffer": 1}}})
+    with pytest.raises(ValueError, match="another algorithm than AdamW: it has momentum_buffer"):
+        second.load_state_dict(saved)
 
 
 def test_equals_the_printed_algorithm():
