@@ -162,15 +162,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for part in self.parts.values():
             part.tensor.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state on every rank, as the unsharded optimizer would give it. Every rank must call this."""
+    def state_dict(self, to: int | None = None) -> dict[str, Any]:
+        """The whole state, as the unsharded optimizer would give it, on every rank, or on the group's rank `to` alone:
+        the others then get an empty dict, and never hold more than their share. Every rank must call this."""
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         numbers = self._numbers()
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
-        return {"state": gather_state(self.inner, self.buffers, numbers), "param_groups": groups}
+        state = {"state": gather_state(self.inner, self.buffers, numbers, to), "param_groups": groups}
+        if to not in (None, self.group.rank()):
+            return {}
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            state = post_hook(self, state) or state
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this rank's share of a whole state. Raises ValueError if it belongs to other parameters, or in AdamW to
         another algorithm."""
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
         getattr(self.inner, "check_state", lambda _: None)(state_dict)
         saved = state_dict["param_groups"]
         if [len(group["params"]) for group in saved] != [len(group["params"]) for group in self.param_groups]:
@@ -179,6 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers = dict(zip(self._numbers(), saved_numbers, strict=True))
         slice_state(self.inner, self.buffers, numbers, state_dict["state"])
         self._copy_settings(saved)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
     def _numbers(self) -> dict[nn.Parameter, int]:
         """The model's parameters, numbered as the unsharded optimizer's state numbers them."""

@@ -184,6 +184,11 @@ def views_case(group) -> None:
     loss_of(naive, 0).backward()
     naive.finish_gradient_synchronization()
     assert all(bucket.flat is None for bucket in naive.buckets)
+    convolution = BucketedDDP(nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last))
+    convolution(torch.ones(1, 2, 4, 4)).sum().backward()
+    convolution.finish_gradient_synchronization()
+    torch.optim.SGD(convolution.parameters(), lr=0.1).step()
+    assert convolution.module.weight.is_contiguous(memory_format=torch.channels_last)
 
 
 def kept_case(group) -> None:

@@ -183,11 +183,14 @@ def drop_between_two(run: Run):
     run.step()
 
 
-def drop_then_finish(run: Run):
-    run.backward(0)
-    run.optimizer.zero_grad()
-    yield
-    run.step()
+def drop_then_finish(zero=lambda run: run.optimizer.zero_grad()):
+    def program(run: Run):
+        run.backward(0)
+        zero(run)
+        yield
+        run.step()
+
+    return program
 
 
 def write_before_finish(run: Run):
@@ -287,7 +290,7 @@ CASES = {
         drop_between_two, {REDUCED: DROPPED, "stage 3": UNDELIVERED}
     ),
     "optimizer.zero_grad() after backward, then finish": Case(
-        drop_then_finish, {REDUCED: DROPPED, "stage 3": UNDELIVERED}
+        drop_then_finish(), {REDUCED: DROPPED, "stage 3": UNDELIVERED}
     ),
     ".grad written to before finish": Case(
         write_before_finish,

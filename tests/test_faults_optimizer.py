@@ -54,6 +54,32 @@ def test_unshardable_optimizers_are_refused_by_name():
     ranks.run(refusal_case, 2)
 
 
+class Told(torch.optim.SGD):
+    """An optimizer whose step wants an argument, in which it tells how often it was called."""
+
+    def step(self, closure=None, *, told=None):
+        super().step(closure)
+        told.append(1)
+
+
+def told_case(group) -> None:
+    with pytest.raises(UserError, match=r"Told does not treat .* AttributeError: 'NoneType' .*; use layout="):
+        model_and_optimizer(Told, lr=0.1)
+    model, optimizer = model_and_optimizer(Told, "whole", lr=0.1)
+    alone, plain = Net(), []
+    alone.load_state_dict(model.state_dict())
+    reference, told = Told(alone.parameters(), lr=0.1), []
+    for each, stepped, calls in ((model, optimizer, told), (alone, reference, plain)):
+        loss_of(each, 0).backward()
+        stepped.step(told=calls)
+    assert told == plain == [1]
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), alone.parameters(), strict=True))
+
+
+def test_a_step_with_arguments():
+    ranks.run(told_case, 2)
+
+
 def whole_case(group, name: str) -> None:
     cls, weights = getattr(torch.optim, name), lambda model: [p for p in model.parameters() if p.dim() == 2]
     torch.manual_seed(0)

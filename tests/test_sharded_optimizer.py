@@ -20,6 +20,7 @@ ELEMENTWISE = {
     "adamw": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 0.05, "fused": True}),
     "ours": (AdamW, {"lr": 0.05}),
+    "ours-largest": (AdamW, {"lr": 0.05, "amsgrad": True, "maximize": True}),
     "ours-fused": (FusedAdamW, {"lr": 0.05}),
     "nadam": (torch.optim.NAdam, {"lr": 0.05}),
     "radam": (torch.optim.RAdam, {"lr": 0.05}),
@@ -156,6 +157,40 @@ def test_state_loads_at_another_world_size_and_into_the_plain_optimizer(tmp_path
         ranks.run(resume_case, world_size, folder=str(tmp_path), layout=other, plain=plain)
 
 
+def consolidated_case(group) -> None:
+    """On rank 1 alone, and with hooks, which run where torch runs them."""
+    for stage in (1, 2):
+        model, optimizer = zero(make(), torch.optim.AdamW, stage, lr=0.05)
+        loss_of(model.module, 0).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        whole, ran = optimizer.state_dict(), []
+        optimizer.register_state_dict_pre_hook(lambda _, ran=ran: ran.append("before saving"))
+        optimizer.register_state_dict_post_hook(lambda _, state: state | {"epoch": 3})
+        some = optimizer.state_dict(to=1)
+        assert (some == {}) == (group.rank() == 0)
+        if some:
+            assert some["epoch"] == 3
+            assert some["param_groups"] == whole["param_groups"]
+            torch.testing.assert_close(some["state"], whole["state"], rtol=0, atol=0)
+
+        def slower(_, state) -> dict:
+            return state | {"param_groups": [each | {"lr": 0.5} for each in state["param_groups"]]}
+
+        optimizer.register_load_state_dict_pre_hook(slower)
+        optimizer.register_load_state_dict_post_hook(lambda _, ran=ran: ran.append("after loading"))
+        optimizer.load_state_dict(whole)
+        assert whole["param_groups"][0]["lr"] == 0.05
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert ran == ["before saving", "after loading"]
+        with pytest.raises(KeyError):
+            optimizer.load_state_dict({})
+
+
+def test_state_comes_together_on_one_rank_and_hooks_run():
+    ranks.run(consolidated_case, 2)
+
+
 def held_case(group, layout: str) -> int:
     """Numbers of optimizer state that a rank keeps."""
     model = make()
@@ -233,10 +268,10 @@ def test_moments_that_are_wider_than_the_parameters_stay_so(layout):
 def another_algorithm_case(group) -> None:
     p = nn.Parameter(torch.ones(4, 4))
     p.grad = torch.ones(4, 4)
-    other = torch.optim.AdamW([p], amsgrad=True)
+    other = torch.optim.Adam([p], maximize=True)
     other.step()
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(4, 4))], AdamW)
-    with pytest.raises(ValueError, match="another algorithm than AdamW: it has amsgrad, max_exp_avg_sq"):
+    with pytest.raises(ValueError, match="another algorithm than AdamW: it has coupled weight decay"):
         optimizer.load_state_dict(other.state_dict())
 
 

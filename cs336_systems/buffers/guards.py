@@ -128,9 +128,9 @@ class Guard:
                 continue
             raise fault(f"{name} {change}; change the module first, then wrap it anew")
 
-    def _written(self) -> Iterator[nn.Parameter]:
+    def _written(self) -> list[nn.Parameter]:
         """Weights that were changed while their gradient was this rank's own, perhaps by it."""
-        return (p for p, version in self.versions.items() if p._version != version)
+        return [p for p, version in self.versions.items() if p._version != version]
 
     def _compare_written(self) -> None:
         self.versions = {}
@@ -158,7 +158,7 @@ class Guard:
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
         self._check_watched()
-        self.replicas.doubted = any(True for _ in self._written())
+        self.replicas.doubted = bool(self._written())
 
     def watch(self, shard: nn.Parameter) -> None:
         """Give one shard a gradient of zeros: an optimizer's zero_grad drops it or writes to it, and so is noticed."""
@@ -203,7 +203,7 @@ class Guard:
         """Forget the gradients that have come. The ranks agree first if some were being reduced."""
         if self.arrived:
             agree("zero_grad() after an unfinished backward", "", self.group)
-        if any(True for _ in self._written()):
+        if self._written():
             self._compare_written()
         self.again, self.arrived = False, set()
         self.finished()

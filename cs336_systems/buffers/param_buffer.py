@@ -8,6 +8,7 @@ parameter as a whole and comes from the first rank that has it.
 
 import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -94,10 +95,13 @@ class PartStates(MutableMapping[nn.Parameter, dict[str, Any]]):
 
 @torch.no_grad()
 def gather_state(
-    inner: torch.optim.Optimizer, buffers: Sequence[ParameterBuffer], numbers: Mapping[nn.Parameter, int]
+    inner: torch.optim.Optimizer,
+    buffers: Sequence[ParameterBuffer],
+    numbers: Mapping[nn.Parameter, int],
+    to: int | None = None,
 ) -> State:
-    """The whole state of every parameter by its number, on every rank: each rank tells the others what it has, and
-    broadcasts it. Every rank must call this."""
+    """The whole state of every parameter by its number, on every rank or on rank `to` alone: each rank tells the others
+    what it has, and broadcasts it. Every rank must call this."""
     gathered: State = {}
     for buffer in buffers:
         parts = [part for part in buffer.parts if part.owner in numbers]  # not those taken out of their group
@@ -113,11 +117,14 @@ def gather_state(
                     state[key] = about[0]
                     continue
                 dtype, shape, device = about
+                new, me = partial(torch.zeros, dtype=DTYPES[dtype], device=buffer.flat.device), buffer.group.rank()
+                keeps = kind == "whole" or to in (None, me)
                 if key not in state:
-                    state[key] = torch.zeros(shape, dtype=DTYPES[dtype], device=buffer.flat.device)
-                sent = piece_of[number].of(state[key]) if kind == "sharded" else state[key]
-                if source == buffer.group.rank():
-                    sent.copy_(mine[number][1][key])
+                    state[key] = new(shape if keeps else 0)
+                piece = FlatPiece(0, 0, state[key].numel()) if kind == "whole" else piece_of[number]
+                sent = piece.of(state[key]) if keeps else new(piece.numel)
+                if source == me:
+                    sent.copy_(mine[number][1][key].reshape(sent.shape))
                 broadcast(sent, source, buffer.group, "optimizer state").wait()
                 if kind == "whole":
                     state[key] = state[key].to(device)
