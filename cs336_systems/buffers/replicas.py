@@ -61,7 +61,7 @@ class Replicas:
         self.options: dict[str, None] = {}
         self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
         self.asked: Question | None = None
-        self.module, self.doubted = module, False
+        self.module, self.buffers, self.doubted = module, list[str](), False
 
     def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
         """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
@@ -80,7 +80,8 @@ class Replicas:
         """Of all that must be equal on all ranks, small enough for an exact sum in float64."""
         self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
-        lines = "\n".join((*self.options, *buffer_lines(self.module)))
+        self.buffers = buffer_lines(self.module)
+        lines = "\n".join((*self.options, *self.buffers))
         doubt, self.doubted = self.doubted and self.group.rank() == 0, False  # so that one rank differs
         return zlib.crc32(array("q", writes), zlib.crc32(lines.encode())) + doubt
 
@@ -89,7 +90,7 @@ class Replicas:
         has long been there. Raises UserError on every rank if options, buffers or values differ."""
         options, self.options = list(self.options), {}
         if not is_fake(self.group):
-            self.asked = Question(checksum, options, buffer_lines(self.module), *_to_host(total))
+            self.asked = Question(checksum, options, self.buffers, *_to_host(total))
             if self.asked.arrival is None:
                 self.read()
 
