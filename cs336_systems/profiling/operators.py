@@ -158,8 +158,8 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
             row.flops = (row.flops or 0) + flops
     for clock in ("cpu", "device"):
         whole = sum(getattr(row, f"{clock}_self") for row in rows.values())
-        for row, time in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
-            setattr(row, f"{time}_share", share(getattr(row, time), whole))
+        for row, column in product(rows.values(), (f"{clock}_self", f"{clock}_total")):
+            setattr(row, f"{column}_share", share(getattr(row, column), whole))
     return list(rows.values())
 
 
