@@ -27,6 +27,7 @@ from cs336_systems.train.trainer import Trainer
 
 # How a model is computed may change, what it is may not.
 IMPLEMENTATION = ("attention", "kernels", "recompute", "recompute_every")
+ROUTED = "rows routed together"
 BERT_DATA = ("mask_prob", "short_seq_prob", "split")
 
 
@@ -78,8 +79,22 @@ def computed(trainer: Trainer) -> dict[str, Any]:
     found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": parallel.chunks}
     found |= {"--schedule": parallel.schedule_name, "--sequence-parallel": parallel.sequence_parallel}
     found |= {"--pad-vocabulary": parallel.pad_vocabulary} | {name: config[name] for name in IMPLEMENTATION}
+    if together := routed_together(trainer):
+        found[ROUTED] = together
     found["backend"] = trainer.recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
     return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
+
+
+def routed_together(trainer: Trainer) -> str:
+    """Rows of a step's batch over which expert layers balance, or share a capacity: what is learned depends on them.
+    Empty where nothing does."""
+    mixture, rows, ranks = trainer.config.mixture, trainer.micro_batch, trainer.data_rank[1]
+    if not trainer.config.num_experts or not (mixture.aux_weight or mixture.capacity_factor):
+        return ""
+    if mixture.aux_scope == "local" or not mixture.aux_weight:
+        return str(rows)
+    balanced = "all" if rows * ranks == trainer.batch else f"{rows} of each of {ranks} ranks"
+    return f"{balanced}, {rows} to a capacity" if mixture.capacity_factor else balanced
 
 
 def check_state(checkpoint: Checkpoint) -> None:
@@ -147,11 +162,16 @@ class RunCheckpoints:
     def _introduce(self, checkpoint: Checkpoint) -> None:
         """Say where the run goes on, whether exactly, and which settings have changed."""
         saved = checkpoint.state
-        other = _differing(saved["computed"], computed(self.trainer), "{} {} -> {}")
+        mine = computed(self.trainer)
+        routed = {ROUTED: mine.pop(ROUTED)} if ROUTED in mine else {}
+        other = _differing(saved["computed"], mine, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         then, now = saved["recipe"], self.trainer.recipe.to_json()
         options = {flag(each.name): now.get(each.name) for each in fields(OptimizerOptions)}
-        if changed := _differing({flag(name): then[name] for name in then}, options, "{} {} -> {}"):
+        changed = _differing({flag(name): then[name] for name in then}, options, "{} {} -> {}")
+        keep = "--micro-batch-size and, with --aux-scope global, number of data-parallel ranks"
+        changed += _differing(saved["computed"], routed, f"{{}} {{}} -> {{}} (kept by the same {keep})")
+        if changed:
             # What was learned so far is the same, what will be is not.
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
         self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")

@@ -1,6 +1,7 @@
 """A run's folder: who may use it, what must be equal for a run to go on there, and what is said when it cannot."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,25 @@ def test_how_the_same_is_computed_may_change(begun):
     assert f"after 1 steps, equal but for rounding ({changes})" in shown
     found = newest(begun / "run").state["computed"]
     assert (found["device"], found["backend"]) == (device_name(torch.device("cpu")), "gloo")
+
+
+def test_a_run_with_experts_says_whether_other_rows_are_routed_together(tmp_path):
+    """Over which rows the experts are balanced is no question of rounding, but of the microbatch."""
+    first = tiny(tmp_path / "one", **ONE | {"num_experts": 2, "expert_every": 1, "micro_batch_size": 2, "steps": 2})
+    complete(1, first, float64=True)
+    losses, said = {}, {}
+    for name in ("two", "whole"):
+        shutil.copytree(tmp_path / "one", tmp_path / name)
+    for name, world, micro in (("two", 2, 2), ("whole", 1, 4), ("one", 1, 2)):
+        again = first | {"out": str(tmp_path / name), "steps": 5, "resume": True, "micro_batch_size": micro}
+        shown = complete(world, again, float64=True).shown
+        said[name] = next(line for line in shown.splitlines() if line.startswith("resumed"))
+        losses[name] = figures(tmp_path / name)[-1][1]
+    assert said["one"].endswith(" 2 steps, bit for bit")
+    assert said["two"].endswith(" 2 steps, equal but for rounding (layout 1 rank -> dp 2)")
+    changed = "rows routed together 2 -> 4 (kept by the same --micro-batch-size"
+    assert f"the state equal but for rounding (--micro-batch-size 2 -> 4); from here on with {changed}" in said["whole"]
+    assert abs(losses["two"] - losses["one"]) < 1e-9 < abs(losses["whole"] - losses["one"])
 
 
 def test_a_constant_loss_scale_may_replace_one_found_by_trial(tmp_path):
