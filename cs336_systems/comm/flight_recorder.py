@@ -112,15 +112,14 @@ class Ring:
         return Entry._make([*values[:7], *(printable(each.decode(errors="replace")) for each in values[7:])])
 
     def other(self, group: str, number: int, history: int) -> Entry | None:
-        """Entry of a group's collective of this number if the rank's history is another one then, as far as it is still
-        there. Its number is read again at last, since it is the first that is overwritten; an entry that is being
-        written has its number, and not yet its history."""
+        """Entry of a group's collective of this number if the rank's history is another one then. What may be torn,
+        because it was not complete before or may have been overwritten since, is left out."""
+        complete = int(self.fields["written"])
         for slot in (self.numbers == number).nonzero()[0]:
-            if slot == self.fields["written"] % SLOTS or self.histories[slot] in (0, history):
+            if self.histories[slot] in (0, history) or (entry := self._entry(slot)).group != group[:16]:
                 continue
-            if (entry := self._entry(slot)).group != group[:16]:
-                continue
-            if self.numbers[slot] == number:
+            turn = complete - 1 - (complete - 1 - int(slot)) % SLOTS
+            if turn > self.fields["written"] - SLOTS:
                 return entry
         return None
 

@@ -17,7 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Group, pairs
+from cs336_systems.buffers.replicas import require_equal
+from cs336_systems.comm import Group, broadcast, pairs
 from cs336_systems.layout import check_divides, padded_vocabulary
 from cs336_systems.model.heads import TokenLoss
 from cs336_systems.model.moe import MoELayer
@@ -68,15 +69,16 @@ class TensorParallel:
 def tensor_parallel(
     model: TransformerLM, group: Group, sequence: bool = False, vocabulary_multiple: int = 1
 ) -> TensorParallel:
-    """Split a model, or a pipeline's stage, over a group, in place; before, every rank has the same whole model. With
+    """Split a model, or a pipeline's stage, over a group, in place, beginning with the first rank's whole values. With
     `sequence` the stream between layers is split along the sequence, too. The vocabulary is padded to a multiple of
     `vocabulary_multiple`. A group of one leaves the model as it is. Raises UserError, with the numbers, for heads, d_ff
-    or a vocabulary that do not divide."""
+    or a vocabulary that do not divide, and for ranks whose models differ in structure."""
     config = model.config
     check_divides(config, group.size())
     plan = TensorParallel(model, group, padded_vocabulary(config.vocab_size, vocabulary_multiple, group.size()))
     if group.size() == 1:
         return plan
+    _begin_alike(model, group)
     for block in model.blocks:
         if isinstance(block, Block):
             _split_block(block, config, group, sequence)
@@ -94,6 +96,15 @@ def tensor_parallel(
         elif some_tokens or name.endswith((".router.weight", ".experts.down.bias", ".shared.down.bias")):
             plan.partial.add(name)
     return plan
+
+
+def _begin_alike(model: TransformerLM, group: Group) -> None:
+    """Give every rank the first one's values, unless there are none yet, as on the meta device."""
+    tensors = {name: p for name, p in (*model.named_parameters(), *model.named_buffers()) if not p.is_meta}
+    if tensors:
+        require_equal("models", [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in tensors.items()], group)
+    for tensor in tensors.values():
+        broadcast(tensor.data, 0, group, "initial value").wait()
 
 
 def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool) -> None:

@@ -249,3 +249,21 @@ def test_whoever_asks_first_says_after_which_step_all_stop():
     assert found[0][0] is None
     assert found[0][1] in (7, 9)
     assert found[0][2] == found[0][1]
+
+
+def test_an_entry_that_is_being_written_is_not_taken_for_another_one():
+    """A rank looks at the entries of one that launches the same collectives at full speed."""
+    memory = mmap.mmap(-1, RING.itemsize)
+    writer, reader, histories = Ring(memory), Ring(memory, 1, "other"), [0, *range(2**31, 2**31 + 20_010)]
+    if (pid := os.fork()) == 0:
+        for number in range(1, 20_000):
+            writer.launch("all-reduce", "0", "bucket", 8, "float32", number, histories[number])
+        os._exit(0)
+    number = 0
+    while number < 19_900:
+        number = int(reader.fields["written"])
+        for near in range(number, number + 3):
+            assert reader.other("0", near, histories[near]) is None
+    os.waitpid(pid, 0)
+    number = int(reader.fields["written"])
+    assert reader.other("0", number, 1).history == histories[number]

@@ -246,6 +246,25 @@ def test_fused_kernels():
     ranks.run(kernels_case, 2)
 
 
+def differing_case(group, layers: list[int]) -> None:
+    """Each rank has drawn other weights, and gets its part of the first rank's."""
+    torch.manual_seed(group.rank())
+    config = replace(CONFIGS["gpt"], num_layers=layers[group.rank()])
+    model = TransformerLM(config)
+    plan = tensor_parallel(model, group, False, MULTIPLE)
+    torch.manual_seed(0)
+    for name, want in TransformerLM(config).named_parameters():
+        assert torch.equal(model.get_parameter(name), plan.part(name, want)), name
+
+
+def test_ranks_begin_with_the_first_ones_model():
+    ranks.run(differing_case, 2, layers=[1, 1])
+    first, second = ranks.run_failing(differing_case, 2, layers=[1, 2])
+    assert first == second
+    assert first[0] == UserError.__name__
+    assert first[1].startswith("the ranks' models differ, first in entry ")
+
+
 REFUSALS = [
     ({"num_heads": 6, "d_model": 24}, 4, "6 heads do not divide over tp 4: choose a tp that divides 6"),
     ({"num_kv_heads": 2}, 4, "2 key/value heads do not divide over tp 4: choose a tp that divides 2"),
