@@ -17,7 +17,7 @@ from tests.support.traffic_cases import in_turn
 
 # No activation has the shape of a weight, so that autocast's casts of weights can be told from activations.
 BATCH, SEQ = 5, 8
-SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=5, num_heads=4)
+SMALL = ModelConfig(vocab_size=44, context_length=8, d_model=48, d_ff=112, num_layers=2, num_heads=4)
 GPT2 = {"norm": "layernorm", "bias": True, "feed_forward": "gelu-tanh"}
 LLAMA = {"positions": "rotary", "feed_forward": "swiglu", "tied_head": False, "num_kv_heads": 2}
 BERT = {"norm": "layernorm", "bias": True, "bert_heads": True, "token_types": 2, "causal": False}

@@ -15,7 +15,7 @@ from cs336_systems.optim.adamw import AdamW
 from cs336_systems.presets import Mixture, ModelConfig, model_preset
 
 BATCH, SEQ = 3, 16
-SIZES = {"vocab_size": 64, "context_length": SEQ, "d_model": 32, "d_ff": 96, "num_layers": 3, "num_heads": 4}
+SIZES = {"vocab_size": 64, "context_length": SEQ, "d_model": 32, "d_ff": 96, "num_layers": 2, "num_heads": 4}
 
 
 def small(name: str = "small", **changes) -> ModelConfig:

@@ -48,10 +48,10 @@ def require_equal(x, w, grad, function=TritonRMSNormFunction):
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 7, 17, 50, 63, 64, 65, 127, 1000, 1023, 1025, 4095, 5120, 8193, 16384])
 def test_any_width(columns):
-    require_equal(torch.randn(5, columns), torch.randn(columns), torch.randn(5, columns))
+    require_equal(torch.randn(3, columns), torch.randn(columns), torch.randn(3, columns))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(5, 16_385), (2, 65_537), (1, 262_144)])
+@pytest.mark.parametrize(("rows", "columns"), [(3, 16_385), (2, 32_768), (1, 65_537)])
 def test_rows_that_no_register_file_holds(rows, columns):
     require_equal(torch.randn(rows, columns), torch.randn(columns), torch.randn(rows, columns))
 
@@ -160,9 +160,9 @@ def test_a_bad_row_stays_alone(bad):
 
 @pytest.mark.parametrize("columns", [40, 1500, 9000, 20_000])
 def test_a_row_does_not_depend_on_its_batch(columns):
-    x, w, grad = torch.randn(9, columns), torch.randn(columns), torch.randn(9, columns)
+    x, w, grad = torch.randn(5, columns), torch.randn(columns), torch.randn(5, columns)
     y, grad_x, _ = ours(x, w, grad)
-    for i in (0, 4, 8):
+    for i in (0, 4):
         alone_y, alone_grad, _ = ours(x[i : i + 1], w, grad[i : i + 1])
         assert torch.equal(alone_y[0], y[i])
         assert torch.equal(alone_grad[0], grad_x[i])

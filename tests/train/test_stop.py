@@ -3,9 +3,9 @@
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -14,12 +14,15 @@ import torch
 from cs336_systems.checkpoint.disk import list_checkpoints
 from cs336_systems.checkpoint.load import open_checkpoint
 from cs336_systems.comm import agree, request_stop
+from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.comm.startup import die_with_parent
+from cs336_systems.train import __main__ as training
 from cs336_systems.train.loop import StopSignal
 from tests.support import ranks
+from tests.support.machine import made_up
 from tests.support.resume_cases import attempt, complete, figures, log_of, newest, require_same_end, tiny
 from tests.support.state_cases import whole
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_layers": 1, "steps": 6, "save_every": 4}
 
 
@@ -116,32 +119,47 @@ def test_the_first_order_holds():
     assert ranks.run(earlier_case, 1) == [[5, 5]]
 
 
+def terminated_case(rank: int, world: int, folder: str, out: str) -> tuple[int, str]:
+    """A command of two ranks, told to stop after its third step: its exit code and what it printed."""
+    short = (
+        "--data random --num-layers 1 --batch-size 4 --context 8 --device cpu --eval-iters 1 --log-every 1 --nproc 2"
+    )
+    training.probe = made_up  # in the processes of this case only
+    shown, log = Path(folder, "shown"), Path(out, "train.jsonl")
+    parent, code = os.getpid(), 99
+    if not (command := os.fork()):
+        die_with_parent(parent)
+        os.setsid()
+        for output in (1, 2):
+            os.dup2(os.open(shown, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+        sys.argv = ["train", *short.split(), "--nproc", "2", "--steps", "100000", "--out", out]
+        try:
+            code = run_command_on_ranks(training.main)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    deadline = time.monotonic() + ranks.TIMEOUT - 10
+    while not log.exists() or '"step": 3,' not in log.read_text():
+        assert os.waitpid(command, os.WNOHANG) == (0, 0), shown.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(command, signal.SIGTERM)
+    code = os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])
+    with pytest.raises(ProcessLookupError):
+        os.killpg(command, 0)
+    return code, shown.read_text()
+
+
 def test_a_terminated_command_saves_ends_with_0_and_leaves_nobody(tmp_path):
     out = tmp_path / "run"
-    short = (
-        "--data random --num-layers 1 --batch-size 4 --context 8 --device cpu --nproc 2 --eval-iters 1 --log-every 1"
-    )
-    command = [sys.executable, "-m", "cs336_systems.train", *short.split(), "--steps", "100000", "--out", str(out)]
-    run = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not (out / "train.jsonl").exists() or '"step": 3,' not in (out / "train.jsonl").read_text():
-            assert run.poll() is None, run.communicate()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        run.terminate()
-        shown, errors = run.communicate(timeout=60)
-    finally:
-        run.kill()
-    assert run.returncode == 0, errors
+    ((code, shown),) = ranks.run_alone(terminated_case, 1, out=str(out))
+    assert code == 0, shown
     (said,) = [line for line in shown.splitlines() if line.startswith("SIGTERM: ")]
     step = newest(out).step
     assert said == f"SIGTERM: stopped after {step} of 100000 steps, saved in {out}; go on with --resume"
     assert figures(out)[-1][0] == step
-    with pytest.raises(ProcessLookupError):
-        os.killpg(run.pid, 0)
 
 
 def nan(rank: int, *steps: int, when: str = "loss") -> list[dict]:
