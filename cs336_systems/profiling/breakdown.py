@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.profiling.names import Modules, kind_of, kinds_of, parse_tag, without_layer_numbers
@@ -71,6 +72,17 @@ class ModuleRow(Row):
     inclusive: Row = field(default_factory=lambda: Row(""))
 
 
+@once
+def _alike(trace: Trace) -> Iterable[tuple[Node, int]]:
+    """One of all operators that are alike to the breakdown, and the nanoseconds of all."""
+    found, labels = dict[tuple[Any, ...], tuple[Node, int]](), _labels(trace)
+    for node in timeline(trace).busy:
+        about = node.phase, node.direction, node.modules, node.collective, labels[id(node)][0]
+        one, time = found.get(about, (node, 0))
+        found[about] = one, time + node.time
+    return found.values()
+
+
 def _column(node: Node) -> str:
     """forward, recomputed, backward or other: the time of its module that an operator counts for."""
     phase = "backward" if node.direction == "backward" else node.phase
@@ -82,9 +94,9 @@ def _group(
 ) -> dict[str, Row]:
     """The time of all operators by the names that each counts for, with shares of the whole step."""
     rows, whole = dict[str, Row](), Row("")
-    for node in timeline(trace).busy:
+    for node, time in _alike(trace):
         for row in (whole, *(rows.setdefault(name, Row(name)) for name in names(node))):
-            row.add(column(node), node.time)
+            row.add(column(node), time)
     for row in rows.values():
         row.share, row.of_forward = share(row.total, whole.total), share(row.forward, whole.forward)
     return rows
@@ -128,6 +140,13 @@ def module_rows(trace: Trace, limit: int | None = None) -> list[ModuleRow]:
     return sorted(rows, key=lambda row: (-row.inclusive.total, row.name))[:limit]
 
 
+@lru_cache(maxsize=100_000)
+def _label_of(name: str) -> str:
+    fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
+    label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
+    return CONVOLUTION if CONVOLUTIONS.match(name) else label
+
+
 @once
 def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
     """For every operator, by identity, the label of the outermost one around it that has one, and that one's name."""
@@ -136,9 +155,7 @@ def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
         name = node.span.name
         label, operator = found[id(node.outer) if node.outer is not None else None]
         if not label or (label == LOSS and name in MATMULS):  # a fused loss makes the head's products, too
-            fused = FUSED.match(name) or FUSED_STAND_IN.match(name)
-            label = MATMUL if name in MATMULS else FUSED_ATTENTION if fused else LOSS if LOSSES.match(name) else ""
-            label = CONVOLUTION if CONVOLUTIONS.match(name) else label
+            label = _label_of(name)
             label, operator = COLLECTIVES if node.collective else label, name
             if name in SOFTMAXES and "attention" in kinds_of(node.modules):
                 label = SOFTMAX

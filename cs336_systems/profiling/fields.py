@@ -1,11 +1,14 @@
 """Types of a trace's fields, checked once where it is read: whatever reads events relies on them."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 OURS = "cs336"  # the key of what capture.py adds to a trace
 MOST = 2**62
+SLICE = ("ph", "cat", "name", "pid", "tid", "ts", "dur", "args")  # the fields of most events
+UNREAD = ("Ev Idx", "Record function id", "Python id", "Python parent id", "Python module id")
+SHORT = 20  # elements of lists that many events have alike: shapes, types
 Kind = tuple[tuple[type, ...], int]  # types, and what a number stays below; 0: anything
 NAME, LIST, DICT, TIME, BYTES = ((str,), 0), ((list,), 0), ((dict,), 0), ((int, float), 2**52), ((int,), 2**50)
 ID, RANKS = ((int, str, float, bool, type(None)), 0), ((int,), 2**20)
@@ -63,3 +66,23 @@ def _list(found: Any) -> list[Any]:
 def _is_shape(found: Any) -> bool:
     counts = type(found) is list and len(found) <= 64 and all(type(each) is int and each >= 0 for each in found)
     return counts and math.prod(found) < MOST
+
+
+def slim() -> Callable[[dict[str, Any]], Any]:
+    """A hook that saves memory: events share equal names and lists, those of the usual form are tuples, and numbers
+    that tell nothing outside of torch are dropped."""
+    names, lists, empty = dict[Any, Any](), dict[str, list[Any]](), dict[str, Any]()
+
+    def hook(found: dict[str, Any]) -> Any:
+        if "ph" in found:
+            for key in ("name", "cat"):
+                if type(name := found.get(key)) is str:
+                    found[key] = names.setdefault(name, name)
+            return tuple(found.values()) if tuple(found) == SLICE else found
+        return {
+            key: lists.setdefault(str(value), value) if type(value) is list and len(value) < SHORT else value
+            for key, value in found.items()
+            if key not in UNREAD
+        } or empty
+
+    return hook

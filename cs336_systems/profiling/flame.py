@@ -11,6 +11,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from cs336_systems.profiling.names import (
 from cs336_systems.profiling.nesting import Node
 from cs336_systems.profiling.operators import Sort
 from cs336_systems.profiling.timeline import IN_FLIGHT, MAIN, role_of, roles, timeline
-from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace
+from cs336_systems.profiling.trace import DEVICE, FRAME, KERNEL, Lane, Span, Trace, once
 
 DEEPEST = 250  # frames in a stack; the time of deeper ones is theirs
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -49,18 +50,27 @@ class Frame:
     is_operator: bool = False
     depth: int = 0
     self_time: int = 0  # nanoseconds, summed over all steps of the trace
+    launched: dict[str, int] = field(default_factory=dict)  # nanoseconds of kernels, by name
     children: dict[str, "Frame"] = field(default_factory=dict)  # in order of first appearance
 
     def child(self, name: str, paint: str, is_operator: bool = False) -> "Frame":
         """The frame of that name directly inside this one, made if it is new; or this one, if it is DEEPEST."""
         if self.depth == DEEPEST:
             return self
-        return self.children.setdefault(name, Frame(name, paint, is_operator, self.depth + 1))
+        if (found := self.children.get(name)) is None:
+            found = self.children[name] = Frame(name, paint, is_operator, self.depth + 1)
+        return found
 
-    def add_kernel(self, name: str, duration: int) -> None:
-        """Put a kernel below the frame that launched it, or below none that is known."""
-        paint = "communication" if KERNEL.search(name) else self.paint
-        self.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
+    def on_device(self) -> "Frame":
+        """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
+        shown = Frame(self.name, self.paint, self.is_operator, self.depth)
+        for child in self.children.values():
+            if (inside := child.on_device()).children:
+                shown.children[child.name] = inside
+        for name, duration in self.launched.items():
+            paint = "communication" if KERNEL.search(name) else self.paint
+            shown.child(" ".join(name.split()), paint, is_operator=True).self_time += duration
+        return shown
 
     def stacks(self) -> Iterator[tuple[list["Frame"], int]]:
         """Every frame, as the stack from this one down to it, with its own time; parents before children."""
@@ -96,30 +106,35 @@ def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> 
     that it launched, which stand as leaves below their operator; those of two streams may overlap. Equal stacks of all
     steps are added up, and with `collapse_blocks` blocks.0, blocks.1, ... as blocks.*.
     """
+    found, count = _trees(trace, collapse_blocks)
+    roots = [root.on_device() for root in found] if clock == "device" else found[:-1]
+    return [Flame(trace.rank, root, count, clock) for root in roots if root.total()]
+
+
+@once
+def _trees(trace: Trace, collapse: bool) -> tuple[list[Frame], int]:
+    """The roots of all threads, the last that of kernels which no frame launched; and the number of steps."""
     names = {lane: name for lane, name in roles(trace).items() if role_of(name) != IN_FLIGHT}
-    placer, claimed = _Placer(trace, names, collapse_blocks), set[int]()
+    placer, claimed = _Placer(trace, names, collapse), set[int]()
     roots: dict[Lane, Frame] = {}
-    places: dict[int, _Place] = {}
+    places: dict[Node, _Place] = {}
     for node in timeline(trace).nodes:
         if (lane := node.span.lane) not in names:
             continue
         root = roots.setdefault(lane, Frame(names[lane]))
-        parent = places[id(node.parent)] if node.parent else _Place(root)
-        places[id(node)] = place = placer.place(node, parent)
-        place.frame.self_time += node.self_time if clock == "cpu" else 0
-        for kernel in node.kernels if clock == "device" else ():
-            if id(kernel) not in claimed:
-                claimed.add(id(kernel))
-                place.frame.add_kernel(kernel.name, kernel.duration)
-    found = [roots[lane] for lane in names if lane in roots]
-    if clock == "device":
-        found.append(Frame("kernels of no known operator"))
-        for span in trace.spans:
-            if span.category in DEVICE and id(span) not in claimed:
-                found[-1].add_kernel(span.name, span.duration)
+        parent = places[node.parent] if node.parent else _Place(root)
+        places[node] = place = placer.place(node, parent)
+        place.frame.self_time += node.self_time
+        for kernel in node.kernels:
+            claimed.add(id(kernel))
+            place.frame.launched[kernel.name] = place.frame.launched.get(kernel.name, 0) + kernel.duration
+    unknown = Frame("kernels of no known operator")
+    for span in trace.spans:
+        if span.category in DEVICE and id(span) not in claimed:
+            unknown.launched[span.name] = unknown.launched.get(span.name, 0) + span.duration
     steps = [span.name for span in trace.annotated if span.lane in names and step_number(span.name) is not None]
     count = sum(name.startswith("step ") for name in steps) or len(steps) or 1  # torch.profiler's own beside ours
-    return [Flame(trace.rank, root, count, clock) for root in found if root.total()]
+    return [*(roots[lane] for lane in names if lane in roots), unknown], count
 
 
 class _Place(NamedTuple):
@@ -157,7 +172,7 @@ class _Placer:
                 return _Place(self._descend(base, modules).child("recompute", "forward"), modules, base)
             outer = parent.modules[-1][0] if parent.modules else ""
             return _Place(self._descend(parent.frame, (tag,), paint, outer), entered(parent.modules, tag), base)
-        name = ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(span.name.split())))
+        name = _short(span.name)
         if found := parse_collective(name):
             name = f"{found.action} {found.verb} {found.label}".rstrip()
             name = without_layer_numbers(name) if self.collapse else name
@@ -185,6 +200,12 @@ class _Placer:
         package = found[1] if (found := FRAME_FILE.match(span.name)) else ""
         foreign = package == "torch" or package in sys.stdlib_module_names
         return foreign or span.name.startswith("<") or "cs336_systems/profiling/" in span.name
+
+
+@lru_cache(maxsize=100_000)
+def _short(name: str) -> str:
+    """A name without addresses and the folders of its file."""
+    return ABSOLUTE.sub(r"\1", ADDRESS.sub("", " ".join(name.split())))
 
 
 def _paint(node: Node, parent: _Place) -> str:

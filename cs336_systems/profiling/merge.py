@@ -6,8 +6,9 @@ rank joins a collective to where each of the others gets away. That follows the 
 all-reduce ever points back in time. (In a broadcast only the source is waited for.)
 """
 
+import heapq
 from collections.abc import Iterable, Iterator
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -17,25 +18,12 @@ from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.nesting import Node, innermost, nest
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
-from cs336_systems.profiling.trace import (
-    DEVICE,
-    EARLIER,
-    FRAME,
-    HOST,
-    KERNEL,
-    Lane,
-    Span,
-    Trace,
-    grouped,
-    time_of,
-    uncollected,
-)
+from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
 
 SECOND = 10**9
 MEBIBYTE = 2**20
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
-ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 Event = dict[str, Any]
 
 
@@ -108,8 +96,9 @@ def _lane_names(trace: Trace, lanes: dict[Lane, list[Span]], is_gpu: bool) -> di
 
 
 @uncollected()
-def merge(traces: Iterable[Trace]) -> dict[str, Any]:
+def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     """The merged trace; the same for the same traces, in whatever order. Its clock is that of the lowest rank.
+    With `lazily` its events are made as they are read, so that they need no memory.
 
     Under "ranks" it keeps each rank's `distributedInfo`, host, and clock: offset and bound in nanoseconds, and how they
     are known. Raises UserError for no traces, for two of one rank, and for traces of runs of different sizes.
@@ -122,27 +111,26 @@ def merge(traces: Iterable[Trace]) -> dict[str, Any]:
     starts = [span.start for trace in traces for span in trace.spans]
     starts += [each.time for trace in traces for each in trace.allocations]
     base = min(starts, default=0) // SECOND * SECOND
-    events, arrows, places = list[Event](), list[Arrow](), dict[int, tuple[Track, Node]]()
+    named, streams = list[Event](), list[Iterable[Event]]()
+    arrows, places = list[Arrow](), dict[int, tuple[Track, Node]]()
     for trace in traces:
         names, lanes = _lay_out(trace)
-        here = {id(node.span): (track, node) for tracks in lanes.values() for track in tracks for node in track.nodes}
-        places |= here
-        events += names
-        for track, node in here.values():
-            span, times = node.span, {"ts": _microseconds(node.span.start, base), "dur": _microseconds(node.duration)}
-            about = {"ph": "X", "name": span.name, "cat": span.category, "pid": track.pid, "tid": track.tid}
-            events.append(about | times | {"args": dict(span.args)})
-        events += _memory(trace, base) if trace.spans else ()
+        tracks = [track for each in lanes.values() for track in each]
+        if len(traces) > 1:
+            places |= {id(node.span): (track, node) for track in tracks for node in track.nodes}
+        named += names
+        streams += [_slices(track, base) for track in tracks]
+        streams += [_memory(trace, base)] if trace.spans else []
         arrows += _arrows_inside(trace, lanes)
-    events += _flow_events([*arrows, *_arrows_between(traces, places)], base)
+    streams.append(sorted(_flow_events([*arrows, *_arrows_between(traces, places)], base), key=itemgetter("ts")))
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
-    events.sort(key=lambda it: (it["ph"] != "M", it.get("ts", 0), it["ph"] in ("s", "f")))
+    events = chain(named, heapq.merge(*streams, key=lambda event: (event["ts"], event["ph"] in ("s", "f"))))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base,
         "ranks": {str(trace.rank): _about(trace, known[trace.rank]) for trace in traces},
-        "traceEvents": events,
+        "traceEvents": events if lazily else [*events],
     }
 
 
@@ -168,6 +156,15 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
 def _microseconds(time: int, base: int = 0) -> float:
     """Nanoseconds as the microseconds of a Chrome trace, with three decimals."""
     return round((time - base) / 1000, 3)
+
+
+def _slices(track: Track, base: int) -> Iterator[Event]:
+    pid, tid = track.pid, track.tid
+    for node in track.nodes:
+        span, start = node.span, node.span.start
+        about = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid, "args": span.args}
+        about["ts"], about["dur"] = round((start - base) / 1000, 3), round((node.end - start) / 1000, 3)
+        yield about
 
 
 def _memory(trace: Trace, base: int) -> Iterator[Event]:

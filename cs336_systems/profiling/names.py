@@ -60,6 +60,7 @@ def parse_collective(name: str) -> Collective | None:
     return Collective(match[1], match[2], match[3], int(match[4]), match[5] or "") if match else None
 
 
+@lru_cache(maxsize=100_000)
 def is_collective(name: str) -> bool:
     """True for a span that launches, awaits or is a collective: ours, torch's or the backend's."""
     return name.startswith("c10d::") or bool(COMMUNICATION.match(name)) or parse_collective(name) is not None

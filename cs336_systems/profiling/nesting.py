@@ -28,7 +28,7 @@ class Node:
     phase: str = "other"  # or one of PHASES
     direction: str = "forward"  # or "backward": which pass of its modules it is part of
     modules: Modules = ()  # whose time it is
-    kernels: list[Span] = field(default_factory=list)  # what the span itself launched on a device
+    kernels: tuple[Span, ...] = ()  # what the span itself launched on a device
     outer: "Node | None" = None  # the nearest span around it that is no Python frame
     inner: int = 0  # how many such spans are directly inside
     busy: int = 0  # nanoseconds in it and in none inside

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cs336_systems.profiling.fields import shapes_of
 from cs336_systems.profiling.intervals import length, union
@@ -91,18 +91,14 @@ class OpRow:
         return self.flops / time * 1e9 if self.flops and time else None
 
 
-@dataclass(frozen=True)
-class DeviceRow:
-    """How long one GPU was busy, from its first kernel to the end of its last, as Holistic Trace Analysis counts it;
-    nanoseconds. What runs on several streams at once counts once."""
+class DeviceRow(NamedTuple):
+    """Nanoseconds of one GPU from its first kernel to the end of its last, as Holistic Trace Analysis counts them; what
+    runs on several streams at once counts once."""
 
     name: str
     whole: int
     busy: int
-
-    @property
-    def idle(self) -> int:
-        return self.whole - self.busy
+    idle: int
 
 
 @dataclass
@@ -163,6 +159,7 @@ def _op_rows(trace: Trace, phase: str | None) -> list[OpRow]:
     return list(rows.values())
 
 
+@once
 def _allocated(trace: Trace) -> Iterable[tuple[Node, int]]:
     """Every node that launched or allocated something, with the bytes that it itself allocated less those that it
     freed, on a GPU if there are any."""
@@ -196,8 +193,9 @@ def device_rows(trace: Trace) -> list[DeviceRow]:
     rows = []
     spans = (span for span in trace.spans if span.category in DEVICE)
     for device, group in sorted(grouped(spans, lambda span: str(span.lane[0])).items()):
-        busy = union((span.start, span.end) for span in group)
-        rows.append(DeviceRow(f"GPU {device}", max(s.end for s in group) - group[0].start, length(busy)))
+        whole = max(span.end for span in group) - group[0].start
+        busy = length(union((span.start, span.end) for span in group))
+        rows.append(DeviceRow(f"GPU {device}", whole, busy, whole - busy))
     return rows
 
 

@@ -38,7 +38,7 @@ def write_report(folder: Path, traces: list[Trace], console: Console) -> None:
         kinds = ", ".join(sorted({repr(span.category) for trace in traces for span in trace.spans})[:5])
         raise UserError(f"the traces in {folder} have neither operators nor kernels of torch.profiler, only {kinds}")
     with os_errors(f"write to {folder}"):
-        write_json(merge(traces), folder / MERGED)
+        write_json(merge(traces, lazily=True), folder / MERGED)
         (folder / TABLES).write_text(render_markdown(traces))
         hidden = overlap_table(traces)
         (folder / OVERLAP).write_text(hidden.markdown())

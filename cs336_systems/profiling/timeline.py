@@ -152,11 +152,11 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
             span = replace(kernel, name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
-            apart.append(Node(span, span.start, kernels=[kernel], collective=bool(KERNEL.search(kernel.name))))
+            apart.append(Node(span, span.start, kernels=(kernel,), collective=bool(KERNEL.search(kernel.name))))
             if owner is not None:
                 apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
         else:
-            owner.kernels.append(kernel)
+            owner.kernels += (kernel,)
     return apart
 
 
@@ -213,8 +213,10 @@ def _subtract_engine(nodes: list[Node], role: dict[Lane, str]) -> None:
         return
     edges = np.array(engine).ravel() - engine[0][0]  # counted from the first, floats are exact
     worked = np.cumsum(np.diff(edges, prepend=0) * (np.arange(len(edges)) % 2))
-    for node in (n for n in nodes if n.span.category != FRAME and role[n.span.lane] == MAIN):
-        begun, done = np.interp([node.span.start - engine[0][0], node.end - engine[0][0]], edges, worked)
+    main = [node for node in nodes if node.span.category != FRAME and role[node.span.lane] == MAIN]
+    times = [(node.span.start - engine[0][0], node.end - engine[0][0]) for node in main]
+    done = np.interp(np.array(times, dtype=float).reshape(-1, 2), edges, worked)
+    for node, time in zip(main, (done[:, 1] - done[:, 0]).astype(int).tolist(), strict=True):
         for each, sign in ((node, 1), (node.outer, -1)):
-            if each is not None and each.span.category == "user_annotation":
-                each.busy -= sign * int(done - begun)
+            if time and each is not None and each.span.category == "user_annotation":
+                each.busy -= sign * time

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from itertools import islice
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular
-from cs336_systems.profiling.fields import ARGS, EVENT, MEMORY, NAME, OURS, about_rank, check
+from cs336_systems.profiling.fields import ARGS, EVENT, MEMORY, NAME, OURS, SLICE, about_rank, check, slim
 from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
@@ -32,12 +33,14 @@ Place = tuple[Lane, int]  # a moment, in nanoseconds, of a lane
 KERNEL = re.compile(r"^nccl|ncclDevKernel|ncclKernel")  # NCCL's kernels on a GPU
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what ran on a GPU
 EARLIER = "launched before the profile"  # the category of such kernels, which no table counts
+ON_GPU = (*DEVICE, EARLIER, "gpu_user_annotation", "cuda_sync")
 FRAME = "python_function"  # the category of a Python function's spans
 RUNTIME = ("cuda_runtime", "cuda_driver")  # those of calls that launch kernels, of HIP's as well
 HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
 # The words of torch 1.8 to 1.12 for categories, and its annotations, which it called operators.
 FORMERLY = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy"}
 FORMERLY |= {"Memset": "gpu_memset", "Python": FRAME}
+AT_ONCE = 10_000  # events that are written together
 ANNOTATION = re.compile(r"(ProfilerStep|Optimizer\.\w+|enumerate\(DataLoader\))#")
 POSTED = ("gloo:send", "gloo:recv")
 
@@ -82,7 +85,7 @@ class Trace:
     world_size: int
     host: str
     ours: dict[str, Any]  # what `Capture` added
-    chrome: dict[str, Any]  # the JSON itself, for what writes another
+    chrome: dict[str, Any]  # the JSON, of a file without the events that are spans or allocations
     base: int  # nanoseconds since the epoch at which the JSON's clock starts
     cache: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # see `once`
 
@@ -147,19 +150,22 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON of a trace file, plain or gzipped. Raises UserError if it is none, or cut short."""
-    data, text, problem = b"", "", ""
+def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -> dict[str, Any]:
+    """The JSON of a trace file, plain or gzipped; `hook` may change every object. Raises UserError if it is none, or
+    cut short."""
+    size, text, problem = 0, "", ""
 
     def no_number(name: str) -> float:
         raise ValueError(f"a number in it is {name}")  # JSON has neither NaN nor infinities, though Python reads them
 
     try:
         data = regular(path).read_bytes()
+        size = len(data)
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8", "replace").strip()
-        found = json.loads(text, strict=False, parse_constant=no_number)
+        del data
+        found = json.loads(text, strict=False, parse_constant=no_number, object_hook=hook)
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        problem = f"is cut short or damaged: {len(data)} bytes that are no whole gzip"
+        problem = f"is cut short or damaged: {size} bytes that are no whole gzip"
     except OSError as error:
         raise UserError(f"cannot read the trace {path}: {error.strerror}") from None
     except json.JSONDecodeError as error:
@@ -172,7 +178,7 @@ def read_json(path: Path) -> dict[str, Any]:
         problem = f"is no trace of torch.profiler: {why}"
     if problem:
         raise UserError(f"{path} {problem}; profile again")
-    if isinstance(found, list) and found and isinstance(found[0], dict):  # Chrome's other form
+    if isinstance(found, list) and found and isinstance(found[0], dict | tuple):  # Chrome's other form
         found = {"traceEvents": found}
     if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
         raise UserError(f"{path} is JSON, but no Chrome trace: it has no list traceEvents")
@@ -181,17 +187,28 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_json(chrome: dict[str, Any], path: Path) -> None:
     """Write a trace, gzipped if the name ends in .gz."""
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    events, squeezer = iter(chrome["traceEvents"]), zlib.compressobj(5, wbits=31)
+    squeeze = squeezer.compress if path.suffix == ".gz" else bytes
     try:
-        data = json.dumps(chrome, separators=(",", ":"), allow_nan=False).encode()
+        head = encode({key: value for key, value in chrome.items() if key != "traceEvents"})[1:-1]
+        parts = [squeeze(f'{{{head}{"," * bool(head)}"traceEvents":['.encode())]
+        while some := [*islice(events, AT_ONCE)]:
+            parts.append(squeeze(f"{',' * (len(parts) > 1)}{encode(some)[1:-1]}".encode()))
     except (ValueError, RecursionError) as error:  # of what no reader of events has looked at
         raise UserError(f"cannot write {path}: a field of some event is out of range ({error})") from None
-    path.write_bytes(gzip.compress(data, 5, mtime=0) if path.suffix == ".gz" else data)
+    parts.append(squeeze(b"]}") + (squeezer.flush() if path.suffix == ".gz" else b""))
+    path.write_bytes(b"".join(parts))
 
 
 def read_trace(path: Path) -> Trace:
     """One rank's trace. Raises UserError for a file that is none."""
     with uncollected():
-        return parse(read_json(path), path)
+        trace = parse(read_json(path, slim()), path)
+    events = trace.chrome["traceEvents"]
+    # The rest is in spans and allocations.
+    events[:] = [each for each in events if type(each) is dict and each["ph"] in ("s", "t", "f")]
+    return trace
 
 
 def time_of(event: dict[str, Any], base: int) -> int:
@@ -203,12 +220,15 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     """The trace in a Chrome-trace JSON. Raises UserError for fields that are missing or of another type."""
     spans, allocations, threads = [], [], {}
     ends: dict[Any, dict[str, Place]] = {}
+    lanes: dict[Lane, Lane] = {}
     number = 0
     try:
         info, base = about_rank(chrome), chrome.get("baseTimeNanoseconds", 0)
         for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007 - its last value is the event of an error
+            event = dict(zip(SLICE, event, strict=True)) if type(event) is tuple else event
             check(event, EVENT)
             lane, phase, category = (event.get("pid"), event.get("tid")), event["ph"], event.get("cat", "")
+            lane = lanes.setdefault(lane, lane)
             time, args = time_of(event, base), event.get("args", {})
             if phase == "X" and category != "Trace":
                 end = time + round(1000 * event.get("dur", 0))

@@ -14,7 +14,7 @@ from cs336_systems.ddp import BucketedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.profiling import Capture, read_trace
 from cs336_systems.profiling.names import LINE_UP
-from cs336_systems.profiling.trace import trace_files, trace_name
+from cs336_systems.profiling.trace import read_json, trace_files, trace_name
 from tests.support import ranks
 
 
@@ -74,7 +74,7 @@ def test_a_worker_without_steps_is_profiled_whole(tmp_path):
 def test_frames_of_python_cross_no_annotation(tmp_path):
     """As torch.profiler writes them they do, and viewers then drop what is inside."""
     run_steps(tmp_path, stack=True)
-    chrome = read_trace(tmp_path / "rank0.trace.json.gz").chrome
+    chrome = read_json(tmp_path / "rank0.trace.json.gz")
     slices = [e for e in chrome["traceEvents"] if e["ph"] == "X" and e.get("cat") != "Trace"]
     assert len([e for e in slices if e["cat"] == "python_function"]) > 100
     times = {id(e): (round(1000 * e["ts"]), round(1000 * e["ts"]) + round(1000 * e["dur"])) for e in slices}

@@ -1,5 +1,7 @@
 """Which operator's a kernel is, in the forms that traces of GPUs have had since 2021."""
 
+import json
+
 import pytest
 
 from cs336_systems.errors import UserError
@@ -8,7 +10,7 @@ from cs336_systems.profiling.breakdown import share_lines, share_rows
 from cs336_systems.profiling.operators import device_rows, kernel_rows, op_rows
 from cs336_systems.profiling.overlap import overlap
 from cs336_systems.profiling.report import write_report
-from cs336_systems.profiling.trace import EARLIER, read_trace, write_json
+from cs336_systems.profiling.trace import EARLIER, read_trace
 from tests.support.chrome_events import MAIN, STREAM, event, tag, trace
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -158,7 +160,7 @@ def test_idle_time_and_memory_and_convolutions():
 
 
 def test_chromes_array_is_read_and_reported(tmp_path):
-    write_json(FORMS["2024"], tmp_path / "rank0.trace.json")
+    (tmp_path / "rank0.trace.json").write_text(json.dumps(FORMS["2024"]))
     found = read_trace(tmp_path / "rank0.trace.json")
     assert [span.name for span in found.spans] == [span.name for span in trace(*FORMS["2024"]).spans]
 

@@ -42,7 +42,8 @@ def project(trace: Trace) -> dict[str, Any]:
     chrome = {key: value for key, value in trace.chrome.items() if key != "traceEvents"}
     chrome["distributedInfo"] = {"backend": "nccl", "rank": trace.rank, "world_size": trace.world_size}
     if any(span.category == "kernel" for span in trace.spans):  # HTA can read it as it is
-        return chrome | {"traceEvents": [*trace.chrome["traceEvents"], *_steps(trace, trace.base)]}
+        spans = [_event(span, trace.base) for span in trace.spans]
+        return chrome | {"traceEvents": [*spans, *trace.chrome["traceEvents"], *_steps(trace, trace.base)]}
     hidden = COMMUNICATION.match
     events = [_event(span, first) for span in trace.spans if span.category in HOST and not hidden(span.name)]
     return chrome | {
