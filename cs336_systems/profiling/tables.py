@@ -35,11 +35,12 @@ ATTENTION_NOTE = (
 )
 SPREAD_NOTE = "In milliseconds. Imbalance is the slowest rank over the mean; a rank without the row counts as 0."
 # As torch.profiler names them.
+MEMORY = "self memory: memory_self bytes?; memory: memory_total bytes?;"  # in files, for which a terminal is too narrow
 OPERATORS = (
     "name: name text; self CPU %: cpu_self_share %; self CPU: cpu_self ms; CPU total %: cpu_total_share %;"
     "CPU total: cpu_total ms; CPU time avg: cpu_total/calls ms; self device %: device_self_share %?;"
     "self device: device_self ms?; device total: device_total ms?; device time avg: device_total/calls ms?;"
-    "self memory: memory_self bytes?; memory: memory_total bytes?;"
+    f"{MEMORY}"
     "# of calls: calls text; FLOPs: flops count?; FLOP/s: flops_per_second count?"
 )
 DEVICES = (
@@ -131,7 +132,9 @@ def show(traces: Sequence[Trace], console: Console) -> None:
     sort = sort_of(mine)
     console.print(_about(traces))
     rows = op_rows(mine, sort=sort, by="self", limit=SHOWN)
-    operators = Table.of(f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS, OPERATORS_NOTE)
+    operators = Table.of(
+        f"Operators of rank {mine.rank} by self {CLOCK[sort]}", rows, OPERATORS.replace(MEMORY, ""), OPERATORS_NOTE
+    )
     for table in (operators, _parts_table(mine), _devices_table(mine), *_spread_tables(traces, limit=8)[:2]):
         if table.rows:
             console.print(table.table())
