@@ -79,18 +79,19 @@ class FSDP(Wrapper):
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
         self.reduced: set[ShardedParameter] = set()  # in this backward
+        self.backward = -1  # autograd's number of the backward that is under way, or of the last
         self.reducing: deque[GradBucket] = deque()  # launched and not awaited
         self.guard.protect((*self.bucket_of, *shards))
         for number, (layer, weight) in enumerate(self.order.calls):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, self.order.back_number[layer, weight], weight))
         for weight in (weight for weight in self.sharded if weight.trainable):
-            weight.shard.register_hook(weak_hook(self.guard.before_own_gradient, weight.shard))
-            weight.shard.register_post_accumulate_grad_hook(weak_hook(self.guard.own_gradient))
+            weight.shard.register_hook(weak_hook(self._before_own_gradient, weight))
+            weight.shard.register_post_accumulate_grad_hook(weak_hook(weight.promise_gradient))
             weight.full.register_hook(weak_hook(self._before_gradient, weight))
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
         for parameter in self.bucket_of:
-            parameter.register_hook(weak_hook(self.guard.before_own_gradient, parameter))
+            parameter.register_hook(weak_hook(self._before_any_gradient, parameter))
             parameter.register_post_accumulate_grad_hook(weak_hook(self._on_replicated_gradient))
 
     @uncompiled(recursive=False)
@@ -143,18 +144,17 @@ class FSDP(Wrapper):
         return not self.reshard_after_forward and torch.is_grad_enabled()
 
     def _pre_backward(self, number: int, weight: ShardedParameter, gradient: Tensor) -> None:
-        self.guard.before_gradient(weight.full)
+        self._before_any_gradient(weight.full)
         self._walk_back(number)
         weight.unshard()
         if not weight.shard.requires_grad:  # frozen after wrapping; other ranks may still reduce it
             self._reduce(weight)
 
     def _before_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:
-        self.guard.before_gradient(weight.full)
+        self._before_any_gradient(weight.full)
         weight.gradients.finish()  # a second gradient must not be added to a buffer that is being reduced
 
     def _post_backward(self, weight: ShardedParameter, full: nn.Parameter) -> None:
-        self.guard.watch(weight.shard)
         weight.gradients.mark_ready(full)
         self.expected.discard(weight)
         weight.reshard()
@@ -177,6 +177,17 @@ class FSDP(Wrapper):
             if weight not in self.expected:
                 weight.reshard()
                 self._reduce(weight)
+
+    def _before_any_gradient(self, parameter: nn.Parameter, gradient: Tensor | None = None) -> None:
+        self.guard.before_gradient(parameter)
+        if (backward := torch._C._current_graph_task_id()) != self.backward:  # the first gradient of a backward
+            self.backward = backward
+            for weight in self.sharded:
+                weight.promise_gradient()
+
+    def _before_own_gradient(self, weight: ShardedParameter, gradient: Tensor) -> None:  # that of a penalty on shards
+        self._before_any_gradient(weight.shard)
+        weight.take_back_promise()
 
     def _on_replicated_gradient(self, parameter: nn.Parameter) -> None:
         self.bucket_of[parameter].mark_ready(parameter)
@@ -208,6 +219,8 @@ class FSDP(Wrapper):
         """Reduce what has not been reduced, and wait for everything. Every rank must call it, before the step."""
         self.guard.before_finish()
         self._end_backward()
+        for weight in self.sharded:
+            weight.forget_dropped()
         for bucket in self.buckets:
             bucket.launch()
         for bucket in self.buckets:
@@ -224,6 +237,8 @@ class FSDP(Wrapper):
         """Forget all gradients. After an interrupted backward every rank must call it."""
         if not self.guard.synchronised:
             self._end_backward()
+        for weight in self.sharded:
+            weight.take_back_promise()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()
         self.expected = set()

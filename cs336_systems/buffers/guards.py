@@ -1,12 +1,11 @@
 """Base of the data-parallel wrappers, and its guard: checks that protect users, at named points of ddp.py and fsdp.py.
 
 on construction      every parameter has values, and the ranks' modules are equal
-before_forward       no parameter was replaced, cast or unfrozen, no shard has a gradient hook, no watched one changed
+before_forward       no parameter was replaced, cast or unfrozen, no shard has a gradient hook
 before_gradient      no gradient of an unfinished synchronisation was dropped; from now on optimizers refuse to step,
                      and the ranks compare weights that somebody else changes
 on_gradient          note a backward that comes after one that has begun to reduce: every bucket is then reduced twice
-watch                watch one shard's gradient, which FSDP delivers at the end: only zero_grad would change it before
-before_finish        no parameter was replaced, cast or unfrozen, no gradient dropped, no watched one changed
+before_finish        no parameter was replaced, cast or unfrozen, no gradient dropped
 finished             optimizers may step
 """
 
@@ -38,7 +37,6 @@ class Guard:
         self.synchronised = True
         self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
         self.again = False  # true if one of them has come twice
-        self.watched: tuple[nn.Parameter, Tensor, int] | None = None  # one with a gradient that nobody may touch
         self.versions: dict[nn.Parameter, int] = {}  # of weights whose gradient has come and is still this rank's own
         self.hooks: list[RemovableHandle] = []
         earlier: dict[Guard, str] = {}
@@ -105,10 +103,9 @@ class Guard:
 
     def before_forward(self) -> None:
         self._check_unchanged()
-        if torch.is_grad_enabled():  # a backward follows
-            self._check_watched()
-            if any(p.grad is None or not p.grad.any() for p in self._written()):  # else it may accumulate
-                self._compare_written()
+        # A backward follows; it may accumulate, unless gradients were dropped.
+        if torch.is_grad_enabled() and any(p.grad is None or not p.grad.any() for p in self._written()):
+            self._compare_written()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
@@ -157,36 +154,7 @@ class Guard:
     def before_finish(self) -> None:
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
-        self._check_watched()
         self.replicas.doubted = bool(self._written())
-
-    def watch(self, shard: nn.Parameter) -> None:
-        """Give one shard a gradient of zeros: an optimizer's zero_grad drops it or writes to it, and so is noticed."""
-        if self.watched is None:
-            shard.grad = torch.zeros_like(shard) if shard.grad is None else shard.grad
-            self.watched = (shard, shard.grad, shard.grad._version)
-
-    def before_own_gradient(self, shard: nn.Parameter, gradient: Tensor) -> None:
-        """Hook: autograd is about to add to a shard, as the gradient of a penalty over weights does."""
-        self.before_gradient(shard)
-        if self.watched is not None and self.watched[0] is shard:
-            self._check_watched()
-
-    def own_gradient(self, shard: nn.Parameter) -> None:
-        """Hook: autograd has added to a shard, which is no change by a user."""
-        if self.watched is not None and self.watched[0] is shard and shard.grad is not None:
-            self.watched = (shard, shard.grad, shard.grad._version)
-
-    def _check_watched(self) -> None:
-        """Raises UserError if the gradient of the watched shard was dropped or written to."""
-        if self.watched is None:
-            return
-        shard, gradient, version = self.watched
-        if shard.grad is not gradient or gradient._version != version:
-            raise fault(
-                "gradients were changed or dropped before finish_gradient_synchronization() had delivered them all: "
-                "call that first, or zero_grad() of the wrapper to drop them"
-            )
 
     def second_backward(self) -> bool:
         """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
@@ -197,7 +165,7 @@ class Guard:
         return again
 
     def finished(self) -> None:
-        self.synchronised, self.watched, self.versions = True, None, {}
+        self.synchronised, self.versions = True, {}
 
     def reset(self) -> None:
         """Forget the gradients that have come. The ranks agree first if some were being reduced."""

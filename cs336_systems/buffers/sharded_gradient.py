@@ -69,6 +69,7 @@ class ShardedGradient(Tensor):
             found = norms(tree_leaves(first), *rest, **kwargs)
             return found if isinstance(first, list) else found[0]
         named = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        named.local()  # raises what to call first, if it is being reduced
         raise fault(
             f"{function} of {named.label}.grad, which rests sharded over {named.group.size()} ranks: norms work, and "
             "scaling or clamping in place; else use the wrapper's clip_grad_norm() or kept_gradients() (this rank's "

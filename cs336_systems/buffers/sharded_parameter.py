@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.shard_tensor import Rows, as_shard, raw, saved_rows
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_gather, fault
 from cs336_systems.comm.events import mark
 
@@ -78,8 +79,7 @@ class ShardedParameter:
         self.rows = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
         rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
         if group.size() > 1 and type(rows) is Tensor:  # on one rank, rows are all; a fake tensor is a kind by itself
-            first, last = self.rows
-            rows = as_shard(rows, Rows(name, first, last, num_rows, group))
+            rows = as_shard(rows, Rows(name, *self.rows, num_rows, group))
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
         self.version = self.shard._version  # of the weight that was last gathered
@@ -93,6 +93,8 @@ class ShardedParameter:
         label = f"gradient of {name}"
         self.gradients = GradBucket([self.full], group, label, SHARDED, reduce_dtype or weight.dtype, columns)
         self.gradients.resting_dtype = weight.dtype
+        self.promised = False  # true while a stand-in is the shard's gradient
+        self.earlier: Tensor | None = None  # the gradient in whose place it is
         self.reshard()
 
     @torch.no_grad()
@@ -140,11 +142,40 @@ class ShardedParameter:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.layout == torch.strided)
         return any(each.untyped_storage()._cdata == self.flat.untyped_storage()._cdata for each in tensors)
 
+    def promise_gradient(self, _: Tensor | None = None) -> None:
+        """Let a stand-in be the gradient until the mean is delivered: who drops it drops what is under way."""
+        self.forget_dropped()
+        with raw():
+            if self.trainable and not isinstance(self.shard.grad, ShardedGradient):
+                self.earlier, self.promised = self.shard.grad, True
+                self.shard.grad = ShardedGradient(self.shard, self.name, self.group)
+
+    def take_back_promise(self) -> None:
+        """Let the gradient be what it was before the promise, for autograd to add to it."""
+        self.forget_dropped()
+        with raw():
+            if isinstance(self.shard.grad, ShardedGradient):
+                self.shard.grad = self.earlier
+        self.earlier, self.promised = None, False
+
+    def forget_dropped(self) -> None:
+        """Forget the gradient if its stand-in was dropped. Raises UserError if it was replaced."""
+        with raw():
+            found = self.shard.grad
+        if self.promised and found is None:
+            self.gradients.reset()
+            self.earlier, self.promised = None, False
+        elif self.promised and not isinstance(found, ShardedGradient):
+            raise fault(f"{self.name}.grad was assigned before finish_gradient_synchronization() had delivered it")
+
     @torch.no_grad()
     def deliver_gradient(self) -> None:
         """Add this rank's rows of the mean gradient to the shard's, unless no rank has any."""
+        self.take_back_promise()
         reduced, self.gradients.shard = self.gradients.shard, None
-        if reduced is not None and self.gradients.used:
+        if self.gradients.used:
+            if reduced is None:
+                raise fault(f"the gradient of {self.name} was dropped on this rank, and others have theirs")
             rows = reduced[: self.shard.numel()].view(self.shard.shape)
             self.shard.grad = rows if self.shard.grad is None else self.shard.grad.add_(rows)
         self.gradients.used = set()
