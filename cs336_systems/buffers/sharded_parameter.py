@@ -79,7 +79,7 @@ class ShardedParameter:
         self.rows = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
         rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
         if group.size() > 1 and type(rows) is Tensor:  # on one rank, rows are all; a fake tensor is a kind by itself
-            rows = as_shard(rows, Rows(name, *self.rows, num_rows, group))
+            rows = as_shard(rows, Rows(name, self.rows[0], self.rows[1], num_rows, group))
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
         self.version = self.shard._version  # of the weight that was last gathered
