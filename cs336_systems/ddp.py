@@ -18,7 +18,7 @@ import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from cs336_systems.buffers.guards import Parameters, Wrapper, dropped, weak_hook
 from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
-
-T = TypeVar("T")
 
 
 class DataParallel(Wrapper):
@@ -120,7 +118,7 @@ class DataParallel(Wrapper):
             for bucket in self.buckets:
                 bucket.expect_all()
 
-    def join(self, batches: Collection[T]) -> Iterator[T | None]:
+    def join(self, batches: Collection[Any]) -> Iterator[Any]:
         """This rank's batches, then None until the rank that has the most is done: skip forward and backward then, but
         synchronise and step with the others; this rank's gradients count as zero. Every rank must call it."""
         counts = agree("the number of batches", str(len(batches)), self.group)

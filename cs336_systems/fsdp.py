@@ -110,7 +110,7 @@ class FSDP(Wrapper):
             output = self.module(*inputs, **kwargs)
         finally:
             self.in_forward = False
-        self.order.forward_to(end := len(self.order.calls))
+        self.order.forward_to(end := len(self.order.calls), self._keeps_whole())
         if torch.is_grad_enabled():
             self.order.passed_back = self.order.gathered_back = end
         for weight in self.sharded:
@@ -122,7 +122,7 @@ class FSDP(Wrapper):
     @uncompiled
     def _pre_forward(self, number: int, weight: ShardedParameter, layer: nn.Module, args: Any) -> None:
         if self.in_forward:  # else it is recomputed in backward
-            self.order.forward_to(number)
+            self.order.forward_to(number, self._keeps_whole())
         weight.unshard()
 
     @uncompiled
@@ -238,6 +238,7 @@ class FSDP(Wrapper):
         if not self.guard.synchronised:
             self._end_backward()
         for weight in self.sharded:
+            weight.promised = False  # whatever has become of its stand-in
             weight.take_back_promise()
         for bucket in (*(weight.gradients for weight in self.sharded), *self.buckets):
             bucket.reset()

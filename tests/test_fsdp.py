@@ -305,6 +305,39 @@ def test_a_gan_whose_loss_flows_through_another_wrapper_equals_one_process(froze
     ranks.run(gan_case, 2, frozen=frozen)
 
 
+class Skipping(nn.Module):
+    """A chain of layers, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.skipped = nn.ModuleList(nn.Linear(4, 4).double() for _ in range(6)), -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = x if number == self.skipped else torch.tanh(layer(x))
+        return x
+
+
+def skipping_case(group) -> None:
+    torch.manual_seed(0)
+    plain, sharded = Skipping(), Skipping()
+    sharded.load_state_dict(plain.state_dict())
+    model = FSDP(sharded, reshard_after_forward=False)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for rank in range(group.size()):
+        plain.skipped = 2 if rank == 1 else -1
+        (plain(x).sum() / group.size()).backward()
+    sharded.skipped = 2 if group.rank() == 1 else -1
+    model(x).sum().backward()
+    model.finish_gradient_synchronization()
+    for weight, want in zip(model.sharded, (layer.weight.grad for layer in plain.layers), strict=True):
+        assert torch.equal(weight.shard.grad.as_subclass(torch.Tensor), want[slice(*weight.rows)])
+
+
+def test_a_rank_may_leave_out_a_layer_whose_weight_is_kept():
+    ranks.run(skipping_case, 2)
+
+
 class Nested(nn.Module):
     """A module that calls its own wrapper in its forward."""
 

@@ -61,8 +61,7 @@ class Sharded:
     def keep(self, bucket: "GradBucket") -> None:
         assert bucket.flat is not None
         mine = bucket.layout.shard(bucket.flat, bucket.group.rank())  # copied: a view would keep the whole buffer alive
-        kept = bucket.shard
-        bucket.shard = mine.to(bucket.resting_dtype, copy=True) if kept is None else kept.add_(mine)
+        bucket.shard = mine.to(bucket.resting_dtype, copy=True) if bucket.shard is None else bucket.shard.add_(mine)
         mark("gradients", bucket.shard)
 
     def free(self, bucket: "GradBucket") -> None:

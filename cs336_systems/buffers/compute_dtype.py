@@ -13,10 +13,11 @@ from cs336_systems.buffers.sharded_parameter import parts, put
 
 def compute_in(dtype: torch.dtype, module: nn.Module, layers: Set[nn.Module]) -> None:
     """Make `layers` compute in `dtype`, in which their sharded parameters are gathered. Other layers that have
-    parameters (norms) compute in those' dtype, and get inputs in it."""
+    parameters (norms) compute in their parameters' dtype, and get inputs in it."""
     for layer in module.modules():
         own = [p for p in layer.parameters(recurse=False) if p.is_floating_point()]
-        if layer in layers:
+        # A parametrized layer computes with what is computed from its parameters.
+        if not layers.isdisjoint((layer, *getattr(layer, "parametrizations", {}).values())):
             layer.register_forward_pre_hook(partial(_cast_biases, dtype), with_kwargs=True)
             layer.register_forward_hook(_restore_biases, always_call=True)
         elif own:

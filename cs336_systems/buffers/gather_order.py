@@ -34,12 +34,12 @@ class GatherOrder:
         self.gathered = 0  # layers before this one have been gathered in this forward
         self.gathered_back = self.passed_back = 0  # layers from these on have been gathered, and passed, in backward
 
-    def forward_to(self, number: int) -> None:
+    def forward_to(self, number: int, keep: bool) -> None:
         """Come to a layer in forward (the number of layers: to the end), gathering ahead, and free the weights of
-        layers that were left out before it."""
+        layers that were left out before it, unless all are to be kept."""
         coming = set(self.weights[number : max(self.gathered, number + 1)])
         for weight in self.weights[:number]:
-            if weight.work and weight not in coming:  # it may be the tied weight of a layer to come
+            if weight.work and not keep and weight not in coming:  # it may be the tied weight of a layer to come
                 weight.reshard()
         for weight in self.weights[self.gathered : number + 1 + AHEAD]:
             weight.launch_unshard()

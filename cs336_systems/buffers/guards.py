@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, Sharded
 from cs336_systems.buffers.refusals import computed_weights, refuse_hooks, refuse_max_norm, refuse_shared_memory
 from cs336_systems.buffers.replicas import Replicas, buffer_lines, require_equal
+from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.buffers.steps import guard_of, watch_steps
 from cs336_systems.comm import Group, agree, broadcast, default_group, fault, is_fake
 from cs336_systems.errors import UserError
@@ -104,7 +105,8 @@ class Guard:
     def before_forward(self) -> None:
         self._check_unchanged()
         # A backward follows; it may accumulate, unless gradients were dropped.
-        if torch.is_grad_enabled() and any(p.grad is None or not p.grad.any() for p in self._written()):
+        gradients = [p.grad for p in self._written() if not isinstance(p.grad, ShardedGradient)]
+        if torch.is_grad_enabled() and any(gradient is None or not gradient.any() for gradient in gradients):
             self._compare_written()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
@@ -154,7 +156,7 @@ class Guard:
     def before_finish(self) -> None:
         self._check_unchanged()
         self._refuse_dropped(self.arrived)
-        self.replicas.doubted = bool(self._written())
+        self.replicas.doubted |= bool(self._written())
 
     def second_backward(self) -> bool:
         """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
@@ -171,8 +173,7 @@ class Guard:
         """Forget the gradients that have come. The ranks agree first if some were being reduced."""
         if self.arrived:
             agree("zero_grad() after an unfinished backward", "", self.group)
-        if self._written():
-            self._compare_written()
+        self.replicas.doubted |= bool(self._written())  # compared at the next synchronisation, which all ranks reach
         self.again, self.arrived = False, set()
         self.finished()
 

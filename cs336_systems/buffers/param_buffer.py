@@ -75,7 +75,7 @@ class PartStates(MutableMapping[nn.Parameter, dict[str, Any]]):
         self.inner, self.parts = inner, parts
 
     def __getitem__(self, owner: nn.Parameter) -> dict[str, Any]:
-        return self.inner.state[self.parts[owner].tensor]
+        return self.inner.state[self.parts[owner].tensor] if owner in self.parts else {}
 
     def __setitem__(self, owner: nn.Parameter, state: dict[str, Any]) -> None:
         self.inner.state[self.parts[owner].tensor] = state

@@ -9,6 +9,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from cs336_systems.buffers.flat import overlapping
 from cs336_systems.comm import fault
+from cs336_systems.errors import UserError
 
 
 def refuse_max_norm(module: nn.Module) -> None:
@@ -22,7 +23,8 @@ def refuse_shared_memory(names: Mapping[nn.Parameter, str]) -> None:
     """Raises UserError for two parameters in one memory, of which sharding would make two."""
     if found := overlapping(list(names)):
         first, second = ([*names.values()][number] for number in found)
-        raise fault(f"{first} and {second} lie in one memory, of which sharding makes two: make them one Parameter")
+        both = f"{first} and {second} lie in one memory, of which sharding makes two"
+        raise fault(f"{both}: make them one Parameter, or clone() one")
 
 
 def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
@@ -46,3 +48,19 @@ def computed_weights(module: nn.Module) -> list[Tensor]:
     """Weights that old-style weight_norm and spectral_norm have computed, which the next forward computes anew."""
     hooks = ((layer, hook) for layer in module.modules() for hook in layer._forward_pre_hooks.values())
     return [getattr(layer, hook.name) for layer, hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+
+
+def replaced_error(name: str) -> UserError:
+    """Error of a tensor that is put in a sharded parameter's place."""
+    return fault(
+        f"what takes the place of {name} is not the parameter that was wrapped, and FSDP would not compute with it; "
+        "change the module first, then wrap it anew (functional_call takes modules that are not sharded)"
+    )
+
+
+def assigned_error(name: str) -> UserError:
+    """Error of a sharded parameter's gradient that was assigned while the mean is under way."""
+    return fault(
+        f"{name}.grad was assigned before finish_gradient_synchronization() had delivered it: call that first, or "
+        "zero_grad() of the wrapper to drop it"
+    )

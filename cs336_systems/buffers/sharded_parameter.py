@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
+from cs336_systems.buffers.refusals import assigned_error, replaced_error
 from cs336_systems.buffers.shard_tensor import Rows, as_shard, raw, saved_rows
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_gather, fault
@@ -39,10 +40,7 @@ class WeightProxy(dict[str, nn.Parameter | None]):
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
         if name in self.sharded:
-            raise fault(
-                f"what takes the place of {self.sharded[name].name} is not the parameter that was wrapped, and FSDP "
-                "would not compute with it; change the module first, then wrap it anew (functional_call: not sharded)"
-            )
+            raise replaced_error(self.sharded[name].name)
         super().__setitem__(name, parameter)
 
 
@@ -129,9 +127,10 @@ class ShardedParameter:
 
     def reshard(self, keep: bool = False) -> None:
         """Let the layers see the shard, and free the whole weight, unless it is there and to be kept for backward."""
+        whole = self.unsharded or self.work is not None
         if self.work is not None:
             self.work.wait()
-        self.work, self.unsharded = None, self.unsharded and keep
+        self.work, self.unsharded = None, whole and keep
         if not self.unsharded:
             self.flat.untyped_storage().resize_(0)
         for place in self.places:
@@ -166,7 +165,7 @@ class ShardedParameter:
             self.gradients.reset()
             self.earlier, self.promised = None, False
         elif self.promised and not isinstance(found, ShardedGradient):
-            raise fault(f"{self.name}.grad was assigned before finish_gradient_synchronization() had delivered it")
+            raise assigned_error(self.name)
 
     @torch.no_grad()
     def deliver_gradient(self) -> None:

@@ -44,8 +44,8 @@ def default_group(group: Group | None = None) -> Group:
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """Leave the group of a process that ends without doing so. Its collectives come to their end first, and are held
-    until the interpreter's: a thread of gloo that is the last to hold a tensor then would abort the process."""
+    """Leave the group of a process that ends without doing so. Its collectives are awaited first, and their
+    tensors kept until the interpreter ends: a thread of gloo that is the last to hold one would abort the process."""
     for work in in_flight:
         for each in work.pending:
             with suppress(RuntimeError):

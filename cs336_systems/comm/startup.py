@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
 from cs336_systems.comm.flight_recorder import recorder
-from cs336_systems.comm.group import Group, default_group, history, sequence
+from cs336_systems.comm.group import Group, default_group, history, in_flight, sequence
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -173,6 +173,7 @@ def distributed(
             yield default_group()
             _leave(default_group(), limit)
         except BaseException as error:
+            in_flight.clear()  # the others learn of it when the connections close, which must not wait for these
             with suppress(StoreLostError):  # it may be gone with rank 0
                 if not isinstance(error, CommError):
                     post("reason", f"failed: {type(error).__name__}: {str(error)[:300]}", PARTING)

@@ -173,13 +173,15 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
     On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
     ranks, me = group.size(), group.rank()
-    slices, gloo, on_cpu = flat.chunk(ranks), dist.get_backend(group) == "gloo", flat.device.type == "cpu"
+    gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
     assert flat.numel() % ranks == 0
     alike = None if gloo and on_cpu else (reduction, flat.numel())
     with _collective("reduce-scatter", flat, group, label, "all-reduce" if gloo and not on_cpu else "", alike) as work:
         if ranks == 1:
             return work
-        how = _operator(flat, group, reduction)
+        if flat.is_complex() and not gloo:  # NCCL knows no complex numbers
+            flat = torch.view_as_real(flat).view(-1)
+        slices, how = flat.chunk(ranks), _operator(flat, group, reduction)
         if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
             work.pending = [scatter(slices[me], flat, how, group=group, async_op=True)]

@@ -100,8 +100,9 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
     mean.lerp_(gradient, 1 - beta1)
     square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
     if group.get("amsgrad"):
-        largest = state.setdefault("max_exp_avg_sq", torch.zeros_like(square))
-        square = torch.maximum(largest, square, out=largest)
+        if "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = torch.zeros_like(square)
+        square = torch.maximum(state["max_exp_avg_sq"], square, out=state["max_exp_avg_sq"])
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
     mean_bias, square_bias = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
     denominator = square.sqrt().div_(math.sqrt(square_bias)).add_(group["eps"])

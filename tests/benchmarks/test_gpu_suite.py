@@ -221,7 +221,7 @@ def test_a_smoke_run_needs_no_gpu(fakes, monkeypatch):
         (("--pack", "file/all.tar.gz"), True, "error: cannot write file: "),
         (("--pack", "."), True, "error: cannot write .: Is a directory; choose another --pack"),
         (("--logs", "file"), True, "error: cannot write "),
-        (("--minutes", "-1"), True, "error: Invalid value for '--minutes': -1.0 is not in the range x>=0."),
+        (("--minutes", "-1"), True, "error: Invalid value for '--minutes': -1.0 is not in the range 0<=x<="),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_run(options, has_gpu, line, fakes, monkeypatch, capsys):
