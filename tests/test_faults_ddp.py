@@ -436,7 +436,7 @@ CASES = {
         steps(), "SparseAdam does not support dense gradients",
         make=Sparse, cls=torch.optim.SparseAdam, options={"lr": 0.1}, modes=ALL[:5],
     ),
-    "4 batches on one rank, 2 on the other, join": Case(uneven_with_join, modes=ALL[:-1]),
+    "4 batches on one rank, 2 on the other, join, stages 0 to 2": Case(uneven_with_join, modes=ALL[:-1]),
     "buffers of 14 dtypes": Case(steps(), make=Buffered),
     "buffers that grow and come on all ranks": Case(same_buffers),
     "a buffer of another size on one rank": Case(

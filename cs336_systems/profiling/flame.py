@@ -65,7 +65,7 @@ class Frame:
         """This frame with its kernels as leaves, and those inside it that launched any; time is the kernels'."""
         shown = Frame(self.name, self.paint, self.is_operator, self.depth)
         for child in self.children.values():
-            if (inside := child.on_device()).children:
+            if (inside := child.on_device()).children or inside.self_time:
                 shown.children[child.name] = inside
         for name, duration in self.launched.items():
             paint = "communication" if KERNEL.search(name) else self.paint

@@ -164,6 +164,7 @@ class RunCheckpoints:
         saved = checkpoint.state
         mine = computed(self.trainer)
         routed = {ROUTED: mine.pop(ROUTED)} if ROUTED in mine else {}
+        routed = routed if ROUTED in saved["computed"] else {}  # earlier versions did not say
         other = _differing(saved["computed"], mine, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         then, now = saved["recipe"], self.trainer.recipe.to_json()
