@@ -94,8 +94,8 @@ def test_smoke_writes_nothing(in_tmp, monkeypatch):
         (("--nonsense",), "error: No such option"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys):
-    assert run(*arguments) == 2
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, capsys, tmp_path):
+    assert run("--results", str(tmp_path), *arguments) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert errors[0].startswith(line)
