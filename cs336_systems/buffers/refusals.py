@@ -1,4 +1,4 @@
-"""What a module must not have if several ranks train it, and what it has besides parameters and buffers."""
+"""Refusals of modules that several ranks cannot train, and the weights that a module computes from its parameters."""
 
 from collections.abc import Mapping
 

@@ -37,7 +37,7 @@ def require_equal(what: str, lines: Sequence[str], group: Group, advice: str = "
 
 
 def buffer_lines(module: nn.Module) -> list[str]:
-    """What ranks compare of a module's buffers, which they broadcast."""
+    """Name, shape and dtype of each buffer of a module, one a line, for the ranks to compare."""
     return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 
