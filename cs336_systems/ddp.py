@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, finish_all
+from cs336_systems.buffers.bucket import REPLICATED, Placement
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.guards import Parameters, Wrapper, dropped, weak_hook
+from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
+from cs336_systems.buffers.replicas import finish_all
 from cs336_systems.comm import Group, agree
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
@@ -53,12 +54,7 @@ class DataParallel(Wrapper):
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
         if cap < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
-        names = self.guard.names
-        self.buckets = [
-            GradBucket(ps, self.group, f"bucket {i}, from {names[ps[0]]}", self.gradients, names=names)
-            for i, ps in enumerate(plan_buckets(list(self.guard.trainable), cap, apart))
-        ]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.make_buckets(plan_buckets(list(self.guard.trainable), cap, apart), self.gradients)
         self.next = 0  # the first bucket that has not been launched
         self.accumulating = False  # inside no_sync
         for p in self.bucket_of:
@@ -70,7 +66,7 @@ class DataParallel(Wrapper):
         """The module's own forward. It communicates only if gradients of an unfinished
         synchronisation were dropped, so one rank may evaluate alone."""
         self.guard.before_forward()
-        if torch.is_grad_enabled() and dropped(self.guard.arrived):
+        if torch.is_grad_enabled() and any(parameter.grad is None for parameter in self.guard.arrived):
             self.reset()
         return self.module(*inputs, **kwargs)
 

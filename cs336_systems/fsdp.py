@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as compiler
 from torch._compile import _disable_dynamo as uncompiled  # which imports the compiler only when it is called
 
-from cs336_systems.buffers.bucket import GradBucket, Sharded, finish_all
-from cs336_systems.buffers.compute_dtype import cast
+from cs336_systems.buffers.bucket import GradBucket, Sharded
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.buffers.gather_order import shard_weights, tensors_with_gradient
+from cs336_systems.buffers.gather_order import cast, shard_weights, tensors_with_gradient
 from cs336_systems.buffers.guards import Parameters, Wrapper, weak_hook
-from cs336_systems.buffers.refusals import refuse_compiler
+from cs336_systems.buffers.replicas import finish_all
 from cs336_systems.buffers.shard_tensor import raw
 from cs336_systems.buffers.sharded_parameter import ShardedParameter
-from cs336_systems.comm import Group
+from cs336_systems.comm import Group, fault
 from cs336_systems.errors import UserError
 from cs336_systems.optim.grad_norm import LocalGradient
 
@@ -69,12 +68,7 @@ class FSDP(Wrapper):
         self.order = shard_weights(module, compute_dtype, reduce_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
         shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
-        replicated = plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf"))
-        self.buckets = [
-            GradBucket(ps, self.group, f"replicated gradients {i}", names=self.guard.names)
-            for i, ps in enumerate(replicated)
-        ]
-        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.make_buckets(plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf")))
         self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
@@ -92,12 +86,16 @@ class FSDP(Wrapper):
             weight.full.register_post_accumulate_grad_hook(weak_hook(self._post_backward, weight))
         for parameter in self.bucket_of:
             parameter.register_hook(weak_hook(self._before_any_gradient, parameter))
-            parameter.register_post_accumulate_grad_hook(weak_hook(self._on_replicated_gradient))
+            parameter.register_post_accumulate_grad_hook(weak_hook(self.bucket_of[parameter].mark_ready))
 
     @uncompiled(recursive=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward; floating-point outputs come in the module's own dtype."""
-        refuse_compiler(compiler())
+        if callable(compiler()):
+            raise uncompiled(fault)(
+                "torch.compile cannot read FSDP, which gathers and frees weights while the model runs: compile the "
+                "model block by block before it is wrapped, as in `for block in model.blocks: block.compile()`"
+            )
         self.guard.before_forward()
         if self.in_forward:
             raise UserError("FSDP is inside `forward`: it cannot begin another pass there")
@@ -189,9 +187,6 @@ class FSDP(Wrapper):
         self._before_any_gradient(weight.shard)
         weight.take_back_promise()
 
-    def _on_replicated_gradient(self, parameter: nn.Parameter) -> None:
-        self.bucket_of[parameter].mark_ready(parameter)
-
     def _lend(self, weight: ShardedParameter) -> nn.Parameter | None:
         """The whole weight for code outside its layer, until the end of the pass; None between passes."""
         if not self.in_forward and torch._C._current_graph_task_id() == -1:  # nor recomputed in backward
@@ -255,9 +250,8 @@ class FSDP(Wrapper):
     def kept_gradients(self) -> list[LocalGradient]:
         with raw():
             kept = [(w.shard, w.shard.grad.as_subclass(Tensor)) for w in self.sharded if w.shard.grad is not None]
-        return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + [
-            LocalGradient(p, p.grad, False) for p in self.bucket_of if p.grad is not None
-        ]
+        whole = [each for bucket in self.buckets for each in bucket.local_gradients()]
+        return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + whole
 
     def gather_full_params(self) -> dict[str, Tensor]:
         """A copy of the whole state, as the unwrapped `module.state_dict()` had it. Every rank must call this."""

@@ -11,6 +11,7 @@ Parameters live in one flat buffer, and the two layouts differ only in where it 
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
-from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, PartStates, gather_state, slice_state
+from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
@@ -63,7 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if wrapper is not None:
             self._take_shards(wrapper)
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
-        self.state = PartStates(self.inner, self.parts)  # type: ignore[assignment]
+        self._take_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, also during training. Every rank must add the same."""
@@ -75,12 +76,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             flat = self.layout == "flat"
             for same in plan_buckets([p for p in reversed(added["params"]) if p.requires_grad], math.inf):
                 layout = (FlatLayout.pack if flat else FlatLayout.whole)(same, self.group.size())
-                self._add_buffer(same, layout, equal=flat)
+                self._add_buffer(same, layout)
         if self.inner is not None:
             self.inner.add_param_group(self._share(added))
 
-    def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, equal: bool) -> None:
-        self.buffers.append(ParameterBuffer(parameters, layout, self.group, equal))
+    def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+        self.buffers.append(ParameterBuffer(parameters, layout, self.group))
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
 
     def _take_shards(self, wrapper: Wrapper) -> None:
@@ -88,8 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not wrapper.bucket_of.keys() <= self._numbers().keys():
             raise UserError("the wrapper synchronises parameters that the optimizer was not given")
         for bucket in wrapper.buckets:
-            self._add_buffer(bucket.parameters, bucket.layout, equal=True)
-        wrapper.after_synchronisation.append(self._attach_gradients)
+            self._add_buffer(bucket.parameters, bucket.layout)
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group as the inner optimizer has it: its options, and this rank's parts of its parameters."""
@@ -132,22 +132,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         and for parameters that have been moved."""
         loss = run_closure(closure)
         self._check()
-        if self.wrapper is None:
-            self._attach_gradients()
-        for part in self.parts.values():
-            if part.owner.grad is None:  # dropped since the synchronisation
-                part.tensor.grad = None
+        self._attach_gradients()
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner |= self._share(group)  # learning rates and the like, which schedulers change
+        owned = (part for part in self.parts.values() if part.owner in self.state)
+        self.inner.state = defaultdict(dict, {part.tensor: self.state[part.owner] for part in owned})
         self.inner.step(**kwargs)
+        self._take_state()
         self._copy_settings(self.inner.param_groups)  # which some optimizers change themselves
         for buffer in self.buffers:
             buffer.all_gather()
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
-        if self.wrapper is None:
-            for part in self.parts.values():
-                part.tensor.grad = None
+        for part in self.parts.values():
+            part.tensor.grad = None
         return loss
+
+    def _take_state(self) -> None:
+        """Show the inner optimizer's state of a part as that of the parameter."""
+        found = (part for part in self.parts.values() if part.tensor in self.inner.state)
+        self.state.update({part.owner: self.inner.state[part.tensor] for part in found})
 
     def _copy_settings(self, source: list[dict[str, Any]]) -> None:
         for group, other in zip(self.param_groups, source, strict=True):
@@ -157,10 +160,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Forget the gradients of the model, and of the wrapper's shards."""
         if self.wrapper is None:
             super().zero_grad(set_to_none)
-            return
-        self.wrapper.zero_grad(set_to_none)
-        for part in self.parts.values():
-            part.tensor.grad = None
+        else:
+            self.wrapper.zero_grad(set_to_none)
 
     def state_dict(self, to: int | None = None) -> dict[str, Any]:
         """The whole state, as the unsharded optimizer would give it, on every rank, or on the group's rank `to` alone:
@@ -169,7 +170,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self)
         numbers = self._numbers()
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
-        state = {"state": gather_state(self.inner, self.buffers, numbers, to), "param_groups": groups}
+        state = {"state": gather_state(self.state, self.buffers, numbers, to), "param_groups": groups}
         if to not in (None, self.group.rank()):
             return {}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -188,7 +189,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("the state's parameter groups have other sizes than this optimizer's")
         saved_numbers = chain.from_iterable(group["params"] for group in saved)
         numbers = dict(zip(self._numbers(), saved_numbers, strict=True))
-        slice_state(self.inner, self.buffers, numbers, state_dict["state"])
+        self.state.clear()
+        moments_dtype = getattr(self.inner, "moments_dtype", None)  # FusedAdamW's are wider than the parameters
+        self.state.update(slice_state(state_dict["state"], self.buffers, numbers, moments_dtype))
         self._copy_settings(saved)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from cs336_systems.buffers.bucket import REPLICATED, SHARDED, Placement
+from cs336_systems.buffers.flat import refuse_shared_memory
 from cs336_systems.buffers.guards import Parameters
-from cs336_systems.buffers.refusals import refuse_shared_memory
 from cs336_systems.comm import Group
 from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.errors import UserError

@@ -13,7 +13,6 @@
 A ZeRO stage is three placements: of parameters, gradients and optimizer state (see zero.py).
 """
 
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout
-from cs336_systems.buffers.replicas import Replicas
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
 from cs336_systems.comm.events import mark
@@ -96,7 +94,6 @@ class GradBucket:
         self.index = {parameter: i for i, parameter in enumerate(parameters)}
         self.flat: Tensor | None = None
         self.shard: Tensor | None = None
-        self.pieces: dict[nn.Parameter, Tensor] = {}  # this rank's, as views of the shard
         self.work: Work | None = None
         self.launched: list[tuple[Tensor, int]] = []  # being reduced, with `_version` at launch: writes raise it
         self.waiting = set(parameters)  # parameters whose gradient has not come in this backward
@@ -150,43 +147,41 @@ class GradBucket:
             mark("gradients", self.flat)
         return self.layout.view(self.flat, self.index[parameter])
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The parameter's `.grad`, unless it stands for one that rests sharded."""
-        return None if isinstance(parameter.grad, ShardedGradient) else parameter.grad
-
     def stand_in(self, parameter: nn.Parameter) -> ShardedGradient | None:
         """The `.grad` of a gradient that rests sharded, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
+    def pieces(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's pieces of the gradients in the shard, as views."""
+        if self.shard is None:
+            return {}
+        mine = self.layout.pieces(self.group.rank())
+        parts = self.shard[: sum(piece.numel for piece in mine)].split([piece.numel for piece in mine])
+        return {self.parameters[piece.index]: part for piece, part in zip(mine, parts, strict=True)}
+
     def hold_pieces(self) -> None:
         """Give each `.grad` that stands for a gradient in the complete shard this rank's piece of it, perhaps none."""
-        assert self.shard is not None
-        if not self.pieces and self.names:
-            mine = self.layout.pieces(self.group.rank())
-            parts = self.shard[: sum(piece.numel for piece in mine)].split([piece.numel for piece in mine])
-            self.pieces = {self.parameters[piece.index]: part for piece, part in zip(mine, parts, strict=True)}
+        pieces = self.pieces()
         for parameter in self.parameters:
-            if isinstance(parameter.grad, ShardedGradient):
-                parameter.grad.piece = self.pieces.get(parameter, self.shard[:0])
+            if self.shard is not None and isinstance(parameter.grad, ShardedGradient):
+                parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
-    def dropped(self, parameter: nn.Parameter) -> bool:
-        """True if somebody has dropped a gradient that the buffer or the shard holds."""
-        return parameter.grad is None and parameter in self.used and parameter in self.names
+    def forget_dropped(self, parameter: nn.Parameter) -> bool:
+        """If somebody has dropped a gradient that the buffer or the shard holds, forget it, as other ranks forget their
+        pieces of it, and return True."""
+        dropped = parameter.grad is None and parameter in self.used and parameter in self.names
+        if dropped:
+            self.used.discard(parameter)
+            if (piece := self.pieces().get(parameter)) is not None:
+                piece.zero_()
+        return dropped
 
     @torch.no_grad()
     def make_way(self, parameter: nn.Parameter) -> None:
         """Finish before a gradient is added to `.grad`, which may lie in the buffer or stand for what rests sharded."""
         self.finish()
-        if self.dropped(parameter):
-            self.forget(parameter)
-        elif isinstance(parameter.grad, ShardedGradient):
+        if not self.forget_dropped(parameter) and isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        """Forget a gradient that was dropped; other ranks forget their pieces of it."""
-        self.used.discard(parameter)
-        if parameter in self.pieces:
-            self.pieces[parameter].zero_()
 
     @torch.no_grad()
     def launch(self, again: bool = False) -> None:
@@ -197,16 +192,15 @@ class GradBucket:
         for parameter in self.parameters:
             self._leave_if_held(parameter)
         for parameter in self.parameters:
-            dropped = self.dropped(parameter)
-            if self.gradient(parameter) is not None:  # may be accumulated under no_sync
+            dropped = self.forget_dropped(parameter)
+            if not isinstance(parameter.grad, ShardedGradient | None):  # may be accumulated under no_sync
                 self.mark_ready(parameter)
             elif dropped or (parameter in self.waiting and not keeps):
                 self.view(parameter).zero_()
-            if dropped:
-                self.forget(parameter)
         assert self.flat is not None
         self.work = self.placement.reduce(self.flat, self.group, self.label)
-        self.launched = [(g, g._version) for g in map(self.gradient, self.parameters) if g is not None]
+        gradients = (parameter.grad for parameter in self.parameters)
+        self.launched = [(g, g._version) for g in gradients if g is not None and self._contains(g)]
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -232,7 +226,7 @@ class GradBucket:
         """This rank's mean gradients after `finish`, as views: every whole `.grad`, or the pieces of the shard."""
         if self.shard is None:
             return [LocalGradient(p, p.grad, False) for p in self.parameters if p.grad is not None]
-        return [LocalGradient(p, piece, True) for p, piece in self.pieces.items() if p.grad is not None]
+        return [LocalGradient(p, piece, True) for p, piece in self.pieces().items() if p.grad is not None]
 
     def reset(self, set_to_none: bool = True) -> None:
         """Forget what was collected and reduced, or make the shard zero as `Optimizer.zero_grad` does."""
@@ -241,55 +235,8 @@ class GradBucket:
         self.work, self.launched = None, []
         self.expect_all()
         if set_to_none or self.shard is None:
-            self.used, self.shard, self.pieces = set(), None, {}
+            self.used, self.shard = set(), None
         self.placement.free(self)
         if self.shard is not None:
             self.shard.zero_()
-            self.hold_pieces()
-
-
-@torch.no_grad()
-def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence[Tensor] = ()) -> None:
-    """Finish all reductions, and tell every rank which parameters any rank used, if all gradients are finite, and if
-    the ranks' replicas are still equal.
-
-    One small all-reduce answers all three. Without it a rank could not tell a parameter that nobody used, which must
-    keep no gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its
-    mean gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of
-    every rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
-    """
-    for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
-        bucket.finish()
-    shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
-    bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
-    flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
-    device = buckets[0].parameters[0].device if buckets else None
-    checksum = replicas.checksum()
-    pinned = device is not None and device.type == "cuda"  # else the host would wait for the copy, behind backward
-    sums = torch.tensor([*flags, checksum, 0.0], dtype=torch.float64, pin_memory=pinned).to(device, non_blocking=True)
-    for shard in shards:
-        # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
-        sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
-    work = all_reduce(sums, replicas.group, "used parameters", "sum")
-    for bucket in buckets:
-        bucket.finish()
-    work.wait()
-    for shard in shards:
-        shard.view(-1)[:1] += sums[-1]
-    if not all(flags):  # else nobody reads the answer, which on a GPU waits for the device
-        for (parameter, bucket), elsewhere in zip(bucket_of.items(), sums.tolist(), strict=False):
-            if elsewhere and parameter not in bucket.used:
-                bucket.used.add(parameter)
-                if bucket.flat is None:  # a shard has its mean gradient already
-                    parameter.grad = bucket.stand_in(parameter)
-                else:
-                    parameter.grad = bucket.view(parameter)
-                    bucket.lies_here.add(parameter)
-    for bucket in buckets:
-        if bucket.shard is not None:
-            bucket.hold_pieces()
-            continue
-        bucket.used = set()
-        if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
-            bucket.flat = None
-    replicas.compare(checksum, sums[-2])
+        self.hold_pieces()

@@ -1,13 +1,15 @@
 """Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from cs336_systems.comm import fault
 
 T = TypeVar("T", bound=Tensor)
 
@@ -107,15 +109,15 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
 
 
-def overlapping(tensors: Sequence[Tensor]) -> tuple[int, int] | None:
-    """The numbers of two tensors that have elements in the same memory, if there are any."""
-    ends: dict[int, tuple[int, int]] = {}  # by storage, the largest end so far, and whose it is
-    for number in sorted(range(len(tensors)), key=lambda n: tensors[n].storage_offset()):
-        tensor, storage = tensors[number], tensors[number].untyped_storage()._cdata
+def refuse_shared_memory(names: Mapping[T, str]) -> None:
+    """Raises UserError for two tensors with elements in one memory, of which sharding would make two."""
+    ends: dict[int, tuple[int, str]] = {}  # by storage, the largest end so far, and whose it is
+    for tensor, name in sorted(names.items(), key=lambda each: each[0].storage_offset()):
+        storage, start = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
         if tensor.numel():
-            end, other = ends.get(storage, (0, number))
-            if tensor.storage_offset() < end:
-                return other, number
+            end, other = ends.get(storage, (0, name))
+            if start < end:
+                both = f"{other} and {name} lie in one memory, of which sharding makes two"
+                raise fault(f"{both}: make them one Parameter, or clone() one")
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            ends[storage] = max((end, other), (int(tensor.storage_offset()) + extent, number))
-    return None
+            ends[storage] = max((end, other), (start + extent, name))

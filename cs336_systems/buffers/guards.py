@@ -9,16 +9,19 @@ before_finish        no parameter was replaced, cast or unfrozen, no gradient dr
 finished             optimizers may step
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from cs336_systems.buffers.bucket import REPLICATED, GradBucket, Placement, Sharded
-from cs336_systems.buffers.refusals import computed_weights, refuse_hooks, refuse_max_norm, refuse_shared_memory
+from cs336_systems.buffers.flat import refuse_shared_memory
 from cs336_systems.buffers.replicas import Replicas, buffer_lines, require_equal
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.buffers.steps import guard_of, watch_steps
@@ -36,8 +39,7 @@ class Guard:
     def __init__(self, wrapper: str, kind: str, module: nn.Module, group: Group, ignored: Set[nn.Parameter]) -> None:
         self.wrapper, self.module, self.group, self.ignored = wrapper, module, group, ignored
         self.synchronised = True
-        self.arrived: set[nn.Parameter] = set()  # parameters whose gradient has come in a backward that reduces
-        self.again = False  # true if one of them has come twice
+        self.arrived = Counter[nn.Parameter]()  # how often gradients have come since a backward began to reduce them
         self.versions: dict[nn.Parameter, int] = {}  # of weights whose gradient has come and is still this rank's own
         self.hooks: list[RemovableHandle] = []
         earlier: dict[Guard, str] = {}
@@ -49,18 +51,16 @@ class Guard:
                     raise fault(f"{name} is sharded by another {found.wrapper} already: wrap it once")
             if isinstance(parameter, nn.parameter.UninitializedParameter) or (parameter.is_meta and not is_fake(group)):
                 raise fault(f"{name} has no values yet: materialise the module before it is wrapped")
-        refuse_max_norm(module)
+        for name, layer in module.named_modules():
+            if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+                raise fault(f"{name} has a max_norm, and each rank would change other rows: normalise its output")
         self.taken = ""  # where one of the parameters has gone
         self._compare_modules(f"wrapper {wrapper}, {kind}")
-        self._take_over(earlier)
-        self.remember_structure()
-
-    def _take_over(self, earlier: dict["Guard", str]) -> None:
-        """Release earlier wrappers of these parameters, since two would reduce a gradient twice."""
-        for guard, name in earlier.items():
+        for guard, name in earlier.items():  # two would reduce a gradient twice
             guard.release()
-            guard.taken = f"{name} has been wrapped by another {self.wrapper} since: keep one, or use `ignored`"
+            guard.taken = f"{name} has been wrapped by another {wrapper} since: keep one, or use `ignored`"
             guard.synchronised = False  # for a ShardedOptimizer that takes gradients from there
+        self.remember_structure()
 
     def _compare_modules(self, kind: str) -> None:
         """Raises UserError on every rank, with the first difference, unless all ranks have equal modules and kinds."""
@@ -107,7 +107,8 @@ class Guard:
         # A backward follows; it may accumulate, unless gradients were dropped.
         gradients = [p.grad for p in self._written() if not isinstance(p.grad, ShardedGradient)]
         if torch.is_grad_enabled() and any(gradient is None or not gradient.any() for gradient in gradients):
-            self._compare_written()
+            self.versions = {}
+            self.replicas.compare_values()
         for shard in self.shards:
             refuse_hooks(shard, self.names[shard], own=1 if shard in self.trainable else 0)
 
@@ -131,12 +132,8 @@ class Guard:
         """Weights that were changed while their gradient was this rank's own, perhaps by it."""
         return [p for p, version in self.versions.items() if p._version != version]
 
-    def _compare_written(self) -> None:
-        self.versions = {}
-        self.replicas.compare_values()
-
     def _refuse_dropped(self, arrived: Set[nn.Parameter]) -> None:
-        if dropped(arrived):
+        if any(parameter.grad is None for parameter in arrived):
             raise fault(
                 "gradients were dropped between backward and finish_gradient_synchronization(): drop them after it, or "
                 "by zero_grad() of the wrapper"
@@ -146,22 +143,22 @@ class Guard:
         self.synchronised = False
         if reduces and parameter in self.replicas.names:
             self.versions.setdefault(parameter, parameter._version)
-        self._refuse_dropped(self.arrived & {parameter})
+        self._refuse_dropped(self.arrived.keys() & {parameter})
 
     def on_gradient(self, parameter: nn.Parameter, reduces: bool) -> None:
-        self.again |= parameter in self.arrived
-        if reduces:
-            self.arrived.add(parameter)
+        if reduces or parameter in self.arrived:
+            self.arrived[parameter] += 1
 
     def before_finish(self) -> None:
         self._check_unchanged()
-        self._refuse_dropped(self.arrived)
+        self._refuse_dropped(self.arrived.keys())
         self.replicas.doubted |= bool(self._written())
 
     def second_backward(self) -> bool:
         """True if some gradient of this step has come twice; the next one is another step's. The ranks agree first:
         their collectives would not match otherwise."""
-        again, self.again, self.arrived = self.again, False, set()
+        again = max(self.arrived.values(), default=1) > 1
+        self.arrived.clear()
         if again:
             agree("a second backward before finish_gradient_synchronization()", "", self.group)
         return again
@@ -174,7 +171,7 @@ class Guard:
         if self.arrived:
             agree("zero_grad() after an unfinished backward", "", self.group)
         self.replicas.doubted |= bool(self._written())  # compared at the next synchronisation, which all ranks reach
-        self.again, self.arrived = False, set()
+        self.arrived.clear()
         self.finished()
 
     def require_finished(self, what: str) -> None:
@@ -186,9 +183,11 @@ class Guard:
             )
 
 
-def dropped(gradients_of: Set[nn.Parameter]) -> bool:
-    """True if somebody, as an optimizer's zero_grad, has dropped a gradient of these parameters."""
-    return any(parameter.grad is None for parameter in gradients_of)
+def refuse_hooks(weight: nn.Parameter, name: str, own: int = 0) -> None:
+    """Raises UserError for a hook on the gradient of a sharded weight, which autograd never gives one; `own` are the
+    wrapper's of each kind."""
+    if max(len(hooks or ()) for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks)) > own:
+        raise fault(f"{name} has a gradient hook, which would never run since the weight is sharded: remove it")
 
 
 def weak_hook(method: Callable[..., None], *first: object) -> Callable[..., None]:
@@ -208,30 +207,37 @@ class Wrapper(nn.Module):
     on every rank, if the ranks' modules or the `kind` of wrapper differ."""
 
     gradients: Placement = REPLICATED  # how the mean comes to rest
-    buckets: list[GradBucket]
-    bucket_of: dict[nn.Parameter, GradBucket]
 
     def __init__(self, kind: str, module: nn.Module, group: Group | None, ignored: Parameters = ()) -> None:
         super().__init__()
         self.module, self.group = module, default_group(group)
-        self.after_synchronisation: list[Callable[[], None]] = []  # called when the gradients are complete
         self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
         if isinstance(self.gradients, Sharded):
             refuse_shared_memory(self.guard.names)
-        for tensor in (*self.guard.names, *module.buffers(), *computed_weights(module)):
+        hooks = ((layer, hook) for layer in module.modules() for hook in layer._forward_pre_hooks.values())
+        computed = [getattr(layer, hook.name) for layer, hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]
+        for tensor in (*self.guard.names, *module.buffers(), *computed):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
+
+    def make_buckets(self, grouped: Iterable[Sequence[nn.Parameter]], placement: Placement = REPLICATED) -> None:
+        """One bucket for each group of parameters."""
+        names = self.guard.names
+        self.buckets = [
+            GradBucket(ps, self.group, f"bucket {i}, from {names[ps[0]]}", placement, names=names)
+            for i, ps in enumerate(grouped)
+        ]
+        self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def end_synchronisation(self) -> None:
         """Give every rank the buffers of rank 0, so that one rank may evaluate alone, and let optimizers step."""
         for name, buffer in self.module.named_buffers():
             broadcast(buffer, 0, self.group, f"buffer {name}").wait()
         self.guard.finished()
-        for act in self.after_synchronisation:
-            act()
 
     def __deepcopy__(self, memo: Any) -> Any:
-        name = type(self).__name__
-        raise UserError(f"copy the module before it is wrapped: {name} belongs to its group and parameters")
+        raise UserError(
+            f"copy the module before it is wrapped: {type(self).__name__} belongs to its group and parameters"
+        )
 
     def kept_gradients(self) -> list[LocalGradient]:
         """This rank's part of every parameter's synchronised gradient, as views."""

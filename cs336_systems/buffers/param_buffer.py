@@ -7,18 +7,19 @@ parameter as a whole and comes from the first rank that has it.
 """
 
 import json
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.buffers.flat import FlatLayout, FlatPiece, overlapping
+from cs336_systems.buffers.flat import FlatLayout, FlatPiece, refuse_shared_memory
 from cs336_systems.comm import Group, agree, all_gather, broadcast
 from cs336_systems.errors import UserError
 
 State = dict[int, dict[str, Any]]  # by the number of the parameter, then by key
+PartsState = dict[Tensor, dict[str, Any]]  # of this rank's parts, by the parameters that they are parts of
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = {str(each): each for each in (*FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)}
 
@@ -32,14 +33,11 @@ class Part(NamedTuple):
 
 
 class ParameterBuffer:
-    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`.
-    `equal`: the ranks' slices have one size."""
+    """Parameters of one dtype and device, each a view of `flat`, of which a rank updates its slice, as `parts`."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group, equal: bool) -> None:
-        self.parameters, self.layout, self.group, self.equal = parameters, layout, group, equal
-        if found := overlapping(parameters):
-            shapes = " and ".join(str(tuple(parameters[n].shape)) for n in found)
-            raise UserError(f"parameters of shapes {shapes} lie in one memory, of which sharding makes two: tie them")
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group) -> None:
+        self.parameters, self.layout, self.group = parameters, layout, group
+        refuse_shared_memory({each: f"a parameter of shape {tuple(each.shape)}" for each in parameters})
         self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
         with torch.no_grad():
             for i, parameter in enumerate(parameters):
@@ -59,43 +57,17 @@ class ParameterBuffer:
 
     def all_gather(self) -> None:
         """Gather the slices that all ranks have updated."""
-        label = "updated parameters"
-        if self.equal:
+        label, slices = "updated parameters", [self.layout.shard(self.flat, r) for r in range(self.group.size())]
+        if all(each.numel() == slices[0].numel() for each in slices):
             all_gather(self.flat, self.group, label).wait()
             return
-        slices = enumerate(self.layout.shard(self.flat, rank) for rank in range(self.group.size()))
-        for work in [broadcast(slice_, rank, self.group, label) for rank, slice_ in slices if slice_.numel()]:
+        for work in [broadcast(each, rank, self.group, label) for rank, each in enumerate(slices) if each.numel()]:
             work.wait()
-
-
-class PartStates(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """An optimizer's state of this rank's parts, by the parameters that they are parts of."""
-
-    def __init__(self, inner: torch.optim.Optimizer, parts: Mapping[nn.Parameter, Part]) -> None:
-        self.inner, self.parts = inner, parts
-
-    def __getitem__(self, owner: nn.Parameter) -> dict[str, Any]:
-        return self.inner.state[self.parts[owner].tensor] if owner in self.parts else {}
-
-    def __setitem__(self, owner: nn.Parameter, state: dict[str, Any]) -> None:
-        self.inner.state[self.parts[owner].tensor] = state
-
-    def __delitem__(self, owner: nn.Parameter) -> None:
-        del self.inner.state[self.parts[owner].tensor]
-
-    def __contains__(self, owner: object) -> bool:
-        return owner in self.parts and self.parts[owner].tensor in self.inner.state  # type: ignore[index]
-
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return (owner for owner in self.parts if owner in self)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 @torch.no_grad()
 def gather_state(
-    inner: torch.optim.Optimizer,
+    parts_state: PartsState,
     buffers: Sequence[ParameterBuffer],
     numbers: Mapping[nn.Parameter, int],
     to: int | None = None,
@@ -105,7 +77,7 @@ def gather_state(
     gathered: State = {}
     for buffer in buffers:
         parts = [part for part in buffer.parts if part.owner in numbers]  # not those taken out of their group
-        mine = {numbers[part.owner]: (part, inner.state.get(part.tensor, {})) for part in parts}
+        mine = {numbers[part.owner]: (part, parts_state.get(part.owner, {})) for part in parts}
         told = [[n, key, *_describe(value, part)] for n, (part, state) in mine.items() for key, value in state.items()]
         for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), buffer.group)):
             piece_of = {numbers.get(buffer.parameters[piece.index]): piece for piece in buffer.layout.pieces(source)}
@@ -141,16 +113,19 @@ def _describe(value: Any, part: Part) -> list[Any]:
 
 @torch.no_grad()
 def slice_state(
-    inner: torch.optim.Optimizer, buffers: Sequence[ParameterBuffer], numbers: Mapping[nn.Parameter, int], whole: State
-) -> None:
-    """Replace the inner optimizer's state by this rank's slices of the whole state."""
-    inner.state.clear()
+    whole: State,
+    buffers: Sequence[ParameterBuffer],
+    numbers: Mapping[nn.Parameter, int],
+    moments_dtype: torch.dtype | None = None,
+) -> PartsState:
+    """This rank's slices of the whole state; like torch, in the parameter's dtype, unless that of moments is wider."""
+    parts_state: PartsState = {}
     for part in (part for buffer in buffers for part in buffer.parts if numbers.get(part.owner) in whole):
-        mine = inner.state[part.tensor] = {}
+        mine = parts_state[part.owner] = {}
         for key, value in whole[numbers[part.owner]].items():
             mine[key] = value.clone() if isinstance(value, Tensor) else value
             if isinstance(value, Tensor) and value.shape == part.owner.shape:
                 like = part.tensor if key != "step" and value.is_floating_point() else value
-                # Like torch, in the parameter's dtype; FusedAdamW, for one, keeps wider moments than that.
-                dtype = torch.promote_types(like.dtype, getattr(inner, "moments_dtype", like.dtype))
+                dtype = torch.promote_types(like.dtype, moments_dtype or like.dtype)
                 mine[key] = part.piece.of(value).to(like.device, dtype, copy=True)
+    return parts_state

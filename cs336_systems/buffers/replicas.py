@@ -1,22 +1,23 @@
-"""Comparison of what must be equal on all ranks: replicated parameters, and options of the optimizers that step them.
+"""End of a synchronisation: one small all-reduce of used parameters, and of a checksum of what must be equal on all.
 
-Each rank adds a checksum to the all-reduce that ends a synchronisation: of the options of all steps since the last, of
-how often each parameter was written to, and of the buffers' shapes. If the sum is not N times a rank's own, the N ranks
-differ, and they compare options, shapes of buffers, and weights through the store.
+The checksum is of the options of all optimizer steps since the last synchronisation, of how often each replicated
+parameter was written to, and of the buffers' shapes. If the sum is not N times a rank's own, the N ranks differ, and
+they compare options, shapes of buffers, and weights through the store.
 """
 
 import hashlib
 import json
+import math
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Group, agree, global_rank, is_fake
+from cs336_systems.buffers.bucket import GradBucket, Sharded
+from cs336_systems.comm import Group, agree, all_reduce, global_rank, is_fake
 from cs336_systems.errors import UserError
 
 
@@ -41,16 +42,6 @@ def buffer_lines(module: nn.Module) -> list[str]:
     return [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in module.named_buffers()]
 
 
-class Question(NamedTuple):
-    """Checksum that a rank added in a synchronisation, the lines behind it, and the sum as it arrives."""
-
-    checksum: int
-    options: list[str]
-    buffers: list[str]
-    total: Tensor
-    arrival: torch.cuda.Event | None
-
-
 class Replicas:
     """The replicated parameters of a wrapped module, with their names, and the options of steps since the last
     comparison. `doubted`: weights were changed while gradients were each rank's own, so compare them in any case."""
@@ -60,8 +51,9 @@ class Replicas:
         self.versions = [p._version for p in self.names]  # when the values were last known to be equal
         self.options: dict[str, None] = {}
         self.noted: dict[tuple[str, int], tuple[object, dict[str, None]]] = {}  # options of a group, and their lines
-        self.asked: Question | None = None
-        self.module, self.buffers, self.doubted = module, list[str](), False
+        self.module, self.doubted = module, False
+        self.own, self.lines = 0, (list[str](), list[str]())  # the last checksum; options and buffers that are in it
+        self.total: tuple[Tensor, torch.cuda.Event | None] | None = None  # its sum, and what tells of the arrival
 
     def note(self, optimizer: torch.optim.Optimizer, groups: Iterable[int]) -> None:
         """Note the options with which an optimizer is about to step some of its groups, those of the wrapper."""
@@ -80,30 +72,29 @@ class Replicas:
         """Of all that must be equal on all ranks, small enough for an exact sum in float64."""
         self.read()
         writes = [p._version - version for p, version in zip(self.names, self.versions, strict=True)]
-        self.buffers = buffer_lines(self.module)
-        lines = "\n".join((*self.options, *self.buffers))
+        self.lines, self.options = ([*self.options], buffer_lines(self.module)), {}
         doubt, self.doubted = self.doubted and self.group.rank() == 0, False  # so that one rank differs
-        return zlib.crc32(array("q", writes), zlib.crc32(lines.encode())) + doubt
+        self.own = zlib.crc32(array("q", writes), zlib.crc32("\n".join(chain(*self.lines)).encode())) + doubt
+        return self.own
 
-    def compare(self, checksum: int, total: Tensor) -> None:
+    def compare(self, total: Tensor) -> None:
         """Compare this rank's checksum with the sum of all; a GPU's sum is read at the next synchronisation, when it
         has long been there. Raises UserError on every rank if options, buffers or values differ."""
-        options, self.options = list(self.options), {}
         if not is_fake(self.group):
-            self.asked = Question(checksum, options, self.buffers, *_to_host(total))
-            if self.asked.arrival is None:
+            self.total = _to_host(total)
+            if self.total[1] is None:
                 self.read()
 
     def read(self) -> None:
         """Compare this rank's checksum of the last synchronisation with the sum, once it is on the host."""
-        asked, self.asked = self.asked, None
-        if asked is None:
+        if self.total is None:
             return
-        if asked.arrival is not None:
-            asked.arrival.synchronize()
-        if asked.total.item() != asked.checksum * self.group.size():
-            require_equal("hyper-parameters", asked.options, self.group, ": give every rank the same")
-            require_equal("buffers", asked.buffers, self.group, ": change buffers on every rank")
+        (total, arrival), self.total = self.total, None
+        if arrival is not None:
+            arrival.synchronize()
+        if total.item() != self.own * self.group.size():
+            require_equal("hyper-parameters", self.lines[0], self.group, ": give every rank the same")
+            require_equal("buffers", self.lines[1], self.group, ": change buffers on every rank")
             self.compare_values()  # writes alone are no error: averaged weights may be swapped in, and out
 
     def compare_values(self, buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
@@ -117,6 +108,53 @@ class Replicas:
         )
         require_equal("weights", [f"{name} with hash {_hash(tensor)}" for name, tensor in named], self.group, advice)
         self.versions = [p._version for p in self.names]
+
+
+@torch.no_grad()
+def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence[Tensor] = ()) -> None:
+    """Finish all reductions, and tell every rank which parameters any rank used, if all gradients are finite, and if
+    the ranks' replicas are still equal.
+
+    One small all-reduce answers all three. Without it a rank could not tell a parameter that nobody used, which must
+    keep no gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its
+    mean gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of
+    every rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
+    """
+    for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
+        bucket.finish()
+    shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
+    bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+    flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
+    device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
+    pinned = device.type == "cuda"  # else the host would wait for the copy, behind backward
+    sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=pinned)
+    sums = sums.to(device, non_blocking=True)
+    for shard in shards:
+        # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
+        sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
+    work = all_reduce(sums, replicas.group, "used parameters", "sum")
+    for bucket in buckets:
+        bucket.finish()
+    work.wait()
+    for shard in shards:
+        shard.view(-1)[:1] += sums[-1]
+    if not all(flags):  # else nobody reads the answer, which on a GPU waits for the device
+        for (parameter, bucket), elsewhere in zip(bucket_of.items(), sums.tolist(), strict=False):
+            if elsewhere and parameter not in bucket.used:
+                bucket.used.add(parameter)
+                if bucket.flat is None:  # a shard has its mean gradient already
+                    parameter.grad = bucket.stand_in(parameter)
+                else:
+                    parameter.grad = bucket.view(parameter)
+                    bucket.lies_here.add(parameter)
+    for bucket in buckets:
+        if bucket.shard is not None:
+            bucket.hold_pieces()
+            continue
+        bucket.used = set()
+        if len(bucket.parameters) == 1:  # the buffer is the gradient itself, which zero_grad must be able to free
+            bucket.flat = None
+    replicas.compare(sums[-2])
 
 
 def plain(option: object) -> str | None:

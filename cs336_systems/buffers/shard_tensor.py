@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 
-from cs336_systems.comm import Group, all_gather, all_reduce, fault
+from cs336_systems.comm import Group, all_reduce, fault
+from cs336_systems.comm.pairs import gather_sequence
 from cs336_systems.errors import UserError
 
 raw = torch._C.DisableTorchFunctionSubclass
@@ -47,28 +48,9 @@ class Rows(NamedTuple):
     """The rows [first, last) of a weight that has `total`."""
 
     name: str
-    first: int
-    last: int
+    span: tuple[int, int]
     total: int
     group: Group
-
-
-class Gathered(torch.autograd.Function):
-    """A vector of every rank, stacked. In backward the ranks' gradients are averaged, as all gradients are."""
-
-    @staticmethod
-    def forward(ctx: Any, mine: Tensor, group: Group, label: str) -> Tensor:
-        ctx.group, ctx.label = group, label
-        stacked = mine.new_zeros(group.size(), *mine.shape)
-        stacked[group.rank()] = mine
-        all_gather(stacked.view(-1), group, label).wait()
-        return stacked
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        mean = gradient.clone(memory_format=torch.contiguous_format)
-        all_reduce(mean.view(-1), ctx.group, f"gradient of {ctx.label}").wait()
-        return mean[ctx.group.rank()], None, None
 
 
 class ShardTensor(Tensor):
@@ -109,7 +91,7 @@ class ShardTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         with raw():
             plain: Any = self.as_subclass(Tensor)  # a file has the rows as a plain tensor, with a note which they are
-            plain.saved_rows = [*self.rows[1:3]]
+            plain.saved_rows = self.rows.span
             return plain.__reduce_ex__(protocol)
 
 
@@ -140,9 +122,9 @@ def refuse_other_rows(name: str, args: Sequence[Any]) -> None:
                 raise refusal(name, shard)
 
 
-def saved_rows(tensor: Tensor) -> list[int] | None:
+def saved_rows(tensor: Tensor) -> tuple[int, int] | None:
     """[first, last) of the rows that a tensor is known to have, which may come from a file; None of another one."""
-    return [*tensor.rows[1:3]] if isinstance(tensor, ShardTensor) else getattr(tensor, "saved_rows", None)
+    return tensor.rows.span if isinstance(tensor, ShardTensor) else getattr(tensor, "saved_rows", None)
 
 
 def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
@@ -151,17 +133,17 @@ def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:
     with raw():
         found = {key: v for key, v in state.items() if type(v) is Tensor and v.shape == shard.shape}
         for key, value in found.items():
-            if (rows := saved_rows(value)) not in (None, [*shard.rows[1:3]]):
+            if (rows := saved_rows(value)) not in (None, mine := shard.rows.span):
                 raise fault(
                     f"the {key} of {shard.rows.name} that was loaded is of rows {rows[0]} to {rows[1]}, and this rank "
-                    f"has rows {shard.rows.first} to {shard.rows.last}: load what this rank saved"
+                    f"has rows {mine[0]} to {mine[1]}: load what this rank saved"
                 )
             state[key] = as_shard(value, shard.rows)
 
 
 def refusal(name: str, shard: ShardTensor) -> UserError:
     """Error of a function that would mix the rows of a shard."""
-    weight, first, last, total, _ = shard.rows
+    weight, (first, last), total, _ = shard.rows
     if name in ("grad", "backward"):
         return fault(
             f"{name}() with respect to {weight} alone: it is sharded, and gradients come to whole weights; call "
@@ -222,9 +204,8 @@ def reduce_all(
     values = [*func(filled, *args[1:], **kwargs)] if many else [func(filled[0], *args[1:], **kwargs)]
     for group in {each.rows.group: None for each in shards_in(args)}:
         places = [i for i, t in enumerate(tensors) if isinstance(t, ShardTensor) and t.rows.group == group]
-        total = over_group(
-            name, 2 if isinstance(order, str | None) else order, [values[i] for i in places], shard, group
-        )
+        power = 2 if isinstance(order, str | None) else order
+        total = over_group(name, power, [values[i] for i in places], shard, group)
         for place, value in zip(places, total.unbind(), strict=True):
             values[place] = value
     return values if many else values[0]
@@ -236,7 +217,9 @@ def over_group(name: str, order: float, values: list[Tensor], shard: ShardTensor
     if name == "mean":
         mine = mine * (shard.numel() / (shard.rows.total * math.prod(shard.shape[1:])))
     flags = mine.dtype == torch.bool
-    stacked = Gathered.apply(mine.byte() if flags else mine, group, f"{name} of {shard.rows.name}")
+    if mine.requires_grad:  # its gradients are added over the ranks, and a wrapper's are means
+        mine.register_hook(lambda gradient: gradient / group.size())
+    stacked = gather_sequence((mine.byte() if flags else mine)[None], 0, group, f"{name} of {shard.rows.name}")
     if name in NORMS:
         return torch.linalg.vector_norm(stacked, order, dim=0)
     return stacked.amin(0).bool() if name == "all" else stacked.amax(0).bool() if flags else stacked.sum(0)

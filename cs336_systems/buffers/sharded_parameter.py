@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.buffers.bucket import SHARDED, GradBucket
 from cs336_systems.buffers.flat import FlatLayout
-from cs336_systems.buffers.refusals import assigned_error, replaced_error
 from cs336_systems.buffers.shard_tensor import Rows, as_shard, raw, saved_rows
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_gather, fault
@@ -40,7 +39,11 @@ class WeightProxy(dict[str, nn.Parameter | None]):
 
     def __setitem__(self, name: str, parameter: nn.Parameter | None) -> None:
         if name in self.sharded:
-            raise replaced_error(self.sharded[name].name)
+            raise fault(
+                f"what takes the place of {self.sharded[name].name} is not the parameter that was wrapped, and FSDP "
+                "would not compute with it; change the module first, then wrap it anew (functional_call takes modules "
+                "that are not sharded)"
+            )
         super().__setitem__(name, parameter)
 
 
@@ -74,10 +77,11 @@ class ShardedParameter:
         self.places, self.name, self.group, self.shape = places, name, group, weight.shape
         num_rows, columns = len(weight), weight[0].numel()
         self.layout = FlatLayout.pack([weight], group.size(), granule=columns)
-        self.rows = [min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2]]
+        first, last = (min(cut // columns, num_rows) for cut in self.layout.cuts[group.rank() :][:2])
+        self.rows = first, last
         rows = weight.detach()[slice(*self.rows)].clone(memory_format=torch.contiguous_format)
         if group.size() > 1 and type(rows) is Tensor:  # on one rank, rows are all; a fake tensor is a kind by itself
-            rows = as_shard(rows, Rows(name, self.rows[0], self.rows[1], num_rows, group))
+            rows = as_shard(rows, Rows(name, self.rows, num_rows, group))
         self.shard = nn.Parameter(rows, weight.requires_grad)
         self.trainable = weight.requires_grad
         self.version = self.shard._version  # of the weight that was last gathered
@@ -165,7 +169,10 @@ class ShardedParameter:
             self.gradients.reset()
             self.earlier, self.promised = None, False
         elif self.promised and not isinstance(found, ShardedGradient):
-            raise assigned_error(self.name)
+            raise fault(
+                f"{self.name}.grad was assigned before finish_gradient_synchronization() had delivered it: call that "
+                "first, or zero_grad() of the wrapper to drop it"
+            )
 
     @torch.no_grad()
     def deliver_gradient(self) -> None:

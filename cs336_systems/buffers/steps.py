@@ -1,10 +1,10 @@
 """Optimizer steps over wrapped parameters: refused before the synchronisation, and where they would move nothing."""
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cs336_systems.buffers.shard_tensor import ShardTensor, know_loaded
@@ -12,15 +12,14 @@ from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import fault
 from cs336_systems.errors import UserError
 
-_hooks: list[RemovableHandle] = []  # of all optimizers, once there is a guard
 guard_of = WeakTensorKeyDictionary()  # parameters, and references to the guard of their wrapper
 replaced = WeakTensorKeyDictionary()  # weights whose place shards have taken, which optimizers refuse, and their names
 
 
+@cache
 def watch_steps() -> None:
     """Look at every optimizer's parameters before it steps, from now on."""
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:

@@ -34,13 +34,14 @@ class Slot(NamedTuple):
     """A tensor that an optimizer of this rank steps, or a parameter whose shards it steps.
 
     `like` holds the elements from `first` on of this rank's part of the parameter `name`; `sharded`: other ranks hold
-    others. `state` has what the optimizer keeps of `like`: tensors of the same shape, and scalars, by kind."""
+    others. `state` has under `key` what the optimizer keeps of `like`: tensors of its shape, and scalars, by kind."""
 
     name: str
     like: Tensor
     first: int
     sharded: bool
     state: dict[Tensor, dict[str, Any]]
+    key: Tensor
 
 
 class RunState:
@@ -61,10 +62,10 @@ class RunState:
         for name, parameter in self.parameters.items():
             weight = self.sharded.get(parameter)
             first = weight.rows[0] * weight.shape[1] if weight else 0
-            yield Slot(name, parameter, first, weight is not None, states.get(parameter, {}))
-        sharded = (each for each in self.part.optimizers if isinstance(each, ShardedOptimizer))
-        for part in (part for optimizer in sharded for buffer in optimizer.buffers for part in buffer.parts):
-            yield Slot(self.names[part.owner], part.tensor, part.piece.start, True, states[part.tensor])
+            yield Slot(name, parameter, first, weight is not None, states.get(parameter, {}), parameter)
+        for optimizer in (each for each in self.part.optimizers if isinstance(each, ShardedOptimizer)):
+            for owner, part in optimizer.parts.items():
+                yield Slot(self.names[owner], part.tensor, part.piece.start, True, optimizer.state, owner)
 
     def box(self, name: str) -> Box:
         """The part of a parameter that this rank and its data-parallel replicas have, without padding."""
@@ -82,8 +83,8 @@ class RunState:
         """Pieces that this rank writes, as views: all that it alone has, and its share of what replicas have too."""
         found: list[Piece] = []
         scalars: Scalars = {}
-        for name, like, begin, sharded, state in self.slots():
-            box, replicas, kinds = self.box(name), self.part.replicas(name), state.get(like, {})
+        for name, like, begin, sharded, state, key in self.slots():
+            box, replicas, kinds = self.box(name), self.part.replicas(name), state.get(key, {})
             first, last = 0, min(max(box.numel - begin, 0), like.numel())  # what comes after is padding
             if not sharded and replicas is not None:
                 first, last = my_share(last, replicas.rank(), replicas.size())
@@ -152,10 +153,10 @@ class RunState:
         for slot in self.slots():
             if slot.like in self.names:
                 slot.like.copy_(self._read(source, slot, VALUE))
-            slot.state.pop(slot.like, None)
+            slot.state.pop(slot.key, None)
             if kinds := source.tensors[slot.name].keys() - {VALUE}:
                 read = {kind: self._read(source, slot, kind).to(slot.like.device, copy=True) for kind in sorted(kinds)}
-                slot.state[slot.like] = source.scalars.get(slot.name, {}) | read
+                slot.state[slot.key] = source.scalars.get(slot.name, {}) | read
 
 
 def seed_generators(seed: int, rank: int) -> None:

@@ -48,7 +48,7 @@ def poison_one(group, stage: int, dtype: torch.dtype) -> list:
         model.finish_gradient_synchronization()
         norm = model.clip_grad_norm(1e9)
         if stage == 2:
-            gradients = [part.tensor.grad for part in optimizer.parts.values()]
+            gradients = [each.gradient for each in model.kept_gradients()]
         else:
             gradients = [p.grad for p in model.parameters()]
         seen.append([str(norm.item()), any(not g.isfinite().all() for g in gradients if g is not None)])

@@ -152,9 +152,8 @@ def write_case(group, folder: str, layouts: list[str]) -> None:
 def optimizer_states(trainer: Watched) -> Iterator[dict]:
     """The states of what this rank's optimizers step, in their order."""
     for optimizer in trainer.part.optimizers:
-        inner = getattr(optimizer, "inner", optimizer)
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            yield inner.state.get(parameter, {})
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            yield optimizer.state.get(parameter, {})
 
 
 def require_same_run(one: Watched, other: Watched, layout: str) -> None:
@@ -236,7 +235,7 @@ def fresh_case(group, folder: str, layout: str) -> None:
     alone = "embedding.positions.weight"
     for slot in state.slots():
         if slot.name == alone:
-            slot.state.pop(slot.like, None)
+            slot.state.pop(slot.key, None)
     partly = open_checkpoint(write(trainer, Path(folder, "partly"), 1, group), group)
     assert [name for name, kinds in partly.tensors.items() if kinds.keys() == {VALUE}] == [alone]
     assert partly.scalars.keys() == partly.tensors.keys() - {alone}
