@@ -60,7 +60,6 @@ class DataParallel(Wrapper):
         for p in self.bucket_of:
             self.guard.hooks.append(p.register_hook(weak_hook(self._before_gradient, p)))
             self.guard.hooks.append(p.register_post_accumulate_grad_hook(weak_hook(self._on_gradient)))
-        self.guard.protect(self.bucket_of)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's own forward. It communicates only if gradients of an unfinished

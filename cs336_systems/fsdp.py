@@ -67,15 +67,13 @@ class FSDP(Wrapper):
         self.compute_dtype, self.reshard_after_forward = compute_dtype, reshard_after_forward
         self.order = shard_weights(module, compute_dtype, reduce_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
-        shards = {parameter for weight in self.sharded for parameter in (weight.shard, weight.full)}
-        self.make_buckets(plan_buckets([p for p in self.guard.trainable if p not in shards], float("inf")))
+        self.make_buckets(plan_buckets([p for p in self.guard.replicas.names if p.requires_grad], float("inf")))
         self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward
         self.reduced: set[ShardedParameter] = set()  # in this backward
         self.backward = -1  # autograd's number of the backward that is under way, or of the last
         self.reducing: deque[GradBucket] = deque()  # launched and not awaited
-        self.guard.protect((*self.bucket_of, *shards))
         for number, (layer, weight) in enumerate(self.order.calls):
             layer.register_forward_pre_hook(partial(self._pre_forward, number, weight))
             layer.register_forward_hook(partial(self._post_forward, self.order.back_number[layer, weight], weight))
@@ -218,12 +216,7 @@ class FSDP(Wrapper):
             weight.forget_dropped()
         for bucket in self.buckets:
             bucket.launch()
-        for bucket in self.buckets:
-            bucket.finish()
-        # One of the replicated gradients is enough to carry the NaN of another rank's shard.
-        replicated = [p.grad for p in self.bucket_of if p.grad is not None]
-        buckets = [*(weight.gradients for weight in self.sharded), *self.buckets]
-        finish_all(buckets, self.guard.replicas, also=replicated[:1])
+        finish_all([*(weight.gradients for weight in self.sharded), *self.buckets], self.guard.replicas)
         for weight in self.sharded:
             weight.deliver_gradient()
         self.end_synchronisation()

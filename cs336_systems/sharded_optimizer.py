@@ -62,7 +62,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # An optimizer of one number, which is dropped, checks the options and supplies their defaults.
         super().__init__(params, optimizer_cls([nn.Parameter(torch.zeros(1, 1))], **kwargs).defaults)
         if wrapper is not None:
-            self._take_shards(wrapper)
+            if not wrapper.bucket_of.keys() <= self._numbers().keys():
+                raise UserError("the wrapper synchronises parameters that the optimizer was not given")
+            for bucket in wrapper.buckets:  # so that a rank owns what it has the gradient of
+                self._add_buffer(bucket.parameters, bucket.layout)
         self.inner = optimizer_cls(list(map(self._share, self.param_groups)), **kwargs)
         self._take_state()
 
@@ -83,13 +86,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self.buffers.append(ParameterBuffer(parameters, layout, self.group))
         self.parts |= {part.owner: part for part in self.buffers[-1].parts}
-
-    def _take_shards(self, wrapper: Wrapper) -> None:
-        """Lay the parameters out as the wrapper's buckets are, so that a rank owns what it has the gradient of."""
-        if not wrapper.bucket_of.keys() <= self._numbers().keys():
-            raise UserError("the wrapper synchronises parameters that the optimizer was not given")
-        for bucket in wrapper.buckets:
-            self._add_buffer(bucket.parameters, bucket.layout)
 
     def _share(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group as the inner optimizer has it: its options, and this rank's parts of its parameters."""
@@ -133,8 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss = run_closure(closure)
         self._check()
         self._attach_gradients()
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner |= self._share(group)  # learning rates and the like, which schedulers change
+        self.inner.param_groups = list(map(self._share, self.param_groups))  # schedulers change learning rates
         owned = (part for part in self.parts.values() if part.owner in self.state)
         self.inner.state = defaultdict(dict, {part.tensor: self.state[part.owner] for part in owned})
         self.inner.step(**kwargs)

@@ -188,19 +188,17 @@ class GradBucket:
         """Start the collective. A parameter without a gradient contributes zeros or, if this is done `again` to a
         buffer that is kept, the mean that it has there."""
         self.finish()
-        keeps = again and self.shard is None
         for parameter in self.parameters:
             self._leave_if_held(parameter)
         for parameter in self.parameters:
             dropped = self.forget_dropped(parameter)
             if not isinstance(parameter.grad, ShardedGradient | None):  # may be accumulated under no_sync
                 self.mark_ready(parameter)
-            elif dropped or (parameter in self.waiting and not keeps):
+            elif dropped or (parameter in self.waiting and not (again and self.shard is None)):
                 self.view(parameter).zero_()
         assert self.flat is not None
         self.work = self.placement.reduce(self.flat, self.group, self.label)
-        gradients = (parameter.grad for parameter in self.parameters)
-        self.launched = [(g, g._version) for g in gradients if g is not None and self._contains(g)]
+        self.launched = [(g, g._version) for p in self.parameters if (g := p.grad) is not None and self._contains(g)]
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -70,13 +70,6 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad]
 
 
-def is_worth_sharding(layer: nn.Module, parameter: nn.Parameter | None) -> bool:
-    """True for floating-point parameters of two or more axes that are not empty, whatever their name, but for norms';
-    the others are small, and stay whole on every rank."""
-    matrix = parameter is not None and parameter.dim() > 1 and parameter.numel() > 0 and parameter.is_floating_point()
-    return matrix and not hasattr(layer, "normalized_shape")
-
-
 def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
     """All layers, each once, and each after those inside it."""
     seen.add(module)
@@ -89,12 +82,15 @@ def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 def shard_weights(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
 ) -> GatherOrder:
-    """Replace every parameter that is worth it by this rank's rows, and let code outside its layer that reads it get
-    what `lend` gives. The order is that in which layers are registered, and tied layers share a sharded parameter."""
+    """Replace every floating-point parameter of two or more axes that is not empty, whatever its name, but for norms',
+    by this rank's rows, and let code outside its layer that reads it get what `lend` gives; the others are small. The
+    order is that in which layers are registered, and tied layers share a sharded parameter."""
     places: dict[nn.Parameter, list[Place]] = {}
-    for layer in module.modules():
+    for layer in (each for each in module.modules() if not hasattr(each, "normalized_shape")):
         for key, weight in layer._parameters.items():
-            if weight is not None and weight not in guard.ignored and is_worth_sharding(layer, weight):
+            if weight is None or weight in guard.ignored or weight.dim() < 2:
+                continue
+            if weight.numel() and weight.is_floating_point():
                 places.setdefault(weight, []).append((layer, key))
                 refuse_hooks(weight, guard.names[weight])
     proxies: dict[nn.Module, WeightProxy] = {}

@@ -87,10 +87,10 @@ class Guard:
         named = self.module.named_parameters(remove_duplicate=remove_duplicate)
         return (each for each in named if each[1] not in self.ignored)
 
-    def protect(self, parameters: Iterable[nn.Parameter]) -> None:
+    def protect(self) -> None:
         """Make optimizers refuse to step on parameters that are not synchronised, or whose wrapper is gone."""
         watch_steps()
-        for parameter in parameters:
+        for parameter in (*self.trainable, *self.shards, *self.shards.values()):
             guard_of[parameter] = ref(self)
 
     def release(self) -> None:
@@ -220,13 +220,14 @@ class Wrapper(nn.Module):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
 
     def make_buckets(self, grouped: Iterable[Sequence[nn.Parameter]], placement: Placement = REPLICATED) -> None:
-        """One bucket for each group of parameters."""
+        """Make a bucket for each group of parameters, and from now on have optimizers wait for the synchronisation."""
         names = self.guard.names
         self.buckets = [
             GradBucket(ps, self.group, f"bucket {i}, from {names[ps[0]]}", placement, names=names)
             for i, ps in enumerate(grouped)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+        self.guard.protect()
 
     def end_synchronisation(self) -> None:
         """Give every rank the buffers of rank 0, so that one rank may evaluate alone, and let optimizers step."""

@@ -111,18 +111,19 @@ class Replicas:
 
 
 @torch.no_grad()
-def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence[Tensor] = ()) -> None:
+def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     """Finish all reductions, and tell every rank which parameters any rank used, if all gradients are finite, and if
     the ranks' replicas are still equal.
 
     One small all-reduce answers all three. Without it a rank could not tell a parameter that nobody used, which must
     keep no gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its
     mean gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of
-    every rank, and the gradients `also`, get a NaN if some rank has a number in them that is not finite.
+    every rank, and one gradient beside them that rests whole, get a NaN if some shard has a number that is not finite.
     """
-    for bucket in (bucket for bucket in buckets if isinstance(bucket.placement, Sharded)):
+    sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
+    for bucket in sharded:
         bucket.finish()
-    shards = [*(b.shard for b in buckets if b.shard is not None and b.shard.numel()), *also]
+    shards = [bucket.shard for bucket in sharded if bucket.shard is not None and bucket.shard.numel()]
     bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
     flags = [float(parameter in bucket.used) for parameter, bucket in bucket_of.items()]
     device = buckets[0].parameters[0].device if buckets else torch.device("cpu")
@@ -136,8 +137,9 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas, also: Sequence
     for bucket in buckets:
         bucket.finish()
     work.wait()
-    for shard in shards:
-        shard.view(-1)[:1] += sums[-1]
+    whole = [p.grad for b in buckets if sharded and b.shard is None for p in b.parameters if p.grad is not None]
+    for gradient in (*shards, *whole[:1]):
+        gradient.view(-1)[:1] += sums[-1]
     if not all(flags):  # else nobody reads the answer, which on a GPU waits for the device
         for (parameter, bucket), elsewhere in zip(bucket_of.items(), sums.tolist(), strict=False):
             if elsewhere and parameter not in bucket.used:
@@ -171,8 +173,7 @@ def _to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     """A number in the host's memory, and what tells that it has come there from a GPU."""
     if not number.is_cuda:
         return number, None
-    host, arrival = torch.empty_like(number, device="cpu", pin_memory=True), torch.cuda.Event()
-    host.copy_(number, non_blocking=True)
+    host, arrival = number.to("cpu", non_blocking=True), torch.cuda.Event()  # in pinned memory
     arrival.record(torch.cuda.current_stream(number.device))
     return host, arrival
 

@@ -18,13 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.comm import Group, fault
 from cs336_systems.optim.grad_norm import gather_norms
 
-aten = torch.ops.aten
-NORMS = {aten.linalg_vector_norm.default, aten._foreach_norm.Scalar}
-IN_PLACE = {aten.mul_.Tensor, aten.div_.Tensor, aten.zero_.default}
-IN_PLACE |= {aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default}
-IN_PLACE |= {aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor, aten._foreach_div_.Scalar, aten._foreach_div_.Tensor}
-IN_PLACE |= {aten._amp_foreach_non_finite_check_and_unscale_.default}
-IN_PLACE |= {aten._foreach_zero_.default, aten._foreach_clamp_min_.Scalar, aten._foreach_clamp_max_.Scalar}
+# Names of torch's operators without `_foreach_`.
+NORMS = {"linalg_vector_norm", "norm"}
+IN_PLACE = {"mul_", "div_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "_amp_foreach_non_finite_check_and_unscale_"}
 
 
 class ShardedGradient(Tensor):
@@ -59,13 +55,14 @@ class ShardedGradient(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         first, rest, kwargs = args[0], args[1:], kwargs or {}
-        if function is aten.detach.default:
+        name = function.overloadpacket.__name__.removeprefix("_foreach_")
+        if name == "detach":
             return cls(first, first.label, first.group, first.piece)
         others = [each for each in tree_leaves((rest, kwargs)) if isinstance(each, Tensor)]
-        if function in IN_PLACE and all(each.dim() == 0 and not isinstance(each, cls) for each in others):
+        if name in IN_PLACE and all(each.dim() == 0 and not isinstance(each, cls) for each in others):
             function(tree_map_only(cls, cls.local, first), *rest, **kwargs)
             return None if isinstance(first, list) else first
-        if function in NORMS and len(rest) < 2 and (not rest or rest[0] > 0):  # no axes; no count or minimum
+        if name in NORMS and len(rest) < 2 and (not rest or rest[0] > 0):  # no axes; no count or minimum
             found = norms(tree_leaves(first), *rest, **kwargs)
             return found if isinstance(first, list) else found[0]
         named = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))

@@ -39,8 +39,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tu
 def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if a step would use gradients that are still this rank's own, or update what nobody uses."""
     stepped: dict[Any, dict[int, None]] = {}  # by guard, the option groups that its wrapper's parameters are in
-    groups = enumerate(optimizer.param_groups)
-    for number, parameter in ((number, parameter) for number, group in groups for parameter in group["params"]):
+    numbered = enumerate(optimizer.param_groups)
+    for number, parameter in ((number, parameter) for number, group in numbered for parameter in group["params"]):
         if parameter in replaced:
             raise UserError(
                 f"{type(optimizer).__name__} was made before {replaced[parameter]} was sharded and would never move "
@@ -48,14 +48,12 @@ def _require_synchronised(optimizer: torch.optim.Optimizer) -> None:
             )
         if isinstance(parameter, ShardTensor):
             know_loaded(optimizer.state.get(parameter, {}), parameter)
-        reference = guard_of.get(parameter)
-        guard = reference and reference()
-        if reference is not None and guard is None:
-            raise UserError(
-                "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
-                "unwrap() it to train on this rank alone"
-            )
-        if guard is not None:
+        if (reference := guard_of.get(parameter)) is not None:
+            if (guard := reference()) is None:
+                raise UserError(
+                    "the wrapper of these parameters is gone, so nothing has synchronised their gradients: keep it, or "
+                    "unwrap() it to train on this rank alone"
+                )
             guard.require_finished(f"{type(optimizer).__name__}.step()")
             stepped.setdefault(guard, {})[number] = None
         # A ShardedOptimizer with a wrapper takes the pieces from there.
