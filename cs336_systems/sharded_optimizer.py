@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cs336_systems.buffers.flat import FlatLayout, plan_buckets
 from cs336_systems.buffers.guards import Wrapper
-from cs336_systems.buffers.param_buffer import ParameterBuffer, Part, gather_state, slice_state
+from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
@@ -111,15 +111,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owner in self._numbers():
             if owner.grad is None or isinstance(owner.grad, ShardedGradient):
                 continue
-            if self.wrapper is not None and owner in stored:
-                raise UserError(
-                    f"a `.grad` of shape {tuple(owner.shape)} was assigned after the synchronisation, but a step takes "
-                    "the wrapper's shards: change kept_gradients() in place, or use stage 1"
-                )
             if owner not in stored:
                 raise UserError(
                     f"a parameter of shape {tuple(owner.shape)} was frozen when the sharded optimizer was made and has "
                     "a gradient now; make the optimizer anew"
+                )
+            if self.wrapper is not None:
+                raise UserError(
+                    f"a `.grad` of shape {tuple(owner.shape)} was assigned after the synchronisation, but a step takes "
+                    "the wrapper's shards: change kept_gradients() in place, or use stage 1"
                 )
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
@@ -165,7 +165,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self)
         numbers = self._numbers()
         groups = [{**group, "params": [numbers[p] for p in group["params"]]} for group in self.param_groups]
-        state = {"state": gather_state(self.state, self.buffers, numbers, to), "param_groups": groups}
+        state: dict[str, Any] = {"state": {}, "param_groups": groups}
+        for buffer in self.buffers:
+            state["state"] |= buffer.gather_state(self.state, numbers, to)
         if to not in (None, self.group.rank()):
             return {}
         for post_hook in self._optimizer_state_dict_post_hooks.values():
@@ -185,8 +187,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved_numbers = chain.from_iterable(group["params"] for group in saved)
         numbers = dict(zip(self._numbers(), saved_numbers, strict=True))
         self.state.clear()
-        moments_dtype = getattr(self.inner, "moments_dtype", None)  # FusedAdamW's are wider than the parameters
-        self.state.update(slice_state(state_dict["state"], self.buffers, numbers, moments_dtype))
+        for buffer in self.buffers:
+            wider = getattr(self.inner, "moments_dtype", None)  # FusedAdamW's
+            self.state.update(buffer.slice_state(state_dict["state"], numbers, wider))
         self._copy_settings(saved)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)

@@ -16,7 +16,6 @@ A ZeRO stage is three placements: of parameters, gradients and optimizer state (
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +84,10 @@ class GradBucket:
         placement: Placement = REPLICATED,
         dtype: torch.dtype | None = None,
         granule: int = 1,
-        names: Mapping[nn.Parameter, str] = MappingProxyType({}),
+        names: Mapping[nn.Parameter, str] | None = None,
     ) -> None:
         self.parameters, self.group, self.label, self.placement = parameters, group, label, placement
-        self.dtype, self.names = dtype or parameters[0].dtype, names
+        self.dtype, self.names = dtype or parameters[0].dtype, names or {}
         self.resting_dtype = self.dtype  # of a shard, in which several reductions are added up
         self.layout = FlatLayout.pack(parameters, placement.num_shards(group), granule)
         self.index = {parameter: i for i, parameter in enumerate(parameters)}

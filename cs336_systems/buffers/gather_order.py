@@ -70,15 +70,6 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad]
 
 
-def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """All layers, each once, and each after those inside it."""
-    seen.add(module)
-    for child in module.children():
-        if child not in seen:
-            yield from inside_out(child, seen)
-    yield module
-
-
 def shard_weights(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
 ) -> GatherOrder:
@@ -111,7 +102,9 @@ def shard_weights(
         holders = ((layer, proxies[layer]) for layer in layers if layer in proxies)
         return list(dict.fromkeys((reader[layer], each) for layer, proxy in holders for each in proxy.sharded.values()))
 
-    order = GatherOrder(calls(module.modules()), calls(inside_out(module, set())))
+    inside_out: list[nn.Module] = []
+    module.apply(inside_out.append)  # a layer after those inside it
+    order = GatherOrder(calls(module.modules()), calls(inside_out))
     if compute_dtype is not None:
         compute_in(compute_dtype, module, {layer for layer, _ in order.calls})
     return order

@@ -64,43 +64,52 @@ class ParameterBuffer:
         for work in [broadcast(each, rank, self.group, label) for rank, each in enumerate(slices) if each.numel()]:
             work.wait()
 
-
-@torch.no_grad()
-def gather_state(
-    parts_state: PartsState,
-    buffers: Sequence[ParameterBuffer],
-    numbers: Mapping[nn.Parameter, int],
-    to: int | None = None,
-) -> State:
-    """The whole state of every parameter by its number, on every rank or on rank `to` alone: each rank tells the others
-    what it has, and broadcasts it. Every rank must call this."""
-    gathered: State = {}
-    for buffer in buffers:
-        parts = [part for part in buffer.parts if part.owner in numbers]  # not those taken out of their group
-        mine = {numbers[part.owner]: (part, parts_state.get(part.owner, {})) for part in parts}
-        told = [[n, key, *_describe(value, part)] for n, (part, state) in mine.items() for key, value in state.items()]
-        for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), buffer.group)):
-            piece_of = {numbers.get(buffer.parameters[piece.index]): piece for piece in buffer.layout.pieces(source)}
+    @torch.no_grad()
+    def gather_state(self, state: PartsState, numbers: Mapping[nn.Parameter, int], to: int | None = None) -> State:
+        """The whole state of every parameter by its number, on every rank or on rank `to` alone: each rank tells the
+        others what it has, and broadcasts it. Every rank must call this."""
+        gathered, me = State(), self.group.rank()
+        parts = [part for part in self.parts if part.owner in numbers]  # not those taken out of their group
+        mine = {numbers[part.owner]: (part, state.get(part.owner, {})) for part in parts}
+        told = [[n, key, *_describe(value, part)] for n, (part, kept) in mine.items() for key, value in kept.items()]
+        for source, text in enumerate(agree("optimizer state", json.dumps(told, allow_nan=False), self.group)):
+            piece_of = {numbers.get(self.parameters[piece.index]): piece for piece in self.layout.pieces(source)}
             for number, key, kind, *about in json.loads(text):
-                state = gathered.setdefault(number, {})
-                if kind != "sharded" and key in state:
+                whole = gathered.setdefault(number, {})
+                if kind != "sharded" and key in whole:
                     continue
                 if kind == "value":
-                    state[key] = about[0]
+                    whole[key] = about[0]
                     continue
                 dtype, shape, device = about
-                new, me = partial(torch.zeros, dtype=DTYPES[dtype], device=buffer.flat.device), buffer.group.rank()
+                new = partial(torch.zeros, dtype=DTYPES[dtype], device=self.flat.device)
                 keeps = kind == "whole" or to in (None, me)
-                if key not in state:
-                    state[key] = new(shape if keeps else 0)
-                piece = FlatPiece(0, 0, state[key].numel()) if kind == "whole" else piece_of[number]
-                sent = piece.of(state[key]) if keeps else new(piece.numel)
+                if key not in whole:
+                    whole[key] = new(shape if keeps else 0)
+                piece = FlatPiece(0, 0, whole[key].numel()) if kind == "whole" else piece_of[number]
+                sent = piece.of(whole[key]) if keeps else new(piece.numel)
                 if source == me:
                     sent.copy_(mine[number][1][key].reshape(sent.shape))
-                broadcast(sent, source, buffer.group, "optimizer state").wait()
+                broadcast(sent, source, self.group, "optimizer state").wait()
                 if kind == "whole":
-                    state[key] = state[key].to(device)
-    return gathered
+                    whole[key] = whole[key].to(device)
+        return gathered
+
+    @torch.no_grad()
+    def slice_state(
+        self, whole: State, numbers: Mapping[nn.Parameter, int], moments_dtype: torch.dtype | None
+    ) -> PartsState:
+        """This rank's slices of a whole state; like torch's, in the parameter's dtype, or that of moments if wider."""
+        sliced: PartsState = {}
+        for part in (part for part in self.parts if numbers.get(part.owner) in whole):
+            mine = sliced[part.owner] = {}
+            for key, value in whole[numbers[part.owner]].items():
+                mine[key] = value.clone() if isinstance(value, Tensor) else value
+                if isinstance(value, Tensor) and value.shape == part.owner.shape:
+                    like = part.tensor if key != "step" and value.is_floating_point() else value
+                    dtype = torch.promote_types(like.dtype, moments_dtype or like.dtype)
+                    mine[key] = part.piece.of(value).to(like.device, dtype, copy=True)
+        return sliced
 
 
 def _describe(value: Any, part: Part) -> list[Any]:
@@ -109,23 +118,3 @@ def _describe(value: Any, part: Part) -> list[Any]:
         return ["value", value]
     kind, whole = ("sharded", part.owner) if value.shape == part.tensor.shape else ("whole", value)
     return [kind, str(value.dtype), list(whole.shape), value.device.type]
-
-
-@torch.no_grad()
-def slice_state(
-    whole: State,
-    buffers: Sequence[ParameterBuffer],
-    numbers: Mapping[nn.Parameter, int],
-    moments_dtype: torch.dtype | None = None,
-) -> PartsState:
-    """This rank's slices of the whole state; like torch, in the parameter's dtype, unless that of moments is wider."""
-    parts_state: PartsState = {}
-    for part in (part for buffer in buffers for part in buffer.parts if numbers.get(part.owner) in whole):
-        mine = parts_state[part.owner] = {}
-        for key, value in whole[numbers[part.owner]].items():
-            mine[key] = value.clone() if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor) and value.shape == part.owner.shape:
-                like = part.tensor if key != "step" and value.is_floating_point() else value
-                dtype = torch.promote_types(like.dtype, moments_dtype or like.dtype)
-                mine[key] = part.piece.of(value).to(like.device, dtype, copy=True)
-    return parts_state

@@ -112,13 +112,13 @@ class Replicas:
 
 @torch.no_grad()
 def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
-    """Finish all reductions, and tell every rank which parameters any rank used, if all gradients are finite, and if
-    the ranks' replicas are still equal.
+    """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used, if all
+    gradients are finite, and if the ranks' replicas are still equal.
 
-    One small all-reduce answers all three. Without it a rank could not tell a parameter that nobody used, which must
-    keep no gradient (an optimizer then skips it, as in one process), from one that only others used and which gets its
-    mean gradient here. And an infinity in one rank's shard would make that rank alone skip its step: all shards of
-    every rank, and one gradient beside them that rests whole, get a NaN if some shard has a number that is not finite.
+    Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
+    it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one
+    rank's shard would make that rank alone skip its step: all shards of every rank, and one gradient beside them that
+    rests whole, get a NaN if some shard has a number that is not finite.
     """
     sharded = [bucket for bucket in buckets if isinstance(bucket.placement, Sharded)]
     for bucket in sharded:
@@ -130,8 +130,7 @@ def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     pinned = device.type == "cuda"  # else the host would wait for the copy, behind backward
     sums = torch.tensor([*flags, replicas.checksum(), 0.0], dtype=torch.float64, pin_memory=pinned)
     sums = sums.to(device, non_blocking=True)
-    for shard in shards:
-        # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked.
+    for shard in shards:  # 0 x the largest element: 0, or NaN if it is infinite or NaN; the device need not be asked
         sums[-1] += 0 * torch.linalg.vector_norm(shard, math.inf)
     work = all_reduce(sums, replicas.group, "used parameters", "sum")
     for bucket in buckets:

@@ -90,5 +90,4 @@ def norms(gradients: Sequence[Tensor], order: float = 2.0, dtype: torch.dtype | 
 
 
 # As torch does for its DTensor: clip_grad_norm_ then asks for all norms at once.
-if ShardedGradient not in _foreach_supported_types:
-    _foreach_supported_types.append(ShardedGradient)  # type: ignore[arg-type]
+_foreach_supported_types.append(ShardedGradient)  # type: ignore[arg-type]

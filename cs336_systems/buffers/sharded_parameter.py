@@ -89,7 +89,6 @@ class ShardedParameter:
         self.full = nn.Parameter(self.layout.view(flat, 0), weight.requires_grad)
         # An alias with a version counter of its own: refilling is no in-place change that autograd must refuse.
         self.flat = flat.data
-        self.nbytes = flat.untyped_storage().nbytes()
         self.work: Work | None = None  # from `launch_unshard` to `unshard`
         self.unsharded = False
         label = f"gradient of {name}"
@@ -107,7 +106,7 @@ class ShardedParameter:
         if self.shard._version != self.version:  # a graph from before the last step must not go on with new weights
             self.version = self.shard._version
             torch.autograd.graph.increment_version(self.full)
-        self.flat.untyped_storage().resize_(self.nbytes)
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
         mark("parameters", self.flat)
         self._fill(self.flat)
         self.work = all_gather(self.flat, self.group, self.name)
