@@ -1,7 +1,8 @@
-"""AdamW written out, its parameter groups, and the learning-rate schedule."""
+"""AdamW written out, its form with fp32 master weights, parameter groups, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -28,7 +29,6 @@ class AdamW(torch.optim.Optimizer):
     """
 
     check_state = staticmethod(partial(check_state, can=("amsgrad", "max_exp_avg_sq", "maximize")))
-    kept_wide: tuple[str, ...] = ()  # entries of a state that are in float32 at least
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -45,27 +45,13 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes, as load hooks leave it."""
-        seen: list[dict[str, Any]] = []
-        with (
-            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
-            self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)),
-            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
-        ):
+        with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
             super().load_state_dict(state_dict)
-
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        """Replace what torch has rounded to the parameters' dtype."""
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
-            for name in saved.keys() & self.kept_wide:
-                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
-        loss = run_closure(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
             for parameter, group in with_gradients(self.param_groups):
                 update(parameter, parameter.grad, self.state[parameter], group)
@@ -80,17 +66,9 @@ def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, An
     return used
 
 
-def run_closure(closure: Callable[[], float] | None) -> float | None:
-    """Run the closure, if any, that a step was given, with its backward, and return its loss."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """One step of AdamW for one parameter, in place."""
-    if not state:
+    if "step" not in state:
         if parameter.dtype == torch.float16:
             raise TypeError("float16 holds neither an eps of 1e-8 nor squares above 65504: take MasterAdamW")
         state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
@@ -107,6 +85,84 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
     mean_bias, square_bias = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
     denominator = square.sqrt().div_(math.sqrt(square_bias)).add_(group["eps"])
     parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_bias)
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a master."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class MasterAdamW(AdamW):
+    """`AdamW` for parameters in half precision: it keeps an fp32 `master` of each, updates that, and rounds it back.
+
+    An update is often smaller than half the distance from a weight to its neighbour in fp16 (2^-11 of it, in bf16
+    2^-8): added to the weight itself it would be lost every time; in the master it adds up (Micikevicius et al., Mixed
+    Precision Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight and gradient, 12 for
+    master and moments (Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more during a step.
+
+    State is in float32 at least, and a parameter in fp32 is its own master. The first step copies the parameter to its
+    master; later steps overwrite the parameter with the rounded master, so load weights before the first step, or with
+    a state that belongs to them. (If that is an `AdamW`'s, the next step copies the parameters to masters.) Options,
+    groups and errors are `AdamW`'s. Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context for each
+    phase of a step, under Megatron-LM's names.
+    """
+
+    moments_dtype = torch.float32  # at least, for whoever loads a part of a state
+    timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `AdamW`'s, without torch's rounding to the parameters' dtype."""
+        seen: list[dict[str, Any]] = []
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
+            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _widen(self, state_dict: dict[str, Any]) -> None:
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved, wide = state_dict["state"].get(number, {}), at_least_float32(parameter.dtype)
+            for name in saved.keys() - {"step"}:
+                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
+    ) -> float | None:
+        """Update every parameter by its gradient in fp32 times `multiplier`: clipping over the loss scale. The
+        multiplier may be a scalar on the device, which the host need not wait for. Gradients are not changed, and not
+        checked for inf and NaN: the caller skips such a step. The closure, if any, is run before and its loss returned.
+        Raises UserError for a multiplier with axes, TypeError for a sparse gradient."""
+        if isinstance(multiplier, Tensor) and multiplier.dim():
+            raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch._C.DisableTorchFunctionSubclass():
+            self._update(multiplier)
+        return loss
+
+    def _update(self, multiplier: Tensor | float | None) -> None:
+        used = with_gradients(self.param_groups)
+        with self.timer("optimizer-copy-to-main-grad"):
+            gradients = [p.grad.to(at_least_float32(p.grad.dtype), copy=True) for p, _ in used]
+        with self.timer("optimizer-clip-main-grad"):
+            if multiplier is not None:
+                for gradient in gradients:
+                    gradient.mul_(multiplier)
+        with self.timer("optimizer-inner-step"):
+            for gradient, (p, group) in zip(gradients, used, strict=True):
+                state, wide = self.state[p], at_least_float32(p.dtype)
+                if p.dtype == wide:
+                    state.pop("master", None)  # of a checkpoint in half precision
+                elif "master" not in state:
+                    state["master"] = p.detach().to(wide)
+                update(state.get("master", p), gradient, state, group)
+        del gradients
+        with self.timer("optimizer-copy-main-to-model-params"):
+            for p, _ in used:
+                if "master" in self.state[p]:
+                    p.copy_(self.state[p]["master"])
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
