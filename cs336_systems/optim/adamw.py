@@ -23,10 +23,9 @@ class AdamW(torch.optim.Optimizer):
     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     The divisions undo the bias of running means that start at zero. With `amsgrad` the last line has the largest v so
-    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a
-    hyperparameter out of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse
-    gradient and a parameter that is float16 or not real.
-    """
+    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a setting out
+    of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
+    parameter that is float16 or not real."""
 
     check_state = staticmethod(partial(check_state, can=("amsgrad", "max_exp_avg_sq", "maximize")))
 
@@ -87,11 +86,6 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
     parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_bias)
 
 
-def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a master."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 class MasterAdamW(AdamW):
     """`AdamW` for parameters in half precision: it keeps an fp32 `master` of each, updates that, and rounds it back.
 
@@ -100,11 +94,10 @@ class MasterAdamW(AdamW):
     Precision Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight and gradient, 12 for
     master and moments (Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more during a step.
 
-    State is in float32 at least, and a parameter in fp32 is its own master. The first step copies the parameter to its
-    master; later steps overwrite the parameter with the rounded master, so load weights before the first step, or with
-    a state that belongs to them. (If that is an `AdamW`'s, the next step copies the parameters to masters.) Options,
-    groups and errors are `AdamW`'s. Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context for each
-    phase of a step, under Megatron-LM's names.
+    State is in float32 at least, and a parameter in fp32 is its own master. The first step copies parameters to their
+    masters, later ones overwrite parameters, so load weights before the first step, or with a state that belongs to
+    them (an `AdamW`'s has no masters: the next step copies them). Options, groups and errors are `AdamW`'s. `timer`, if
+    set, makes a context for each phase of a step, under Megatron-LM's names.
     """
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
@@ -123,7 +116,7 @@ class MasterAdamW(AdamW):
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
-            saved, wide = state_dict["state"].get(number, {}), at_least_float32(parameter.dtype)
+            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
             for name in saved.keys() - {"step"}:
                 self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
@@ -131,10 +124,10 @@ class MasterAdamW(AdamW):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
     ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`: clipping over the loss scale. The
-        multiplier may be a scalar on the device, which the host need not wait for. Gradients are not changed, and not
-        checked for inf and NaN: the caller skips such a step. The closure, if any, is run before and its loss returned.
-        Raises UserError for a multiplier with axes, TypeError for a sparse gradient."""
+        """Update every parameter by its gradient in fp32 times `multiplier`, which may be a scalar on the device:
+        clipping over the loss scale. Gradients are not changed, and not checked for inf and NaN: the caller skips such
+        a step. The closure, if any, is run before and its loss returned. Raises UserError for a multiplier with axes,
+        TypeError for a sparse gradient."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -145,14 +138,13 @@ class MasterAdamW(AdamW):
     def _update(self, multiplier: Tensor | float | None) -> None:
         used = with_gradients(self.param_groups)
         with self.timer("optimizer-copy-to-main-grad"):
-            gradients = [p.grad.to(at_least_float32(p.grad.dtype), copy=True) for p, _ in used]
+            gradients = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32), copy=True) for p, _ in used]
         with self.timer("optimizer-clip-main-grad"):
-            if multiplier is not None:
-                for gradient in gradients:
-                    gradient.mul_(multiplier)
+            for gradient in gradients if multiplier is not None else ():
+                gradient.mul_(multiplier)
         with self.timer("optimizer-inner-step"):
             for gradient, (p, group) in zip(gradients, used, strict=True):
-                state, wide = self.state[p], at_least_float32(p.dtype)
+                state, wide = self.state[p], torch.promote_types(p.dtype, torch.float32)
                 if p.dtype == wide:
                     state.pop("master", None)  # of a checkpoint in half precision
                 elif "master" not in state:
