@@ -24,7 +24,6 @@ from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
 from cs336_systems.layout import check_experts
 from cs336_systems.model.feed_forward import GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
-from cs336_systems.model.routing import Average
 from cs336_systems.model.transformer import TransformerLM
 
 
@@ -110,16 +109,17 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
         if group.size() > 1:
             layer.dispatcher = AllToAllDispatcher(group, local)
         if config.mixture.aux_scope == "global":
-            layer.average = mean_over(data)
+            layer.average = Mean(data)
     return plan
 
 
-def mean_over(group: Group) -> Average:
-    """Mean of a tensor over a group, without a gradient. A closure: a copied layer shares the group."""
+class Mean(pairs.SharesGroup):
+    """Mean of a tensor over a group, each rank with the same weight; without a gradient."""
 
-    def mean(x: Tensor) -> Tensor:
-        result = x.detach().clone()
-        all_reduce(result, group, "balance").wait()
-        return result
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
-    return mean
+    def __call__(self, x: Tensor) -> Tensor:
+        mean = x.detach().clone()
+        all_reduce(mean, self.group, "balance").wait()
+        return mean

@@ -27,15 +27,14 @@ class LossScaler:
         return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
-        """Lower or raise the scale after a backward, in which a gradient of any rank was inf or NaN if `overflow`: the
-        caller skips that step."""
+        """Fit the scale after a backward; with `overflow` a gradient of some rank was inf or NaN: skip that step."""
 
     def state_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint. Raises UserError for the state of another kind of scaler, or an invalid scale."""
-        if state.keys() - {"overflows"} != set(self.saved):  # which earlier versions counted here
+        if state.keys() - {"overflows"} != set(self.saved):  # earlier versions saved a count of them
             numbers = f"{sorted(state)}, this one {sorted(self.saved)}"
             raise UserError(f"the checkpoint's loss scaler has {numbers}: same precision?")
 

@@ -134,10 +134,9 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
     router's gradient is a part of a sum as well; the balancing loss, which all ranks compute alike, counts by parts."""
     for name, linear in layer.experts.named_children():
         assert isinstance(linear, GroupedLinear)
-        width = "of the experts' hidden width"
-        linear.weight = split(linear.weight, 2 if name == "down" else 1, group, width)
+        linear.weight = split(linear.weight, 2 if name == "down" else 1, group)
         if linear.bias is not None and name != "down":
-            linear.bias = split(linear.bias, 1, group, width)
+            linear.bias = split(linear.bias, 1, group)
     layer.experts.down.bias_share = float(group.rank() == 0)
     if layer.shared is not None:
         _split_columns(layer.shared, group)
@@ -164,7 +163,7 @@ def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> N
         # BERT's classifiers read the first token, and compute the same on every rank.
         if sequence:
             model.bert_heads.register_forward_pre_hook(lambda module, args: (pairs.gather(args[0], 1, group, "heads"),))
-        model.bert_heads.bias = split(model.bert_heads.bias, 0, group, "words", plan.padded)
+        model.bert_heads.bias = split(model.bert_heads.bias, 0, group, plan.padded)
         sequence = False
     if model.head is not None:
         model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded))
