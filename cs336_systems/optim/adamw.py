@@ -1,10 +1,8 @@
-"""AdamW written out, its form with fp32 master weights, parameter groups, and the learning-rate schedule."""
+"""AdamW written out, its parameter groups, and the learning-rate schedule."""
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -84,77 +82,6 @@ def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: di
     mean_bias, square_bias = 1 - beta1 ** state["step"], 1 - beta2 ** state["step"]
     denominator = square.sqrt().div_(math.sqrt(square_bias)).add_(group["eps"])
     parameter.addcdiv_(mean, denominator, value=-group["lr"] / mean_bias)
-
-
-class MasterAdamW(AdamW):
-    """`AdamW` for parameters in half precision: it keeps an fp32 `master` of each, updates that, and rounds it back.
-
-    An update is often smaller than half the distance from a weight to its neighbour in fp16 (2^-11 of it, in bf16
-    2^-8): added to the weight itself it would be lost every time; in the master it adds up (Micikevicius et al., Mixed
-    Precision Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight and gradient, 12 for
-    master and moments (Rajbhandari et al., arXiv:1910.02054, section 3.1), and 4 more during a step.
-
-    State is in float32 at least, and a parameter in fp32 is its own master. The first step copies parameters to their
-    masters, later ones overwrite parameters, so load weights before the first step, or with a state that belongs to
-    them (an `AdamW`'s has no masters: the next step copies them). Options, groups and errors are `AdamW`'s. `timer`, if
-    set, makes a context for each phase of a step, under Megatron-LM's names.
-    """
-
-    moments_dtype = torch.float32  # at least, for whoever loads a part of a state
-    timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `AdamW`'s, without torch's rounding to the parameters' dtype."""
-        seen: list[dict[str, Any]] = []
-        with (
-            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
-            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
-        ):
-            super().load_state_dict(state_dict)
-
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
-            for name in saved.keys() - {"step"}:
-                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
-
-    @torch.no_grad()
-    def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
-    ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`, which may be a scalar on the device:
-        clipping over the loss scale. Gradients are not changed, and not checked for inf and NaN: the caller skips such
-        a step. The closure, if any, is run before and its loss returned. Raises UserError for a multiplier with axes,
-        TypeError for a sparse gradient."""
-        if isinstance(multiplier, Tensor) and multiplier.dim():
-            raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        with torch._C.DisableTorchFunctionSubclass():
-            self._update(multiplier)
-        return loss
-
-    def _update(self, multiplier: Tensor | float | None) -> None:
-        used = with_gradients(self.param_groups)
-        with self.timer("optimizer-copy-to-main-grad"):
-            gradients = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32), copy=True) for p, _ in used]
-        with self.timer("optimizer-clip-main-grad"):
-            for gradient in gradients if multiplier is not None else ():
-                gradient.mul_(multiplier)
-        with self.timer("optimizer-inner-step"):
-            for gradient, (p, group) in zip(gradients, used, strict=True):
-                state, wide = self.state[p], torch.promote_types(p.dtype, torch.float32)
-                if p.dtype == wide:
-                    state.pop("master", None)  # of a checkpoint in half precision
-                elif "master" not in state:
-                    state["master"] = p.detach().to(wide)
-                update(state.get("master", p), gradient, state, group)
-        del gradients
-        with self.timer("optimizer-copy-main-to-model-params"):
-            for p, _ in used:
-                if "master" in self.state[p]:
-                    p.copy_(self.state[p]["master"])
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -28,8 +28,9 @@ from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.layout import TIED, Layout
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.optim.adamw import AdamW, MasterAdamW, decay_groups
+from cs336_systems.optim.adamw import AdamW, decay_groups
 from cs336_systems.optim.grad_norm import LocalGradient, global_norm
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.pipeline import Pipeline, Stage, Timer
 from cs336_systems.presets import ModelConfig
 from cs336_systems.tensor_parallel.plan import tensor_parallel

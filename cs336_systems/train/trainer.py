@@ -17,8 +17,8 @@ from cs336_systems.host.machine import choose_device
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.moe import set_balance_scale
 from cs336_systems.model.precision import set_matmul_precision
-from cs336_systems.optim.adamw import MasterAdamW
 from cs336_systems.optim.grad_norm import clip_by_norm
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.pipeline import Timer
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.batches import make_batches

@@ -10,7 +10,8 @@ from torch import nn
 from cs336_systems.buffers.shard_tensor import ShardTensor
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
-from cs336_systems.optim.adamw import AdamW, MasterAdamW
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.optim.master_weights import MasterAdamW
 from kernels.adamw import FusedAdamW
 from tests.support import ranks
 from tests.support.parallel_cases import loss_of, make

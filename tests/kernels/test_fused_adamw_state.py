@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.optim.adamw import AdamW, MasterAdamW
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.optim.master_weights import MasterAdamW
 from kernels.adamw import FusedAdamW
 from tests.support.adamw_cases import HYPER, assert_close, copies, make, train
 

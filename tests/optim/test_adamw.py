@@ -9,8 +9,9 @@ from torch import nn
 
 from cs336_systems.errors import UserError
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.optim.adamw import AdamW, MasterAdamW, decay_groups, learning_rate
+from cs336_systems.optim.adamw import AdamW, decay_groups, learning_rate
 from cs336_systems.optim.grad_norm import LocalGradient, clip_local
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.presets import model_preset
 from tests.support import ranks
 from tests.support.oracles import adamw_step

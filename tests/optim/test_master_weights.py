@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import AdamW, MasterAdamW
+from cs336_systems.optim.adamw import AdamW
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from tests.support import ranks
 from tests.support.tolerances import UNIT_ROUNDOFF

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cs336_systems.fsdp import FSDP
-from cs336_systems.optim.adamw import MasterAdamW
+from cs336_systems.optim.master_weights import MasterAdamW
 from cs336_systems.zero import zero
 from tests.support import ranks
 
