@@ -15,13 +15,12 @@ from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
-from cs336_systems.expert_parallel import AllToAllDispatcher
+from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.machine import device_name
 from cs336_systems.layout import MAPPED
-from cs336_systems.model.feed_forward import Experts
 from cs336_systems.model.moe import MoELayer
-from cs336_systems.model.transformer import initial_weight
+from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
 DEVICE = torch.device("cpu")  # whose time is asked for
@@ -127,20 +126,13 @@ def too_large(way: Way, tokens: int, backward: bool, group: Group) -> str:
 
 def build_layer(config: ModelConfig, group: Group) -> MoELayer:
     """An expert layer with this rank's experts; each has the same weights on however many ranks."""
-    local = config.num_experts // group.size()
-    with torch.device("meta"):
-        layer = MoELayer(config)
-        part = replace(config, num_experts=local, mixture=replace(config.mixture, top_k=1))  # 1 may be all of them
-        layer.experts = Experts(part)
-    layer.experts.first = group.rank() * local
+    model = TransformerLM(config, "meta")
+    (layer,) = expert_parallel(model, group).layers()
     layer.to_empty(device=DEVICE)
     for name, parameter in layer.named_parameters():
         # Biases are drawn like weights: one that was forgotten would be seen only if it is not zero.
         full = f"blocks.0.feed_forward.{name}".replace("bias", "offset")
-        drawn = initial_weight(config, full, parameter.shape, 0, DEVICE, layer.experts.first)
-        parameter.data.copy_(drawn)
-    if group.size() > 1:
-        layer.dispatcher = AllToAllDispatcher(group, local)
+        parameter.data.copy_(model.initial_weight(full, parameter.shape, 0, DEVICE))
     return layer
 
 

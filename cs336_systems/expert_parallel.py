@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Exchange, Group, all_reduce, all_to_all, pairs
 from cs336_systems.layout import check_experts
-from cs336_systems.model.feed_forward import Experts, GroupedLinear, even_shares
+from cs336_systems.model.feed_forward import GroupedLinear, even_shares
 from cs336_systems.model.moe import Combine, LocalDispatcher, MoELayer
 from cs336_systems.model.transformer import TransformerLM
 
@@ -99,7 +99,13 @@ def expert_parallel(model: TransformerLM, group: Group, data: Group | None = Non
     plan = ExpertParallel(model, group.rank() * local, local, names)
     for layer in plan.layers():
         scale = math.sqrt(data.size()) if config.mixture.expert_gradient == "sqrt" else 1.0
-        _split(layer.experts, plan, scale / group.size())
+        layer.experts.first = plan.first
+        for linear in layer.experts.children():
+            assert isinstance(linear, GroupedLinear)
+            linear.gradient_scale = scale / group.size()
+            for name, parameter in list(linear.named_parameters()):
+                part = parameter.detach().narrow(0, plan.first, plan.local).clone()
+                setattr(linear, name, nn.Parameter(part, parameter.requires_grad))
         if group.size() > 1:
             layer.dispatcher = AllToAllDispatcher(group, local)
         if config.mixture.aux_scope == "global":
@@ -117,12 +123,3 @@ class Mean(pairs.SharesGroup):
         mean = x.detach().clone()
         all_reduce(mean, self.group, "balance").wait()
         return mean
-
-
-def _split(experts: Experts, plan: ExpertParallel, gradient_scale: float) -> None:
-    experts.first = plan.first
-    for layer in (layer for layer in experts.modules() if isinstance(layer, GroupedLinear)):
-        layer.gradient_scale = gradient_scale
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            part = parameter.detach().narrow(0, plan.first, plan.local).clone()
-            setattr(layer, name, nn.Parameter(part, parameter.requires_grad))

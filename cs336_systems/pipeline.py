@@ -59,14 +59,10 @@ class Stage(nn.Module):
     def forward(
         self, batch: Batch, hidden: Tensor | None = None, chunk: int = 0, key: Tensor | None = None
     ) -> Tensor | BertOutput | Losses:
-        model = self.model
-        if hidden is None:
-            hidden = model.embed(batch.tokens, batch.token_types, key)
-        shared = model.shared_inputs(hidden, batch.tokens, batch.padding_mask, key)
-        hidden = model.run_blocks(hidden, shared, self.spans[chunk])
+        hidden = self.model.run_blocks(batch, hidden, key, self.spans[chunk])
         if not (self.has_last and chunk == self.chunks - 1):
             return hidden
-        return model.finish(hidden) if batch.targets is None else model.losses(hidden, batch)
+        return self.model.finish(hidden) if batch.targets is None else self.model.losses(hidden, batch)
 
 
 @dataclass

@@ -25,7 +25,6 @@ from cs336_systems.buffers.param_buffer import ParameterBuffer, Part
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, default_group
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import run_closure
 from cs336_systems.optim.elementwise import require_elementwise
 
 
@@ -126,7 +125,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update this rank's share and get the others'; a closure is run first and its loss returned. `kwargs` go to
         the optimizer's own step. Every rank must call this. Raises UserError for gradients that are not synchronised
         and for parameters that have been moved."""
-        loss = run_closure(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._check()
         self._attach_gradients()
         self.inner.param_groups = list(map(self._share, self.param_groups))  # schedulers change learning rates

@@ -11,6 +11,8 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cs336_systems.data.corpus import Batch
+from cs336_systems.errors import UserError
 from cs336_systems.model.dropout import drop
 from cs336_systems.presets import ModelConfig
 from kernels.flash_attention import FlashAttention2
@@ -19,7 +21,7 @@ from kernels.flash_attention import FlashAttention2
 class BlockInputs(NamedTuple):
     """Inputs that all blocks share; None for what the model does not use."""
 
-    rotary: Tensor | None = None  # (2 seq head_dim/2), a `rotary_table`
+    rotary: Tensor | None = None  # (2 seq head_dim/2), cosines and sines of the angles, in float32 at least
     bias: Tensor | None = None  # an `attention_bias`
     real: Tensor | None = None  # (batch seq), False at padding
     key: Tensor | None = None  # random numbers by place in the run
@@ -31,16 +33,10 @@ def angles(seq: int, dim: int, base: float, device: torch.device) -> Tensor:
     return torch.arange(seq, dtype=torch.float64, device=device)[:, None] / base**exponents
 
 
-def rotary_table(config: ModelConfig, seq: int, like: Tensor) -> Tensor:
-    """Cosines and sines of the rotary angles, (2 seq head_dim/2), in float32 at least; one table serves every layer."""
-    turn = angles(seq, config.head_dim, config.rotary_base, like.device)
-    return torch.stack((turn.cos(), turn.sin())).to(torch.promote_types(like.dtype, torch.float32))
-
-
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv:2104.09864) of x (... seq head_dim) by a `rotary_table`. Coordinate i is paired
-    with i + head_dim/2, as in GPT-NeoX and Llama; the paper pairs neighbours, which is the same up to a permutation of
-    the rows of the query and key weights."""
+    """Rotary position embedding (arXiv:2104.09864) of x (... seq head_dim). Coordinate i is paired with i + head_dim/2,
+    as in GPT-NeoX and Llama; the paper pairs neighbours, which is the same up to a permutation of the rows of the query
+    and key weights."""
     cos, sin = table
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
@@ -57,6 +53,19 @@ def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, l
         hidden = rearrange(~padding_mask, "batch key -> batch 1 1 key")
         bias = (like.new_zeros(1) if bias is None else bias).masked_fill(hidden, lowest)
     return bias
+
+
+def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | None) -> BlockInputs:
+    """Inputs that all blocks share, for a batch whose hidden states are like x in dtype and device."""
+    seq, mask, rotary, bias = batch.tokens.shape[1], batch.padding_mask, None, None
+    if config.attention == "flash" and mask is not None:
+        raise UserError("attention flash knows no padding mask; use sdpa")
+    if config.positions == "rotary":
+        turn = angles(seq, config.head_dim, config.rotary_base, x.device)
+        rotary = torch.stack((turn.cos(), turn.sin())).to(torch.promote_types(x.dtype, torch.float32))
+    if config.attention == "naive" or mask is not None:  # fused attention knows causality by itself, and is faster so
+        bias = attention_bias(config, seq, mask, x)
+    return BlockInputs(rotary, bias, mask, key)
 
 
 def naive_attention(

@@ -32,15 +32,14 @@ def dropout_key(seed: int, step: int, rows: Tensor) -> Tensor:
 def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Sequence[int] = ()) -> Tensor:
     """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
     is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
-    for those left out). `site` names the place in the model; 7 and "7" are the same. Backward keeps one byte per
-    element. The mask depends neither on dtype nor on device; p is met to 2^-32. p = 0 returns x itself. Without a key
-    it is dropout by torch's generator. Raises UserError for p outside [0, 1), a key of another number of rows, and
-    starts that fit no axis."""
+    for those left out). `site` names the place in the model. Backward keeps one byte per element. The mask depends
+    neither on dtype nor on device; p is met to 2^-32. Without a key it is dropout by torch's generator. Raises
+    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis."""
     if not 0 <= p < 1:
         raise UserError(f"dropout p must lie in [0, 1), not {p}")
     if p == 0 or key is None:
         return F.dropout(x, p) if p else x
-    words = _words("dropout", x.shape, key, site, tuple(starts), x.device)
+    words = _words(x.shape, key, site, tuple(starts), x.device)
     keep = words >= min(round(p * 2**32) - 2**31, 2**31 - 1)
     return x * keep * (1 / (1 - p))  # a product with a bool keeps nothing but the bool for backward
 
@@ -48,16 +47,14 @@ def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Seque
 def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: torch.device) -> Tensor:
     """Uniform numbers between 0 and 1 of a shape (batch ...), chosen by place: float32, the odd multiples of 2^-24.
     None is 0 or 1, so that log u and log(1 - u) are finite. Raises UserError for a key of another number of rows."""
-    words = _words("numbers", shape, key, site, (), device)
+    words = _words(shape, key, site, (), device)
     return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
 
 
-def _words(
-    what: str, shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int, ...], device: torch.device
-) -> Tensor:
+def _words(shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int, ...], device: torch.device) -> Tensor:
     """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
     if len(shape) < 2 or len(key) != shape[0]:
-        raise UserError(f"{what} of shape {tuple(shape)} with a key of {len(key)} rows: one a row is meant")
+        raise UserError(f"random numbers of shape {tuple(shape)} with a key of {len(key)} rows: one a row is meant")
     if len(starts) >= len(shape) or min(starts, default=0) < 0:
         raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(shape)}")
     starts += (0,) * (len(shape) - 1 - len(starts))

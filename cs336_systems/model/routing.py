@@ -56,9 +56,8 @@ def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: Tens
 
 def choose(logits: Tensor, gates: Tensor, mixture: Mixture, noise: Tensor | None) -> Tensor:
     """The experts of every token, best first: logits and their softmax, gates (tokens experts) -> (top_k tokens). As in
-    fairseq, the first choice has the largest probability and the second the largest logit of the others; ties go to the
-    lower number. With noise to sample it the second choice is one of the router's distribution without the first
-    (Gumbel's trick)."""
+    fairseq, the first has the largest probability and the second the largest logit of the others; ties go to the lower
+    number. With noise the second is a sample of the router's distribution without the first (Gumbel's trick)."""
     first = gates.argmax(dim=-1)
     if mixture.top_k == 1:
         return first[None]
@@ -128,9 +127,9 @@ def _sort(chosen: Tensor, wanted: Tensor, sureness: Tensor | None) -> tuple[Tens
 
 def balancing_loss(gates: Tensor, wanted: Tensor, average: Average | None = None) -> Tensor:
     """E sum_e (mean probability of e) (share of tokens whose first choice is e), a scalar, of gates (tokens experts)
-    and the number of first choices of each expert (experts,) (arXiv:2101.03961, section 2.2). 1 where the mean
-    probabilities are equal, E where one expert is sure to get all tokens. As in fairseq, padding has probabilities but
-    makes no choice. `average` takes the mean share over ranks: the losses' mean is one group's."""
+    and the first choices of each expert (experts,) (arXiv:2101.03961, section 2.2): 1 where the mean probabilities are
+    equal, E where one expert gets all tokens. As in fairseq, padding has probabilities but makes no choice. `average`
+    takes the mean share over ranks: the losses' mean is one group's."""
     tokens = max(len(gates), 1)
     share = wanted.to(gates.dtype) / tokens
     return gates.shape[1] * (gates.sum(0) / tokens * (share if average is None else average(share))).sum()

@@ -8,8 +8,8 @@
     dropout       by torch's generator, or by place in the run (dropout.py)
     recompute     segments of blocks, nested halves, or attention alone
 
-Parallelism is applied from outside, at seams: a pipeline's stage calls `embed`, `run_blocks` and `finish` or `losses`;
-tensor parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
+Parallelism is applied from outside, at seams: a pipeline's stage calls `run_blocks`, and `finish` or `losses`; tensor
+parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
 an expert layer. Shapes are in einops order: batch, seq, d_model, heads, head_dim.
 """
 
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
-from cs336_systems.model.attention import BlockInputs, SelfAttention, angles, attention_bias, rotary_table
+from cs336_systems.model.attention import BlockInputs, SelfAttention, angles, block_inputs
 from cs336_systems.model.dropout import drop
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
@@ -69,6 +69,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None) -> Tensor:
         config, seq = self.config, tokens.shape[1]
+        if seq > config.context_length:
+            raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
         x = self.tokens(tokens)
         if config.positions == "learned":
             x = x + self.positions.weight[:seq]
@@ -103,53 +105,21 @@ class Block(nn.Module):
         return x + drop(y, p, shared.key, f"{site}.feed-forward branch", starts)
 
 
-def initial_weight(
-    config: ModelConfig, name: str, shape: torch.Size, seed: int, device: torch.device, first_expert: int = 0
-) -> Tensor:
-    """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a rank
-    can make its part of a model without the rest; each expert (experts ...), from number `first_expert` on, by itself.
-    Weights are normal with standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers),
-    an embedding that sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero."""
-    if name.endswith("bias"):
-        return torch.zeros(shape, device=device)
-    if "norm." in name:
-        return torch.ones(shape, device=device)
-    deviation = 0.02
-    if name == "embedding.tokens.weight" and config.positions == "sinusoidal":
-        deviation = config.d_model**-0.5
-    elif name.endswith(("attention.out.weight", "down.weight")):
-        deviation = 0.02 / math.sqrt(2 * config.num_layers)
-    value = torch.empty(shape, device=device)
-    numbered = {f" {n}": part for n, part in enumerate(value, first_expert)} if ".experts." in name else {"": value}
-    for number, part in numbered.items():
-        digest = hashlib.blake2b(f"{seed} {name}{number}".encode(), digest_size=7).digest()
-        generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest, "little"))
-        part.normal_(std=deviation, generator=generator)
-    return value
-
-
-def first_expert(model: nn.Module, name: str) -> int:
-    """The number of the first expert that a parameter here holds; 0 for a parameter of no expert."""
-    layer, found, _ = name.partition(".experts.")
-    return model.get_submodule(f"{layer}.experts").first if found else 0  # type: ignore[return-value]
-
-
 # Keep the input of a run of blocks for backward, which runs them again.
 recompute = partial(checkpoint, use_reentrant=False)
 
 
-def run_nested(run: Callable[[int, int, Tensor], Tensor], first: int, last: int, x: Tensor) -> Tensor:
-    """Run blocks [first, last) as two recomputed halves, each of which does the same (arXiv:1604.06174). Not a closure
-    in `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until garbage is collected."""
-    if last - first == 1:
-        return run(first, last, x)
-    middle = (first + last) // 2
-    half = partial(run_nested, run)
-    return recompute(half, middle, last, recompute(half, first, middle, x))
+def run_nested(run: Callable[[range, Tensor], Tensor], span: range, x: Tensor) -> Tensor:
+    """Run blocks as two recomputed halves, each of which does the same (arXiv:1604.06174). Not a closure in
+    `run_blocks`: one that calls itself is a reference cycle, which would hold a mask until garbage is collected."""
+    if len(span) == 1:
+        return run(span, x)
+    half, middle = partial(run_nested, run), len(span) // 2
+    return recompute(half, span[middle:], recompute(half, span[:middle], x))
 
 
 class TransformerLM(nn.Module):
-    """The language model: `forward` is `embed`, `run_blocks` and `finish` in turn."""
+    """The language model: `forward` is `run_blocks`, then `finish` or `losses`."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -174,8 +144,32 @@ class TransformerLM(nn.Module):
         """Draw every parameter anew (`initial_weight`); the default seed comes from torch's global generator."""
         seed = int(torch.randint(2**62, (), device="cpu")) if seed is None else seed
         for name, parameter in self.named_parameters():
-            first = first_expert(self, name)
-            parameter.copy_(initial_weight(self.config, name, parameter.shape, seed, parameter.device, first))
+            parameter.copy_(self.initial_weight(name, parameter.shape, seed, parameter.device))
+
+    def initial_weight(self, name: str, shape: torch.Size, seed: int, device: torch.device) -> Tensor:
+        """Draw a parameter's first value, a function of its name and the seed alone (on one kind of device), so that a
+        rank can make its part of a model without the rest; each expert (experts ...) by itself. Weights are normal with
+        standard deviation 0.02, those that write to the residual stream 0.02 / sqrt(2 num_layers), an embedding that
+        sinusoidal positions scale by sqrt(d_model) 1 / sqrt(d_model). Gains are one, biases zero."""
+        value, deviation = torch.empty(shape, device=device), 0.02
+        if name.endswith("bias"):
+            return value.zero_()
+        if "norm." in name:
+            return value.fill_(1.0)
+        if name == "embedding.tokens.weight" and self.config.positions == "sinusoidal":
+            deviation = self.config.d_model**-0.5
+        elif name.endswith(("attention.out.weight", "down.weight")):
+            deviation = 0.02 / math.sqrt(2 * self.config.num_layers)
+        layer, of_experts, _ = name.partition(".experts.")
+        parts = {"": value}
+        if of_experts:
+            first: int = self.get_submodule(f"{layer}.experts").first  # type: ignore[assignment]
+            parts = {f" {number}": part for number, part in enumerate(value, first)}
+        for number, part in parts.items():
+            digest = hashlib.blake2b(f"{seed} {name}{number}".encode(), digest_size=7).digest()
+            generator = torch.Generator(value.device).manual_seed(int.from_bytes(digest, "little"))
+            part.normal_(std=deviation, generator=generator)
+        return value
 
     def forward(
         self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None,
@@ -188,67 +182,53 @@ class TransformerLM(nn.Module):
         if targets is not None and targets.shape != tokens.shape:
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
             raise UserError(f"{shapes}; one a token is meant")
-        x = self.embed(tokens, token_types)
-        x = self.run_blocks(x, self.shared_inputs(x, tokens, padding_mask))
-        return self.finish(x, targets)
+        batch = Batch(tokens, targets, None, token_types, padding_mask)
+        x = self.run_blocks(batch)
+        return self.finish(x) if targets is None else self.losses(x, batch, "mean").tokens
 
-    def embed(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None) -> Tensor:
-        """First part: tokens (batch seq) -> (batch seq d_model)."""
-        if tokens.shape[1] > self.config.context_length:
-            raise UserError(f"{tokens.shape[1]} tokens do not fit the context of {self.config.context_length}")
-        return self.embedding(tokens, token_types, key)
+    def run_blocks(
+        self, batch: Batch, x: Tensor | None = None, key: Tensor | None = None, span: range | None = None
+    ) -> Tensor:
+        """The blocks of `span` (default all), from the embedding or from x, which the block before gave: (batch seq
+        d_model). `key` chooses random numbers; backward runs again the blocks that `recompute` names."""
+        x = self.embedding(batch.tokens, batch.token_types, key) if x is None else x
+        shared = block_inputs(self.config, batch, x, key)
 
-    def shared_inputs(
-        self, like: Tensor, tokens: Tensor, padding_mask: Tensor | None, key: Tensor | None = None
-    ) -> BlockInputs:
-        """Inputs that all blocks share, for tokens (batch seq), in the dtype and on the device of `like`."""
-        config, seq = self.config, tokens.shape[1]
-        if config.attention == "flash" and padding_mask is not None:
-            raise UserError("attention flash knows no padding mask; use sdpa")
-        table = rotary_table(config, seq, like) if config.positions == "rotary" else None
-        # The fused attention knows causality by itself and is faster without a bias.
-        fused = config.attention != "naive" and padding_mask is None
-        bias = None if fused else attention_bias(config, seq, padding_mask, like)
-        return BlockInputs(table, bias, padding_mask, key)
-
-    def run_blocks(self, x: Tensor, shared: BlockInputs, span: range | None = None) -> Tensor:
-        """Second part: the blocks of `span` (default all) in order, (batch seq d_model) -> the same; backward runs
-        again those that `recompute` names."""
-
-        def run(first: int, last: int, x: Tensor) -> Tensor:
-            for block in self.blocks[first:last]:
-                x = block(x, shared)
+        def run(span: range, x: Tensor) -> Tensor:
+            for number in span:
+                x = self.blocks[number](x, shared)
             return x
 
-        first, last = (0, len(self.blocks)) if span is None else (span.start, span.stop)
-        every, again = self.config.recompute_every, self.config.recompute if torch.is_grad_enabled() else "none"
-        if again == "segments":
-            for start in range(first, last, every):
-                x = recompute(run, start, min(start + every, last), x)
-            return x
-        return run_nested(run, first, last, x) if again == "nested" else run(first, last, x)
+        span = range(len(self.blocks)) if span is None else span
+        again, every = self.config.recompute if torch.is_grad_enabled() else "none", self.config.recompute_every
+        if again == "nested":
+            return run_nested(run, span, x)
+        if again != "segments":
+            return run(span, x)
+        for start in range(0, len(span), every):
+            x = recompute(run, span[start : start + every], x)
+        return x
 
-    def finish(self, x: Tensor, targets: Tensor | None = None) -> Tensor | BertOutput:
-        """Last part, of x (batch seq d_model): logits or, with targets, the mean loss, as `forward` returns them."""
-        if targets is not None and self.fused_loss:
-            return self.fused_mean(x, targets)
+    def finish(self, x: Tensor) -> Tensor | BertOutput:
+        """Last part, of x (batch seq d_model): logits, as `forward` returns them."""
         logits, pair = self.logits(x)
-        if targets is not None:
-            return self.token_loss(logits, targets, "mean")
         logits = self.token_loss.whole(logits)
         return logits if pair is None else BertOutput(logits, pair)
 
-    def losses(self, x: Tensor, batch: Batch) -> Losses:
-        """Last part, of x (batch seq d_model): sums of losses, which may be added over microbatches and ranks."""
+    def losses(self, x: Tensor, batch: Batch, reduction: str = "sum") -> Losses:
+        """Last part, of x (batch seq d_model): sums of losses, which may be added over microbatches and ranks, or their
+        means."""
         assert batch.targets is not None
-        if self.fused_loss:
-            return Losses(self.fused_mean(x, batch.targets) * count_targets(batch))
+        if self.fused_loss:  # the kernel never holds all logits
+            weight = self.embedding.tokens.weight if self.head is None else self.head.weight
+            mean = linear_cross_entropy(self.final_norm(x), weight, batch.targets, IGNORED)
+            return Losses(mean if reduction == "mean" else mean * count_targets(batch))
         logits, pair = self.logits(x)
-        tokens = self.token_loss(logits, batch.targets, "sum")
+        tokens = self.token_loss(logits, batch.targets, reduction)
         if pair is None or batch.pair_labels is None:
             return Losses(tokens)
         wide = pair.to(torch.promote_types(pair.dtype, torch.float32))
-        return Losses(tokens, F.cross_entropy(wide, batch.pair_labels, reduction="sum"))
+        return Losses(tokens, F.cross_entropy(wide, batch.pair_labels, reduction=reduction))
 
     def logits(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Logits of every token and, with `bert_heads`, of the sentence pair, from x (batch seq d_model)."""
@@ -260,11 +240,6 @@ class TransformerLM(nn.Module):
             return self.head(x), pair
         assert self.tied_head is not None
         return self.tied_head(x, self.embedding.tokens.weight, bias), pair
-
-    def fused_mean(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of x (batch seq d_model) by the kernel that never holds all logits."""
-        weight = self.embedding.tokens.weight if self.head is None else self.head.weight
-        return linear_cross_entropy(self.final_norm(x), weight, targets, IGNORED)
 
 
 def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:

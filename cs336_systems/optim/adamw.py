@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -22,13 +21,11 @@ class AdamW(torch.optim.Optimizer):
     p = p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
     The divisions undo the bias of running means that start at zero. With `amsgrad` the last line has the largest v so
-    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a
-    hyperparameter out of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse
-    gradient and a parameter that is float16 or not real.
-    """
+    far (Reddi et al., arXiv:1904.09237, algorithm 2); to `maximize` is to use -g. Raises ValueError for a setting out
+    of range, a parameter that comes twice and the state of another algorithm, TypeError for a sparse gradient and a
+    parameter that is float16 or not real."""
 
     check_state = staticmethod(partial(check_state, can=("amsgrad", "max_exp_avg_sq", "maximize")))
-    kept_wide: tuple[str, ...] = ()  # entries of a state that are in float32 at least
 
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 1e-3,
@@ -45,27 +42,13 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of an `AdamW`, or of torch's, over parameters of the same shapes, as load hooks leave it."""
-        seen: list[dict[str, Any]] = []
-        with (
-            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
-            self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)),
-            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
-        ):
+        with self.register_load_state_dict_pre_hook(lambda _, state: self.check_state(state)):  # behind all others
             super().load_state_dict(state_dict)
-
-    def _widen(self, state_dict: dict[str, Any]) -> None:
-        """Replace what torch has rounded to the parameters' dtype."""
-        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
-            for name in saved.keys() & self.kept_wide:
-                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient; run the closure, if any, before, and return its loss."""
-        loss = run_closure(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
             for parameter, group in with_gradients(self.param_groups):
                 update(parameter, parameter.grad, self.state[parameter], group)
@@ -80,17 +63,9 @@ def with_gradients(groups: list[dict[str, Any]]) -> list[tuple[Any, dict[str, An
     return used
 
 
-def run_closure(closure: Callable[[], float] | None) -> float | None:
-    """Run the closure, if any, that a step was given, with its backward, and return its loss."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
-
-
 def update(parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """One step of AdamW for one parameter, in place."""
-    if not state:
+    if "step" not in state:
         if parameter.dtype == torch.float16:
             raise TypeError("float16 holds neither an eps of 1e-8 nor squares above 65504: take MasterAdamW")
         state |= {"step": 0, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

@@ -11,34 +11,32 @@ from cs336_systems.errors import UserError
 
 
 class LossScaler:
-    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do. `update` is
-    told after each backward if any gradient on any rank was inf or NaN. `overflows` counts these steps in a row; if
-    `at_floor`, the scale can fall no further, and more of them mean that training has diverged. Raises UserError for a
-    scale that is not positive and finite."""
+    """Constant loss scale, by default 1, for bf16 and fp32, whose exponents reach as far as gradients do. `at_floor`
+    it can fall no further, and more overflows mean that training has diverged. Raises UserError for a scale that is not
+    positive and finite."""
 
-    saved: tuple[str, ...] = ("overflows",)  # in a checkpoint; arguments of the constructor are not
+    saved: tuple[str, ...] = ()  # in a checkpoint; arguments of the constructor are not
 
     def __init__(self, scale: float = 1.0) -> None:
         if not 0 < scale < math.inf:
             raise UserError(f"a loss scale must be positive and finite, not {scale}")
-        self.scale, self.floor, self.overflows = scale, scale, 0
+        self.scale = self.floor = scale
 
     @property
     def at_floor(self) -> bool:
         return self.scale <= self.floor
 
     def update(self, overflow: bool) -> None:
-        self.overflows = self.overflows + 1 if overflow else 0
+        """Fit the scale after a backward; with `overflow` a gradient of some rank was inf or NaN: skip that step."""
 
     def state_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Continue from a checkpoint. Raises UserError for the state of another kind of scaler, or an invalid scale."""
-        if state.keys() != set(self.saved):
+        if state.keys() - {"overflows"} != set(self.saved):  # earlier versions saved a count of them
             numbers = f"{sorted(state)}, this one {sorted(self.saved)}"
             raise UserError(f"the checkpoint's loss scaler has {numbers}: same precision?")
-        self.overflows = int(state["overflows"])
 
 
 class DynamicLossScaler(LossScaler):
@@ -51,7 +49,7 @@ class DynamicLossScaler(LossScaler):
     halvings. Raises UserError for arguments out of range.
     """
 
-    saved = ("scale", "clean", "tolerance", "overflows")
+    saved = ("scale", "clean", "tolerance")
 
     def __init__(self, initial: float = 2.0**32, window: int = 1000, hysteresis: int = 2, floor: float = 1.0) -> None:
         if not 0 < floor <= initial < math.inf:
@@ -64,8 +62,6 @@ class DynamicLossScaler(LossScaler):
         self.tolerance = hysteresis  # the overflow that brings it to 0, and every one after, lowers the scale
 
     def update(self, overflow: bool) -> None:
-        """Lower or raise the scale after a step; the caller skips one that overflowed."""
-        super().update(overflow)
         self.clean = 0 if overflow else self.clean + 1
         if overflow:
             self.tolerance = max(self.tolerance - 1, 0)

@@ -8,63 +8,72 @@ Training, arXiv:1710.03740, section 3.1). Bytes per parameter: 2 + 2 for weight 
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs336_systems.errors import UserError
-from cs336_systems.optim.adamw import AdamW, run_closure, update, with_gradients
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+from cs336_systems.optim.adamw import AdamW, update, with_gradients
 
 
 class MasterAdamW(AdamW):
-    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16. A
-    parameter in fp32 is its own master. The first step copies the parameter to its master; later steps overwrite the
-    parameter with the rounded master, so load weights before the first step, or with a state that belongs to them. (If
-    that is an `AdamW`'s, the next step copies the parameters to masters.) Options, groups and errors are `AdamW`'s.
-    Works with `ShardedOptimizer` and FSDP. `timer`, if set, makes a context for each phase of a step, under
-    Megatron-LM's names."""
+    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16. The first
+    step copies parameters to their masters, later ones overwrite parameters, so load weights before the first step, or
+    with a state that belongs to them (an `AdamW`'s has no masters: the next step copies them). Options, groups and
+    errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step, under Megatron-LM's names."""
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
-    kept_wide = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master")
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `AdamW`'s, without torch's rounding to the parameters' dtype."""
+        seen: list[dict[str, Any]] = []
+        with (
+            self.register_load_state_dict_pre_hook(lambda _, state: seen.append(state)),  # behind all others
+            self.register_load_state_dict_post_hook(lambda _: self._widen(seen[0]), prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _widen(self, state_dict: dict[str, Any]) -> None:
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved, wide = state_dict["state"].get(number, {}), torch.promote_types(parameter.dtype, torch.float32)
+            for name in saved.keys() - {"step"}:
+                self.state[parameter][name] = saved[name].to(parameter.device, wide, copy=True)
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, multiplier: Tensor | float | None = None
     ) -> float | None:
-        """Update every parameter by its gradient in fp32 times `multiplier`: clipping over the loss scale. The
-        multiplier may be a scalar on the device, which the host need not wait for. Gradients are not changed, and not
-        checked for inf and NaN: the caller skips such a step. The closure, if any, is run before and its loss returned.
-        Raises UserError for a multiplier with axes, TypeError for a sparse gradient."""
+        """Update every parameter by its gradient in fp32 times `multiplier`, which may be a scalar on the device:
+        clipping over the loss scale. Gradients are not changed, and not checked for inf and NaN: the caller skips such
+        a step. The closure, if any, is run before and its loss returned. Raises UserError for a multiplier with axes,
+        TypeError for a sparse gradient."""
         if isinstance(multiplier, Tensor) and multiplier.dim():
             raise UserError(f"the gradients' multiplier is one number, not of shape {tuple(multiplier.shape)}")
-        loss = run_closure(closure)
-        with torch._C.DisableTorchFunctionSubclass():  # FSDP's shards are as good as any tensor here
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with torch._C.DisableTorchFunctionSubclass():
             self._update(multiplier)
         return loss
 
     def _update(self, multiplier: Tensor | float | None) -> None:
         used = with_gradients(self.param_groups)
         with self.timer("optimizer-copy-to-main-grad"):
-            gradients = [p.grad.to(_wide(p.grad.dtype)) for p, _ in used]
+            gradients = [p.grad.to(torch.promote_types(p.grad.dtype, torch.float32), copy=True) for p, _ in used]
         with self.timer("optimizer-clip-main-grad"):
-            if multiplier is not None:
-                pairs = zip(gradients, used, strict=True)
-                # Of a gradient that was fp32 already this makes the copy.
-                gradients = [(g.clone() if g is p.grad else g).mul_(multiplier) for g, (p, _) in pairs]
+            for gradient in gradients if multiplier is not None else ():
+                gradient.mul_(multiplier)
         with self.timer("optimizer-inner-step"):
             for gradient, (p, group) in zip(gradients, used, strict=True):
-                state, master = self.state[p], self.state[p].pop("master", None)
-                if p.dtype == _wide(p.dtype):  # a master, if any, came with a checkpoint in half precision
-                    update(p, gradient, state, group)
-                else:
-                    master = p.detach().to(_wide(p.dtype)) if master is None else master
-                    update(master, gradient, state, group)
-                    state["master"] = master
+                state, wide = self.state[p], torch.promote_types(p.dtype, torch.float32)
+                if p.dtype == wide:
+                    state.pop("master", None)  # of a checkpoint in half precision
+                elif "master" not in state:
+                    state["master"] = p.detach().to(wide)
+                update(state.get("master", p), gradient, state, group)
         del gradients
         with self.timer("optimizer-copy-main-to-model-params"):
             for p, _ in used:

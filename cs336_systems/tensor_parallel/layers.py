@@ -29,12 +29,13 @@ def my_part(whole: Tensor, dim: int, padded: int, group: Group) -> Tensor:
     return torch.cat((mine, padding), dim)
 
 
-def split(parameter: Tensor, dim: int, group: Group, what: str, padded: int | None = None) -> nn.Parameter:
+def split(parameter: Tensor, dim: int, group: Group, padded: int | None = None) -> nn.Parameter:
     """This rank's part of a parameter along `dim`, which it notes as its `partition_dim`, like Megatron-LM. Raises
-    UserError if its size, of `what`, does not divide."""
+    UserError if its size there does not divide."""
     size = padded or parameter.shape[dim]
     if size % group.size():
-        raise UserError(f"{size} {what} do not divide over {group.size()} tensor-parallel ranks")
+        shape = f"dimension {dim} of a parameter of shape {tuple(parameter.shape)}"
+        raise UserError(f"{shape} does not divide over {group.size()} tensor-parallel ranks")
     part = nn.Parameter(my_part(parameter, dim, size, group), parameter.requires_grad)
     part.partition_dim = dim  # type: ignore[attr-defined]
     return part
@@ -45,8 +46,8 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, group: Group, padded: int | None = None) -> None:
         super().__init__()
-        self.weight = split(linear.weight, 0, group, "outputs of a linear layer", padded)
-        self.bias = None if linear.bias is None else split(linear.bias, 0, group, "outputs of a linear layer", padded)
+        self.weight = split(linear.weight, 0, group, padded)
+        self.bias = None if linear.bias is None else split(linear.bias, 0, group, padded)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -60,7 +61,7 @@ class RowParallelLinear(pairs.SharesGroup, nn.Module):
     def __init__(self, linear: nn.Linear, group: Group, sequence: bool = False, reduces: bool = True) -> None:
         super().__init__()
         self.group, self.sequence, self.reduces = group, sequence, reduces
-        self.weight = split(linear.weight, 1, group, "inputs of a linear layer")
+        self.weight = split(linear.weight, 1, group)
         self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from cs336_systems.buffers.replicas import require_equal
 from cs336_systems.comm import Group, broadcast, pairs
 from cs336_systems.layout import check_divides, padded_vocabulary
+from cs336_systems.model.feed_forward import GroupedLinear
 from cs336_systems.model.heads import TokenLoss
 from cs336_systems.model.moe import MoELayer
-from cs336_systems.model.transformer import Block, TransformerLM, first_expert, initial_weight
-from cs336_systems.presets import ModelConfig
+from cs336_systems.model.transformer import Block, TransformerLM
 from cs336_systems.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_input, my_part, split
 from cs336_systems.tensor_parallel.vocabulary import VocabParallelEmbedding, VocabParallelLoss
 
@@ -62,8 +62,7 @@ class TensorParallel:
         self.model.to_empty(device=device)
         for name, parameter in self.model.named_parameters():
             shape = self.whole_shape(name, parameter.shape)
-            first = first_expert(self.model, name)
-            parameter.copy_(self.part(name, initial_weight(self.model.config, name, shape, seed, device, first)))
+            parameter.copy_(self.part(name, self.model.initial_weight(name, shape, seed, device)))
 
 
 def tensor_parallel(
@@ -81,7 +80,7 @@ def tensor_parallel(
     _begin_alike(model, group)
     for block in model.blocks:
         if isinstance(block, Block):
-            _split_block(block, config, group, sequence)
+            _split_block(block, group, sequence)
     if isinstance(getattr(model.embedding, "tokens", None), nn.Embedding):
         tokens = VocabParallelEmbedding(model.embedding.tokens, plan.padded, group)
         model.set_submodule("embedding.tokens", tokens)
@@ -107,22 +106,20 @@ def _begin_alike(model: TransformerLM, group: Group) -> None:
         broadcast(tensor.data, 0, group, "initial value").wait()
 
 
-def _split_block(block: Block, config: ModelConfig, group: Group, sequence: bool) -> None:
-    attention, feed_forward = block.attention, block.feed_forward
+def _split_block(block: Block, group: Group, sequence: bool) -> None:
+    attention, feed_forward, config = block.attention, block.feed_forward, block.attention.config
+    block.part = group.rank() if sequence else 0
+    again = config.recompute in ("none", "attention")  # else the input is recomputed, and so gathered again, anyway
+    attention.first_head = group.rank() * config.num_heads // group.size()
     _split_columns(attention, group)
     block.set_submodule("attention.out", RowParallelLinear(attention.out, group, sequence))
-    attention.first_head = group.rank() * config.num_heads // group.size()
-    block.part = group.rank() if sequence else 0
-    entered: dict[str, nn.Module] = {"attention": attention}
+    _enter(attention, group, "attention", sequence, again)
     if isinstance(feed_forward, MoELayer):
         _split_experts(feed_forward, group, sequence)
     else:
         _split_columns(feed_forward, group)
         block.set_submodule("feed_forward.down", RowParallelLinear(feed_forward.down, group, sequence))
-        entered["feed-forward"] = feed_forward
-    for label, module in entered.items():
-        # An input that is recomputed anyway need not be gathered a second time for backward.
-        _enter(module, group, label, sequence, again=config.recompute in ("none", "attention"))
+        _enter(feed_forward, group, "feed-forward", sequence, again)
 
 
 def _split_columns(module: nn.Module, group: Group) -> None:
@@ -135,13 +132,12 @@ def _split_experts(layer: MoELayer, group: Group, sequence: bool) -> None:
     """Split the hidden width of a layer's experts. All ranks route alike, and each computes a part of every output, so
     the layer's result is reduced once, not each choice's. The paths behind the layer's input differ by rank, so the
     router's gradient is a part of a sum as well; the balancing loss, which all ranks compute alike, counts by parts."""
-    experts, width = layer.experts, "of the experts' hidden width"
-    for name in (name for name in ("up", "gate", "down") if hasattr(experts, name)):
-        linear = getattr(experts, name)
-        linear.weight = split(linear.weight, 2 if name == "down" else 1, group, width)
+    for name, linear in layer.experts.named_children():
+        assert isinstance(linear, GroupedLinear)
+        linear.weight = split(linear.weight, 2 if name == "down" else 1, group)
         if linear.bias is not None and name != "down":
-            linear.bias = split(linear.bias, 1, group, width)
-    experts.down.bias_share = float(group.rank() == 0)
+            linear.bias = split(linear.bias, 1, group)
+    layer.experts.down.bias_share = float(group.rank() == 0)
     if layer.shared is not None:
         _split_columns(layer.shared, group)
         layer.shared.set_submodule("down", RowParallelLinear(layer.shared.down, group, reduces=False))
@@ -167,7 +163,7 @@ def _split_head(model: TransformerLM, plan: TensorParallel, sequence: bool) -> N
         # BERT's classifiers read the first token, and compute the same on every rank.
         if sequence:
             model.bert_heads.register_forward_pre_hook(lambda module, args: (pairs.gather(args[0], 1, group, "heads"),))
-        model.bert_heads.bias = split(model.bert_heads.bias, 0, group, "words", plan.padded)
+        model.bert_heads.bias = split(model.bert_heads.bias, 0, group, plan.padded)
         sequence = False
     if model.head is not None:
         model.set_submodule("head", ColumnParallelLinear(model.head, group, plan.padded))

@@ -36,7 +36,7 @@ class VocabParallelEmbedding(pairs.SharesGroup, nn.Module):
     def __init__(self, embedding: nn.Embedding, padded: int, group: Group) -> None:
         super().__init__()
         self.vocab_size, self.group = embedding.num_embeddings, group
-        self.weight = split(embedding.weight, 0, group, "words", padded)
+        self.weight = split(embedding.weight, 0, group, padded)
 
     def forward(self, tokens: Tensor) -> Tensor:
         check_words(tokens, self.vocab_size, "token")

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cs336_systems.cost import backward_flops, count_parameters, forward_flops, recompute_flops
 from cs336_systems.cost.observed import observe_passes
+from cs336_systems.data.corpus import Batch
 from cs336_systems.host.observe import Observer
 from cs336_systems.model import routing
 from cs336_systems.model.transformer import TransformerLM, lm_loss
@@ -80,7 +81,7 @@ def test_bytes_of_a_block_are_those_of_the_formula():
         key = torch.empty(BATCH, dtype=torch.int64)
         with Observer(parameters=model.parameters()) as seen:
             x = torch.empty(BATCH, SEQ, 48, dtype=torch.float16, requires_grad=True)
-            y = model.run_blocks(x, model.shared_inputs(x, x, None, key))
+            y = model.run_blocks(Batch(x), x, key)
             kept = seen.saved_bytes()
             assert y.dtype == torch.float16
     s, b, h, a = SEQ, BATCH, 48, 4

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.cost.flops import forward_flops, model_flops
+from cs336_systems.data.corpus import Batch
 from cs336_systems.model.dropout import dropout_key
 from cs336_systems.model.moe import MoELayer, set_balance_scale
-from cs336_systems.model.transformer import TransformerLM, initial_weight, lm_loss
+from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import Mixture, ModelConfig
 from tests.support.tolerances import bound, relative_error
 
@@ -27,8 +28,8 @@ def build(mixture: Mixture, **changes) -> TransformerLM:
 
 def outcome(model: TransformerLM, key: Tensor | None) -> list[Tensor]:
     """The loss and all gradients."""
-    x = model.embed(TOKENS, None, key)
-    loss = model.finish(model.run_blocks(x, model.shared_inputs(x, TOKENS, None, key)), TOKENS)
+    batch = Batch(TOKENS, TOKENS)
+    loss = model.losses(model.run_blocks(batch, key=key), batch, "mean").tokens
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
@@ -68,8 +69,10 @@ def test_the_padding_mask_reaches_the_experts():
 
 def test_an_experts_first_weights_depend_on_its_global_number_alone():
     name, device = "blocks.1.feed_forward.experts.down.weight", torch.device("cpu")
-    whole = initial_weight(TOY, name, torch.Size((4, 8, 24)), 5, device)
-    part = initial_weight(TOY, name, torch.Size((2, 8, 24)), 5, device, first_expert=2)
+    model = TransformerLM(TOY, "meta")
+    whole = model.initial_weight(name, torch.Size((4, 8, 24)), 5, device)
+    model.blocks[1].feed_forward.experts.first = 2
+    part = model.initial_weight(name, torch.Size((2, 8, 24)), 5, device)
     assert torch.equal(part, whole[2:])
     assert not any(torch.equal(whole[i], whole[j]) for i in range(4) for j in range(i))
 

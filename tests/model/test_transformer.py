@@ -196,14 +196,14 @@ def test_checkpointing_changes_no_bit(mode, changes):
 def test_checkpointing_runs_blocks_again(monkeypatch):
     segments = []
 
-    def noted(function, first, last, x):
-        segments.append((first, last))
-        return checkpoint(function, first, last, x, use_reentrant=False)
+    def noted(function, span, x):
+        segments.append(span)
+        return checkpoint(function, span, x, use_reentrant=False)
 
     monkeypatch.setattr("cs336_systems.model.transformer.recompute", noted)
     tokens, _ = inputs(TOY)
     TransformerLM(replace(TOY, num_layers=5, recompute="segments", recompute_every=2))(tokens)
-    assert segments == [(0, 2), (2, 4), (4, 5)]
+    assert segments == [range(0, 2), range(2, 4), range(4, 5)]
     with torch.no_grad():
         TransformerLM(replace(TOY, recompute="segments"))(tokens)
     assert len(segments) == 3  # nothing is kept for backward, so nothing is worth recomputing
@@ -316,7 +316,7 @@ def test_a_step_leaves_nothing_to_the_garbage_collector(recompute, monkeypatch):
         biases.append(weakref.ref(bias))
         return bias
 
-    monkeypatch.setattr("cs336_systems.model.transformer.attention_bias", spied)
+    monkeypatch.setattr("cs336_systems.model.attention.attention_bias", spied)
     config = model_preset("tiny").override(attention="naive", num_layers=3, context_length=8, recompute=recompute)
     model, tokens = TransformerLM(config), torch.zeros(1, 8, dtype=torch.long)
     gc.disable()

@@ -121,9 +121,7 @@ def global_losses(model: TransformerLM, batch: Batch, keys: list | None) -> Tens
     tokens, pairs, counted = 0.0, torch.zeros(()), (batch.targets != IGNORED).sum()
     for number, group in enumerate(batch.split(GROUP)):
         key = keys[number] if keys else None
-        hidden = model.embed(group.tokens, group.token_types, key)
-        shared = model.shared_inputs(hidden, group.tokens, group.padding_mask, key)
-        losses = model.losses(model.run_blocks(hidden, shared), group)
+        losses = model.losses(model.run_blocks(group, key=key), group)
         tokens = tokens + losses.tokens / counted
         pairs = pairs + (0.0 if losses.pair is None else losses.pair / len(batch.tokens))
     return torch.stack((tokens, pairs))

@@ -184,9 +184,7 @@ class OneProcess:
 
     def backward(self, rows: Batch, counted: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a microbatch, a share of the global mean, and its gradients."""
-        hidden = self.model.embed(rows.tokens, rows.token_types)
-        shared = self.model.shared_inputs(hidden, rows.tokens, rows.padding_mask)
-        loss = self.model.losses(self.model.run_blocks(hidden, shared), rows).tokens / counted
+        loss = self.model.losses(self.model.run_blocks(rows), rows).tokens / counted
         (self.layout.dp * self.scale * loss).backward()
         found = {name: parameter.grad for name, parameter in self.named.items()}
         self.model.zero_grad()

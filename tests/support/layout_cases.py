@@ -37,9 +37,7 @@ def write_text(folder: Path) -> None:
 
 def global_loss(model: TransformerLM, batch: Batch, key: object) -> Tensor:
     """Token and pair losses of the whole batch, as their means are defined."""
-    hidden = model.embed(batch.tokens, batch.token_types, key)
-    shared = model.shared_inputs(hidden, batch.tokens, batch.padding_mask, key)
-    losses = model.losses(model.run_blocks(hidden, shared), batch)
+    losses = model.losses(model.run_blocks(batch, key=key), batch)
     tokens = losses.tokens / (batch.targets != IGNORED).sum()
     return torch.stack((tokens, torch.zeros(()) if losses.pair is None else losses.pair / len(batch.tokens)))
 

@@ -71,10 +71,7 @@ def combine(losses: Losses) -> Tensor:
 
 def run(model: TransformerLM, batch: Batch) -> Losses:
     """The losses, with dropout by place."""
-    key = key_of(batch)
-    x = model.embed(batch.tokens, batch.token_types, key)
-    x = model.run_blocks(x, model.shared_inputs(x, batch.tokens, batch.padding_mask, key))
-    return model.losses(x, batch)
+    return model.losses(model.run_blocks(batch, key=key_of(batch)), batch)
 
 
 def rounding(config: ModelConfig, dtype: torch.dtype, tokens: int) -> float:

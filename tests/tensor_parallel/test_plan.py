@@ -293,10 +293,11 @@ def test_sequences_and_layers_that_do_not_divide():
             check_divides(config, 4, True, seq)
         assert str(error.value) == f"a sequence of {tokens} tokens does not divide over tp 4"
     check_divides(config, 4, True, 12)
-    for layer, what in ((ColumnParallelLinear, "3 outputs"), (RowParallelLinear, "5 inputs")):
+    for dim, layer in enumerate((ColumnParallelLinear, RowParallelLinear)):
         with pytest.raises(UserError) as error:
             layer(nn.Linear(5, 3), only_rank(0, 2))
-        assert str(error.value) == f"{what} of a linear layer do not divide over 2 tensor-parallel ranks"
+        what = f"dimension {dim} of a parameter of shape (3, 5)"
+        assert str(error.value) == f"{what} does not divide over 2 tensor-parallel ranks"
 
 
 def test_a_group_of_one_changes_nothing():

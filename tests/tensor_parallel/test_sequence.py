@@ -172,10 +172,9 @@ def kept_bytes(model: TransformerLM, batch) -> int:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(GatheredSequence, "pack", pack)
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            x = model.embed(batch.tokens, batch.token_types)
-            shared = model.shared_inputs(x, batch.tokens, batch.padding_mask)
+            x = model.embedding(batch.tokens, batch.token_types)
             kept.clear()
-            y = model.run_blocks(x, shared)
+            y = model.run_blocks(batch, x)
     assert y.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
