@@ -50,7 +50,7 @@ def comm_error(
     ranks (only of the `silent` ones, by global rank, without a wait, if given), and adds the flight recorder's entries
     of this rank and of ranks without a reason. Ranks of this machine that died or are stopped are always included,
     since the rank that did not answer may be waiting for them."""
-    me, readable, reasons = dist.get_rank(), sorted(recorder.others), dict[int, str]()
+    me, readable = dist.get_rank(), sorted(recorder.others)
     asked = {*(dist.get_process_group_ranks(group) if silent is None else silent)} - {me}
     limit = timedelta(seconds=EXPLAIN_SECONDS)
     store = timed_store(default_group(), limit)
@@ -63,21 +63,20 @@ def comm_error(
         post("reason", doing, limit)
         for rank in readable:
             if default_group().size() > len(readable) + 1 and not posted(rank):  # for ranks of other machines
-                store.set(f"summary/{rank}", recorder.summary(rank).removeprefix(f"rank {rank} "))
+                store.set(f"summary/{rank}", recorder.others[rank].summary())
         for _ in polls(EXPLAIN_SECONDS if silent is None else 0.0):
             if all(posted(rank) for rank in asked - recorder.lost()):
                 break
-    concerned = asked | recorder.lost()  # once: a rank that ends in order from now on is not among them
+    # Looked at once: a rank that ends in order from now on is not among them.
+    said, unexplained = dict[int, str](), sorted(asked | recorder.lost())
     with suppress(StoreLostError):
-        for rank in concerned:
+        for rank in list(unexplained):
             if reason := posted(rank) or (rank not in readable and posted(rank, "summary")):
-                reasons[rank] = reason
-    unexplained = sorted(concerned - reasons.keys())
-    told = {rank: f"rank {rank} {reason}" for rank, reason in reasons.items()}
-    told |= {rank: recorder.summary(rank) for rank in unexplained}
-    unrelated = {rank for rank in reasons.keys() - asked if reasons[rank].startswith("ended")}  # ended in order
-    said = [told[rank] for rank in sorted(told.keys() - unrelated)]
-    first = "; ".join([headline or f"rank {me} {doing}", *said]) + cause
+                unexplained.remove(rank)
+                if rank in asked or not reason.startswith("ended"):  # others may end in order
+                    said[rank] = f"rank {rank} {reason}"
+    said |= {rank: recorder.summary(rank) for rank in unexplained}
+    first = "; ".join([headline or f"rank {me} {doing}", *(said[rank] for rank in sorted(said))]) + cause
     return CommError("\n".join([first, *recorder.history([me, *unexplained])]))
 
 

@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic  # of the machine since it started: ranks of one machine may compare it
 from typing import NamedTuple
@@ -102,10 +103,8 @@ class Ring:
 
     def entries(self, count: int = SHOWN) -> list[Entry]:
         """The latest entries, oldest first."""
-        written, found = int(self.fields["written"]), []
-        for turn in range(max(0, written - min(count, SLOTS - 1)), written):
-            found.append(self._entry(turn % SLOTS))
-        return found
+        written = int(self.fields["written"])
+        return [self._entry(turn % SLOTS) for turn in range(max(0, written - min(count, SLOTS - 1)), written)]
 
     def _entry(self, slot: int) -> Entry:
         values = self.slots[slot].item()
@@ -149,17 +148,6 @@ def process(pid: int) -> tuple[str, str]:
     return fields[0], fields[19]
 
 
-def _mapped(pid: str, file: str, token: str) -> mmap.mmap | None:
-    """Ring of another process, or None if it cannot be read from here. The token rules out an unrelated process that
-    has the same number on another machine or in another container."""
-    try:
-        with open(os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_NONBLOCK), "rb") as opened:
-            memory = mmap.mmap(opened.fileno(), RING.itemsize, prot=mmap.PROT_READ)
-    except (OSError, ValueError):
-        return None
-    return memory if memory[:16] == token.encode() else None
-
-
 class Recorder:
     """Ring of this rank, and the rings of the other ranks of its machine that can be read. Until it is opened, the ring
     is memory of this process alone."""
@@ -187,10 +175,15 @@ class Recorder:
         return f"{os.getpid()} {process(os.getpid())[1]} {self.file} {token}"
 
     def attach(self, rank: int, opened: str) -> None:
-        """Map the ring of another rank of this machine, as `open` described it there, if it can be read."""
+        """Map the ring of another rank of this machine, as `open` described it there, if it can be read. The token
+        rules out an unrelated process that has the same number on another machine or in another container."""
         pid, started, file, token = opened.split(" ")
-        if memory := _mapped(pid, file, token):
-            self.others[rank] = Ring(memory, int(pid), started)
+        with suppress(OSError, ValueError):
+            descriptor = os.open(f"/proc/{int(pid)}/fd/{int(file)}", os.O_RDONLY | os.O_NONBLOCK)
+            with open(descriptor, "rb") as ring:
+                memory = mmap.mmap(ring.fileno(), RING.itemsize, prot=mmap.PROT_READ)
+            if memory[:16] == token.encode():
+                self.others[rank] = Ring(memory, int(pid), started)
 
     def lost(self) -> set[int]:
         """Other ranks of this machine that died or are stopped."""

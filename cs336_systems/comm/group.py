@@ -77,24 +77,23 @@ def global_rank(rank: int, group: Group) -> int:
     return dist.get_global_rank(group, rank)
 
 
-def sequence(group: Group) -> int:
-    """Number of collectives and agreements that this rank has taken part in."""
-    return _counters[group][ALL] if group in _counters else 0
+def counters(group: Group) -> Counter[str]:
+    """Number of collectives and agreements that this rank took part in, of each kind and of ALL, and their HISTORY."""
+    return _counters.setdefault(group, Counter())
 
 
 def count(group: Group, kind: str = ALL) -> int:
     """Count one more collective or agreement of a kind; returns its number within the kind."""
-    counts = _counters.setdefault(group, Counter())
+    counts = counters(group)
     counts[kind] += 1
     return counts[kind]
 
 
-def history(group: Group, kind: str = "") -> int:
+def add_to_history(group: Group, kind: str) -> int:
     """Hash of the kinds of this group's collectives that ranks match by their order, not by tags: this one's, and all
-    before it. 0 without any."""
-    counts = _counters.setdefault(group, Counter())
-    if kind:
-        counts[HISTORY] = zlib.crc32(kind.encode(errors="replace"), counts[HISTORY]) or 1
+    before it; never 0, which stands for none."""
+    counts = counters(group)
+    counts[HISTORY] = zlib.crc32(kind.encode(errors="replace"), counts[HISTORY]) or 1
     return counts[HISTORY]
 
 

@@ -11,8 +11,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -64,8 +64,10 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
         raise UserError(f"{nproc} ranks are none; use --nproc 1 or more")
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     sys.stdout.flush()
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _sigterms() as told:
+    told: list[float] = []  # times of the SIGTERMs, one of which may come while a rank is started
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
+        before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
         try:
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
@@ -79,6 +81,7 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 for process in processes:
                     stop(process)
                 _join(processes, time.monotonic() + 2)
+            signal.signal(signal.SIGTERM, before)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
             code: int = processes[failed].exitcode
@@ -90,17 +93,6 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
             if code < 0 and not message:
                 raise UserError(f"rank {failed} {how}: out of memory? the other ranks were stopped")
             raise RuntimeError(f"rank {failed} {how}\n{message}")
-
-
-@contextmanager
-def _sigterms() -> Iterator[list[float]]:
-    """Times of the SIGTERMs inside the block, which do nothing else: one may come while a rank is started."""
-    times: list[float] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: times.append(time.monotonic()))
-    try:
-        yield times
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _first_failure(processes: list[BaseProcess], told: list[float], patience: float) -> int | None:

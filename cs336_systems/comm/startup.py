@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
 from cs336_systems.comm.flight_recorder import recorder
-from cs336_systems.comm.group import Group, default_group, history, in_flight, sequence
+from cs336_systems.comm.group import ALL, HISTORY, Group, counters, default_group, in_flight
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -81,14 +81,9 @@ def is_first_of_machine() -> bool:
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0
 
 
-def is_joined() -> bool:
-    """True if this process has joined a process group, through this module or by torch itself."""
-    return dist.is_initialized()
-
-
 def current_place(group: Group | None = None) -> Place:
     """Rank and world size of this process: in the given group, in the group of all ranks, or as started."""
-    if group is None and not is_joined():
+    if group is None and not dist.is_initialized():
         return find_place()
     group = default_group(group)
     return Place(group.rank(), group.size())
@@ -194,20 +189,21 @@ def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> No
 
 def _leave(group: Group, timeout: timedelta) -> None:
     """Wait for the others and compare how many collectives each took part in. Raises CommError if they differ."""
-    store, ended = timed_store(group), f"ended after {sequence(group)} collectives"
+    store, counts = timed_store(group), counters(group)
+    ended = f"ended after {counts[ALL]} collectives"
     left, done, gone = ([f"{word}/{rank}" for rank in range(group.size())] for word in ("left", "done", "gone"))
     with needs_store(ended, group):
-        store.set(left[group.rank()], f"{sequence(group)} {history(group)}")
+        store.set(left[group.rank()], f"{counts[ALL]} {counts[HISTORY]}")
         post("reason", f"{ended}; did it have fewer batches?")
         post("done")
         wait_for(store, done, timeout)
         if not store.check(left):
             raise comm_error(ended, group)
-        counts, histories = zip(*(store.get(key).split() for key in left), strict=True)
+        numbers, histories = zip(*(store.get(key).split() for key in left), strict=True)
         store.set(gone[group.rank()], "")
         if group.rank() == 0:  # which may hold the store
             wait_for(store, gone, PARTING)
-    if len(set(counts)) > 1:
-        raise CommError(f"the ranks ended after {', '.join(counts)} collectives: some had fewer batches")
+    if len(set(numbers)) > 1:
+        raise CommError(f"the ranks ended after {', '.join(numbers)} collectives: some had fewer batches")
     if len(set(histories)) > 1:
         raise CommError("the ranks' collectives differed in kind, size or order: what they computed together is wrong")

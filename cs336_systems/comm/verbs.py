@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from cs336_systems.comm.agreement import comm_error
 from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
-from cs336_systems.comm.group import Group, count, history, in_flight
+from cs336_systems.comm.group import Group, add_to_history, count, in_flight
 from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
@@ -143,7 +143,7 @@ def _collective(
     """A collective, counted, that starts inside the block unless the group has one rank. `alike` is what must be equal
     on all ranks besides verb, label and dtype; None for a collective with tags."""
     event = Event(verb, label, tensor.numel(), tensor.dtype, group.size(), algorithm or verb, group.group_name)
-    past = 0 if alike is None else history(group, f"{verb} {label} {tensor.dtype} {alike}")
+    past = 0 if alike is None else add_to_history(group, f"{verb} {label} {tensor.dtype} {alike}")
     work = Work(event, group, count(group), past)
     with work.launching() if group.size() > 1 else nullcontext():
         yield work

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -96,17 +96,12 @@ class QuickMeta(TorchDispatchMode):
             return args[0]
         mode = next((each.fake_mode for each in tensors(*args, *kwargs.values()) if isinstance(each, FakeTensor)), None)
         alone = isinstance(kinds[0], torch.Size)
+        made: list[Tensor] = []
         with no_dispatch():
-            made = [new_tensor(mode, *kind) for kind in ((kinds,) if alone else kinds)]
+            for shape, stride, dtype, device in (kinds,) if alone else kinds:
+                tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                made.append(tensor if mode is None or device.type == "meta" else FakeTensor(mode, tensor, device))
         return made[0] if alone else tuple(made)
-
-
-def new_tensor(
-    mode: FakeTensorMode | None, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """A tensor without numbers: a fake one of the mode, or else on the meta device."""
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    return tensor if mode is None or device.type == "meta" else FakeTensor(mode, tensor, device)
 
 
 def kind_of(value: Any) -> Any:

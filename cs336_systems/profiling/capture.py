@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from cs336_systems.comm import Group, agree, all_reduce, current_place, is_joined
+from cs336_systems.comm import Group, agree, all_reduce, current_place
 from cs336_systems.comm.events import is_profiling, mark
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
@@ -140,7 +140,7 @@ class Capture:
     @contextmanager
     def annotate(self, name: str) -> Iterator[None]:
         """A span of this name in the trace, and with `nvtx` in nsys."""
-        if self.place.world_size == 1 and is_joined():  # since it began
+        if self.place.world_size == 1:  # it may have joined others since it began
             self.place = current_place(self.group)
         with torch.cuda.nvtx.range(name) if self.nvtx else nullcontext(), record_function(name):
             yield
