@@ -88,9 +88,7 @@ class ExpertOptions:
 
     num_experts: int | None = of_preset("Experts of a layer; 0: none.", NATURAL, also=("--moe-expert-count",))
     expert_every: int | None = of_preset("Every k-th layer has experts.", COUNT, also=("--moe-freq",))
-    expert_d_ff: int | None = setting(
-        None, "An expert's width.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",)
-    )
+    expert_d_ff: int | None = setting(None, "Experts' width.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",))
     top_k: int | None = of_preset("Experts that a token is sent to.", click.IntRange(1, 2))
     second_expert: presets.SecondPolicy | None = of_preset(
         "Training: a token's second expert is the second best, sampled, or kept with twice its weight as probability.",
@@ -98,9 +96,7 @@ class ExpertOptions:
     )
     normalize_gates: presets.Normalize | None = of_preset("A token's two weights add up to 1 before or after drops.")
     gating_fp32: bool | None = of_preset("Router in float32.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32")
-    capacity_factor: float | None = of_preset(
-        "Training: an expert takes at most this x ceil(tokens / experts) choices; 0: all.", NOT_NEGATIVE
-    )
+    capacity_factor: float | None = of_preset("Training: slots = this x ceil(tokens / experts); 0: all.", NOT_NEGATIVE)
     eval_fraction: float | None = of_preset(
         "Evaluation: an expert's largest share; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
     )

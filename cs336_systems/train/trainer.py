@@ -1,7 +1,4 @@
-"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`).
-
-The global batch is the same for every layout, and so is what is learned.
-"""
+"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`); all layouts learn the same."""
 
 import math
 from contextlib import nullcontext
@@ -120,8 +117,7 @@ class Trainer:
         with self.timer("optimizer-unscale-and-check-inf"):
             norm = self.part.norm() / scale
             # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
-            may_skip = fp16 or options.on_nonfinite == "skip"
-            overflow = may_skip and not math.isfinite(norm.item())
+            overflow = (fp16 or options.on_nonfinite == "skip") and not math.isfinite(norm.item())
         # Overflows on the way down from the first scale are how the right one is found.
         self.overflows = self.overflows + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)
@@ -143,10 +139,6 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step(**settings)
         return norm, False
-
-    def state(self) -> dict[str, Any]:
-        """The state besides tensors that the steps so far have changed, as JSON for a checkpoint."""
-        return {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
 
     def routing(self) -> dict[str, float]:
         """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks, and the
