@@ -139,15 +139,14 @@ class RankStep:
         self.seen.begin("step")
         self.run(layout.microbatches)
         states = [values for each in part.inner_optimizers for values in each.state.values()]
-        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor) and value.dim()]
         at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
-        at_rest["optimizer state"] = self.label("optimizer state", (value for value in state if value.dim()))
+        at_rest["optimizer state"] = self.label("optimizer state", state)
         work = {}
         for phase, counts in self.counts.items():
             moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
             work[phase] = Work(counts.flops, counts.work.total(), moved, counts.new_bytes(MAPPED))
-        activations = [each - self.rest for each in self.kept]
-        peak = self.seen.peak()
+        activations, peak = [each - self.rest for each in self.kept], self.seen.peak()
         peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
         return Observation(part.parameters, at_rest, activations[0], max(activations), peak, work, self.traffic)
 
@@ -174,8 +173,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
-    """The tables to print, the work of a step, and the schedule, drawn if there are stages. Raises UserError for a
-    layout that does not divide."""
+    """What to print: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
     config, layout = recipe.model_config(), recipe.layout(ranks)
     seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]

@@ -33,7 +33,6 @@ BERT_DATA = ("mask_prob", "short_seq_prob", "split")
 @contextmanager
 def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
     """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
-
     Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
     rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume."""
     out, checkpoints = recipe.run.out, recipe.run.checkpoints
@@ -81,8 +80,7 @@ def computed(trainer: Trainer) -> dict[str, Any]:
 
 
 def routed_together(trainer: Trainer) -> str:
-    """Rows of a step's batch over which expert layers balance, or share a capacity: what is learned depends on them.
-    Empty where nothing does."""
+    """Rows over which expert layers balance, or share a capacity, if what is learned depends on them; else empty."""
     mixture, rows, ranks = trainer.config.mixture, trainer.micro_batch, trainer.data_rank[1]
     if not trainer.config.num_experts or not (mixture.aux_weight or mixture.capacity_factor):
         return ""
@@ -118,12 +116,11 @@ class RunCheckpoints:
         self.saver = Saver(self.folder, self.world, run.keep, run.background_save)
 
     def save(self, step: int) -> None:
-        """Save the state after so many steps, or begin to, with --background-save: `saver.finish` waits for it. Raises
-        SaveError, of an earlier save as well."""
+        """Save the state after a step, or begin to: `saver.finish` waits. Raises SaveError, also of an earlier save."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
         counts = {"skipped": trainer.skipped, "scaler": trainer.scaler.state_dict()}
-        state = {"identity": identity(trainer), "computed": computed(trainer), "trainer": counts}
+        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer), "trainer": counts}
         state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
         self.saver.start(step, pieces + random, scalars | more, state)
 

@@ -97,8 +97,7 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
-    loss that is no number."""
+    """The log's last record, after `steps`. Every rank must call this. Raises UserError for a loss that is NaN."""
     losses = trainer.validate()
     memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
     if losses and not math.isfinite(sum(losses)):
@@ -126,8 +125,7 @@ def sample_text(
 
 
 def sample(trainer: Trainer) -> dict[str, str]:
-    """A sample of text from the trained model; none for random tokens, for a BERT, and with pipeline stages. Every rank
-    must call this."""
+    """A sample of text from the model; none for random tokens, a BERT or pipeline stages. Every rank must call this."""
     run, recipe = trainer.recipe.run, trainer.recipe
     if recipe.model.is_bert or list(recipe.data.data) == ["random"] or trainer.stage.stages > 1:
         return {}

@@ -43,9 +43,7 @@ class Step(NamedTuple):
 
 class Trainer:
     """This rank's part of a model, its optimizer and its data. Every rank must construct it and call its methods.
-
-    Raises UserError for a recipe that does not divide over the ranks. That it fits is for the caller to check.
-    """
+    Raises UserError for a recipe that does not divide over the ranks; that it fits is for the caller to check."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.device = recipe, choose_device(recipe.launch.device)
