@@ -201,11 +201,8 @@ class Loop:
 
     def _evaluate(self, number: int) -> None:
         began = time.perf_counter()
-        if (losses := self.trainer.validate()) is None:
-            return
-        line = {"step": number, "validation_loss": losses[0]}
-        line |= {"validation_sop_loss": losses[1]} if self.recipe.model.is_bert else {}
-        write_line(line, self.log)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
-        self.say(f"step {number}: {shown}")
+        if losses := self.trainer.validate():
+            write_line({"step": number} | losses, self.log)
+            shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+            self.say(f"step {number}: {shown}")
         self.start += time.perf_counter() - began

@@ -100,13 +100,10 @@ def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory)
     """The log's last record, after `steps`. Every rank must call this. Raises UserError for a loss that is NaN."""
     losses = trainer.validate()
     memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
-    if losses and not math.isfinite(sum(losses)):
-        raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
+    if not math.isfinite(loss := sum(losses.values())):
+        raise UserError(f"the validation loss is {loss} after {steps} steps; lower --lr")
     final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [min(memory), max(memory)]}
-    final["validation_loss"] = losses and losses[0]
-    if losses and trainer.recipe.model.is_bert:
-        final["validation_sop_loss"] = losses[1]
-    return final | sample(trainer)
+    return final | {"validation_loss": None} | losses | sample(trainer)
 
 
 @torch.no_grad()

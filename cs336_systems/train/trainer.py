@@ -166,10 +166,10 @@ class Trainer:
         return total.tolist()
 
     @torch.no_grad()
-    def validate(self) -> list[float] | None:
-        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
+    def validate(self) -> dict[str, float]:
+        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; none without text."""
         if (rows_of := self.batches.validation) is None:
-            return None
+            return {}
         self.stage.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.run.eval_iters):
@@ -184,4 +184,5 @@ class Trainer:
         all_reduce(sums, self.mesh.world, "validation losses", "sum").wait()
         self.stage.train()
         tokens, pairs, counted = sums.tolist()
-        return [tokens / counted, pairs / (self.recipe.run.eval_iters * self.batch)]
+        pair = {"validation_sop_loss": pairs / (self.recipe.run.eval_iters * self.batch)}
+        return {"validation_loss": tokens / counted} | (pair if self.recipe.model.is_bert else {})
