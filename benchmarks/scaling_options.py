@@ -14,6 +14,7 @@ from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.presets import Recompute, preset
+from cs336_systems.schedule import ScheduleName
 from cs336_systems.train.recipe import Recipe
 
 COUNT = click.IntRange(1)
@@ -48,7 +49,7 @@ class ScalingSettings:
         ("fp32",), "Precision; may be repeated, for the whole grid in each.", type=click.Choice(PRECISIONS)
     )
     zero: int = setting(0, "ZeRO stage, where there are data-parallel ranks.", type=click.IntRange(0, 3))
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = setting(None, "Order of the microbatches.")
+    schedule: ScheduleName | None = setting(None, "Order of the microbatches.")
     chunks: int = setting(1, "Groups of blocks of a stage, where there are stages.", type=COUNT)
     sequence_parallel: bool = setting(False, "Split the stream along the sequence, where there are tp ranks.")
     recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")

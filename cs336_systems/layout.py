@@ -2,9 +2,7 @@
 
 Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
 each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
-of which each has some of the experts and all else. The vocabulary is padded until it divides, so that all ranks of a
-stage have tensors of the same shapes.
-"""
+of which each has some of the experts and all else. The vocabulary is padded until it divides over the ranks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -87,8 +85,7 @@ def check_experts(config: ModelConfig, ranks: int) -> None:
     """Raises UserError if the model's experts cannot be split over so many ranks."""
     if ranks > 1 and not config.num_experts:
         raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
-    if config.num_experts % ranks:
-        count = config.num_experts
+    if (count := config.num_experts) % ranks:
         raise UserError(f"{count} experts do not divide over ep {ranks}: choose an ep that divides {count}")
 
 

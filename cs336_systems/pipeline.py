@@ -3,8 +3,7 @@
 `Stage` is a rank's part of a model. `Pipeline` walks its stage's list of a schedule (`schedule.py`): receive, compute,
 send. Activations go to the next stage and gradients to the one before, (rows seq d_model) each, under a label that
 names the microbatch. Sends do not block, and a receive is posted one action ahead, so that it arrives while another
-microbatch computes. (Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.)
-"""
+microbatch computes. (Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.)"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,8 +1,5 @@
-"""Models by name: the shape of a transformer, the settings of its expert layers, and the presets that use them.
-
-The course's sizes of each year and the published models that this project reproduces. No torch here, so that the cost
-model can read a shape without loading it.
-"""
+"""Models by name: the shape of a transformer, the settings of its expert layers, and the presets that use them: the
+course's sizes of each year, and published models. No torch here: the cost model reads a shape without loading it."""
 
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
@@ -128,8 +125,8 @@ class ModelConfig:
             raise UserError(f"rotary positions turn pairs: the head dimension {self.head_dim} must be even")
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise UserError(f"sinusoidal positions come in pairs: d_model {self.d_model} must be even")
-        if self.num_experts < 0 or (self.num_experts and self.num_experts < self.mixture.top_k):
-            top, number = self.mixture.top_k, self.num_experts
+        top, number = self.mixture.top_k, self.num_experts
+        if number and number < top:
             raise UserError(f"a token is sent to {top} experts, and the layer has {number}: use more, or top_k 1")
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"dropout must lie in [0, 1), not {self.dropout}")
@@ -184,13 +181,6 @@ _TO_10B = _TO_LARGE | {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 3
 _COURSE_SHAPES = {2024: _TO_2_7B, 2025: _TO_2_7B, 2026: _TO_10B}
 
 
-def _course_preset(year: int, d_model: int, d_ff: int, num_layers: int, num_heads: int) -> Preset:
-    model = ModelConfig(10_000, 512 if year == 2026 else 128, d_model, d_ff, num_layers, num_heads)
-    if year > 2024:  # since then rotary positions, a gated feed-forward of the same d_ff, and a head of its own
-        model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False)
-    return Preset(model, 16 if year == 2024 else 4)
-
-
 # vocab_size, context_length, d_model, d_ff, num_layers, num_heads; then what differs from the defaults.
 _GPT = ModelConfig(50_257, 2048, 12_288, 49_152, 96, 96, bias=True, norm="layernorm", feed_forward="gelu-tanh")
 _BERT = ModelConfig(29_056, 512, 1024, 4096, 24, 16, causal=False, token_types=2).override(
@@ -203,10 +193,8 @@ _FAIRSEQ_MOE = ModelConfig(51_200, 2048, 768, 3072, 12, 12, num_experts=512, bia
     positions="sinusoidal", norm="layernorm", dropout=0.1, mixture=Mixture(capacity_factor=2.0, eval_fraction=0.05)
 )
 
-# The same in every year.
-_PRESETS = {
-    # Ours: trains on a laptop in under a minute.
-    "tiny": Preset(ModelConfig(256, 128, 128, 512, 4, 4, attention="sdpa"), 16),
+_PRESETS = {  # the same in every year
+    "tiny": Preset(ModelConfig(256, 128, 128, 512, 4, 4, attention="sdpa"), 16),  # trains in a minute on a laptop
     "bert-345m": Preset(_BERT, 4),  # Megatron-LM v2.5's BERT-345M, cased vocabulary padded to a multiple of 128
     "gpt3-175b": Preset(_GPT, 1),  # arXiv:2005.14165, table 2.1
     "llama-8b": Preset(_LLAMA, 1),  # arXiv:2407.21783, table 3, as the next two
@@ -238,8 +226,12 @@ def preset(name: str, year: int = DEFAULT_YEAR) -> Preset:
         elsewhere = [str(other) for other in COURSE_YEARS if name.lower() in map(str.lower, preset_names(other))]
         hint = f" ({name} exists with --year {elsewhere[0]})" if elsewhere else ""
         raise UserError(f"no size {name!r} in {year}; choose from {', '.join(known.values())}{hint}")
-    name = known[name.lower()]
-    return _PRESETS.get(name) or _course_preset(year, *_COURSE_SHAPES[year][name])
+    if (name := known[name.lower()]) in _PRESETS:
+        return _PRESETS[name]
+    model = ModelConfig(10_000, 512 if year == 2026 else 128, *_COURSE_SHAPES[year][name])
+    if year > 2024:  # since then rotary positions, a gated feed-forward of the same d_ff, and a head of its own
+        model = model.override(positions="rotary", feed_forward="swiglu", tied_head=False)
+    return Preset(model, 16 if year == 2024 else 4)
 
 
 def model_preset(name: str, year: int = DEFAULT_YEAR) -> ModelConfig:

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from string import ascii_lowercase
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from cs336_systems.errors import UserError
 
-NAMES = ("gpipe", "1f1b", "interleaved")
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 LEGEND = "0> forward and 0< backward of microbatch 0; with chunks, 0a and 0A in chunk a, 0b and 0B in chunk b; . idle"
 
 
@@ -57,9 +58,8 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
 
 
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
-    """The lists of all stages of the schedule "gpipe", "1f1b" or "interleaved". Raises UserError, as these do, for
-    another name, a count below 1, more than one chunk where the schedule has one, and microbatches that are not a
-    multiple of the stages where chunks are interleaved."""
+    """The lists of all stages of a schedule by name. Raises UserError for a name that is not in NAMES, a count below 1,
+    chunks of a schedule that has none, and interleaved microbatches that are not a multiple of the stages."""
     _check(name, stages, microbatches, chunks)
     return [_one_stage(name, stage, stages, microbatches, chunks) for stage in range(stages)]
 
@@ -79,9 +79,8 @@ def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int)
 
 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle share of the pipeline's time for stages of equal speed and messages that take no time. ((p - 1) / v) / (m +
-    (p - 1) / v) for p stages, m microbatches and v chunks. arXiv:2104.04473, section 2.2, divides the same idle time by
-    the busy time instead of the whole: (p - 1) / (v m)."""
+    """Idle share of the pipeline's time, ((p - 1) / v) / (m + (p - 1) / v) for p equal stages, m microbatches, v chunks
+    and messages that take no time. arXiv:2104.04473, section 2.2, divides by the busy time instead: (p - 1) / (v m)."""
     _check(name, stages, microbatches, chunks)
     return (stages - 1) / (microbatches * chunks + stages - 1)
 
@@ -121,8 +120,7 @@ class Simulation:
     @property
     def idle(self) -> list[float]:
         """Idle time of each stage within the makespan."""
-        gaps = [sum(after.start - before.end for before, after in pairwise(row)) for row in self.timeline]
-        return [row[0].start + gap + self.makespan - row[-1].end for row, gap in zip(self.timeline, gaps, strict=True)]
+        return [self.makespan - sum(each.end - each.start for each in row) for row in self.timeline]
 
     @property
     def bubble(self) -> float:
@@ -135,9 +133,8 @@ class Simulation:
         return [max(accumulate(1 if each.action.kind == "forward" else -1 for each in row)) for row in self.timeline]
 
     def drawing(self, width: int = 100) -> str:
-        """Timeline as text, at most `width` columns: a row per stage, characters per action (`LEGEND`), dots for idle.
-        The shortest action takes a whole number of columns, so that equal times look equal, unless `width` is too small
-        for that. An action too narrow for its number shows only its direction and chunk."""
+        """Text in at most `width` columns: a row per stage, characters per action (`LEGEND`), dots for idle.
+        The shortest action takes a whole number of columns, so that equal times look equal, if `width` is enough."""
         margin = len(f"stage {len(self.timeline) - 1} ")
         shortest = min(each.end - each.start for row in self.timeline for each in row)
         scale = max(width - margin, 1) / self.makespan

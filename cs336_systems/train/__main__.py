@@ -1,8 +1,6 @@
 """Train a model: `python -m cs336_systems.train --size tiny`, alone or on each rank under torchrun.
 
-`Recipe` holds the options, `Trainer` takes a step, `Loop` takes them all; this file checks, begins and ends a run, and
-has the command line. A run with a folder (`--out`) survives: see `run_folder.py`.
-"""
+This file checks, begins and ends a run; `Recipe` holds its options, `Trainer` takes a step, `Loop` takes them all."""
 
 import json
 import sys
@@ -68,11 +66,8 @@ def introduce(trainer: Trainer, hardware: Hardware) -> str:
 
 
 def train(recipe: Recipe, place: Place | None = None) -> dict[str, Any]:
-    """Run a recipe on every rank; rank 0 prints the outcome. Returns the log's last record.
-
-    Ranks that torchrun has started again (see their `place`) resume the run that it began. Raises UserError for a run
-    that cannot be made, or whose loss diverges.
-    """
+    """Run a recipe on every rank; rank 0 prints the outcome. Returns the log's last record. Ranks that torchrun has
+    started again (see their `place`) resume. Raises UserError for a run that cannot be made, or whose loss diverges."""
     place = place or find_place()
     world, device = default_group(), choose_device(recipe.launch.device)
     require_one_recipe(recipe, world)
@@ -98,12 +93,12 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
     with open_log(run.log_path, world, done) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
-        # Of all ranks; those of one machine share its cores on a CPU.
-        share = machine.allowed_cores() / (torch.get_num_threads() * ranks_here)
-        per_second = hardware.matmul_flops * world.size() * (1.0 if device.type == "cuda" else min(1.0, share))
+        # Ranks of one machine share its cores on a CPU.
+        share = machine.allowed_cores() / (torch.get_num_threads() * ranks_here) if device.type == "cpu" else 1.0
         # FLOPs of microbatches, since the capacity of an expert is a group's.
         flops = model_flops(trainer.config, trainer.micro_batch, trainer.seq) * (trainer.batch // trainer.micro_batch)
-        loop = Loop(trainer, log, say, peak, flops / per_second, checkpoints, done)
+        least_seconds = flops / (hardware.matmul_flops * world.size() * min(1.0, share))
+        loop = Loop(trainer, log, say, peak, least_seconds, checkpoints, done)
         try:
             complete = loop.run(stopping)
         except UserError:  # of all ranks: let a save beside training come to its end
@@ -140,10 +135,8 @@ def least_memory(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[st
 
 
 def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
-    """Raises UserError, saying what would fit, for a run that needs more than the `usable` bytes of a rank.
-
-    A model whose vocabulary the text decides is counted with the largest one.
-    """
+    """Raises UserError, saying what would fit, for a run that needs more than the `usable` bytes of a rank. A model
+    whose vocabulary the text decides is counted with the largest one."""
     config, layout = recipe.model_config(most_tokens(recipe)), recipe.layout(ranks)
     name, seq = recipe.model.name, recipe.seq(config)
 
@@ -162,8 +155,7 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
 
 def work(place: Place, recipe: Recipe) -> None:
     """One rank's part. Raises UserError for a run that cannot be made."""
-    device = choose_device(recipe.launch.device)
-    with distributed(device, recipe.launch.backend, recipe.launch.timeout, place):
+    with distributed(choose_device(recipe.launch.device), recipe.launch.backend, recipe.launch.timeout, place):
         try:
             train(recipe, place)
         except RuntimeError as error:

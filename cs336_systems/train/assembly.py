@@ -39,10 +39,8 @@ from cs336_systems.zero import zero
 
 
 class Assembly:
-    """A rank's part of a model in the recipe's precision. Every rank must construct it and call its methods.
-
-    On the meta device the parameters have no values. Raises UserError for a model that does not divide.
-    """
+    """A rank's part of a model in the recipe's precision, without values on the meta device. Every rank must construct
+    it and call its methods. Raises UserError for a model that does not divide."""
 
     def __init__(self, recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.layout = mesh, layout
@@ -105,10 +103,8 @@ class Assembly:
 
     @torch.no_grad()
     def add_shared(self) -> None:
-        """Complete the partial gradients by one all-reduce each: norms and routers over tp, the tied embedding over the
-        first and the last stage."""
-        kept = self.kept()
-        tied = [TIED] if self.tied else []
+        """Add up partial gradients: of norms and routers over tp, of the tied embedding over first and last stage."""
+        kept, tied = self.kept(), [TIED] if self.tied else []
         sums = (sorted(self.plan.partial), self.mesh.tp, "norms"), (tied, self.mesh.ends, "tied embedding")
         for names, group, label in sums:
             gradients = [kept[name].gradient for name in names if name in kept]
@@ -119,10 +115,8 @@ class Assembly:
                     gradient.copy_(total.view_as(gradient))
 
     def replicas(self, name: str) -> Group | None:
-        """The group of ranks, this one included, that stand for a part of a parameter; None if others do.
-
-        Of tensor-parallel ranks with the same tensor the first does, and of a tied embedding the first stage.
-        """
+        """The group of ranks, this one included, that stand for a part of a parameter; None if others do: of tensor-
+        parallel ranks with the same tensor the first does, and of a tied embedding the first stage."""
         duplicate = name not in self.plan.cut and self.mesh.tp.rank() > 0
         if duplicate or (name == TIED and not self.stage.has_first):
             return None

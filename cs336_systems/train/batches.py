@@ -12,7 +12,7 @@ from cs336_systems.checkpoint.disk import on_rank_0
 from cs336_systems.comm import Group
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
 from cs336_systems.data.corpus import Batch, Corpus, Documents, check_length, lm_batch, load_corpus
-from cs336_systems.data.tokenizer import Tokenizer, tokenizer_from_json
+from cs336_systems.data.tokenizer import tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
 LEARNED_PIECES = 4096  # of a WordPiece vocabulary for a model that has none of its own
@@ -53,13 +53,21 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
 
 
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
-    """Pairs of stretches of text with masked tokens. Documents are divided by `--split`."""
-    tokenizer, data = shared_tokenizer(recipe, group), recipe.data
-    config = recipe.model_config(tokenizer.vocab_size)
+    """Pairs of stretches of text with masked tokens. Documents are divided by `--split`; rank 0 makes the tokenizer,
+    perhaps from the text. Raises UserError on every rank."""
+    preset, data = recipe.model.preset.model, recipe.data
+    learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
+    largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
+
+    def make() -> Any:
+        arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
+        return make_tokenizer(*arguments).to_json()
+
+    tokenizer = tokenizer_from_json(on_rank_0("tokenizer", make, Path(), group, failed=None))
+    seq, seed = recipe.seq(recipe.model_config(tokenizer.vocab_size)), recipe.run.seed
     text, held_out, _ = load_documents(data.data, tokenizer, data.split)
 
     def batches(documents: Documents) -> Rows:
-        seed, seq = recipe.run.seed, recipe.seq(config)
         samples = BertData(documents, tokenizer, seq, seed, data.mask_prob, data.short_seq_prob)
         return lambda number, rank, ranks: samples.batch(number, rows, rank, ranks)
 
@@ -69,22 +77,8 @@ def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     return Batches(text.name, sha256, last - first, tokenizer.vocab_size, None, batches(text), validation)
 
 
-def shared_tokenizer(recipe: Recipe, group: Group) -> Tokenizer:
-    """The recipe's tokenizer, which rank 0 makes, perhaps from the text. Raises UserError on every rank."""
-    preset, data = recipe.model.preset.model, recipe.data
-    learned = preset.vocab_size if not preset.causal else LEARNED_PIECES
-    largest = recipe.model.vocab_size or (10**9 if data.vocab_file and not recipe.model.size else learned)
-
-    def make() -> Any:
-        arguments = data.tokenizer, data.data, largest, data.split, data.vocab_file, data.lower_case
-        return make_tokenizer(*arguments).to_json()
-
-    return tokenizer_from_json(on_rank_0("tokenizer", make, Path(), group, failed=None))
-
-
 def most_tokens(recipe: Recipe) -> int | None:
     """An upper bound of the tokenizer's vocabulary, before any text is read; None for bytes."""
-    file = recipe.data.vocab_file
-    if file is not None and file.is_file():
+    if (file := recipe.data.vocab_file) is not None and file.is_file():
         return len(file.read_bytes().splitlines())
     return LEARNED_PIECES if recipe.data.tokenizer == "wordpiece" else None

@@ -34,8 +34,7 @@ class StopSignal:
     A rank that gets the signal writes the step after which all are to stop into the store, where the others look after
     every step. No rank may have passed it. After step k every rank has taken part in the gradient norm of step k, so
     none can end step k + 1 before this rank begins it: they stop after k + 1. On a GPU the host runs ahead of that norm
-    by at most `STEPS_AHEAD` steps, which are added. A signal before the first step is agreed on when all are ready.
-    """
+    by at most `STEPS_AHEAD` steps, which are added. A signal before the first step is agreed on when all are ready."""
 
     def __init__(self, group: Group, ahead: int = 0, active: bool = True) -> None:
         self.group, self.ahead, self.active = group, ahead, active
@@ -133,8 +132,7 @@ class Loop:
         self.start += time.perf_counter() - began
 
     def finish_save(self, last: bool = False, begin: bool = False) -> None:
-        """Wait for a save under way, or `begin` one, and log what has come of it. There are earlier checkpoints: raises
-        SaveError only if the `last` one failed."""
+        """Wait for a save under way, or `begin` one, and log its outcome. Raises SaveError only for the `last` one."""
         if self.checkpoints is None or self.saving is None:
             return
         began, number = time.perf_counter(), self.saving
@@ -157,8 +155,7 @@ class Loop:
             write_line({"step": number, "saved": True, "save_seconds": self.save_seconds}, self.log)
 
     def _require_finite(self, ahead: int = 0) -> None:
-        """Check the gradient norm of all steps but the last ones. Raises UserError on every rank, naming those whose
-        loss it came from."""
+        """Check the gradient norm of all steps but the last ones. Raises UserError on every rank, naming the source."""
         while len(self.unchecked) > ahead:
             number, step = self.unchecked.popleft()
             norm = step.norm.item()
@@ -178,17 +175,15 @@ class Loop:
         if taken and not math.isfinite(lm + pair):  # although its gradient was
             lr = self.recipe.optimizer.lr
             raise UserError(f"the loss is {lm + pair} after {number} steps; lower --lr (now {lr:g})")
+        is_bert, fp16 = self.recipe.model.is_bert, self.recipe.model.precision == "fp16"
         mfu, tokens = self.least_seconds / seconds, batch * trainer.seq / seconds
         line: dict[str, Any] = {"step": number, "loss": lm + pair if taken else None, "lr": self.since[-1].rate}
         line |= {"grad_norm": norm if math.isfinite(norm) else None, "tokens_per_s": tokens, "mfu": mfu}
         line["peak_memory"] = self.memory.read()  # of rank 0
-        if self.recipe.model.is_bert:
-            line |= {"lm_loss": lm, "sop_loss": pair} if taken else {}
+        line |= {"lm_loss": lm, "sop_loss": pair} if is_bert and taken else {}
         line |= (routing := trainer.routing())
-        if self.recipe.model.precision == "fp16":
-            line["loss_scale"] = trainer.scaler.scale
-        if self.recipe.model.precision == "fp16" or self.recipe.optimizer.on_nonfinite == "skip":
-            line["skipped"] = steps - len(taken)
+        line |= {"loss_scale": trainer.scaler.scale} if fp16 else {}
+        line |= {"skipped": steps - len(taken)} if fp16 or self.recipe.optimizer.on_nonfinite == "skip" else {}
         if (kind := trainer.timers_shown) != "none":
             times = trainer.timers.by_rank()
             trainer.timers.reset()
@@ -198,7 +193,7 @@ class Loop:
             self.say(iteration_line(line, self.recipe.run.steps, batch))
             self.say(timer_line(times, steps, kind == "minmax"))
         write_line(line, self.log)
-        self.note = f"lm {lm:.3f} + sop {pair:.3f}" if self.recipe.model.is_bert else f"loss {lm:.3f}"
+        self.note = f"lm {lm:.3f} + sop {pair:.3f}" if is_bert else f"loss {lm:.3f}"
         self.note += f"  balance {routing['balance']:.2f}" if routing else ""
         self.note += f", {routing['dropped']:.0%} dropped" if routing.get("dropped") else ""
         self.note += f"  {console.format_count(tokens)} tokens/s  MFU {mfu:.0%}"
@@ -206,11 +201,8 @@ class Loop:
 
     def _evaluate(self, number: int) -> None:
         began = time.perf_counter()
-        if (losses := self.trainer.validate()) is None:
-            return
-        line = {"step": number, "validation_loss": losses[0]}
-        line |= {"validation_sop_loss": losses[1]} if self.recipe.model.is_bert else {}
-        write_line(line, self.log)
-        shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in line.items() if name != "step")
-        self.say(f"step {number}: {shown}")
+        if losses := self.trainer.validate():
+            write_line({"step": number} | losses, self.log)
+            shown = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items())
+            self.say(f"step {number}: {shown}")
         self.start += time.perf_counter() - began

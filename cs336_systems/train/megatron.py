@@ -205,11 +205,9 @@ def _partly_ignored(line: Line, translated: Mapping[str, list[str]], added: Mapp
 
 def translate(arguments: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Translate a command line in Megatron-LM's names, this project's or both: (its words here, notes of changes).
-
     Own names win over Megatron's wherever they stand, and `--size` over a shape. Where Megatron's names describe a
     model, objective and defaults of its pretrain_bert.py or pretrain_gpt.py come along. Unknown tokens stay. Raises
-    UserError for a missing value, options that contradict each other, a missing number, and models that are not here.
-    """
+    UserError for a missing value, options that contradict each other, a missing number, and models not here."""
     left, options = deque(arguments), list[Option]()
     while left and left[0] != "--":
         options.append(_take_option(left))

@@ -1,8 +1,7 @@
 """One rank's step of a layout, observed, and the tables of a dry run: the library runs alone, on the meta device.
 
 Nothing is sent and no number is computed, so that a rank of 256 takes seconds. Everything else is what training does:
-the parts of `Assembly`, the schedule, the hooks, the verbs. An expert layer's router counts as balanced.
-"""
+the parts of `Assembly`, the schedule, the hooks, the verbs. An expert layer's router counts as balanced."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 from cs336_systems.comm import Event, Mesh, fake_ranks, record
 from cs336_systems.data.corpus import Batch
 from cs336_systems.host.console import format_bytes, format_count
-from cs336_systems.host.observe import Counts, Observer, QuickMeta
+from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.host.table import Table
 from cs336_systems.layout import MAPPED, Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses
@@ -33,11 +32,9 @@ AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"
 
 
 def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, most: int = 4) -> Observation:
-    """One optimizer step, not the first, of a rank.
-
-    From the second round of a pipeline's stages on each adds the same, so that of more than `most` rounds two and three
-    are run and the rest is added. Raises UserError for a layout that does not divide.
-    """
+    """One optimizer step, not the first, of a rank. From the second round of a pipeline's stages on each adds the same,
+    so that of more than `most` rounds two and three are run and the rest is added. Raises UserError for a layout that
+    does not divide."""
     pp, m = layout.pp, layout.microbatches
     if m > most * pp:
         sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
@@ -55,18 +52,15 @@ def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, 
 
 def observe_traffic(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0) -> Counter[Transfer]:
     """The transfers alone of one step, which takes less time than `observe`."""
-    with observed_rank(recipe, config, layout, rank, counted=False) as step:
+    with observed_rank(recipe, config, layout, rank) as step:
         return step.run(layout.microbatches)
 
 
 @contextmanager
-def observed_rank(
-    recipe: Recipe, config: ModelConfig, layout: Layout, rank: int, counted: bool = True
-) -> Iterator["RankStep"]:
-    """Be a rank of a layout; what is not `counted` runs faster, and what it sends is listed all the same."""
+def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int) -> Iterator["RankStep"]:
+    """Be a rank of a layout."""
     layout.check(config, recipe.seq(config))
-    seen = Observer()
-    with fake_ranks(rank, layout.ranks), seen if counted else QuickMeta():
+    with fake_ranks(rank, layout.ranks), Observer() as seen:
         mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
         yield RankStep(Assembly(recipe, config, layout, mesh, torch.device("meta")), seen, recipe.seq(config))
 
@@ -123,14 +117,13 @@ class RankStep:
 
     def live_activations(self) -> int:
         """Bytes that are alive and no gradient."""
-        gradients = (p.grad for p in self.part.stage.parameters() if p.grad is not None)
-        return self.seen.live - storage_bytes(gradients)
+        gradients = {self.seen.storage(p.grad) for p in self.part.stage.parameters() if p.grad is not None}
+        return self.seen.live - sum(each.nbytes for each in gradients)
 
     def label(self, kind: str, tensors: Iterable[Tensor]) -> int:
         """Give tensors a kind in the step's peak; returns their bytes."""
-        found = list(tensors)
-        self.seen.label(kind, found)
-        return storage_bytes(found)
+        self.seen.label(kind, found := list(tensors))
+        return sum(each.nbytes for each in set(map(self.seen.storage, found)))
 
     def observe(self) -> Observation:
         """Take two steps and count the second: the optimizer makes its state in the first."""
@@ -139,23 +132,16 @@ class RankStep:
         self.seen.begin("step")
         self.run(layout.microbatches)
         states = [values for each in part.inner_optimizers for values in each.state.values()]
-        state = [value for values in states for value in values.values() if isinstance(value, Tensor)]
+        state = [value for values in states for value in values.values() if isinstance(value, Tensor) and value.dim()]
         at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
-        at_rest["optimizer state"] = self.label("optimizer state", (value for value in state if value.dim()))
+        at_rest["optimizer state"] = self.label("optimizer state", state)
         work = {}
         for phase, counts in self.counts.items():
             moved = sum(nbytes * n for (flops, nbytes), n in counts.work.items() if not flops)
             work[phase] = Work(counts.flops, counts.work.total(), moved, counts.new_bytes(MAPPED))
-        activations = [each - self.rest for each in self.kept]
-        peak = self.seen.peak()
+        activations, peak = [each - self.rest for each in self.kept], self.seen.peak()
         peak = {kind: peak.get(kind, 0) for kind in (*at_rest, "activations")}
         return Observation(part.parameters, at_rest, activations[0], max(activations), peak, work, self.traffic)
-
-
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct storages of some tensors."""
-    found = (tensor.untyped_storage() for tensor in tensors)
-    return sum({each._cdata: each.nbytes() for each in found}.values())
 
 
 def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
@@ -174,8 +160,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
-    """The tables to print, the work of a step, and the schedule, drawn if there are stages. Raises UserError for a
-    layout that does not divide."""
+    """What to print: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
     config, layout = recipe.model_config(), recipe.layout(ranks)
     seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]

@@ -1,7 +1,5 @@
-"""Options of a training run in groups; every field of a group is an option of the command line with the same name.
-
-`Recipe` joins the groups. None is the default where the value follows from other options or from the model's preset.
-"""
+"""Options of a training run in groups, which `Recipe` joins: every field is an option of the command line, by its name.
+None is the default where the value follows from other options or from the model's preset."""
 
 import math
 from dataclasses import dataclass, fields, replace
@@ -16,6 +14,7 @@ from cs336_systems.data.corpus import DEFAULT_SPLIT
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, flag, setting
 from cs336_systems.optim.adamw import learning_rate
+from cs336_systems.schedule import ScheduleName
 
 COUNT = click.IntRange(1)
 NATURAL = click.IntRange(0)
@@ -88,9 +87,7 @@ class ExpertOptions:
 
     num_experts: int | None = of_preset("Experts of a layer; 0: none.", NATURAL, also=("--moe-expert-count",))
     expert_every: int | None = of_preset("Every k-th layer has experts.", COUNT, also=("--moe-freq",))
-    expert_d_ff: int | None = setting(
-        None, "An expert's width.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",)
-    )
+    expert_d_ff: int | None = setting(None, "Experts' width.  [default: --d-ff]", COUNT, also=("--moe-expert-ffn-dim",))
     top_k: int | None = of_preset("Experts that a token is sent to.", click.IntRange(1, 2))
     second_expert: presets.SecondPolicy | None = of_preset(
         "Training: a token's second expert is the second best, sampled, or kept with twice its weight as probability.",
@@ -98,9 +95,7 @@ class ExpertOptions:
     )
     normalize_gates: presets.Normalize | None = of_preset("A token's two weights add up to 1 before or after drops.")
     gating_fp32: bool | None = of_preset("Router in float32.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32")
-    capacity_factor: float | None = of_preset(
-        "Training: an expert takes at most this x ceil(tokens / experts) choices; 0: all.", NOT_NEGATIVE
-    )
+    capacity_factor: float | None = of_preset("Training: slots = this x ceil(tokens / experts); 0: all.", NOT_NEGATIVE)
     eval_fraction: float | None = of_preset(
         "Evaluation: an expert's largest share; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
     )
@@ -187,9 +182,7 @@ class ParallelOptions:
     ep: int = setting(1, "Expert-parallel ranks: experts are split.", COUNT, also=("--expert-model-parallel-size",))
     dp: int | None = setting(None, "Data-parallel ranks.  [default: the rest]", COUNT)
     sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence.")
-    schedule: Literal["gpipe", "1f1b", "interleaved"] | None = setting(
-        None, "Order of a pipeline's microbatches.  [default: 1f1b, or interleaved with --chunks]"
-    )
+    schedule: ScheduleName | None = setting(None, "Order of microbatches.  [default: 1f1b; with --chunks interleaved]")
     chunks: int = setting(1, "Groups of blocks that a pipeline stage has.", COUNT)
     pad_vocabulary: int = setting(128, "With --tp the vocabulary is padded to a multiple of it.", COUNT)
     zero: int = setting(0, "ZeRO stage: what the data-parallel ranks shard.", click.IntRange(0, 3))

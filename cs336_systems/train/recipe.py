@@ -90,13 +90,12 @@ class Recipe:
 
     def loss_scaler(self) -> LossScaler:
         """The scale that keeps fp16's gradients in range, else 1. Raises UserError for a scale that cannot be."""
-        given = self.optimizer
+        own = self.optimizer
         if self.model.precision != "fp16":
             return LossScaler()
-        if given.loss_scale:
-            return LossScaler(given.loss_scale)
-        window, hysteresis = given.loss_scale_window, given.hysteresis
-        return DynamicLossScaler(given.initial_loss_scale, window, hysteresis, given.min_loss_scale)
+        if own.loss_scale:
+            return LossScaler(own.loss_scale)
+        return DynamicLossScaler(own.initial_loss_scale, own.loss_scale_window, own.hysteresis, own.min_loss_scale)
 
     def layout(self, ranks: int) -> Layout:
         """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
@@ -109,15 +108,10 @@ class Recipe:
             in_turn = parallel.pp if parallel.chunks > 1 else 1  # interleaved: so many microbatches pass in turn
             micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
         return Layout(
-            **sizes,
-            chunks=parallel.chunks,
-            schedule=parallel.schedule_name,
-            sequence=parallel.sequence_parallel,
-            zero=parallel.zero,
-            micro_batch=micro_batch,
-            global_batch=batch,
+            **sizes, chunks=parallel.chunks, schedule=parallel.schedule_name, sequence=parallel.sequence_parallel,
+            zero=parallel.zero, micro_batch=micro_batch, global_batch=batch,
             vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
-        )
+        )  # fmt: skip
 
     def check(self, config: ModelConfig, ranks: int) -> None:
         """Raises UserError, with the numbers, before anything is built: for options that mean nothing without a folder,

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,8 @@ from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
 from cs336_systems.comm import Group
 from cs336_systems.comm.flight_recorder import process
 from cs336_systems.errors import UserError
-from cs336_systems.host.console import flag
+from cs336_systems.host.console import flag, os_errors
 from cs336_systems.host.machine import device_name
-from cs336_systems.train.options import OptimizerOptions
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState, random_pieces, restore_random
 from cs336_systems.train.trainer import Trainer
@@ -34,7 +33,6 @@ BERT_DATA = ("mask_prob", "short_seq_prob", "split")
 @contextmanager
 def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterator[bool]:
     """Lock the run's folder, if it has one; yields True if the run is to resume from a checkpoint. Every rank enters.
-
     Ranks that were `restarted` resume without --resume if the same launcher began the run. Raises UserError, on every
     rank, for a folder that is in use or cannot be written, and for one with checkpoints unless the run is to resume."""
     out, checkpoints = recipe.run.out, recipe.run.checkpoints
@@ -45,18 +43,15 @@ def run_folder(recipe: Recipe, group: Group, restarted: bool = False) -> Iterato
         lock, parent = held.enter_context(disk.locked(out)), os.getppid()
         launcher = f"started by {parent} of {process(parent)[1]}"  # a number alone may come again
         resume = recipe.run.resume or (restarted and lock.read().strip().endswith(launcher))
-        try:
+        with os_errors(f"use {checkpoints}", other := "name another folder with --out DIR"):
             disk.make_folder(checkpoints)  # what stands in the way is better known now than at the first save
             disk.clean(checkpoints)
             if (found := disk.list_checkpoints(checkpoints)) and not resume:
                 problem = f"{out} holds a run with a checkpoint {found[-1].name}: go on from it with --resume"
-                raise UserError(f"{problem}, or name another folder with --out DIR")
+                raise UserError(f"{problem}, or {other}")
             lock.seek(0)
             lock.truncate()
             print(f"process {os.getpid()}, {launcher}", file=lock, flush=True)
-        except OSError as error:
-            where = f"cannot use {error.filename or out}: {error.strerror}"
-            raise UserError(f"{where}; name another folder with --out DIR") from None
         return resume
 
     with ExitStack() as held:
@@ -74,20 +69,18 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 def computed(trainer: Trainer) -> dict[str, Any]:
     """Settings that change only the rounding: layout and implementation, by the name that a message gives them."""
-    parallel, config, device = trainer.recipe.parallel, asdict(trainer.config), trainer.device
+    parallel, device = trainer.recipe.parallel, trainer.device
     found: dict[str, Any] = {"layout": str(trainer.mesh) or "1 rank", "--zero": parallel.zero}
     found |= {"--micro-batch-size": trainer.micro_batch, "--chunks": parallel.chunks}
     found |= {"--schedule": parallel.schedule_name, "--sequence-parallel": parallel.sequence_parallel}
-    found |= {"--pad-vocabulary": parallel.pad_vocabulary} | {name: config[name] for name in IMPLEMENTATION}
-    if together := routed_together(trainer):
-        found[ROUTED] = together
+    found |= {"--pad-vocabulary": parallel.pad_vocabulary, ROUTED: routed_together(trainer)}
+    found |= {name: getattr(trainer.config, name) for name in IMPLEMENTATION}
     found["backend"] = trainer.recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
     return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 
 def routed_together(trainer: Trainer) -> str:
-    """Rows of a step's batch over which expert layers balance, or share a capacity: what is learned depends on them.
-    Empty where nothing does."""
+    """Rows over which expert layers balance, or share a capacity, if what is learned depends on them; else empty."""
     mixture, rows, ranks = trainer.config.mixture, trainer.micro_batch, trainer.data_rank[1]
     if not trainer.config.num_experts or not (mixture.aux_weight or mixture.capacity_factor):
         return ""
@@ -123,13 +116,12 @@ class RunCheckpoints:
         self.saver = Saver(self.folder, self.world, run.keep, run.background_save)
 
     def save(self, step: int) -> None:
-        """Save the state after so many steps, or begin to, with --background-save: `saver.finish` waits for it. Raises
-        SaveError, of an earlier save as well."""
+        """Save the state after a step, or begin to: `saver.finish` waits. Raises SaveError, also of an earlier save."""
         trainer, (pieces, scalars) = self.trainer, self.state.pieces()
         random, more = random_pieces(self.world.rank(), trainer.device)
-        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer)}
-        state |= {"trainer": trainer.state(), "recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes}
-        state["world_size"] = self.world.size()
+        counts = {"skipped": trainer.skipped, "scaler": trainer.scaler.state_dict()}
+        state: dict[str, Any] = {"identity": identity(trainer), "computed": computed(trainer), "trainer": counts}
+        state |= {"recipe": trainer.recipe.to_json(), "mesh": trainer.mesh.sizes, "world_size": self.world.size()}
         self.saver.start(step, pieces + random, scalars | more, state)
 
     def restore(self) -> int:
@@ -143,7 +135,7 @@ class RunCheckpoints:
         saved, scaler = checkpoint.state["trainer"], self.trainer.scaler
         if saved["scaler"].keys() == scaler.state_dict().keys():  # or --loss-scale was given or taken back since
             scaler.load_state_dict(saved["scaler"])
-        self.trainer.skipped = int(saved["skipped"])  # not how many in a row: what follows may be done otherwise
+        self.trainer.skipped = saved["skipped"]  # not how many in a row: what follows may be done otherwise
         restore_random(checkpoint, self.world.rank(), self.trainer.device)
         self._introduce(checkpoint)
         return checkpoint.step
@@ -161,19 +153,17 @@ class RunCheckpoints:
 
     def _introduce(self, checkpoint: Checkpoint) -> None:
         """Say where the run goes on, whether exactly, and which settings have changed."""
-        saved = checkpoint.state
-        mine = computed(self.trainer)
-        routed = {ROUTED: mine.pop(ROUTED)} if ROUTED in mine else {}
-        routed = routed if ROUTED in saved["computed"] else {}  # earlier versions did not say
-        other = _differing(saved["computed"], mine, "{} {} -> {}")
+        then, now = checkpoint.state["computed"], computed(self.trainer)
+        routed = now.pop(ROUTED)
+        other = _differing(then, now, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
-        then, now = saved["recipe"], self.trainer.recipe.to_json()
-        options = {flag(each.name): now.get(each.name) for each in fields(OptimizerOptions)}
-        changed = _differing({flag(name): then[name] for name in then}, options, "{} {} -> {}")
-        keep = "--micro-batch-size and, with --aux-scope global, number of data-parallel ranks"
-        changed += _differing(saved["computed"], routed, f"{{}} {{}} -> {{}} (kept by the same {keep})")
-        if changed:
-            # What was learned so far is the same, what will be is not.
+        before = {flag(name): value for name, value in checkpoint.state["recipe"].items()}
+        options = {flag(name): value for name, value in asdict(self.trainer.recipe.optimizer).items()}
+        changed = _differing(before, options, "{} {} -> {}")
+        if then.get(ROUTED, routed) != routed:  # earlier versions did not say
+            keep = "--micro-batch-size and, with --aux-scope global, number of data-parallel ranks"
+            changed.append(f"{ROUTED} {then[ROUTED]} -> {routed} (kept by the same {keep})")
+        if changed:  # what was learned so far is the same, what will be is not
             exactly = f"the state {exactly}; from here on with {', '.join(changed)}"
         self.say(f"resumed {checkpoint.folder} after {checkpoint.step} steps, {exactly}")
 

@@ -35,13 +35,11 @@ def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
         with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
             if done and path.is_file():
-                temporary = path.with_name(f".{path.name}")
-                if temporary.is_symlink():  # whose target, any file, would be overwritten
-                    raise UserError(
-                        f"{temporary} is a symbolic link; delete it, or name another log with --log-file FILE"
-                    )
-                temporary.write_text(_up_to(path.read_text(errors="replace"), done))
-                temporary.replace(path)  # a log of many hours is never half there
+                draft = path.with_name(f".{path.name}")
+                if draft.is_symlink():  # whose target, any file, would be overwritten
+                    raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
+                draft.write_text(_up_to(path.read_text(errors="replace"), done))
+                draft.replace(path)  # a log of many hours is never half there
             opened.append(path.open("a" if done else "w"))
 
     together("log", begin, path, group)
@@ -90,8 +88,8 @@ def iteration_line(record: dict[str, Any], steps: int, batch: int) -> str:
 
 def header(trainer: Trainer, done: int) -> dict[str, Any]:
     """The log's first record: what is trained, on what; in a log that goes on, with the steps that are done."""
-    recipe, world = trainer.recipe, trainer.mesh.world
-    stamp = environment(trainer.device) | {"world_size": world.size(), "backend": recipe.launch.backend}
+    recipe, ranks = trainer.recipe, trainer.mesh.world.size()
+    stamp = environment(trainer.device) | {"world_size": ranks, "backend": recipe.launch.backend}
     record: dict[str, Any] = {"resumed": done} if done else {}
     record |= {"recipe": recipe.to_json(), "corpus": trainer.batches.name, "sha256": trainer.batches.sha256}
     record |= {"model": asdict(trainer.config), "seq": trainer.seq, "batch_size": trainer.batch}
@@ -99,17 +97,13 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record: what came of a run of so many steps. Every rank must call this. Raises UserError for a
-    loss that is no number."""
+    """The log's last record, after `steps`. Every rank must call this. Raises UserError for a loss that is NaN."""
     losses = trainer.validate()
     memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
-    if losses and not math.isfinite(sum(losses)):
-        raise UserError(f"the validation loss is {sum(losses)} after {steps} steps; lower --lr")
+    if not math.isfinite(loss := sum(losses.values())):
+        raise UserError(f"the validation loss is {loss} after {steps} steps; lower --lr")
     final: dict[str, Any] = {"steps": steps, "seconds": seconds, "peak_memory": [min(memory), max(memory)]}
-    final["validation_loss"] = losses and losses[0]
-    if losses and trainer.recipe.model.is_bert:
-        final["validation_sop_loss"] = losses[1]
-    return final | sample(trainer)
+    return final | {"validation_loss": None} | losses | sample(trainer)
 
 
 @torch.no_grad()
@@ -128,26 +122,23 @@ def sample_text(
 
 
 def sample(trainer: Trainer) -> dict[str, str]:
-    """A sample of text from the trained model; none for random tokens, for a BERT, and with pipeline stages. Every rank
-    must call this."""
-    recipe = trainer.recipe
+    """A sample of text from the model; none for random tokens, a BERT or pipeline stages. Every rank must call this."""
+    run, recipe = trainer.recipe.run, trainer.recipe
     if recipe.model.is_bert or list(recipe.data.data) == ["random"] or trainer.stage.stages > 1:
         return {}
 
     def logits(tokens: Tensor) -> Tensor:
-        # Pad the sequence so that it splits evenly. Later tokens do not change a token's logits, except that padding
-        # may take an expert's slots.
+        # Padded, so that it splits evenly; a token's logits do not depend on later ones, except for experts' slots.
         padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % trainer.pipeline.sequence))
         return trainer.part.wrappers[0](Batch(padded, None))[:, : tokens.shape[1]]
 
     trainer.stage.eval()
-    run = recipe.run
     return {"sample": sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)}
 
 
 def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
-    recipe, loss = trainer.recipe, final["validation_loss"]
+    recipe, loss, (least, most) = trainer.recipe, final["validation_loss"], final["peak_memory"]
     text = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
     measured = "not measured, no text is left for it" if loss is None else f"{loss:.3f} nats a token"
     text += f"validation loss {measured}"
@@ -155,7 +146,6 @@ def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
         text += f" and {final['validation_sop_loss']:.3f} a sentence pair"
     of_bytes = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
     text += f" (guessing: {math.log(256 if of_bytes else trainer.batches.vocab_size):.3f}); "
-    least, most = final["peak_memory"]
     text += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
     text += f"log: {recipe.run.log_path}"
     if trainer.skipped:

@@ -9,8 +9,7 @@ A rank's part of a parameter in each kind of layout:
     ZeRO 3           rows of it, of the parameter as well
 
 Nothing is gathered: a rank writes from its own memory, and reads the boxes that it needs. Training draws nothing from
-the random number generators, but code that does, an augmentation say, resumes bit for bit at the same number of ranks.
-"""
+the random number generators; code that does, an augmentation say, resumes bit for bit at the same number of ranks."""
 
 import random
 from collections.abc import Iterator
@@ -173,8 +172,7 @@ def random_pieces(rank: int, device: torch.device) -> tuple[list[Piece], Scalars
     _, words, gauss = random.getstate()
     found = {"torch": torch.get_rng_state(), "python": torch.tensor(words)}
     found["numpy"] = torch.tensor([*numpy_state["state"]["key"].tolist(), numpy_state["state"]["pos"]])
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    found |= {"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {}
     scalars: dict[str, float | int] = {} if gauss is None else {"python gauss": gauss}
     scalars |= {"numpy gauss": numpy_state["gauss"]} if numpy_state["has_gauss"] else {}
     pieces = [Piece(name, kind, Box.whole(tensor.shape), 0, tensor) for kind, tensor in found.items()]

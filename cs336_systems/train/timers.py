@@ -1,7 +1,4 @@
-"""Named timers: how long each part of a step took on every rank, waiting apart from transferring.
-
-In the style of Megatron-LM, whose line they print: `time (ms) | forward-compute: 43.42 | backward-compute: 90.74`.
-"""
+"""Named timers in the style of Megatron-LM: how long each part of a step took on every rank, waiting kept apart."""
 
 import json
 import time
@@ -24,8 +21,7 @@ class Timers:
         print(timer_line(timers.by_rank(), steps))
 
     Timers may be nested and repeated. On a GPU a timer marks the stream with events, read by the report only: the host
-    never waits, and gaps in which it was late count. A report lists `names` first.
-    """
+    never waits, and gaps in which it was late count. A report lists `names` first."""
 
     def __init__(self, device: torch.device, group: Group | None = None, names: Iterable[str] = ()) -> None:
         self.device, self.group = device, group

@@ -1,7 +1,4 @@
-"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`).
-
-The global batch is the same for every layout, and so is what is learned.
-"""
+"""The trainer: optimizer steps of a model that is laid out over the ranks (`Assembly`); all layouts learn the same."""
 
 import math
 from contextlib import nullcontext
@@ -46,9 +43,7 @@ class Step(NamedTuple):
 
 class Trainer:
     """This rank's part of a model, its optimizer and its data. Every rank must construct it and call its methods.
-
-    Raises UserError for a recipe that does not divide over the ranks. That it fits is for the caller to check.
-    """
+    Raises UserError for a recipe that does not divide over the ranks; that it fits is for the caller to check."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.device = recipe, choose_device(recipe.launch.device)
@@ -120,8 +115,7 @@ class Trainer:
         with self.timer("optimizer-unscale-and-check-inf"):
             norm = self.part.norm() / scale
             # One number says it for all gradients of all ranks. Only in fp16 is it usual, and worth the host's wait.
-            may_skip = fp16 or options.on_nonfinite == "skip"
-            overflow = may_skip and not math.isfinite(norm.item())
+            overflow = (fp16 or options.on_nonfinite == "skip") and not math.isfinite(norm.item())
         # Overflows on the way down from the first scale are how the right one is found.
         self.overflows = self.overflows + 1 if overflow and self.scaler.at_floor else 0
         self.scaler.update(overflow)
@@ -143,10 +137,6 @@ class Trainer:
                 group["lr"] = rate
             optimizer.step(**settings)
         return norm, False
-
-    def state(self) -> dict[str, Any]:
-        """The state besides tensors that the steps so far have changed, as JSON for a checkpoint."""
-        return {"skipped": self.skipped, "scaler": self.scaler.state_dict()}
 
     def routing(self) -> dict[str, float]:
         """The balancing loss of the last microbatch, 1 if balanced, the mean over expert layers and ranks, and the
@@ -176,10 +166,10 @@ class Trainer:
         return total.tolist()
 
     @torch.no_grad()
-    def validate(self) -> list[float] | None:
-        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; None without one."""
+    def validate(self) -> dict[str, float]:
+        """The losses on text kept for evaluation, nats a target and nats a pair, without dropout; none without text."""
         if (rows_of := self.batches.validation) is None:
-            return None
+            return {}
         self.stage.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.run.eval_iters):
@@ -194,4 +184,5 @@ class Trainer:
         all_reduce(sums, self.mesh.world, "validation losses", "sum").wait()
         self.stage.train()
         tokens, pairs, counted = sums.tolist()
-        return [tokens / counted, pairs / (self.recipe.run.eval_iters * self.batch)]
+        pair = {"validation_sop_loss": pairs / (self.recipe.run.eval_iters * self.batch)}
+        return {"validation_loss": tokens / counted} | (pair if self.recipe.model.is_bert else {})
