@@ -95,6 +95,7 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
         gc.collect()  # wrappers of the case before
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)  # which also poisons fresh memory with NaN
+        torch.set_default_dtype(torch.float32)
         module, _, name = request["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
