@@ -1,7 +1,9 @@
 """A small server that forks ranks for tests: `python -m tests.support.rank_server`, one JSON request a line.
 
 It imports everything heavy but runs no tensor code, so that its children start in milliseconds and may use threads: a
-process that once ran a multi-threaded operator hangs its children at their first.
+process that once ran a multi-threaded operator hangs its children at their first. Ranks serve the cases of a module
+one after another, each in a process group of its own; after a case that failed, and for one that joins by itself, they
+are forked anew.
 """
 
 import ctypes
@@ -9,13 +11,18 @@ import gc
 import importlib
 import json
 import os
+import selectors
 import signal
+import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from typing import TextIO
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -29,17 +36,66 @@ for heavy in ("pytest", "torch._dynamo", "torch.distributed.optim", "torch.utils
 importlib.import_module("benchmarks.zero")
 
 
-def run_rank(request: dict, rank: int, folder: Path) -> None:
-    """A child's life: join the others, run the case, leave its result as JSON or its traceback as text."""
+class Rank:
+    """A forked child that runs one case after another until one fails; `pid` and `pipe` are the server's ends."""
+
+    def __init__(self, rank: int, others: Iterable["Rank"]) -> None:
+        self.pipe, pipe = socket.socketpair()
+        self.code: int | None = None  # once it has ended
+        self.pid = os.fork()
+        if self.pid == 0:
+            for other in others:  # so that the end of a rank is the end of its pipe
+                other.pipe.close()
+            self.pipe.close()
+            serve_cases(rank, pipe.makefile("rw"))
+        pipe.close()
+
+    def ask(self, request: dict, folder: Path) -> None:
+        """Begin a case."""
+        self.pipe.sendall((json.dumps([request, str(folder)]) + "\n").encode())
+
+    def reply(self) -> int:
+        """0 at the end of the case that was begun, or the exit code of a child that ended in it."""
+        if self.pipe.recv(100):
+            return 0
+        self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.code
+
+    def end(self) -> None:
+        """Kill the child, if it still runs."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        self.pipe.close()
+
+
+def serve_cases(rank: int, pipe: TextIO) -> None:
+    """A child's life."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # die with the server
+    status = 1
+    try:
+        for line in pipe:
+            request, folder = json.loads(line)
+            run_rank(request, rank, Path(folder))
+            pipe.write("done\n")
+            pipe.flush()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def run_rank(request: dict, rank: int, folder: Path) -> None:
+    """Join the others, run the case, and write its result as JSON, or its traceback."""
     world = request["world_size"]
     out = os.open(folder / f"output-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    status = 0
+    os.close(out)
     try:
+        gc.collect()  # wrappers of the case before
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)  # which also poisons fresh memory with NaN
+        torch.set_default_dtype(torch.float32)
         module, _, name = request["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
@@ -52,50 +108,61 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
         (folder / f"result-{rank}").write_text(json.dumps(result))
     except BaseException as error:
         (folder / f"error-{rank}").write_text(json.dumps([type(error).__name__, str(error), traceback.format_exc()]))
-        status = 1
-    finally:
-        os._exit(status)
+        raise
+
+
+def end_ranks() -> None:
+    """Begin the next case with new ranks."""
+    for ranks in idle.values():
+        for child in ranks:
+            child.end()
+    idle.clear()
+
+
+idle: dict[int, list[Rank]] = {}  # by world size, ranks that have failed no case yet, and have done the same ones
 
 
 def run_case(request: dict) -> list[dict]:
-    """Fork the ranks, wait for all, and kill those that outlive the timeout."""
-    import_once({request["function"].partition(":")[0], request["arguments"].get("module")} - {None})
-    with tempfile.TemporaryDirectory(prefix="case-") as name:
-        folder, pids = Path(name), {}
-        for rank in range(request["world_size"]):
-            pid = os.fork()
-            if pid == 0:
-                run_rank(request, rank, folder)
-            pids[pid] = rank
-        codes, deadline = {}, time.monotonic() + request["timeout"]
-        while len(codes) < len(pids):
-            for pid, rank in pids.items():
-                if rank not in codes and (done := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[rank] = os.waitstatus_to_exitcode(done[1])
-            if time.monotonic() > deadline:
-                for pid, rank in pids.items():
-                    if rank not in codes:
-                        os.kill(pid, signal.SIGKILL)
-                        os.waitpid(pid, 0)
-                        codes[rank] = "timeout"
-            time.sleep(0.002)
+    """Run a case on ranks that wait, or are forked, and kill those that outlive the timeout."""
+    module = request["arguments"].get("module")
+    if import_once({request["function"].partition(":")[0], module} - {None}) or not request["join"]:
+        end_ranks()
+    world = request["world_size"]
+    ranks = idle.setdefault(world, [])
+    while len(ranks) < world:
+        ranks.append(Rank(len(ranks), chain(*idle.values())))
+    with tempfile.TemporaryDirectory(prefix="case-") as name, selectors.DefaultSelector() as selector:
+        folder, codes = Path(name), {}
+        for rank, child in enumerate(ranks):
+            child.ask(request, folder)
+            selector.register(child.pipe, selectors.EVENT_READ, rank)
+        deadline = time.monotonic() + request["timeout"]
+        while len(codes) < world and (ready := selector.select(deadline - time.monotonic())):
+            for key, _ in ready:
+                selector.unregister(key.fileobj)
+                codes[key.data] = ranks[key.data].reply()
         replies = []
-        for rank in range(request["world_size"]):
-            reply = {"code": codes[rank], "output": (folder / f"output-{rank}").read_text()}
+        for rank in range(world):
+            reply = {"code": codes.get(rank, "timeout"), "output": (folder / f"output-{rank}").read_text()}
             for kind in ("result", "error"):
                 if (path := folder / f"{kind}-{rank}").exists():
                     reply[kind] = json.loads(path.read_text())
             replies.append(reply)
-        return replies
+    if any(reply["code"] for reply in replies) or not request["join"]:
+        end_ranks()
+    return replies
 
 
-def import_once(modules: set[str]) -> None:
-    """Import a case's modules here rather than in every rank of it; an error of an import is the ranks' to tell."""
-    if modules - sys.modules.keys():
-        for name in modules:
-            with suppress(Exception):
-                importlib.import_module(name)
+def import_once(modules: set[str]) -> bool:
+    """Import a case's modules here rather than in every rank of it; an error of an import is the ranks' to tell.
+    False if all had been imported before."""
+    new = modules - sys.modules.keys()
+    for name in new:
+        with suppress(Exception):
+            importlib.import_module(name)
+    if new:
         gc.freeze()
+    return bool(new)
 
 
 def main() -> None:
