@@ -27,8 +27,8 @@ from typing import Any
 import torch
 
 from cs336_systems.checkpoint import disk
-from cs336_systems.checkpoint.disk import RefusedError, kind_of, on_rank_0, require, together
-from cs336_systems.checkpoint.tensors import MALFORMED, NAMES, Checkpoint, contents, list_tensors, naturals
+from cs336_systems.checkpoint.disk import RefusedError, kind_of, on_rank_0, refusing, require, together
+from cs336_systems.checkpoint.tensors import LARGEST_JSON, NAMES, Checkpoint, contents, list_tensors, naturals
 from cs336_systems.comm import Group
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
@@ -36,7 +36,6 @@ from cs336_systems.host.console import os_errors
 NAME = "manifest.json"
 FORMAT, VERSION = "cs336_systems checkpoint", 2
 KEYS = {"format", "version", "step", "files", "state"}  # of a manifest, which had tensors and scalars in version 1
-LARGEST = 1 << 24  # bytes of a manifest: 90,000 files; Python takes 25 times the memory for what it reads
 FILE = re.compile(r"rank-[0-9]{5}-[0-9]{2,6}\.safetensors")
 
 
@@ -59,31 +58,24 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     require(kind_of(folder) == "folder", f"{folder.name} is no folder")
     require(kind_of(path) == "file", f"{where} is missing: this is no checkpoint, or one that was never finished")
     size = path.stat().st_size
-    require(size <= LARGEST, f"{where} has {size:,} bytes; no manifest has more than {LARGEST:,}")
-    data = path.read_bytes()
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(f"{where} is not JSON, or cut short: {str(error)[:80]}") from None
+    require(size <= LARGEST_JSON, f"{where} has {size:,} bytes; no manifest has more than {LARGEST_JSON:,}")
+    with refusing(where, f"{where} is not JSON, or cut short"):
+        value = json.loads(path.read_bytes())
     body: Any = value.get("manifest") if isinstance(value, dict) else {}
     ours = isinstance(body, dict) and body.get("format") == FORMAT
     require(ours, f"{where} is of another format, not {FORMAT!r}")
     version = body.get("version")
     require(version in range(1, VERSION + 1), f"{where} has version {version!r}; this program reads 1 to {VERSION}")
-    try:
+    with refusing(where, f"{where} is not as this program writes it"):
         signed = digest(body) == value.get("sha256")
         require(signed, "it does not have the SHA-256 that it names: it was changed or damaged")
-        naturals(body["step"], *(file["bytes"] for file in body["files"].values()))
+        naturals([body["step"], *(file["bytes"] for file in body["files"].values())])
         strange = body.keys() - KEYS - ({"tensors", "scalars"} if version == 1 else set())
         require(not strange, f"{min(strange, default='')!r:.60} is no part of it")
         for name, file in body["files"].items():  # no path, no link, nothing hidden
             require(FILE.fullmatch(name), f"{name!r:.60} is no name of a checkpoint's file")
             require(re.fullmatch(r"[0-9a-f]{64}", file["sha256"]), f"{name} has no SHA-256")
         require(isinstance(body["state"], dict), "the state is no object")
-    except RefusedError as error:
-        raise RefusedError(f"{where}: {error}") from None
-    except MALFORMED as error:
-        raise RefusedError(f"{where} is not as this program writes it: {error!r:.80}") from None
     for name, file in body["files"].items():
         place = f"{folder.name}/{name}"
         require(kind_of(folder / name) == "file", f"{place} is missing, or a link to somewhere else")
@@ -99,10 +91,22 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
     """Check everything, each file's SHA-256 on one rank of the group, and open it. Every rank must call this. Raises,
     the same on every rank, RefusedError for what it holds, and UserError if a rank cannot read it, which may pass."""
     opened: list[Checkpoint] = []
+    rank, ranks = (group.rank(), group.size()) if group else (0, 1)
 
     def verify() -> None:
         try:
-            opened.append(_open(folder, *((group.rank(), group.size()) if group else (0, 1))))
+            body = read_manifest(folder)
+            step, files, named = body["step"], body["files"], disk.STEP.fullmatch(folder.name)
+            same = not named or int(named[1]) == step
+            require(same, f"{folder.name}/{NAME} is of another checkpoint, that of step {step}")
+            for name in list(files)[rank::ranks]:
+                with (folder / name).open("rb") as file:
+                    found, wanted = hashlib.file_digest(file, "sha256").hexdigest(), files[name]["sha256"]
+                damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
+                require(found == wanted, f"{damaged}: its SHA-256 begins with {found[:12]}, not {wanted[:12]}")
+            with refusing(folder.name):
+                listed = list_tensors(folder / name for name in files)
+            opened.append(Checkpoint(folder, step, files, *listed, body["state"]))
         except FileNotFoundError as error:
             raise RefusedError(str(error)) from None
         except OSError as error:
@@ -113,21 +117,6 @@ def open_checkpoint(folder: Path, group: Group | None = None) -> Checkpoint:
     return opened[0]
 
 
-def _open(folder: Path, rank: int, ranks: int) -> Checkpoint:
-    body = read_manifest(folder)
-    step, files, named = body["step"], body["files"], disk.STEP.fullmatch(folder.name)
-    same = not named or int(named[1]) == step
-    require(same, f"{folder.name}/{NAME} is of another checkpoint, that of step {step}")
-    for name, file in list(files.items())[rank::ranks]:
-        found, wanted = disk.hash_file(folder / name), file["sha256"]
-        damaged = f"{folder.name}/{name} is damaged, or of another checkpoint"
-        require(found == wanted, f"{damaged}: its SHA-256 begins with {found[:12]}, not {wanted[:12]}")
-    try:
-        return Checkpoint(folder, step, files, *list_tensors(folder / name for name in files), body["state"])
-    except RefusedError as error:
-        raise RefusedError(f"{folder.name}: {error}") from None
-
-
 def open_newest(
     parent: Path, group: Group, check: Callable[[Checkpoint], object], say: Callable[[str], object]
 ) -> Checkpoint | None:
@@ -136,22 +125,20 @@ def open_newest(
     all are refused, if one cannot be read, if one that is refused keeps its name, and if `check` raises that."""
     refused: dict[str, str] = {}
 
-    def check_named(checkpoint: Checkpoint) -> None:
-        try:
+    def names() -> list[str]:
+        return [folder.name for folder in reversed(disk.list_checkpoints(parent))]
+
+    def fits(checkpoint: Checkpoint) -> None:
+        with refusing(checkpoint.folder.name):
             check(checkpoint)
-        except RefusedError as error:
-            raise RefusedError(f"{checkpoint.folder.name}: {error}") from None
 
     def rename(folder: Path) -> str:
         return folder.rename(f"{folder}.refused-{secrets.token_hex(2)}").name
 
-    def names() -> list[str]:
-        return [folder.name for folder in reversed(disk.list_checkpoints(parent))]
-
     for name in on_rank_0("checkpoints", names, parent, group, f"cannot read {parent}: "):
         try:
             checkpoint = open_checkpoint(parent / name, group)
-            together("checkpoint fits", partial(check_named, checkpoint), parent, group)
+            together("checkpoint fits", partial(fits, checkpoint), parent, group)
         except RefusedError as error:
             refused[name] = str(error)
             continue
@@ -179,15 +166,15 @@ def export_plain(checkpoint: Checkpoint, path: Path) -> int:
     UserError if the file exists or cannot be written."""
     temporary = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
-        if path.exists():
-            raise UserError(f"{path} exists already; name another file")
-        disk.write_file(temporary, contents(weights := list(checkpoint.weights()), {}))
-        os.rename(temporary, path)
-        disk.sync_folder(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {error.strerror or error}") from None
+        with os_errors(f"write {path}"):
+            if path.exists():
+                raise UserError(f"{path} exists already; name another file")
+            disk.write_file(temporary, contents(weights := list(checkpoint.weights()), {}))
+            os.rename(temporary, path)
+            disk.sync_folder(path.parent)
+    finally:
+        with suppress(OSError):  # gone, if all went well
+            temporary.unlink()
     return len(weights)
 
 

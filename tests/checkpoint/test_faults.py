@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -104,8 +105,9 @@ def test_a_file_that_vanishes_is_missing(tmp_path, group):
 
 def test_verify_goes_on_after_what_cannot_be_read(tmp_path, group, monkeypatch, capsys):
     save_steps(group, str(tmp_path), [1, 2])
-    real = disk.hash_file
-    monkeypatch.setattr(disk, "hash_file", lambda path: (failing(errno.EIO) if OLD in str(path) else real)(path))
+    real = hashlib.file_digest
+    broken = failing(errno.EIO)
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, sum: (broken if OLD in file.name else real)(file, sum))
     assert run_command(main, ["verify", str(tmp_path)]) == 2
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{OLD}: cannot read {tmp_path / OLD}: Input/output error")
@@ -125,7 +127,7 @@ def one_rank_cannot(group, parent: str, what: str) -> list[str]:
     save_steps(group, parent, [1, 2])
     with pytest.MonkeyPatch.context() as patch:
         if what == "read" and group.rank() == 1:
-            patch.setattr(disk, "hash_file", failing(errno.ESTALE))
+            patch.setattr(hashlib, "file_digest", failing(errno.ESTALE))
             patch.setattr("cs336_systems.checkpoint.load.list_tensors", failing(errno.ESTALE))
         if what == "list":
             patch.setattr(disk, "list_checkpoints", failing(errno.EACCES))
@@ -162,7 +164,7 @@ def slow_disks(group, parent: str) -> list[str]:
         where, name = ((os, "rename"), (os, "fsync"))[group.rank()]
         patch.setattr(where, name, slow(getattr(where, name)))
         if group.rank() == 1:
-            patch.setattr(disk, "hash_file", slow(disk.hash_file))
+            patch.setattr(hashlib, "file_digest", slow(hashlib.file_digest))
         save_step(folder, 1, group)
         save_step(folder, 2, group)
         found = open_newest(folder, group, refuse_new, said.append)
