@@ -41,7 +41,7 @@ class RefusedError(UserError):
     """A checkpoint that is not whole, not what it says it is, or not of this project; one line that names the file."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(printable(message[:LONGEST]))
+        super().__init__(printable(message[:LONGEST])[:LONGEST])
 
 
 def require(true: object, message: str) -> None:
@@ -192,12 +192,10 @@ def locked(folder: Path) -> Iterator[IO[str]]:
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         lock = os.fdopen(file, "r+", errors="replace")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = lock.read(100).strip() or "of an unknown process"
-            raise UserError(f"{folder} is in use by another run ({holder}); wait for its end, or {other}") from None
-        except OSError as error:
-            cannot = f"the file system of {folder} cannot lock a file: {error.strerror}"
-            raise UserError(f"{cannot}; name a folder on another with --out DIR") from None
+        with os_errors(f"lock a file on the file system of {folder}", "name a folder on another with --out DIR"):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = lock.read(100).strip() or "of an unknown process"
+                raise UserError(f"{folder} is in use by another run ({holder}); wait for its end, or {other}") from None
         yield lock

@@ -31,11 +31,10 @@ State = dict[str, Any]  # JSON without NaN
 def save(
     parent: Path, step: int, pieces: Sequence[Piece], scalars: Scalars, state: State, group: Group, keep: int = 2
 ) -> Path:
-    """Write the checkpoint of a step to parent/step-..., and keep the newest `keep` (2 or more) up to it.
-
-    Every rank calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once.
-    `state` is rank 0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the
-    reason, if any rank cannot write or the step's name is taken by what is no checkpoint."""
+    """Write the checkpoint of a step to parent/step-..., and keep the newest `keep` (2 or more) up to it. Every rank
+    calls it. `pieces` are what this rank is to write; those of all ranks must cover every tensor once. `state` is rank
+    0's. A checkpoint of the same step is left as it is. Raises SaveError on every rank, with the reason, if any rank
+    cannot write or the step's name is taken by what is no checkpoint."""
     if keep < 2:
         raise UserError(f"of {keep} checkpoint the last could be the one that is damaged: keep 2 or more")
     final = parent / disk.step_name(step)

@@ -181,7 +181,7 @@ def test_a_slow_disk_is_no_lost_rank(tmp_path):
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_a_file_system_without_locks_is_not_in_use(code, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(code))
-    said = f"^the file system of {tmp_path} cannot lock a file: {os.strerror(code)}; name a folder on another"
+    said = f"^cannot lock a file on the file system of {tmp_path}: {os.strerror(code)}; name a folder on another"
     with pytest.raises(UserError, match=said), locked(tmp_path):
         pass
 
