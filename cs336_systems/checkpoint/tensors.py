@@ -248,8 +248,7 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
                 box = Box(*map(naturals, box_of))
                 entry = tensors.setdefault(name, {}).setdefault(kind, Entry(box.shape, dtype, {}))
                 there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
-                same = (entry.shape, entry.dtype) == (box.shape, dtype)
-                require(same, f"{there}, {dtype} {list(box.shape)} here")
+                require((entry.shape, entry.dtype) == (box.shape, dtype), f"{there}, {dtype} {list(box.shape)} here")
                 entry.boxes.setdefault(box, []).append(Stored(first, naturals([first])[0] + count, path.name, at))
             for name, values in json.loads(metadata.get("scalars", "{}")).items():
                 numbers = all(type(value) in (int, float) and -math.inf < value < math.inf for value in values.values())
@@ -272,8 +271,7 @@ def check_cover(what: str, entry: Entry) -> None:
     for box, runs in entry.boxes.items():
         inside = len(box.start) == len(box.size) == len(shape)
         inside = inside and all(start + size <= whole for whole, start, size in zip(*box, strict=True))
-        place = f"{list(box.size)} at {list(box.start)}"
-        require(inside, f"{what} has a piece outside its shape {list(shape)}: {place}")
+        require(inside, f"{what} has a piece outside its shape {list(shape)}: {list(box.size)} at {list(box.start)}")
         runs.sort()
         end = 0
         for first, last, *_ in [*runs, Stored(box.numel, 0, "", 0)]:

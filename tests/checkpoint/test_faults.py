@@ -20,7 +20,7 @@ from safetensors import safe_open
 from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import SaveError, list_checkpoints, locked
-from cs336_systems.checkpoint.load import open_newest
+from cs336_systems.checkpoint.folder import open_newest
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece, write_tensors
 from cs336_systems.comm import agree, agreement, default_group, distributed
 from cs336_systems.errors import UserError
@@ -128,7 +128,7 @@ def one_rank_cannot(group, parent: str, what: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         if what == "read" and group.rank() == 1:
             patch.setattr(hashlib, "file_digest", failing(errno.ESTALE))
-            patch.setattr("cs336_systems.checkpoint.load.list_tensors", failing(errno.ESTALE))
+            patch.setattr("cs336_systems.checkpoint.folder.list_tensors", failing(errno.ESTALE))
         if what == "list":
             patch.setattr(disk, "list_checkpoints", failing(errno.EACCES))
         if what == "rename":

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load
 
 from cs336_systems.checkpoint.disk import LONGEST, RefusedError
-from cs336_systems.checkpoint.load import NAME, open_checkpoint, open_plain
+from cs336_systems.checkpoint.folder import NAME, open_checkpoint, open_plain
 from cs336_systems.checkpoint.tensors import MOST_BOXES, VALUE, Box, Entry, Stored, check_cover
 from cs336_systems.comm import distributed
 from tests.support.checkpoint_cases import FILE, bits, rewrite, save_step, sign

@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import RefusedError
-from cs336_systems.checkpoint.load import export_plain, open_checkpoint, open_newest, open_plain, weights_hash
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, open_newest, open_plain, save, weights_hash
 from cs336_systems.checkpoint.tensors import RANDOM, VALUE, Box, Piece, my_share
 from cs336_systems.comm import distributed
 from cs336_systems.errors import UserError

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import RefusedError, require
-from cs336_systems.checkpoint.load import NAME, open_checkpoint, open_newest
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import NAME, open_checkpoint, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece
 from cs336_systems.comm import agree, distributed
 from cs336_systems.errors import UserError

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.checkpoint.load import NAME
+from cs336_systems.checkpoint.folder import NAME
 from cs336_systems.checkpoint.tensors import VALUE
 from tests.support.checkpoint_cases import FILE, flip, rewrite
 
