@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save_state
 
 from benchmarks.harness import WrongResultError
 from cs336_systems.checkpoint.disk import list_checkpoints
-from cs336_systems.checkpoint.load import open_checkpoint
-from cs336_systems.checkpoint.save import Saver, save
+from cs336_systems.checkpoint.folder import Saver, open_checkpoint, save
 from cs336_systems.comm import Group, agree
 from cs336_systems.train.recipe import Recipe
 from cs336_systems.train.run_state import RunState
@@ -90,7 +89,7 @@ class Bench:
 
 
 def ours(bench: Bench) -> dict[str, Candidate]:
-    """`checkpoint.save`, `Saver` with a thread, and verifying and restoring."""
+    """`folder.save`, `Saver` with a thread, and verifying and restoring."""
     parent = bench.folder / "ours"
     saver = Saver(parent, bench.group, background=True)
 

@@ -12,7 +12,7 @@ import click
 from rich.table import Table
 
 from cs336_systems.checkpoint.disk import RefusedError, list_checkpoints
-from cs336_systems.checkpoint.load import NAME, export_plain, open_checkpoint, weights_hash
+from cs336_systems.checkpoint.folder import NAME, export_plain, open_checkpoint, weights_hash
 from cs336_systems.checkpoint.tensors import VALUE
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

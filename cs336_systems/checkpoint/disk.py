@@ -28,6 +28,8 @@ from cs336_systems.host.console import format_bytes, os_errors
 from cs336_systems.host.text import printable
 
 STEP = re.compile(r"step-([0-9]{8,})")
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # JSON that has other parts than expected
+LONGEST = 1000  # characters of a refusal, which quotes what a file holds
 DISK_TIMEOUT = timedelta(seconds=600)  # how long a rank waits at least for another's disk: a slow one is no dead rank
 
 
@@ -36,7 +38,10 @@ class SaveError(UserError):
 
 
 class RefusedError(UserError):
-    """A checkpoint that is not whole, not what it says it is, or not of this project; the message names the file."""
+    """A checkpoint that is not whole, not what it says it is, or not of this project; one line that names the file."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message[:LONGEST])[:LONGEST])
 
 
 def require(true: object, message: str) -> None:
@@ -45,10 +50,22 @@ def require(true: object, message: str) -> None:
         raise RefusedError(message)
 
 
+@contextmanager
+def refusing(what: str, malformed: str = "") -> Iterator[None]:
+    """Begin a RefusedError of the block with what it is about, and, where given, make one of MALFORMED errors."""
+    try:
+        yield
+    except RefusedError as error:
+        raise RefusedError(f"{what}: {error}") from None
+    except MALFORMED as error:
+        if not malformed:
+            raise
+        said = str(error) if isinstance(error, json.JSONDecodeError | RecursionError) else repr(error)
+        raise RefusedError(f"{malformed}: {said:.80}") from None
+
+
 def reason(error: Exception, folder: Path, needed: int = 0) -> str:
     """The reason for an error in a folder, as text for a message; `needed` are the bytes that were to be written."""
-    if isinstance(error, UserError):
-        return str(error)
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {str(error)[:200]}"
     text = error.strerror or str(error)
@@ -68,12 +85,13 @@ def together(
     done, problem, refused = None, "", False
     try:
         done = action()
+    except UserError as error:
+        problem, refused = str(error), isinstance(error, RefusedError)
     except Exception as error:
-        if failed is None and not isinstance(error, UserError):
+        if failed is None:
             raise
-        said = f"{'' if isinstance(error, UserError) else failed}{reason(error, folder, needed)}"
-        problem, refused = printable(said), isinstance(error, RefusedError)  # names from a file may not be Unicode
-    votes: list[Any] = [(done, problem, refused)]
+        problem = failed + reason(error, folder, needed)
+    votes: list[Any] = [(done, printable(problem), refused)]  # names of files may not be Unicode
     if group is not None:
         text = json.dumps(votes[0], allow_nan=False)
         votes = [json.loads(each) for each in agree(topic, text, group, counted=False, patience=DISK_TIMEOUT)]
@@ -104,12 +122,6 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, An
     finally:
         os.close(file)
     return {"bytes": total, "sha256": digest.hexdigest()}
-
-
-def hash_file(path: Path) -> str:
-    """The SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(path: Path) -> None:
@@ -180,12 +192,10 @@ def locked(folder: Path) -> Iterator[IO[str]]:
         file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         lock = os.fdopen(file, "r+", errors="replace")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = lock.read(100).strip() or "of an unknown process"
-            raise UserError(f"{folder} is in use by another run ({holder}); wait for its end, or {other}") from None
-        except OSError as error:
-            cannot = f"the file system of {folder} cannot lock a file: {error.strerror}"
-            raise UserError(f"{cannot}; name a folder on another with --out DIR") from None
+        with os_errors(f"lock a file on the file system of {folder}", "name a folder on another with --out DIR"):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = lock.read(100).strip() or "of an unknown process"
+                raise UserError(f"{folder} is in use by another run ({holder}); wait for its end, or {other}") from None
         yield lock

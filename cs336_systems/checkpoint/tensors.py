@@ -14,33 +14,34 @@ Every layout is made of such pieces, so one format holds them all, and any can b
 
 A file's metadata says what each of its tensors is a piece of, so that the files alone say what a checkpoint holds. They
 may come from an untrusted place: nothing in a head is used unchecked, and no size in it leads to more memory than the
-file has bytes.
+file has bytes, nor its JSON to more than 400 MB.
 """
 
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cs336_systems.checkpoint.disk import RefusedError, require, write_file
+from cs336_systems.checkpoint.disk import refusing, require, write_file
 from cs336_systems.host.text import regular
 
 RANDOM = "random/"  # begins the names of what is no parameter: the states of random number generators
 VALUE = "value"  # the kind of a parameter itself; others are of its optimizer's state, such as "exp_avg"
 COPIED_BYTES = 1 << 24  # of a tensor on a GPU, at a time
 FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
-LARGEST_HEADER = 100_000_000  # the format's own limit
+LARGEST_JSON = 1 << 24  # bytes of a head, or of a manifest, of 60,000 pieces or files; Python takes 25 times the memory
+MOST_AXES, MOST_BOXES = 16, 4096  # of a tensor: every box is compared with every other
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # JSON that has other parts than expected
 
 Scalars = dict[str, dict[str, float | int]]  # of an optimizer's state, such as a parameter's count of steps
 
@@ -195,36 +196,40 @@ def contents(pieces: Sequence[Piece], metadata: dict[str, Any]) -> Iterator[byte
             yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def naturals(*values: Any) -> tuple[int, ...]:
-    """Numbers out of JSON, such as a shape. Raises RefusedError unless they are integers from 0 up that fit 62 bits."""
+def naturals(values: Any) -> tuple[int, ...]:
+    """A list in JSON, such as a shape. Raises RefusedError unless it is one of integers from 0 up that fit 62 bits."""
+    require(isinstance(values, list | tuple), f"{values!r:.40} is no list of counts")
     for value in values:  # a bool is an int, too
         require(type(value) is int and 0 <= value < 2**62, f"{value!r:.40} is no count")
-    return values
+    return tuple(values)
 
 
-def read_head(path: Path) -> tuple[dict[str, tuple[str, list[int], int, int]], dict[str, str]]:
+def read_head(path: Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], dict[str, str]]:
     """The head of a safetensors file, its sizes checked: the dtype, shape, number of elements and place of each tensor,
     and the strings that go with them. Raises RefusedError for what is none."""
-    size, found = regular(path).stat().st_size, {}
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        data = size - 8 - length
-        said = f"{path.name} is no safetensors file: its head would have {length:,} bytes of {size:,}"
-        require(size >= 8 and data >= 0 and length <= LARGEST_HEADER, said)
-        text = file.read(length)
-    try:
-        head = json.loads(text)
-        metadata = {str(key): str(text) for key, text in head.pop("__metadata__", {}).items()}
+    size, found, runs = regular(path).stat().st_size, {}, []
+    problem = f"{path.name} is no safetensors file"
+    with refusing(problem, problem):
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            data = size - 8 - length
+            said = f"its head would have {length:,} bytes of {size:,}, of which {LARGEST_JSON:,} are read at most"
+            require(size >= 8 and data >= 0 and length <= LARGEST_JSON, said)
+            head = json.loads(file.read(length))
+        strings = head.pop("__metadata__", {})
+        require(all(isinstance(text, str) for text in strings.values()), "its metadata are not strings")
         for key, tensor in head.items():
-            dtype, shape, (begin, end) = tensor["dtype"], tensor["shape"], naturals(*tensor["data_offsets"])
-            count = math.prod(naturals(*shape))
+            dtype, shape, (begin, end) = tensor["dtype"], naturals(tensor["shape"]), naturals(tensor["data_offsets"])
+            require(len(shape) <= MOST_AXES, f"a tensor of {len(shape):,} axes")
             require(dtype in DTYPES, f"dtype {dtype!r:.20}; known are {', '.join(DTYPES)}")
+            count = math.prod(shape)
             right = begin <= end <= data and end - begin == count * DTYPES[dtype].itemsize
             require(right, f"a tensor of {count} elements of {dtype} at {begin} to {end} of {data} bytes")
             found[key] = dtype, shape, count, size - data + begin
-    except MALFORMED as error:
-        raise RefusedError(f"{path.name} is no safetensors file: {str(error)[:80]}") from None
-    return found, metadata
+            runs.append((begin, end))
+        for (_, end), (begin, _) in pairwise(sorted(runs)):
+            require(end <= begin, f"a tensor ends at {end}, and the next begins at {begin}")
+    return found, strings
 
 
 def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, dict[str, Entry]], Scalars]:
@@ -234,28 +239,23 @@ def list_tensors(paths: Iterable[Path], plain: bool = False) -> tuple[dict[str, 
     scalars: Scalars = {}
     for path in paths:
         found, metadata = read_head(path)
-        try:
+        with refusing(path.name, f"{path.name}: it does not say what its tensors are"):
             described = {} if plain else json.loads(metadata["pieces"])
             for key, (dtype, shape, count, at) in found.items():
                 whole: tuple[Any, ...] = (key, VALUE, *Box.whole(shape), 0)
-                name, kind, shape, start, size, first = whole if plain else described.pop(key)
-                box = Box(naturals(*shape), naturals(*start), naturals(*size))
-                entry = tensors.setdefault(str(name), {}).setdefault(str(kind), Entry(box.shape, dtype, {}))
+                name, kind, *box_of, first = whole if plain else described.pop(key)
+                require(type(name) is type(kind) is str, f"{name!r:.40} ({kind!r:.40}) is no name")
+                box = Box(*map(naturals, box_of))
+                entry = tensors.setdefault(name, {}).setdefault(kind, Entry(box.shape, dtype, {}))
                 there = f"{name} ({kind}) is {entry.dtype} {list(entry.shape)} on one rank"
-                same = (entry.shape, entry.dtype) == (box.shape, dtype)
-                require(same, f"{there}, {dtype} {list(box.shape)} here")
-                entry.boxes.setdefault(box, []).append(Stored(first, naturals(first)[0] + count, path.name, at))
+                require((entry.shape, entry.dtype) == (box.shape, dtype), f"{there}, {dtype} {list(box.shape)} here")
+                entry.boxes.setdefault(box, []).append(Stored(first, naturals([first])[0] + count, path.name, at))
             for name, values in json.loads(metadata.get("scalars", "{}")).items():
-                numbers = all(isinstance(value, int | float) for value in values.values())
+                numbers = all(type(value) in (int, float) and -math.inf < value < math.inf for value in values.values())
                 require(numbers, f"the scalars of {name} are not numbers")
                 known = scalars.setdefault(name, values)
                 require(known == values, f"the ranks disagree on the scalars of {name}: {known} and {values}")
-            if described:
-                raise RefusedError(f"it has no {min(described)}")
-        except RefusedError as error:
-            raise RefusedError(f"{path.name}: {error}") from None
-        except MALFORMED as error:
-            raise RefusedError(f"{path.name}: it does not say what its tensors are: {error!r:.80}") from None
+            require(not described, f"it has no {min(described, default='')}")
     for name, kinds in tensors.items():
         for kind, entry in kinds.items():
             check_cover(f"{name} ({kind})", entry)
@@ -266,13 +266,12 @@ def check_cover(what: str, entry: Entry) -> None:
     """Raises RefusedError unless the runs of a tensor's boxes cover every element exactly once; sorts them."""
     shape, twice = entry.shape, f"{what} lacks elements, or has some twice"
     # A 0 would hide how large the others are.
-    possible = len(shape) <= 16 and math.prod(each or 1 for each in shape) < 2**62
+    possible = len(shape) <= MOST_AXES and math.prod(each or 1 for each in shape) < 2**62
     require(possible, f"{what} has shape {list(shape)!s:.60}, which no tensor has")
     for box, runs in entry.boxes.items():
         inside = len(box.start) == len(box.size) == len(shape)
         inside = inside and all(start + size <= whole for whole, start, size in zip(*box, strict=True))
-        place = f"{list(box.size)} at {list(box.start)}"
-        require(inside, f"{what} has a piece outside its shape {list(shape)}: {place}")
+        require(inside, f"{what} has a piece outside its shape {list(shape)}: {list(box.size)} at {list(box.start)}")
         runs.sort()
         end = 0
         for first, last, *_ in [*runs, Stored(box.numel, 0, "", 0)]:
@@ -280,6 +279,9 @@ def check_cover(what: str, entry: Entry) -> None:
             require(first == end, f"{twice}: {where}")
             end = last
     listed = [box for box in entry.boxes if box.numel]
+    require(len(listed) <= MOST_BOXES, f"{what} is in {len(listed):,} boxes; {MOST_BOXES:,} are read at most")
     covered = sum(box.numel for box in listed)
-    apart = not any(a.overlap(b) for i, a in enumerate(listed) for b in listed[:i])
+    starts = torch.tensor([box.start for box in listed])
+    ends = starts + torch.tensor([box.size for box in listed])
+    apart = not any(((starts[:i] < ends[i]) & (starts[i] < ends[:i])).all(1).any() for i in range(1, len(listed)))
     require(apart and covered == math.prod(shape), f"{twice}: {covered:,} of its {math.prod(shape):,}")

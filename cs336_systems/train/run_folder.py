@@ -12,8 +12,7 @@ import torch
 
 from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.disk import RefusedError, require
-from cs336_systems.checkpoint.load import open_newest, open_plain
-from cs336_systems.checkpoint.save import Saver
+from cs336_systems.checkpoint.folder import Saver, open_newest, open_plain
 from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
 from cs336_systems.comm import Group
 from cs336_systems.comm.flight_recorder import process

@@ -13,7 +13,7 @@ from benchmarks.scaling_logs import read_runs
 from benchmarks.scaling_run import as_json
 from benchmarks.scaling_table import PUBLISHED, find_base, markdown
 from benchmarks.tables import chosen, measured_tables
-from cs336_systems.checkpoint.load import open_plain
+from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import read_measured
 from cs336_systems.cost.machines import DEFAULT_SYSTEM, load_constants, read_machine

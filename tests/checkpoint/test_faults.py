@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -19,7 +20,7 @@ from safetensors import safe_open
 from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import SaveError, list_checkpoints, locked
-from cs336_systems.checkpoint.load import open_newest
+from cs336_systems.checkpoint.folder import open_newest
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece, write_tensors
 from cs336_systems.comm import agree, agreement, default_group, distributed
 from cs336_systems.errors import UserError
@@ -104,8 +105,9 @@ def test_a_file_that_vanishes_is_missing(tmp_path, group):
 
 def test_verify_goes_on_after_what_cannot_be_read(tmp_path, group, monkeypatch, capsys):
     save_steps(group, str(tmp_path), [1, 2])
-    real = disk.hash_file
-    monkeypatch.setattr(disk, "hash_file", lambda path: (failing(errno.EIO) if OLD in str(path) else real)(path))
+    real = hashlib.file_digest
+    broken = failing(errno.EIO)
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, sum: (broken if OLD in file.name else real)(file, sum))
     assert run_command(main, ["verify", str(tmp_path)]) == 2
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{OLD}: cannot read {tmp_path / OLD}: Input/output error")
@@ -125,8 +127,8 @@ def one_rank_cannot(group, parent: str, what: str) -> list[str]:
     save_steps(group, parent, [1, 2])
     with pytest.MonkeyPatch.context() as patch:
         if what == "read" and group.rank() == 1:
-            patch.setattr(disk, "hash_file", failing(errno.ESTALE))
-            patch.setattr("cs336_systems.checkpoint.load.list_tensors", failing(errno.ESTALE))
+            patch.setattr(hashlib, "file_digest", failing(errno.ESTALE))
+            patch.setattr("cs336_systems.checkpoint.folder.list_tensors", failing(errno.ESTALE))
         if what == "list":
             patch.setattr(disk, "list_checkpoints", failing(errno.EACCES))
         if what == "rename":
@@ -162,7 +164,7 @@ def slow_disks(group, parent: str) -> list[str]:
         where, name = ((os, "rename"), (os, "fsync"))[group.rank()]
         patch.setattr(where, name, slow(getattr(where, name)))
         if group.rank() == 1:
-            patch.setattr(disk, "hash_file", slow(disk.hash_file))
+            patch.setattr(hashlib, "file_digest", slow(hashlib.file_digest))
         save_step(folder, 1, group)
         save_step(folder, 2, group)
         found = open_newest(folder, group, refuse_new, said.append)
@@ -179,7 +181,7 @@ def test_a_slow_disk_is_no_lost_rank(tmp_path):
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
 def test_a_file_system_without_locks_is_not_in_use(code, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", failing(code))
-    said = f"^the file system of {tmp_path} cannot lock a file: {os.strerror(code)}; name a folder on another"
+    said = f"^cannot lock a file on the file system of {tmp_path}: {os.strerror(code)}; name a folder on another"
     with pytest.raises(UserError, match=said), locked(tmp_path):
         pass
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cs336_systems.checkpoint.disk import clean, list_checkpoints
-from cs336_systems.checkpoint.load import open_checkpoint, open_newest
+from cs336_systems.checkpoint.folder import open_checkpoint, open_newest
 from cs336_systems.comm import Place, agree, agreement, distributed
 from tests.support.checkpoint_cases import FILE, PATIENCE, is_step, save_step, save_steps
 from tests.support.ranks import run_alone

@@ -1,5 +1,6 @@
 """Checkpoints as others see them: a hash of the weights, plain safetensors files, and the commands."""
 
+import gzip
 import json
 import random
 import shutil
@@ -11,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cs336_systems.checkpoint.__main__ import main
 from cs336_systems.checkpoint.disk import RefusedError
-from cs336_systems.checkpoint.load import export_plain, open_checkpoint, open_newest, open_plain, weights_hash
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, open_newest, open_plain, save, weights_hash
 from cs336_systems.checkpoint.tensors import RANDOM, VALUE, Box, Piece, my_share
 from cs336_systems.comm import distributed
 from cs336_systems.errors import UserError
@@ -133,6 +133,9 @@ def head(value: object, data: int = 8) -> bytes:
     return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
+HALF = {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}
+
+
 def one(**changes: object) -> bytes:
     return head({"t": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes})
 
@@ -147,7 +150,7 @@ def one(**changes: object) -> bytes:
         (head([]), "pop expected at most 1 argument|no safetensors"),
         (head(b"[" * 5000), "recursion"),
         (head({"t": 1}), "not subscriptable"),
-        (head({"__metadata__": 1}), "no attribute 'items'"),
+        (head({"__metadata__": 1}), "no attribute 'values'"),
         (one(dtype="F8"), "dtype 'F8'"),
         (one(dtype=[]), "unhashable"),
         (one(shape=[3]), "a tensor of 3 elements of F32 at 0 to 8 of 8 bytes"),
@@ -160,6 +163,12 @@ def one(**changes: object) -> bytes:
         (one(data_offsets=[8, 16]), "a tensor of 2 elements of F32 at 8 to 16 of 8 bytes"),
         (one(data_offsets=[8, 0]), "a tensor of 2 elements of F32 at 8 to 0 of 8 bytes"),
         (one(data_offsets=[0]), "not enough values"),
+        (one(shape=""), "'' is no list of counts"),
+        (one(shape={}), "{} is no list of counts"),
+        (one(shape=[1] * 17), "a tensor of 17 axes"),
+        (head({"t": HALF | {"shape": [2], "data_offsets": [0, 8]}, "u": HALF}), "ends at 8, and the next begins at 4"),
+        (head({"__metadata__": {"pieces": {}}}), "its metadata are not strings"),
+        (gzip.compress(one()), "its head would have .* bytes of"),
     ],
 )
 def test_a_plain_file_that_is_none_is_refused(data, said, tmp_path):

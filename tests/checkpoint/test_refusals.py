@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import RefusedError, require
-from cs336_systems.checkpoint.load import NAME, open_checkpoint, open_newest
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import NAME, open_checkpoint, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint, Piece
 from cs336_systems.comm import agree, distributed
 from cs336_systems.errors import UserError
 from tests.support.checkpoint_cases import FILE, bits, flip, is_step, rewrite, save_step, save_steps, sign, tensors
-from tests.support.checkpoint_damage import DAMAGES, HUGE, NEW, OLD, described, in_head, linked
+from tests.support.checkpoint_damage import DAMAGES, HUGE, NEW, OLD, described, in_head, linked, with_head
 from tests.support.ranks import run, run_alone
 
 
@@ -263,6 +262,8 @@ def test_sizes_that_lie_take_no_memory(parent, tmp_path):
         "overflow": described(2, [1 << 40, 1 << 40, 0], "empty"),
         "bytes": lambda folder: rewrite(folder, lambda b: b["files"][FILE].update(bytes=HUGE)),
         "box": described(3, [HUGE, 0]),
+        "manifest": lambda folder: os.truncate(folder / NAME, 180_000_000),
+        "head": with_head(b"[" * 80_000_000),
     }
     for name, lie in lies.items():
         lie(shutil.copytree(parent / NEW, tmp_path / name))

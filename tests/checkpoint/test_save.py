@@ -12,8 +12,7 @@ import torch
 
 from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.disk import SaveError, clean, list_checkpoints, locked, step_name
-from cs336_systems.checkpoint.load import open_checkpoint, open_newest
-from cs336_systems.checkpoint.save import Saver, save
+from cs336_systems.checkpoint.folder import Saver, open_checkpoint, open_newest, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Piece, my_share
 from cs336_systems.comm import agree, all_reduce, distributed
 from cs336_systems.errors import UserError

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from cs336_systems.checkpoint.load import NAME, digest
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import NAME, digest, save
 from cs336_systems.checkpoint.tensors import NAMES, RANDOM, VALUE, Box, Piece, my_share
 from cs336_systems.comm import agree
 

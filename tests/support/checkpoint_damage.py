@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.checkpoint.load import NAME
+from cs336_systems.checkpoint.folder import NAME
 from cs336_systems.checkpoint.tensors import VALUE
 from tests.support.checkpoint_cases import FILE, flip, rewrite
 
@@ -191,7 +191,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shape that is negative": (described(2, [-6, -4]), f"{NEW}: {FILE}: -6 is no count"),
     "a run that begins at false": (described(5, False, "b"), f"{NEW}: {FILE}: False is no count"),
     "a size of too many digits": (described(2, [1 << 70, 4]), "1180591620717411303424 is no count"),
-    "a shape that is a word": (described(2, "ab"), f"{NEW}: {FILE}: 'a' is no count"),
+    "a shape that is a word": (described(2, "ab"), f"{NEW}: {FILE}: 'ab' is no list of counts"),
     "a piece of too few words": (
         in_head(lambda _, pieces: pieces.update({"a.weight": []})),
         f"{NEW}: {FILE}: it does not say what its tensors are: ValueError",

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints
-from cs336_systems.checkpoint.load import open_checkpoint, weights_hash
+from cs336_systems.checkpoint.folder import open_checkpoint, weights_hash
 from cs336_systems.checkpoint.tensors import Checkpoint
 from cs336_systems.comm import find_place
 from cs336_systems.comm.launch import run_command_on_ranks

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from cs336_systems.checkpoint.disk import RefusedError, SaveError, step_name
-from cs336_systems.checkpoint.load import open_checkpoint, open_plain
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import open_checkpoint, open_plain, save
 from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint
 from cs336_systems.train import run_state
 from cs336_systems.train.batches import make_batches

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import RefusedError
-from cs336_systems.checkpoint.load import open_checkpoint
-from cs336_systems.checkpoint.save import save
+from cs336_systems.checkpoint.folder import open_checkpoint, save
 from cs336_systems.checkpoint.tensors import RANDOM, Box, Piece
 from cs336_systems.comm import default_group, distributed
 from cs336_systems.train.run_state import random_pieces, restore_random, seed_generators

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.scaling_logs import parse_train_log
 from cs336_systems.checkpoint.disk import list_checkpoints
-from cs336_systems.checkpoint.load import open_checkpoint
+from cs336_systems.checkpoint.folder import open_checkpoint
 from cs336_systems.train.batches import make_batches
 from tests.support import expert_cases, ranks
 from tests.support.layout_cases import WIGGLE, errors, one_process, rounding, wide, write_text

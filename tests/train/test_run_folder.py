@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints, locked
-from cs336_systems.checkpoint.load import export_plain, open_plain, weights_hash
+from cs336_systems.checkpoint.folder import export_plain, open_plain, weights_hash
 from cs336_systems.comm import Place
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command

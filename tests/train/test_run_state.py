@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import RefusedError, step_name
-from cs336_systems.checkpoint.load import export_plain, open_checkpoint, to_text, weights_hash
+from cs336_systems.checkpoint.folder import export_plain, open_checkpoint, to_text, weights_hash
 from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
 from cs336_systems.errors import UserError
 from cs336_systems.train.run_folder import RunCheckpoints

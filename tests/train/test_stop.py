@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cs336_systems.checkpoint.disk import list_checkpoints
-from cs336_systems.checkpoint.load import open_checkpoint
+from cs336_systems.checkpoint.folder import open_checkpoint
 from cs336_systems.comm import agree, request_stop
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import die_with_parent
