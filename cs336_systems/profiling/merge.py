@@ -120,7 +120,8 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
             places |= {id(node.span): (track, node) for track in tracks for node in track.nodes}
         named += names
         streams += [_slices(track, base) for track in tracks]
-        streams += [_memory(trace, base)] if trace.spans else []
+        devices = sorted({each.device for each in trace.allocations}) if trace.spans else []
+        streams += [_memory(trace, device, base) for device in devices]
         arrows += _arrows_inside(trace, lanes)
     streams.append(sorted(_flow_events([*arrows, *_arrows_between(traces, places)], base), key=itemgetter("ts")))
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
@@ -167,13 +168,12 @@ def _slices(track: Track, base: int) -> Iterator[Event]:
         yield about
 
 
-def _memory(trace: Trace, base: int) -> Iterator[Event]:
-    """Active memory over time, by device, in the rank's first process, as `memory.py` adds it up."""
-    for device in sorted({each.device for each in trace.allocations}):
-        memory = memory_timeline(trace, device)
-        about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
-        for time, nbytes in zip(memory.times, memory.totals, strict=True):
-            yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
+def _memory(trace: Trace, device: str, base: int) -> Iterator[Event]:
+    """Active memory of a device over time, in the rank's first process, as `memory.py` adds it up."""
+    memory = memory_timeline(trace, device)
+    about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
+    for time, nbytes in zip(memory.times, memory.totals, strict=True):
+        yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
 
 
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:

@@ -10,7 +10,7 @@ while the main thread is blocked inside `backward`: then only autograd's counts.
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -151,7 +151,7 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
-            span = replace(kernel, name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
+            span = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
             apart.append(Node(span, span.start, kernels=(kernel,), collective=bool(KERNEL.search(kernel.name))))
             if owner is not None:
                 apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
@@ -185,7 +185,7 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
     found: list[Span] = []
     for phase, group in groupby(sorted(outermost, key=lambda node: node.span.start), key=lambda node: node.phase):
         spans = [node.span for node in group]
-        found.append(replace(spans[0], name=phase, end=max(span.end for span in spans)))
+        found.append(spans[0]._replace(name=phase, end=max(span.end for span in spans)))
     return found
 
 

@@ -104,8 +104,10 @@ def _blocks(trace: Trace) -> list[Bar]:
     """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
     found: list[Bar] = []
     for node in timeline(trace).nodes:
+        if not (node.is_tag or node.span.name.startswith(ENGINE)):
+            continue
         name = next((name for name, kind in reversed(node.modules) if kind_of(kind) == "block"), "")
-        if not name or not (node.is_tag or node.span.name.startswith(ENGINE)):
+        if not name:
             continue
         start, key = node.span.start, (name, node.direction)
         if found and (found[-1].name, found[-1].kind) == key:

@@ -101,6 +101,16 @@ MANY: dict[str, Callable[[int], list[dict]]] = {
         [event("gloo:all_reduce", n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
         + [event("c10d::allreduce_", i, 0.5) for i in range(n)]
     ),
+    "queued, twice as many as were asked for": lambda n: (
+        [event("gloo:all_reduce", n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
+        + [event("c10d::allreduce_", i, 0.5) for i in range(n // 2)]
+    ),
+    "queued, after the waits": lambda n: (
+        [tag(f"launch all-reduce 0#{i}", i, 0.8) for i in range(n)]
+        + [event("c10d::allreduce_", i, 0.5) for i in range(n)]
+        + [tag(f"wait all-reduce 0#{i}", n + i, 0.5) for i in range(n)]
+        + [event("gloo:all_reduce", 3 * n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
+    ),
     "nested, with kernels": lambda n: (
         [event("a", i, 2 * (n - i), **{"External id": i}) for i in range(n)]
         + [event("gemm", i, 1, STREAM, "kernel", **{"External id": i, "stream": 7}) for i in range(n)]
