@@ -112,6 +112,7 @@ def test_the_curve_is_that_of_the_memory_timeline():
     assert [e["args"]["MiB"] for e in curve] == [2.0, 3.0, 1.0], "a GPU's allocator keeps the sum itself"
     assert [e["ts"] for e in curve] == [0.0, 1.0, 2.0]
     assert [e["args"]["MiB"] for e in of(merge([only]), "C", name="active memory, cpu")] == [0.0, 4.0]
+    assert [e["ts"] for e in of(merge([only]), "C")] == [0.0, 0.0, 1.0, 2.0, 3.0], "in order, whatever the device"
     found = memory_timeline(only)
     assert [nbytes / 2**20 for nbytes in found.totals] == [2.0, 3.0, 1.0]
 
