@@ -192,10 +192,10 @@ def attention_rows(trace: Trace) -> list[Row]:
     rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
         label, operator = labels[id(node)]
-        modules = [name for name, kind in node.modules if kind_of(kind) == "attention"]
-        if not modules:
+        if "attention" not in kinds_of(node.modules):
             continue
-        module, span, direction = modules[-1], node.span, "forward" if node.phase == "forward" else "backward"
+        module = next(name for name, kind in reversed(node.modules) if kind_of(kind) == "attention")
+        span, direction = node.span, "forward" if node.phase == "forward" else "backward"
         if (tag := parse_tag(span.name)) and tag[0] == module:
             past_softmax.discard(module)
         name = label if label in (SOFTMAX, FUSED_ATTENTION, COLLECTIVES) else REST

@@ -63,7 +63,8 @@ class Call:
     def suits(self, group: str | None, kind: str | None) -> bool:
         """True if a span of this type, on a thread of this group, may have run it, as far as they are known."""
         known = {each for _, each in self.tensors()}
-        return (group is None or self.group in (None, group)) and (kind is None or not known or bool(known & {"", kind}))
+        typed = kind is None or not known or bool(known & {"", kind})
+        return typed and (group is None or self.group in (None, group))
 
 
 def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
@@ -99,8 +100,9 @@ def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
             if (found := next(fitting(mover, free), None)) is not None:
                 wanted[found] = mover, leaves
                 drop(found, free)
-                for index, kind in (each for index in wanted for each in suited[index]):
-                    insort(taken[kind], index)
+                for index in wanted:
+                    for _, kind in suited[index]:
+                        insort(taken[kind], index)
                 while found is not None:
                     runs[found], found = wanted[found]
                 break

@@ -101,10 +101,13 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     With `lazily` its events are made as they are read, so that they need no memory.
 
     Under "ranks" it keeps each rank's `distributedInfo`, host, and clock: offset and bound in nanoseconds, and how they
-    are known. Raises UserError for no traces, for two of one rank, and for traces of runs of different sizes.
+    are known. Raises UserError for traces of runs of different sizes.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
-    _check(traces)
+    for one, other in pairwise(traces):
+        if one.world_size != other.world_size:
+            sizes = f"rank {one.rank} was one of {one.world_size} ranks and rank {other.rank} one of {other.world_size}"
+            raise UserError(f"{sizes}: these traces are not of one run")
     known = offsets(traces)
     traces = aligned(traces)
     # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
@@ -133,19 +136,6 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         "ranks": {str(trace.rank): _about(trace, known[trace.rank]) for trace in traces},
         "traceEvents": events if lazily else [*events],
     }
-
-
-def _check(traces: list[Trace]) -> None:
-    if not traces:
-        raise UserError("there is no trace to merge")
-    for one, other in pairwise(traces):
-        if one.rank == other.rank:
-            raise UserError(f"two of the traces are of rank {one.rank}; a merged one has each rank once")
-        if one.world_size != other.world_size:
-            raise UserError(
-                f"rank {one.rank} was one of {one.world_size} ranks and rank {other.rank} one of {other.world_size}: "
-                "these traces are not of one run"
-            )
 
 
 def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
