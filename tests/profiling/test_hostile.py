@@ -16,7 +16,9 @@ from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.memory_table import memory_markdown
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
+from cs336_systems.profiling.pictures import draw_flames, draw_memory
 from cs336_systems.profiling.tables import render_markdown
+from cs336_systems.profiling.timeline_picture import draw_timeline, steps_of
 from cs336_systems.profiling.trace import Trace, parse, read_json, write_json
 from tests.support.chrome_events import STREAM, backward, event, product, tag
 from tests.support.garble import VALUES, garbled
@@ -68,6 +70,21 @@ def test_any_field_of_any_type_is_read_or_refused_by_name(tmp_path):
     for where, value, said in refused:
         field = [key for key in where if isinstance(key, str)][-1]
         assert field in said or "out of range" in said or value == {}, (where, value)
+
+
+def test_traces_of_any_content_have_pictures():
+    made = [each for part in EACH for each in garbled(GOOD, part, [-7.5, "$<b>\n", [], 2**40])]
+    drawn = 0
+    for _, _, chrome in made[::3]:
+        try:
+            found = parse(chrome)
+        except UserError:
+            continue
+        draw_flames(flames(found, collapse_blocks=True), "flame")
+        draw_memory(memory_timeline(found), "memory")
+        draw_timeline([found], max(steps_of(found)), "timeline")
+        drawn += 1
+    assert drawn > 20
 
 
 @pytest.mark.parametrize("name", ["rank0.trace.json", "rank0.trace.json.gz"])
