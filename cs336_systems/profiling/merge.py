@@ -21,7 +21,6 @@ from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
 
 SECOND = 10**9
-MEBIBYTE = 2**20
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
@@ -144,11 +143,6 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
     return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
 
 
-def _microseconds(time: int, base: int = 0) -> float:
-    """Nanoseconds as the microseconds of a Chrome trace, with three decimals."""
-    return round((time - base) / 1000, 3)
-
-
 def _slices(track: Track, base: int) -> Iterator[Event]:
     pid, tid = track.pid, track.tid
     for node in track.nodes:
@@ -163,7 +157,7 @@ def _memory(trace: Trace, device: str, base: int) -> Iterator[Event]:
     memory = memory_timeline(trace, device)
     about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
     for time, nbytes in zip(memory.times, memory.totals, strict=True):
-        yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
+        yield about | {"ts": round(max(0, time - base) / 1000, 3), "args": {"MiB": round(nbytes / 2**20, 3)}}
 
 
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
@@ -208,7 +202,7 @@ def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
         number += bool(after)
         for phase, (time, track) in after and [("s", source), *after]:
             event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
-            yield event | {"ts": _microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
+            yield event | {"ts": round((time - base) / 1000, 3)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def own_moment(node: Node, last: bool = False) -> int | None:

@@ -177,7 +177,6 @@ def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
 
 
 def _draw_rank(axes: Axes, rank: StepTracks, start: int, end: int) -> None:
-    """All tracks of one rank, below a line with the figures of its overlap."""
     communication, hidden = length(rank.communicating), length(rank.hidden)
     words = f"rank {rank.rank}: no communication"
     if communication:
