@@ -191,8 +191,8 @@ def _shifted(trace: Trace, ahead: int) -> Trace:
     marks = [[time - ahead, *rest] for time, *rest in trace.ours.get("marks", ())]
     return replace(
         trace,
-        spans=[replace(span, start=span.start - ahead, end=span.end - ahead) for span in trace.spans],
-        allocations=[replace(each, time=each.time - ahead) for each in trace.allocations],
+        spans=[span._replace(start=span.start - ahead, end=span.end - ahead) for span in trace.spans],
+        allocations=[each._replace(time=each.time - ahead) for each in trace.allocations],
         links={(lane, to - ahead): (from_lane, time - ahead) for (lane, to), (from_lane, time) in trace.links.items()},
         ours=trace.ours | ({"marks": marks} if marks else {}),
         base=trace.base - ahead,

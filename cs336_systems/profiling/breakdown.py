@@ -115,6 +115,7 @@ def _part(node: Node) -> str:
     return next((kind for kind in reversed(kinds) if kind in PARTS), remainder)
 
 
+@once
 def part_rows(trace: Trace) -> list[Row]:
     """The whole step by part, the longest first; each nanosecond is in one row only."""
     rows = _group(trace, lambda node: [_part(node)]).values()
@@ -163,6 +164,7 @@ def _labels(trace: Trace) -> dict[int | None, tuple[str, str]]:
     return found
 
 
+@once
 def share_rows(trace: Trace) -> list[Row]:
     """Matrix products, norms, attention's softmax and the loss; convolutions, fused attention and collectives if there
     are any: the time to launch and to wait for them, not what they do meanwhile. Columns are the phases."""
@@ -180,6 +182,7 @@ def share_rows(trace: Trace) -> list[Row]:
     return [row for row in found if row.total or row.name not in (CONVOLUTION, FUSED_ATTENTION, COLLECTIVES)]
 
 
+@once
 def attention_rows(trace: Trace) -> list[Row]:
     """Attention's softmax, its two products, its projections, and what is left of it: scaling, mask, copies.
 
@@ -189,10 +192,10 @@ def attention_rows(trace: Trace) -> list[Row]:
     rows, labels, past_softmax = dict[str, Row](), _labels(trace), set[str]()
     for node in timeline(trace).busy:
         label, operator = labels[id(node)]
-        modules = [name for name, kind in node.modules if kind_of(kind) == "attention"]
-        if not modules:
+        if "attention" not in kinds_of(node.modules):
             continue
-        module, span, direction = modules[-1], node.span, "forward" if node.phase == "forward" else "backward"
+        module = next(name for name, kind in reversed(node.modules) if kind_of(kind) == "attention")
+        span, direction = node.span, "forward" if node.phase == "forward" else "backward"
         if (tag := parse_tag(span.name)) and tag[0] == module:
             past_softmax.discard(module)
         name = label if label in (SOFTMAX, FUSED_ATTENTION, COLLECTIVES) else REST

@@ -14,18 +14,22 @@ them, so that as many as possible have one (augmenting paths, Berge).
 """
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from cs336_systems.profiling.fields import shapes_of, types_of
+from cs336_systems.profiling.intervals import FOREVER
 from cs336_systems.profiling.names import COMMUNICATION, Collective, parse_collective
 from cs336_systems.profiling.trace import KERNEL, POSTED, Lane, Span, Trace, grouped, once
 
 # torch.profiler counts a processor's ticks and converts them. Its times were seen to miss the clock by up to 15 us.
 CONVERSION = 15_000  # nanoseconds
+Kind = tuple[str, str, str | None, str | None]  # of a span: verb and shape, its thread's group and its type, if known
 GLOO = re.compile(r"^gloo:")
 FORM = re.compile(r"((into)?tensor)?coalesced$|base$")  # endings of verbs that name the form of the arguments
 
@@ -56,48 +60,78 @@ class Call:
             elif shape or kind not in ("", "Scalar", "ScalarList"):
                 yield shape, kind
 
-    def fits(self, span: Span, group: str | None) -> bool:
-        """True if a span of the same key, on a thread of a group, may have run it."""
-        over = self.deadline is not None and self.deadline + CONVERSION < span.end
-        if self.span.start > span.start or over or (group is not None and self.group not in (None, group)):
-            return False
-        known, types = {kind for _, kind in self.tensors()}, types_of(span.args)
-        return not types or "" in known or not known or types[0] in known
+    def suits(self, group: str | None, kind: str | None) -> bool:
+        """True if a span of this type, on a thread of this group, may have run it, as far as they are known."""
+        known = {each for _, each in self.tensors()}
+        typed = kind is None or not known or bool(known & {"", kind})
+        return typed and (group is None or self.group in (None, group))
 
 
 def run_by(calls: Sequence[Call], spans: Sequence[Span]) -> dict[int, int]:
     """For spans of gloo's threads, by identity, the index of the call that each ran. Both are in order of start."""
-    by_key: dict[tuple[str, str], list[int]] = {}
+    forms: dict[tuple[str, str], list[int]] = {}
     for index, call in enumerate(calls):
-        for key in call.forms():
-            by_key.setdefault(key, []).append(index)
-
-    def same(span: Span) -> list[int]:
-        shapes = shapes_of(span.args)
-        verb = span.name.removeprefix("gloo:").replace("_", "")
-        return by_key.get((verb, str(shapes[0]) if shapes else ""), [])
-
-    asked: dict[Lane, set[str | None]] = {}  # the groups for which threads must have run what only one had asked for
-    for span in spans:
-        groups = {calls[i].group for i in same(span) if calls[i].span.start <= span.start}
-        if len(groups) == 1:
-            asked.setdefault(span.lane, set()).update(groups - {None})
-    group_of = {lane: next(iter(groups)) for lane, groups in asked.items() if len(groups) == 1}
+        for form in call.forms():
+            forms.setdefault(form, []).append(index)
+    kinds = _kinds(spans, {form: [calls[i] for i in indices] for form, indices in forms.items()})
+    # By kind of span the calls that no span has, and those that one has and may give up; in order.
+    free = {kind: [i for i in forms.get(kind[:2], []) if calls[i].suits(*kind[2:])] for kind in set(kinds.values())}
+    taken: dict[Kind, list[int]] = {kind: [] for kind in free}
+    suited = grouped(((index, kind) for kind in free for index in free[kind]), itemgetter(0))
+    over = [FOREVER if call.deadline is None else call.deadline + CONVERSION for call in calls]
+    latest = list(accumulate(over, max))  # in order, so that a span need not look at what was over long before
     runs: dict[int, Span] = {}  # by call
+
+    def fitting(span: Span, those: dict[Kind, list[int]]) -> Iterator[int]:
+        known = those[kinds[id(span)]]
+        first = bisect_left(known, span.end, key=latest.__getitem__)
+        last = bisect_right(known, span.start, key=lambda index: calls[index].span.start)
+        return (known[k] for k in range(first, last) if over[known[k]] >= span.end)
+
+    def drop(index: int, those: dict[Kind, list[int]]) -> None:
+        for _, kind in suited[index]:
+            del those[kind][bisect_left(those[kind], index)]
+
     for span in spans:
         wanted: dict[int, tuple[Span, int | None]] = {}  # by call, the span that would take it, and the call it leaves
         movers: deque[tuple[Span, int | None]] = deque([(span, None)])
         while movers:
             mover, leaves = movers.popleft()
-            fit = [i for i in same(mover) if i not in wanted and calls[i].fits(mover, group_of.get(mover.lane))]
-            free = next((index for index in fit if index not in runs), None)
-            wanted |= dict.fromkeys(fit if free is None else [free], (mover, leaves))
-            if free is not None:
-                while free is not None:
-                    runs[free], free = wanted[free]
+            if (found := next(fitting(mover, free), None)) is not None:
+                wanted[found] = mover, leaves
+                drop(found, free)
+                for index in wanted:
+                    for _, kind in suited[index]:
+                        insort(taken[kind], index)
+                while found is not None:
+                    runs[found], found = wanted[found]
                 break
+            for index in (fit := [*fitting(mover, taken)]):
+                drop(index, taken)  # for good if nothing is free: then no later span gains by it either
+            wanted |= dict.fromkeys(fit, (mover, leaves))
             movers.extend((runs[index], index) for index in reversed(fit))
     return {id(span): index for index, span in runs.items()}
+
+
+def _kinds(spans: Sequence[Span], asking: Mapping[tuple[str, str], Sequence[Call]]) -> dict[int, Kind]:
+    """The kind of each span, by identity, given the calls that ask for a verb and shape. A thread is of the group that
+    alone had asked for what it ran."""
+    mixed = {  # when a second group first asks for the same
+        form: next((call.span.start for call in calls if call.group != calls[0].group), FOREVER)
+        for form, calls in asking.items()
+    }
+    forms, groups = dict[int, tuple[str, str]](), dict[Lane, set[str]]()
+    for span in spans:
+        shapes = shapes_of(span.args)
+        form = span.name.removeprefix("gloo:").replace("_", ""), str(shapes[0]) if shapes else ""
+        forms[id(span)] = form
+        first = asking[form][0] if form in asking else None
+        if first and first.group is not None and first.span.start <= span.start < mixed[form]:
+            groups.setdefault(span.lane, set()).add(first.group)
+    group_of = {lane: next(iter(names)) for lane, names in groups.items() if len(names) == 1}
+    return {
+        id(span): (*forms[id(span)], group_of.get(span.lane), next(iter(types_of(span.args)), None)) for span in spans
+    }
 
 
 @dataclass(frozen=True)

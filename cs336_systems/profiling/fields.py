@@ -50,17 +50,16 @@ def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
 def shapes_of(args: Mapping[str, Any]) -> list[Any]:
     """The shapes of an operator's inputs, [2, 3], or for a list of tensors several; none if that is not recorded."""
     found = args.get("Input Dims")
-    known = [_is_shape(each) or (type(each) is list and all(map(_is_shape, each))) for each in _list(found)]
-    return _list(found) if all(known) else []
+    if not isinstance(found, list):
+        return []
+    known = (_is_shape(each) or (type(each) is list and all(map(_is_shape, each))) for each in found)
+    return found if all(known) else []
 
 
 def types_of(args: Mapping[str, Any]) -> list[str]:
     """The types of an operator's inputs, as far as they are recorded."""
-    return [*map(str, _list(args.get("Input type")))]
-
-
-def _list(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else []
+    found = args.get("Input type")
+    return [*map(str, found)] if isinstance(found, list) else []
 
 
 def _is_shape(found: Any) -> bool:

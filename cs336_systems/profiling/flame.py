@@ -94,10 +94,6 @@ class Flame:
     steps: int
     clock: Sort = "cpu"
 
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} {self.root.name}"
-
 
 def flames(trace: Trace, clock: Sort = "cpu", collapse_blocks: bool = False) -> list[Flame]:
     """One tree a thread: the main thread first, then autograd's (on a GPU), those of gloo and others.
@@ -223,7 +219,7 @@ def collapsed(threads: list[Flame]) -> str:
     for flame in threads:
         for stack, own in flame.root.stacks():
             if own:
-                names = [flame.name, *(frame.name for frame in stack[1:])]
+                names = [f"rank {flame.rank} {flame.root.name}", *(frame.name for frame in stack[1:])]
                 lines.append(";".join(printable(name).replace(";", ",") for name in names) + f" {own}\n")
     return "".join(lines)
 

@@ -111,7 +111,11 @@ def memory_timeline(trace: Trace, device: str = "") -> MemoryTimeline:
     marks = [time for time, *_ in trace.ours.get("marks", ())]
     times.insert(0, min([*spans[:1], *times[:1], *marks], default=0))
     blocks = _blocks(trace, events, device, times[0])
-    _find_origins(found.nodes, blocks)
+    lanes = grouped(found.nodes, lambda node: node.span.lane)
+    for lane, made in grouped(blocks, lambda block: block.lane).items():  # in order of start
+        around = innermost(lanes.get(lane, []) if lane else [], (block.start for block in made))
+        for block, node in zip(made, around, strict=True):
+            block.origin = node
     _categorise(trace, blocks)
     changes = np.zeros((len(times), len(CATEGORIES)), dtype=np.int64)
     for block in blocks:
@@ -159,15 +163,6 @@ def _blocks(trace: Trace, events: list[Allocation], device: str, start: int) -> 
             take(address, index)
         add(Allocated(event.address, event.nbytes, event.time, index, event.lane))
     return sorted(blocks, key=lambda block: block.lane is not None)
-
-
-def _find_origins(nodes: Iterable[Node], blocks: Iterable[Allocated]) -> None:
-    """Find for every block the innermost span of its thread at the time; nodes come parents before children."""
-    lanes = grouped(nodes, lambda node: node.span.lane)
-    for lane, made in grouped(blocks, lambda block: block.lane).items():  # in order of start
-        around = innermost(lanes.get(lane, []) if lane else [], (block.start for block in made))
-        for block, node in zip(made, around, strict=True):
-            block.origin = node
 
 
 def _categorise(trace: Trace, blocks: Iterable[Allocated]) -> None:

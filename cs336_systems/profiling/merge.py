@@ -21,7 +21,6 @@ from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, role
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
 
 SECOND = 10**9
-MEBIBYTE = 2**20
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
@@ -101,10 +100,13 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     With `lazily` its events are made as they are read, so that they need no memory.
 
     Under "ranks" it keeps each rank's `distributedInfo`, host, and clock: offset and bound in nanoseconds, and how they
-    are known. Raises UserError for no traces, for two of one rank, and for traces of runs of different sizes.
+    are known. Raises UserError for traces of runs of different sizes.
     """
     traces = sorted(traces, key=lambda trace: trace.rank)
-    _check(traces)
+    for one, other in pairwise(traces):
+        if one.world_size != other.world_size:
+            sizes = f"rank {one.rank} was one of {one.world_size} ranks and rank {other.rank} one of {other.world_size}"
+            raise UserError(f"{sizes}: these traces are not of one run")
     known = offsets(traces)
     traces = aligned(traces)
     # A whole second before everything, so that times in microseconds stay small enough to be exact to 1 ns.
@@ -120,7 +122,8 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
             places |= {id(node.span): (track, node) for track in tracks for node in track.nodes}
         named += names
         streams += [_slices(track, base) for track in tracks]
-        streams += [_memory(trace, base)] if trace.spans else []
+        devices = sorted({each.device for each in trace.allocations}) if trace.spans else []
+        streams += [_memory(trace, device, base) for device in devices]
         arrows += _arrows_inside(trace, lanes)
     streams.append(sorted(_flow_events([*arrows, *_arrows_between(traces, places)], base), key=itemgetter("ts")))
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
@@ -134,28 +137,10 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     }
 
 
-def _check(traces: list[Trace]) -> None:
-    if not traces:
-        raise UserError("there is no trace to merge")
-    for one, other in pairwise(traces):
-        if one.rank == other.rank:
-            raise UserError(f"two of the traces are of rank {one.rank}; a merged one has each rank once")
-        if one.world_size != other.world_size:
-            raise UserError(
-                f"rank {one.rank} was one of {one.world_size} ranks and rank {other.rank} one of {other.world_size}: "
-                "these traces are not of one run"
-            )
-
-
 def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
     clock = {f"clock_{name}": value for name, value in zip(("offset_ns", "bound_ns", "source"), alignment, strict=True)}
     ours = {key: value for key, value in trace.ours.items() if key not in ("held", "marks") and "clock" not in key}
     return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
-
-
-def _microseconds(time: int, base: int = 0) -> float:
-    """Nanoseconds as the microseconds of a Chrome trace, with three decimals."""
-    return round((time - base) / 1000, 3)
 
 
 def _slices(track: Track, base: int) -> Iterator[Event]:
@@ -167,13 +152,12 @@ def _slices(track: Track, base: int) -> Iterator[Event]:
         yield about
 
 
-def _memory(trace: Trace, base: int) -> Iterator[Event]:
-    """Active memory over time, by device, in the rank's first process, as `memory.py` adds it up."""
-    for device in sorted({each.device for each in trace.allocations}):
-        memory = memory_timeline(trace, device)
-        about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
-        for time, nbytes in zip(memory.times, memory.totals, strict=True):
-            yield about | {"ts": _microseconds(max(time, base), base), "args": {"MiB": round(nbytes / MEBIBYTE, 3)}}
+def _memory(trace: Trace, device: str, base: int) -> Iterator[Event]:
+    """Active memory of a device over time, in the rank's first process, as `memory.py` adds it up."""
+    memory = memory_timeline(trace, device)
+    about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
+    for time, nbytes in zip(memory.times, memory.totals, strict=True):
+        yield about | {"ts": round(max(0, time - base) / 1000, 3), "args": {"MiB": round(nbytes / 2**20, 3)}}
 
 
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
@@ -218,7 +202,7 @@ def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
         number += bool(after)
         for phase, (time, track) in after and [("s", source), *after]:
             event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
-            yield event | {"ts": _microseconds(time, base)} | ({"bp": "e"} if phase == "f" else {})
+            yield event | {"ts": round((time - base) / 1000, 3)} | ({"bp": "e"} if phase == "f" else {})
 
 
 def own_moment(node: Node, last: bool = False) -> int | None:

@@ -81,6 +81,7 @@ def entered(outer: Modules, inner: tuple[str, str]) -> Modules:
     return (*outer, inner) if len(outer) < MOST_MODULES else outer
 
 
+@lru_cache(maxsize=10_000)
 def kind_of(class_name: str) -> str:
     """attention, norm, feed-forward, moe, embedding, block, linear or other."""
     return next((kind for kind, pattern in KINDS.items() if pattern.search(class_name)), "other")

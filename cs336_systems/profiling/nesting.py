@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace
+from cs336_systems.profiling.trace import FRAME, Span
 
 By = Literal["parent", "outer"]
 CLIMBED = 400  # more than Python frames and modules of any model
@@ -121,8 +121,3 @@ def outermost(nodes: Iterable[Node], key: Callable[[Node], object], by: By = "pa
         path.append((node, key(node)))
         yield node, not keys[path[-1][1]]
         keys[path[-1][1]] += 1
-
-
-def nest_host(trace: Trace) -> dict[Lane, list[Node]]:
-    """The roots of every CPU thread's spans."""
-    return {lane: nest(spans) for lane, spans in trace.lanes(*HOST).items()}

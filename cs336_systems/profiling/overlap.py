@@ -13,7 +13,7 @@ gloo does not record when a send or receive was done, only when it was posted an
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cs336_systems.host.table import Table
@@ -101,7 +101,7 @@ def _operators(trace: Trace, apart: set[Lane]) -> list[Span]:
             if not ALLOCATION.match(span.name):
                 first, last = bisect_right(cuts, start, key=lambda it: it[1]), bisect_left(cuts, (span.end, 0))
                 pieces = subtraction([(start, span.end)], cuts[first:last])
-                result += [replace(span, start=begin, end=end) for begin, end in pieces]
+                result += [span._replace(start=begin, end=end) for begin, end in pieces]
     return result
 
 

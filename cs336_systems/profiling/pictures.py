@@ -27,7 +27,7 @@ from cs336_systems.profiling.trace import Trace
 # Phases in colours that every common colour vision tells apart (after Okabe and Ito 2008).
 PAINTS = {"forward": "#56B4E9", "backward": "#E69F00", "synchronise": "#DD92BD", "optimizer": "#3DB892"}
 OTHER = "#C4C4C4"
-INK, GREY, FAINT = "#222222", "#888888", "#dddddd"
+INK, GREY = "#222222", "#888888"
 WIDTH, ROW, SIZE = 1400, 19, 12  # pixels of a picture, of a row of boxes, and of letters
 MARGIN = 160  # pixels at the sides of the axes, at most
 CHARACTER = 0.6  # width of a character of DejaVu Sans Mono, over its size
@@ -36,13 +36,10 @@ STYLE: dict[str, Any] = {  # of `@rc_context(STYLE)`, around all that draws
     "svg.hashsalt": "cs336_systems",
     "font.family": "monospace",
     "font.size": SIZE,
-    "text.color": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
     "axes.axisbelow": True,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": FAINT,
+    "grid.color": "#dddddd",
     "figure.constrained_layout.h_pad": 0.1,
     "hatch.linewidth": 2,
     "legend.frameon": False,

@@ -10,7 +10,7 @@ while the main thread is blocked inside `backward`: then only autograd's counts.
 
 import re
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +27,7 @@ from cs336_systems.profiling.names import (
     parse_tag,
     step_number,
 )
-from cs336_systems.profiling.nesting import Node, innermost, nest_host
+from cs336_systems.profiling.nesting import Node, innermost, nest
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
@@ -109,7 +109,7 @@ def timeline(trace: Trace) -> Timeline:
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
-    nodes = [node for roots in nest_host(trace).values() for root in roots for node in root.walk()]
+    nodes = [node for spans in trace.lanes(*HOST).values() for root in nest(spans) for node in root.walk()]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:
@@ -151,7 +151,7 @@ def _assign_kernels(trace: Trace, nodes: list[Node]) -> list[Node]:
         owner = next((node for node in outwards if node.span.category not in (*RUNTIME, FRAME)), None)
         graph = kernel.args.get("graph node id") or (call and GRAPH_LAUNCH.match(call.name))
         if owner is None or graph:
-            span = replace(kernel, name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
+            span = kernel._replace(name=f"{GRAPH if graph else UNLAUNCHED}: {kernel.name}")
             apart.append(Node(span, span.start, kernels=(kernel,), collective=bool(KERNEL.search(kernel.name))))
             if owner is not None:
                 apart[-1].phase, apart[-1].direction, apart[-1].modules = owner.phase, owner.direction, owner.modules
@@ -185,7 +185,7 @@ def _implied_phases(nodes: list[Node]) -> list[Span]:
     found: list[Span] = []
     for phase, group in groupby(sorted(outermost, key=lambda node: node.span.start), key=lambda node: node.phase):
         spans = [node.span for node in group]
-        found.append(replace(spans[0], name=phase, end=max(span.end for span in spans)))
+        found.append(spans[0]._replace(name=phase, end=max(span.end for span in spans)))
     return found
 
 

@@ -104,13 +104,13 @@ def _blocks(trace: Trace) -> list[Bar]:
     """The transformer blocks as they come, forward and backward; neighbours of one block are one."""
     found: list[Bar] = []
     for node in timeline(trace).nodes:
-        name = next((name for name, kind in reversed(node.modules) if kind_of(kind) == "block"), "")
-        if not name or not (node.is_tag or node.span.name.startswith(ENGINE)):
+        if not (node.is_tag or node.span.name.startswith(ENGINE)):
             continue
-        start, key = node.span.start, (name, node.direction)
-        if found and (found[-1].name, found[-1].kind) == key:
-            start = found.pop().start
-        found.append(Bar(start, node.end, *key, name))
+        blocks = [name for name, kind in node.modules if kind_of(kind) == "block"]
+        for name in blocks[-1:]:
+            again = found and (found[-1].name, found[-1].kind) == (name, node.direction)
+            start = found.pop().start if again else node.span.start
+            found.append(Bar(start, node.end, name, node.direction, name))
     return found
 
 
@@ -161,7 +161,6 @@ def draw_timeline(traces: Sequence[Trace], step: int, title: str) -> Figure:
 
 
 def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
-    """Legend of the kinds of bars and signs that occur."""
     bars = [bar for rank in ranks for _, bars in rank.tracks for bar in bars]
     kinds, blue, red = {bar.kind for bar in bars} - {"wait"}, FILLS["all-reduce"], FILLS["exposed"]
     order = [kind for kind in [*FILLS, *sorted(kinds - {*FILLS})] if kind in kinds]
@@ -178,7 +177,6 @@ def _legend(ranks: Sequence[StepTracks]) -> list[Patch | Line2D]:
 
 
 def _draw_rank(axes: Axes, rank: StepTracks, start: int, end: int) -> None:
-    """All tracks of one rank, below a line with the figures of its overlap."""
     communication, hidden = length(rank.communicating), length(rank.hidden)
     words = f"rank {rank.rank}: no communication"
     if communication:

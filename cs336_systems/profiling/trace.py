@@ -13,11 +13,11 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from itertools import islice
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular
@@ -45,8 +45,7 @@ ANNOTATION = re.compile(r"(ProfilerStep|Optimizer\.\w+|enumerate\(DataLoader\))#
 POSTED = ("gloo:send", "gloo:recv")
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Something that took time: [start, end) in nanoseconds since the epoch, on one lane of one process."""
 
     name: str
@@ -54,15 +53,14 @@ class Span:
     start: int
     end: int
     lane: Lane
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = {}
 
     @property
     def duration(self) -> int:
         return self.end - self.start
 
 
-@dataclass(frozen=True)
-class Allocation:
+class Allocation(NamedTuple):
     """One event of an allocator: `nbytes` is negative when memory is given back. `total` is the allocator's own sum."""
 
     time: int
@@ -262,7 +260,7 @@ def _posted_apart(spans: list[Span]) -> list[Span]:
     """Sends and receives moved to lanes of their own, as few as leave none crossing another."""
     tracks = pack(span for span in spans if span.name in POSTED)
     names = {id(span): f"in flight {number}" for number, track in enumerate(tracks) for span in track}
-    return [replace(span, lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
+    return [span._replace(lane=(span.lane[0], names[id(span)])) if id(span) in names else span for span in spans]
 
 
 def _earlier_apart(spans: list[Span]) -> list[Span]:
@@ -277,7 +275,7 @@ def _earlier_apart(spans: list[Span]) -> list[Span]:
         number = span.args.get("correlation")
         return number not in known and (span.start < first or (isinstance(number, int) and 0 < number < lowest))
 
-    return [replace(s, category=EARLIER) if s.category in DEVICE and earlier(s) else s for s in spans]
+    return [s._replace(category=EARLIER) if s.category in DEVICE and earlier(s) else s for s in spans]
 
 
 def trace_name(rank: int) -> str:

@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.profiling.capture import Capture
 from cs336_systems.profiling.flame import collapsed, flames
-from cs336_systems.profiling.nesting import nest_host
-from cs336_systems.profiling.trace import read_trace
+from cs336_systems.profiling.nesting import nest
+from cs336_systems.profiling.trace import HOST, read_trace
 from tests.support.flame_cases import (
     ENGINE,
     TWO_STEPS,
@@ -28,7 +28,7 @@ VARIANTS = [{}, {"collapse_blocks": True}]
 
 def check_sums(trace, **options):
     """Every thread's own times sum to its roots, and all three forms say so."""
-    roots = [sum(root.duration for root in lane) for lane in nest_host(trace).values()]
+    roots = [sum(root.duration for root in nest(spans)) for spans in trace.lanes(*HOST).values()]
     threads = flames(trace, **options)
     for thread in threads:
         assert thread.root.total() in roots

@@ -16,7 +16,9 @@ from cs336_systems.profiling.memory import memory_timeline
 from cs336_systems.profiling.memory_table import memory_markdown
 from cs336_systems.profiling.merge import merge
 from cs336_systems.profiling.overlap import overlap_table
+from cs336_systems.profiling.pictures import draw_flames, draw_memory
 from cs336_systems.profiling.tables import render_markdown
+from cs336_systems.profiling.timeline_picture import draw_timeline, steps_of
 from cs336_systems.profiling.trace import Trace, parse, read_json, write_json
 from tests.support.chrome_events import STREAM, backward, event, product, tag
 from tests.support.garble import VALUES, garbled
@@ -70,6 +72,21 @@ def test_any_field_of_any_type_is_read_or_refused_by_name(tmp_path):
         assert field in said or "out of range" in said or value == {}, (where, value)
 
 
+def test_traces_of_any_content_have_pictures():
+    made = [each for part in EACH for each in garbled(GOOD, part, [-7.5, "$<b>\n", [], 2**40])]
+    drawn = 0
+    for _, _, chrome in made[::3]:
+        try:
+            found = parse(chrome)
+        except UserError:
+            continue
+        draw_flames(flames(found, collapse_blocks=True), "flame")
+        draw_memory(memory_timeline(found), "memory")
+        draw_timeline([found], max(steps_of(found)), "timeline")
+        drawn += 1
+    assert drawn > 20
+
+
 @pytest.mark.parametrize("name", ["rank0.trace.json", "rank0.trace.json.gz"])
 def test_what_is_no_file_is_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
@@ -100,6 +117,16 @@ MANY: dict[str, Callable[[int], list[dict]]] = {
     "queued": lambda n: (
         [event("gloo:all_reduce", n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
         + [event("c10d::allreduce_", i, 0.5) for i in range(n)]
+    ),
+    "queued, twice as many as were asked for": lambda n: (
+        [event("gloo:all_reduce", n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
+        + [event("c10d::allreduce_", i, 0.5) for i in range(n // 2)]
+    ),
+    "queued, after the waits": lambda n: (
+        [tag(f"launch all-reduce 0#{i}", i, 0.8) for i in range(n)]
+        + [event("c10d::allreduce_", i, 0.5) for i in range(n)]
+        + [tag(f"wait all-reduce 0#{i}", n + i, 0.5) for i in range(n)]
+        + [event("gloo:all_reduce", 3 * n + i, 0.5, (1, 2), "user_annotation") for i in range(n)]
     ),
     "nested, with kernels": lambda n: (
         [event("a", i, 2 * (n - i), **{"External id": i}) for i in range(n)]
