@@ -54,7 +54,7 @@ class DataParallel(Wrapper):
         cap = math.inf if self.bucket_size_mb is None else self.bucket_size_mb * 10**6
         if cap < 0:
             raise UserError(f"a bucket of {self.bucket_size_mb} MB is less than nothing")
-        self.make_buckets(plan_buckets(list(self.guard.trainable), cap, apart), self.gradients)
+        self.make_buckets(plan_buckets(list(self.guard.trainable), cap, apart), placement=self.gradients)
         self.next = 0  # the first bucket that has not been launched
         self.accumulating = False  # inside no_sync
         for p in self.bucket_of:

@@ -67,7 +67,8 @@ class FSDP(Wrapper):
         self.compute_dtype, self.reshard_after_forward = compute_dtype, reshard_after_forward
         self.order = shard_weights(module, compute_dtype, reduce_dtype, self.guard, self._lend)
         self.sharded = list(dict.fromkeys(self.order.weights))
-        self.make_buckets(plan_buckets([p for p in self.guard.replicas.names if p.requires_grad], float("inf")))
+        replicated = [p for p in self.guard.replicas.names if p.requires_grad]
+        self.make_buckets(plan_buckets(replicated, float("inf")), "replicated gradients")
         self.in_forward = False
         self.expected: set[ShardedParameter] = set()  # took part in a forward and have no gradient yet
         self.borrowed: set[ShardedParameter] = set()  # read outside their layers in this forward

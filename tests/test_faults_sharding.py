@@ -266,8 +266,8 @@ KINDS = {
 }
 REPLACED = "is not the parameter that was wrapped"
 CASES = {name: Case(steps(2), make=make, modes=FEW) for name, make in KINDS.items()} | {
-    # On some processors a product of a matrix and a vector, which spectral_norm has, adds in another order if the matrix
-    # does not begin at a multiple of 16 bytes, as in a flat buffer.
+    # On some processors a product of a matrix and a vector, which spectral_norm has, adds in another order if the
+    # matrix does not begin at a multiple of 16 bytes, as in a flat buffer.
     "weight_norm and spectral_norm, old and new": Case(
         read_before_forward, make=Normed, inexact=("stage 1", "stage 2", "stage 2, small")
     ),

@@ -220,11 +220,13 @@ class Wrapper(nn.Module):
         for tensor in (*self.guard.names, *module.buffers(), *computed):
             broadcast(tensor.data, 0, self.group, "initial value").wait()
 
-    def make_buckets(self, grouped: Iterable[Sequence[nn.Parameter]], placement: Placement = REPLICATED) -> None:
+    def make_buckets(
+        self, grouped: Iterable[Sequence[nn.Parameter]], kind: str = "bucket", placement: Placement = REPLICATED
+    ) -> None:
         """Make a bucket for each group of parameters, and from now on have optimizers wait for the synchronisation."""
         names = self.guard.names
         self.buckets = [
-            GradBucket(ps, self.group, f"bucket {i}, from {names[ps[0]]}", placement, names=names)
+            GradBucket(ps, self.group, f"{kind} {i}, from {names[ps[0]]}", placement, names=names)
             for i, ps in enumerate(grouped)
         ]
         self.bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
