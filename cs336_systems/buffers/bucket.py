@@ -175,7 +175,6 @@ class GradBucket:
                 piece.zero_()
         return dropped
 
-    @torch.no_grad()
     def make_way(self, parameter: nn.Parameter) -> None:
         """Finish before a gradient is added to `.grad`, which may lie in the buffer or stand for what rests sharded."""
         self.finish()
@@ -199,7 +198,6 @@ class GradBucket:
         self.work = self.placement.reduce(self.flat, self.group, self.label)
         self.launched = [(g, g._version) for p in self.parameters if (g := p.grad) is not None and self._contains(g)]
 
-    @torch.no_grad()
     def finish(self) -> None:
         """Wait for the collective, if one is under way. Raises UserError if the gradients were written to meanwhile."""
         if self.work is None:
@@ -209,11 +207,12 @@ class GradBucket:
                 f"gradients ({self.label}) were changed while they were being reduced: call "
                 "finish_gradient_synchronization() before anything that writes to .grad",
             )
-        self.work.wait()
-        self.work, self.launched = None, []
-        self.expect_all()
-        self.placement.keep(self)
-        self.placement.free(self)
+        with torch.no_grad():
+            self.work.wait()
+            self.work, self.launched = None, []
+            self.expect_all()
+            self.placement.keep(self)
+            self.placement.free(self)
 
     def expect_all(self) -> None:
         """Expect every gradient of another backward."""
