@@ -133,6 +133,8 @@ def build_layer(config: ModelConfig, group: Group) -> MoELayer:
         # Biases are drawn like weights: one that was forgotten would be seen only if it is not zero.
         full = f"blocks.0.feed_forward.{name}".replace("bias", "offset")
         parameter.data.copy_(model.initial_weight(full, parameter.shape, 0, DEVICE))
+    for linear in layer.experts.children():
+        linear.gradient_scale = 1.0  # gradients here are sums over ranks; training's are means
     return layer
 
 

@@ -60,7 +60,7 @@ def refusing(what: str, malformed: str = "") -> Iterator[None]:
     except MALFORMED as error:
         if not malformed:
             raise
-        said = str(error) if isinstance(error, json.JSONDecodeError | RecursionError) else repr(error)
+        said = str(error) if isinstance(error, json.JSONDecodeError | UnicodeError | RecursionError) else repr(error)
         raise RefusedError(f"{malformed}: {said:.80}") from None
 
 

@@ -14,7 +14,7 @@ Every layout is made of such pieces, so one format holds them all, and any can b
 
 A file's metadata says what each of its tensors is a piece of, so that the files alone say what a checkpoint holds. They
 may come from an untrusted place: nothing in a head is used unchecked, and no size in it leads to more memory than the
-file has bytes, nor its JSON to more than 400 MB.
+file has bytes, nor its JSON to more than 700 MB.
 """
 
 import json
@@ -35,7 +35,7 @@ RANDOM = "random/"  # begins the names of what is no parameter: the states of ra
 VALUE = "value"  # the kind of a parameter itself; others are of its optimizer's state, such as "exp_avg"
 COPIED_BYTES = 1 << 24  # of a tensor on a GPU, at a time
 FILE_BYTES = 1 << 28  # after which another file begins, so that more ranks can share the files out to check them
-LARGEST_JSON = 1 << 24  # bytes of a head, or of a manifest, of 60,000 pieces or files; Python takes 25 times the memory
+LARGEST_JSON = 1 << 24  # bytes of a head or a manifest, of 50,000 pieces or files; Python takes up to 40 times as much
 MOST_AXES, MOST_BOXES = 16, 4096  # of a tensor: every box is compared with every other
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

@@ -18,7 +18,8 @@ class BertOutput(NamedTuple):
 
 
 class Losses(NamedTuple):
-    """Cross entropies in nats: the sum over all targets that are not IGNORED, and for BERT over all sentence pairs."""
+    """Cross entropies in nats, summed or averaged over all targets that are not IGNORED, and for BERT over all sentence
+    pairs."""
 
     tokens: Tensor
     pair: Tensor | None = None

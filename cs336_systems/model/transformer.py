@@ -189,8 +189,8 @@ class TransformerLM(nn.Module):
     def run_blocks(
         self, batch: Batch, x: Tensor | None = None, key: Tensor | None = None, span: range | None = None
     ) -> Tensor:
-        """The blocks of `span` (default all), from the embedding or from x, which the block before gave: (batch seq
-        d_model). `key` chooses random numbers; backward runs again the blocks that `recompute` names."""
+        """Embed the tokens, unless x (batch seq d_model) comes from the block before, and run the blocks of `span`
+        (default all). `key` chooses random numbers; backward runs again the blocks that `recompute` names."""
         x = self.embedding(batch.tokens, batch.token_types, key) if x is None else x
         shared = block_inputs(self.config, batch, x, key)
 

@@ -19,10 +19,11 @@ from cs336_systems.optim.adamw import AdamW, update, with_gradients
 
 
 class MasterAdamW(AdamW):
-    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16. The first
-    step copies parameters to their masters, later ones overwrite parameters, so load weights before the first step, or
-    with a state that belongs to them (an `AdamW`'s has no masters: the next step copies them). Options, groups and
-    errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step, under Megatron-LM's names."""
+    """`AdamW` whose state is in float32 at least, with a `master` of every parameter that is in fp16 or bf16 (one in
+    float32 is its own master). The first step copies parameters to their masters, later ones overwrite parameters, so
+    load weights before the first step, or with a state that belongs to them (an `AdamW`'s has no masters: the next step
+    copies them). Options, groups and errors are `AdamW`'s. `timer`, if set, makes a context for each phase of a step,
+    under Megatron-LM's names."""
 
     moments_dtype = torch.float32  # at least, for whoever loads a part of a state
     timer: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda name: nullcontext())

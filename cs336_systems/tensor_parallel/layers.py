@@ -34,8 +34,8 @@ def split(parameter: Tensor, dim: int, group: Group, padded: int | None = None) 
     UserError if its size there does not divide."""
     size = padded or parameter.shape[dim]
     if size % group.size():
-        shape = f"dimension {dim} of a parameter of shape {tuple(parameter.shape)}"
-        raise UserError(f"{shape} does not divide over {group.size()} tensor-parallel ranks")
+        what = f"dimension {dim}, of {size}, of a parameter of shape {tuple(parameter.shape)}"
+        raise UserError(f"{what} does not divide over {group.size()} tensor-parallel ranks")
     part = nn.Parameter(my_part(parameter, dim, size, group), parameter.requires_grad)
     part.partition_dim = dim  # type: ignore[attr-defined]
     return part

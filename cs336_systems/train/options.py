@@ -95,7 +95,9 @@ class ExpertOptions:
     )
     normalize_gates: presets.Normalize | None = of_preset("A token's two weights add up to 1 before or after drops.")
     gating_fp32: bool | None = of_preset("Router in float32.", also=("--moe-gating-use-fp32",), off="--no-gating-fp32")
-    capacity_factor: float | None = of_preset("Training: slots = this x ceil(tokens / experts); 0: all.", NOT_NEGATIVE)
+    capacity_factor: float | None = of_preset(
+        "Training: slots of an expert = this x ceil(tokens / experts); 0: all.", NOT_NEGATIVE
+    )
     eval_fraction: float | None = of_preset(
         "Evaluation: an expert's largest share; 0: as in training.", SHARE, also=("--moe-eval-capacity-token-fraction",)
     )

@@ -132,7 +132,8 @@ class RunCheckpoints:
             return 0
         self.state.restore(checkpoint)
         saved, scaler = checkpoint.state["trainer"], self.trainer.scaler
-        if saved["scaler"].keys() == scaler.state_dict().keys():  # or --loss-scale was given or taken back since
+        # Earlier versions counted overflows. Other keys: --loss-scale was given or taken back since.
+        if saved["scaler"].keys() - {"overflows"} == scaler.state_dict().keys():
             scaler.load_state_dict(saved["scaler"])
         self.trainer.skipped = saved["skipped"]  # not how many in a row: what follows may be done otherwise
         restore_random(checkpoint, self.world.rank(), self.trainer.device)

@@ -97,7 +97,7 @@ def header(trainer: Trainer, done: int) -> dict[str, Any]:
 
 
 def final_record(trainer: Trainer, steps: int, seconds: float, peak: PeakMemory) -> dict[str, Any]:
-    """The log's last record, after `steps`. Every rank must call this. Raises UserError for a loss that is NaN."""
+    """The log's last record, after `steps`. Every rank must call this. Raises UserError for an infinite or NaN loss."""
     losses = trainer.validate()
     memory = [float(each) for each in agree("peak memory", str(peak.read() or 0), trainer.mesh.world)]
     if not math.isfinite(loss := sum(losses.values())):

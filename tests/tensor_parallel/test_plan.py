@@ -296,7 +296,7 @@ def test_sequences_and_layers_that_do_not_divide():
     for dim, layer in enumerate((ColumnParallelLinear, RowParallelLinear)):
         with pytest.raises(UserError) as error:
             layer(nn.Linear(5, 3), only_rank(0, 2))
-        what = f"dimension {dim} of a parameter of shape (3, 5)"
+        what = f"dimension {dim}, of {(3, 5)[dim]}, of a parameter of shape (3, 5)"
         assert str(error.value) == f"{what} does not divide over 2 tensor-parallel ranks"
 
 

@@ -254,3 +254,23 @@ def test_whatever_a_signed_manifest_says_is_refused_or_changes_nothing(tmp_path)
     (said,) = ranks.run(damages_case, 1, folder=str(tmp_path))
     assert len(said) > 40, "many changes are refused"
     assert all("\n" not in each for each in said)
+
+
+def older_scale_case(group, folder: str) -> float:
+    """The loss scale after a checkpoint of a version that counted overflows."""
+    options = {"out": Path(folder), "num_layers": 1, "precision": "fp16"}
+    trainer = trainer_of("gpt", folder, **options)
+    trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 64.0})
+    RunCheckpoints(trainer, lambda said: None).save(0)
+    path = Path(folder, "checkpoints", step_name(0), "manifest.json")
+    body = json.loads(path.read_bytes())["manifest"]
+    body["state"]["trainer"]["scaler"]["overflows"] = 3
+    path.write_bytes(to_text(body))
+    again = trainer_of("gpt", folder, **options)
+    RunCheckpoints(again, lambda said: None).restore()
+    return again.scaler.scale
+
+
+def test_the_loss_scale_of_an_earlier_version_goes_on(tmp_path):
+    write_text(tmp_path)
+    assert ranks.run(older_scale_case, 1, folder=str(tmp_path)) == [64.0]
