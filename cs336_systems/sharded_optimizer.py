@@ -7,11 +7,11 @@ is one all-gather of the parameters a step (Rajbhandari et al., arXiv:1910.02054
 Parameters live in one flat buffer, and the two layouts differ only in where it is cut:
 
     flat     equal slices, wherever they fall: balanced to the element, one all-gather; for elementwise optimizers
-    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank; balanced as sizes allow
+    whole    between parameters, the largest dealt first: any optimizer, one broadcast a rank (or one all-gather, if
+             slices are equal); balanced as sizes allow
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Literal
@@ -81,6 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._add_buffer(same, layout)
         if self.inner is not None:
             self.inner.add_param_group(self._share(added))
+            self._take_state()
 
     def _add_buffer(self, parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
         self.buffers.append(ParameterBuffer(parameters, layout, self.group))
@@ -128,23 +129,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._check()
         self._attach_gradients()
-        self.inner.param_groups = list(map(self._share, self.param_groups))  # schedulers change learning rates
-        owned = (part for part in self.parts.values() if part.owner in self.state)
-        self.inner.state = defaultdict(dict, {part.tensor: self.state[part.owner] for part in owned})
-        self.inner.step(**kwargs)
-        self._take_state()
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner |= self._share(group)  # learning rates and the like, which schedulers change
+        for part in (part for part in self.parts.values() if part.owner in self.state):
+            self.inner.state[part.tensor] = self.state.pop(part.owner)
+        try:
+            self.inner.step(**kwargs)
+        finally:
+            self._take_state()
+            for part in self.parts.values():
+                part.tensor.grad = None
         self._copy_settings(self.inner.param_groups)  # which some optimizers change themselves
         for buffer in self.buffers:
             buffer.all_gather()
             torch.autograd.graph.increment_version(buffer.parameters)  # for graphs from before the step
-        for part in self.parts.values():
-            part.tensor.grad = None
         return loss
 
     def _take_state(self) -> None:
-        """Show the inner optimizer's state of a part as that of the parameter."""
-        found = (part for part in self.parts.values() if part.tensor in self.inner.state)
-        self.state.update({part.owner: self.inner.state[part.tensor] for part in found})
+        """Keep the inner optimizer's state of each part as its parameter's, also where a step has failed."""
+        for part in (part for part in self.parts.values() if part.tensor in self.inner.state):
+            self.state[part.owner] = self.inner.state.pop(part.tensor)
 
     def _copy_settings(self, source: list[dict[str, Any]]) -> None:
         for group, other in zip(self.param_groups, source, strict=True):
@@ -187,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         numbers = dict(zip(self._numbers(), saved_numbers, strict=True))
         self.state.clear()
         for buffer in self.buffers:
-            wider = getattr(self.inner, "moments_dtype", None)  # FusedAdamW's
+            wider = getattr(self.inner, "moments_dtype", None)  # FusedAdamW's and MasterAdamW's
             self.state.update(buffer.slice_state(state_dict["state"], numbers, wider))
         self._copy_settings(saved)
         for hook in self._optimizer_load_state_dict_post_hooks.values():

@@ -61,6 +61,6 @@ def zero(
     groups = [each | {"params": [p for p in each["params"] if p not in wrapped.guard.ignored]} for each in groups]
     if optimizer == parameters:  # state rests where the optimizer's parameters do
         return wrapped, optimizer_cls(groups, **kwargs)
-    refuse_shared_memory(wrapped.guard.names)
+    refuse_shared_memory(wrapped.guard.names.items())
     source = wrapped if gradients == SHARDED else None
     return wrapped, ShardedOptimizer(groups, optimizer_cls, group, wrapper=source, **kwargs)

@@ -197,9 +197,7 @@ def held_case(group, layout: str) -> int:
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, layout=layout)
     loss_of(model, 0).backward()
     optimizer.step()
-    return sum(
-        value.numel() for state in optimizer.inner.state.values() for key, value in state.items() if key != "step"
-    )
+    return sum(value.numel() for state in optimizer.state.values() for key, value in state.items() if key != "step")
 
 
 @both_layouts

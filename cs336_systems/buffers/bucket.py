@@ -16,6 +16,8 @@ A ZeRO stage is three placements: of parameters, gradients and optimizer state (
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -150,19 +152,24 @@ class GradBucket:
         """The `.grad` of a gradient that rests sharded, if users see it."""
         return ShardedGradient(parameter, self.names[parameter], self.group) if parameter in self.names else None
 
+    @cached_property
+    def spans(self) -> dict[nn.Parameter, slice]:
+        """Where this rank's pieces of the gradients lie in the shard."""
+        mine = self.layout.pieces(self.group.rank())
+        ends = accumulate(piece.numel for piece in mine)
+        return {self.parameters[p.index]: slice(end - p.numel, end) for p, end in zip(mine, ends, strict=True)}
+
     def pieces(self) -> dict[nn.Parameter, Tensor]:
         """This rank's pieces of the gradients in the shard, as views."""
-        if self.shard is None:
-            return {}
-        mine = self.layout.pieces(self.group.rank())
-        parts = self.shard[: sum(piece.numel for piece in mine)].split([piece.numel for piece in mine])
-        return {self.parameters[piece.index]: part for piece, part in zip(mine, parts, strict=True)}
+        return {} if self.shard is None else {parameter: self.shard[span] for parameter, span in self.spans.items()}
 
     def hold_pieces(self) -> None:
         """Give each `.grad` that stands for a gradient in the complete shard this rank's piece of it, perhaps none."""
+        if self.shard is None or not self.names:
+            return
         pieces = self.pieces()
         for parameter in self.parameters:
-            if self.shard is not None and isinstance(parameter.grad, ShardedGradient):
+            if isinstance(parameter.grad, ShardedGradient):
                 parameter.grad.piece = pieces.get(parameter, self.shard[:0])
 
     def forget_dropped(self, parameter: nn.Parameter) -> bool:
@@ -171,8 +178,8 @@ class GradBucket:
         dropped = parameter.grad is None and parameter in self.used and parameter in self.names
         if dropped:
             self.used.discard(parameter)
-            if (piece := self.pieces().get(parameter)) is not None:
-                piece.zero_()
+            if self.shard is not None and parameter in self.spans:
+                self.shard[self.spans[parameter]].zero_()
         return dropped
 
     def make_way(self, parameter: nn.Parameter) -> None:

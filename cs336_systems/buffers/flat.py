@@ -1,7 +1,7 @@
 """Where tensors live in one flat buffer, which slice of it a rank owns, and how parameters are grouped into buckets."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
@@ -109,10 +109,10 @@ def plan_buckets(parameters: Sequence[T], cap_bytes: float, apart: Collection[T]
     return done + list(open_.values()) + [[p] for p in reversed(parameters) if p in alone]
 
 
-def refuse_shared_memory(names: Mapping[T, str]) -> None:
+def refuse_shared_memory(named: Iterable[tuple[Tensor, str]]) -> None:
     """Raises UserError for two tensors with elements in one memory, of which sharding would make two."""
     ends: dict[int, tuple[int, str]] = {}  # by storage, the largest end so far, and whose it is
-    for tensor, name in sorted(names.items(), key=lambda each: each[0].storage_offset()):
+    for tensor, name in sorted(named, key=lambda each: each[0].storage_offset()):
         storage, start = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
         if tensor.numel():
             end, other = ends.get(storage, (0, name))

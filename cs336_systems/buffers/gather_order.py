@@ -70,12 +70,21 @@ def tensors_with_gradient(tree: Any, source: str = "") -> list[Tensor]:
     return [tensor for tensor in found if tensor.requires_grad]
 
 
+def inside_out(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """All layers, each once, and each after those inside it."""
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from inside_out(child, seen)
+    yield module
+
+
 def shard_weights(
     module: nn.Module, compute_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, guard: Guard, lend: Lend
 ) -> GatherOrder:
     """Replace every floating-point parameter of two or more axes that is not empty, whatever its name, but for norms',
-    by this rank's rows, and let code outside its layer that reads it get what `lend` gives; the others are small. The
-    order is that in which layers are registered, and tied layers share a sharded parameter."""
+    by this rank's rows, and let code outside its layer that reads it get what `lend` gives; the others are small and
+    stay whole. The order is that in which layers are registered, and tied layers share a sharded parameter."""
     places: dict[nn.Parameter, list[Place]] = {}
     for layer in (each for each in module.modules() if not hasattr(each, "normalized_shape")):
         for key, weight in layer._parameters.items():
@@ -102,9 +111,7 @@ def shard_weights(
         holders = ((layer, proxies[layer]) for layer in layers if layer in proxies)
         return list(dict.fromkeys((reader[layer], each) for layer, proxy in holders for each in proxy.sharded.values()))
 
-    inside_out: list[nn.Module] = []
-    module.apply(inside_out.append)  # a layer after those inside it
-    order = GatherOrder(calls(module.modules()), calls(inside_out))
+    order = GatherOrder(calls(module.modules()), calls(inside_out(module, set())))
     if compute_dtype is not None:
         compute_in(compute_dtype, module, {layer for layer, _ in order.calls})
     return order

@@ -213,7 +213,7 @@ class Wrapper(nn.Module):
         self.module, self.group = module, default_group(group)
         self.guard = Guard(type(self).__name__, kind, module, self.group, set(ignored))
         if isinstance(self.gradients, Sharded):
-            refuse_shared_memory(self.guard.names)
+            refuse_shared_memory(self.guard.names.items())
         # Those of old compute weights from parameters before each forward; code may read the last ones until then.
         hooks = ((layer, hook) for layer in module.modules() for hook in layer._forward_pre_hooks.values())
         computed = [getattr(layer, hook.name) for layer, hook in hooks if isinstance(hook, WeightNorm | SpectralNorm)]

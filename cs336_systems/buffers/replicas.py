@@ -113,7 +113,7 @@ class Replicas:
 @torch.no_grad()
 def finish_all(buckets: Sequence[GradBucket], replicas: Replicas) -> None:
     """Finish all reductions, and tell every rank by one small all-reduce which parameters any rank used, if all
-    gradients are finite, and if the ranks' replicas are still equal.
+    shards of gradients are finite, and if the ranks' replicas are still equal.
 
     Without it a rank could not tell a parameter that nobody used, which must keep no gradient (an optimizer then skips
     it, as in one process), from one that only others used and which gets its mean gradient here. And an infinity in one

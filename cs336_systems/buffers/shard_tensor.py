@@ -124,7 +124,8 @@ def refuse_other_rows(name: str, args: Sequence[Any]) -> None:
 
 def saved_rows(tensor: Tensor) -> tuple[int, int] | None:
     """[first, last) of the rows that a tensor is known to have, which may come from a file; None of another one."""
-    return tensor.rows.span if isinstance(tensor, ShardTensor) else getattr(tensor, "saved_rows", None)
+    rows = tensor.rows.span if isinstance(tensor, ShardTensor) else getattr(tensor, "saved_rows", None)
+    return rows and tuple(rows)  # files of earlier versions have a list
 
 
 def know_loaded(state: dict[str, Any], shard: ShardTensor) -> None:

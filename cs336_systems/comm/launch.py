@@ -12,7 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -65,9 +65,10 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
     context: Any = get_context("spawn" if device == "cuda" else "fork")
     sys.stdout.flush()
     told: list[float] = []  # times of the SIGTERMs, one of which may come while a rank is started
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder, ExitStack() as leaving:
         processes, reports = [], [Path(folder, f"error of rank {rank}") for rank in range(nproc)]
         before = signal.signal(signal.SIGTERM, lambda number, frame: told.append(time.monotonic()))
+        leaving.callback(signal.signal, signal.SIGTERM, before)
         try:
             for rank, report in enumerate(reports):
                 place = Place(rank, nproc, rank, nproc, str(Path(folder, "store")))
@@ -81,7 +82,6 @@ def run_ranks(worker: Worker, nproc: int, device: str, *arguments: Any, patience
                 for process in processes:
                     stop(process)
                 _join(processes, time.monotonic() + 2)
-            signal.signal(signal.SIGTERM, before)
         if failed is not None:
             message = reports[failed].read_text() if reports[failed].exists() else ""
             code: int = processes[failed].exitcode

@@ -131,7 +131,7 @@ class RankStep:
         self.run(layout.pp if layout.chunks > 1 else 1)
         self.seen.begin("step")
         self.run(layout.microbatches)
-        states = [values for each in part.inner_optimizers for values in each.state.values()]
+        states = [values for each in part.optimizers for values in each.state.values()]
         state = [value for values in states for value in values.values() if isinstance(value, Tensor) and value.dim()]
         at_rest = {"parameters": self.label("parameters", part.stage.parameters()), "gradients": self.gradients}
         at_rest["optimizer state"] = self.label("optimizer state", state)

@@ -1,9 +1,9 @@
 """A small server that forks ranks for tests: `python -m tests.support.rank_server`, one JSON request a line.
 
 It imports everything heavy but runs no tensor code, so that its children start in milliseconds and may use threads: a
-process that once ran a multi-threaded operator hangs its children at their first. Ranks serve the cases of a module
-one after another, each in a process group of its own; after a case that failed, and for one that joins by itself, they
-are forked anew.
+process that once ran a multi-threaded operator hangs its children at their first. Ranks serve cases
+one after another, each in a process group of its own; after a case that failed, for one that joins by itself, and once
+another module has been imported, they are forked anew.
 """
 
 import ctypes
@@ -51,8 +51,9 @@ class Rank:
         pipe.close()
 
     def ask(self, request: dict, folder: Path) -> None:
-        """Begin a case."""
-        self.pipe.sendall((json.dumps([request, str(folder)]) + "\n").encode())
+        """Begin a case. The answer of a rank that has ended since the last one is its exit code."""
+        with suppress(OSError):
+            self.pipe.sendall((json.dumps([request, str(folder)]) + "\n").encode())
 
     def reply(self) -> int:
         """0 at the end of the case that was begun, or the exit code of a child that ended in it."""
@@ -109,6 +110,8 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
     except BaseException as error:
         (folder / f"error-{rank}").write_text(json.dumps([type(error).__name__, str(error), traceback.format_exc()]))
         raise
+    finally:
+        sys.stdout.flush()  # into this case's file
 
 
 def end_ranks() -> None:
@@ -141,9 +144,12 @@ def run_case(request: dict) -> list[dict]:
             for key, _ in ready:
                 selector.unregister(key.fileobj)
                 codes[key.data] = ranks[key.data].reply()
+        if len(codes) < world:
+            end_ranks()
         replies = []
         for rank in range(world):
-            reply = {"code": codes.get(rank, "timeout"), "output": (folder / f"output-{rank}").read_text()}
+            output = folder / f"output-{rank}"
+            reply = {"code": codes.get(rank, "timeout"), "output": output.read_text() if output.exists() else ""}
             for kind in ("result", "error"):
                 if (path := folder / f"{kind}-{rank}").exists():
                     reply[kind] = json.loads(path.read_text())
