@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cs336_systems.ddp import BucketedDDP
+from cs336_systems.errors import UserError
 from cs336_systems.optim.adamw import AdamW
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import zero
@@ -275,3 +276,59 @@ def another_algorithm_case(group) -> None:
 
 def test_the_state_of_another_algorithm_is_refused():
     ranks.run(another_algorithm_case, 2)
+
+
+class Counting(torch.optim.SGD):
+    """Notes a number in its groups, one for all parameters, and one of each parameter in every second step."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["seen"] = 0
+        self.fails = False
+
+    def step(self, closure=None):
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        for group in self.param_groups:
+            group["seen"] += 1
+            for p in group["params"]:
+                if self.state["all"]["steps"] % 2:
+                    self.state[p]["odd"] = self.state["all"]["steps"]
+                else:
+                    self.state.pop(p, None)
+        if self.fails:
+            raise ArithmeticError("a step that fails")
+        super().step(closure)
+
+
+def counting_case(group) -> None:
+    model = make()
+    optimizer = ShardedOptimizer([p for p in model.parameters() if p.requires_grad], Counting, layout="whole", lr=0.1)
+    for step in range(3):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.param_groups[0]["seen"] == step + 1
+        wanted = [] if step % 2 else [{"odd": step + 1}] * len(optimizer.parts)
+        assert list(optimizer.state.values()) == wanted
+        assert optimizer.inner.state.keys() == {"all"}, "one copy of the state is enough"
+    optimizer.inner.fails = True
+    loss_of(model, 3).backward()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    assert not optimizer.state
+    assert not any(part.tensor.grad is not None for part in optimizer.parts.values())
+
+
+def test_what_an_optimizer_keeps_besides_parameters_stays():
+    ranks.run(counting_case, 2)
+
+
+def twice_case(group) -> None:
+    p = nn.Parameter(torch.ones(4))
+    with pytest.warns(UserWarning, match="duplicate parameters"), pytest.raises(UserError, match="lie in one memory"):
+        ShardedOptimizer([p, p], torch.optim.SGD, lr=0.1)
+
+
+def test_one_parameter_twice_is_refused():
+    ranks.run(twice_case, 1)

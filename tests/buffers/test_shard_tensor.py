@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from cs336_systems.buffers.shard_tensor import ShardTensor
+from cs336_systems.buffers.shard_tensor import ShardTensor, saved_rows
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.optim.adamw import AdamW
@@ -243,3 +243,10 @@ def handled_case(group) -> None:
 def test_shards_can_be_handled_as_parameters():
     for world_size in (2, 3):
         ranks.run(handled_case, world_size)
+
+
+def test_rows_that_earlier_versions_saved_are_a_list():
+    rows = torch.zeros(3, 2)
+    assert saved_rows(rows) is None
+    rows.saved_rows = [0, 3]
+    assert saved_rows(rows) == (0, 3)
