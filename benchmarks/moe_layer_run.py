@@ -19,6 +19,7 @@ from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.machine import device_name
 from cs336_systems.layout import MAPPED
+from cs336_systems.model.feed_forward import GroupedLinear
 from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
@@ -134,6 +135,7 @@ def build_layer(config: ModelConfig, group: Group) -> MoELayer:
         full = f"blocks.0.feed_forward.{name}".replace("bias", "offset")
         parameter.data.copy_(model.initial_weight(full, parameter.shape, 0, DEVICE))
     for linear in layer.experts.children():
+        assert isinstance(linear, GroupedLinear)
         linear.gradient_scale = 1.0  # gradients here are sums over ranks; training's are means
     return layer
 
