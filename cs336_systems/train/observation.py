@@ -160,7 +160,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
 
 
 def dry_run(recipe: Recipe, ranks: int) -> Stacked:
-    """What to print: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
+    """Report to print: tables, the work of a step, the schedule. Raises UserError for a layout that does not divide."""
     config, layout = recipe.model_config(), recipe.layout(ranks)
     seq, rows, microbatches = recipe.seq(config), layout.micro_batch, layout.microbatches
     stages = [observe(recipe, config, layout, stage * layout.tp * layout.data) for stage in range(layout.pp)]
