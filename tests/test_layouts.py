@@ -30,7 +30,7 @@ from tests.support.layout_table import STEPS, WRITTEN, Layout, existing, pairs_o
 
 AT_ONCE = 6  # layouts that the same ranks run one after another
 TOGETHER = [
-    layouts
+    pytest.param(layouts, marks=[pytest.mark.slow] * (world == 8))
     for world in (2, 4, 8)
     for layouts in batched([layout for layout in table() if layout.ranks == world], AT_ONCE)
 ]
