@@ -30,7 +30,7 @@ from tests.support.layout_table import STEPS, WRITTEN, Layout, existing, pairs_o
 
 AT_ONCE = 6  # layouts that the same ranks run one after another
 TOGETHER = [
-    pytest.param(layouts, marks=[pytest.mark.slow] * (world == 8))
+    layouts
     for world in (2, 4, 8)
     for layouts in batched([layout for layout in table() if layout.ranks == world], AT_ONCE)
 ]
@@ -116,7 +116,11 @@ def test_the_table_has_every_factorisation_and_every_pair_of_options():
     assert len(set(table())) == len(table()) >= 40
 
 
-@pytest.mark.parametrize("layouts", TOGETHER, ids=lambda layouts: f"{len(layouts)} from {layouts[0]}")
+@pytest.mark.parametrize(
+    "layouts",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each[0].ranks == 8)) for each in TOGETHER],
+    ids=lambda layouts: f"{len(layouts)} from {layouts[0]}",
+)
 def test_layouts_learn_what_one_process_learns(proof, layouts):
     proof.run(layouts)
     for layout in layouts:
