@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.comm import Event, all_reduce, record
+from cs336_systems.comm import Event, all_reduce, record, shared_memory
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero
@@ -121,7 +120,7 @@ def test_order_of_gradients_and_reductions(wrapper):
 
 def frames_case(group, wrapper: str) -> list[list[str]]:
     """The library's frames, outermost first, above each all-reduce that backward launches: FILE function."""
-    found, real = [], dist.all_reduce
+    found, real = [], shared_memory.all_reduce
 
     def all_reduce(*arguments, **named):
         stack = [(Path(frame.filename), frame.function) for frame in inspect.stack()[::-1]]
@@ -130,11 +129,11 @@ def frames_case(group, wrapper: str) -> list[list[str]]:
 
     chain = nn.Sequential(*(Scale() for _ in range(8)))
     model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
-    dist.all_reduce = all_reduce
+    shared_memory.all_reduce = all_reduce
     try:
         model(torch.ones(3)).sum().backward()
     finally:
-        dist.all_reduce = real
+        shared_memory.all_reduce = real
     model.finish_gradient_synchronization()
     return found
 

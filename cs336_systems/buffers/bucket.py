@@ -144,7 +144,7 @@ class GradBucket:
     def view(self, parameter: nn.Parameter) -> Tensor:
         """The parameter's piece of the buffer, which is made if need be."""
         if self.flat is None:
-            self.flat = self.layout.new_buffer(self.dtype, parameter.device)
+            self.flat = self.layout.new_buffer(self.dtype, parameter.device, self.group)
             mark("gradients", self.flat)
         return self.layout.view(self.flat, self.index[parameter])
 

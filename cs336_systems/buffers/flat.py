@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cs336_systems.comm import fault
+from cs336_systems.comm import Group, fault
+from cs336_systems.comm.shared_memory import shared_empty
 
 T = TypeVar("T", bound=Tensor)
 
@@ -68,9 +69,10 @@ class FlatLayout:
         """Elements of the buffer, padding included."""
         return self.cuts[-1]
 
-    def new_buffer(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer (numel,) whose tensors are still to be filled in, and whose padding is zero."""
-        flat = torch.empty(self.numel, dtype=dtype, device=device)
+    def new_buffer(self, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
+        """A buffer (numel,) whose tensors are still to be filled in, and whose padding is zero, in memory that the
+        group's ranks share, if they do."""
+        flat = shared_empty(self.numel, dtype, device, group)
         flat[sum(shape.numel() for shape in self.shapes) :].zero_()
         return flat
 

@@ -38,7 +38,8 @@ class ParameterBuffer:
     def __init__(self, parameters: Sequence[nn.Parameter], layout: FlatLayout, group: Group) -> None:
         self.parameters, self.layout, self.group = parameters, layout, group
         refuse_shared_memory((each, f"a parameter of shape {tuple(each.shape)}") for each in parameters)
-        self.flat, self.parts = layout.new_buffer(parameters[0].dtype, parameters[0].device), list[Part]()
+        self.flat = layout.new_buffer(parameters[0].dtype, parameters[0].device, group)
+        self.parts = list[Part]()
         with torch.no_grad():
             for i, parameter in enumerate(parameters):
                 parameter.data = layout.view(self.flat, i).copy_(parameter)

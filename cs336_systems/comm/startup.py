@@ -22,11 +22,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import ALL, HISTORY, Group, counters, default_group, in_flight
+from cs336_systems.comm.shared_memory import can_share, transport
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["shm", "gloo", "nccl"]
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others, unless told otherwise
 PARTING = timedelta(seconds=2)  # that a rank which ends gives the store to answer, or others to read from it
@@ -98,10 +99,14 @@ def die_with_parent(parent: int) -> None:
 
 
 def choose_backend(backend: str | None, device: torch.device, place: Place) -> str:
-    """nccl on GPUs and gloo on CPUs unless told. Raises UserError for a backend that cannot serve these ranks."""
-    backend = backend or ("nccl" if device.type == "cuda" else "gloo")
-    if backend not in ("gloo", "nccl"):
-        raise UserError(f"--backend {backend} does not exist here; it is gloo or nccl")
+    """The given backend, or nccl on GPUs, shared memory on the CPUs of one machine and gloo on those of several. Raises
+    UserError for one that cannot serve these ranks."""
+    shares = device.type == "cpu" and place.one_machine and can_share()
+    backend = backend or ("nccl" if device.type == "cuda" else "shm" if shares and place.world_size > 1 else "gloo")
+    if backend not in ("shm", "gloo", "nccl"):
+        raise UserError(f"--backend {backend} does not exist here; it is shm, gloo or nccl")
+    if backend == "shm" and not shares:
+        raise UserError("--backend shm joins ranks on the CPU of one machine, Linux on x86-64; use --backend gloo")
     if backend == "nccl":
         if device.type != "cuda" or not dist.is_nccl_available():
             raise UserError("--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo")
@@ -154,7 +159,7 @@ def distributed(
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == STARTED[0]:  # a fork of a rank has another parent
         die_with_parent(STARTED[1])
     device, place = torch.device(device), place or find_place()
-    backend, limit = choose_backend(backend, device, place), timedelta(seconds=timeout)
+    chosen, limit = choose_backend(backend, device, place), timedelta(seconds=timeout)
     if device.type == "cuda":
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     if place.one_machine and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -162,8 +167,15 @@ def distributed(
     store = PrefixStore(f"attempt {place.attempt}, group {next(_entries)}", open_store(place, limit))
     with ExitStack() as leaving:
         leaving.callback(recorder.close)
-        _connect(store, backend, place, limit)
+        leaving.callback(transport.close)
+        _connect(store, chosen, place, limit)
         leaving.callback(dist.destroy_process_group)
+        if chosen == "shm" and not _share_memory(TimedStore(store, limit), place, limit):
+            why = "the ranks cannot map each other's memory (other containers or users, or none left)"
+            if backend == "shm":
+                raise UserError(f"--backend shm: {why}; use --backend gloo")
+            if place.rank == 0:
+                print(f"Ranks use gloo: {why}.", file=sys.stderr)
         try:
             yield default_group()
             _leave(default_group(), limit)
@@ -176,10 +188,21 @@ def distributed(
             raise
 
 
+def _share_memory(store: TimedStore, place: Place, timeout: timedelta) -> bool:
+    """Let the ranks' collectives use shared memory, if every rank has mapped that of all others."""
+    keys = [f"shares/{rank}" for rank in range(place.world_size)]
+    with needs_store("mapped the memory of the other ranks", default_group()):
+        store.set(keys[place.rank], "yes" if transport.open() else "no")
+        if wait_for(store, keys, timeout) or "no" in map(store.get, keys):
+            transport.close()
+    return transport.on
+
+
 def _connect(store: Store, backend: str, place: Place, timeout: timedelta) -> None:
     try:
         _join(TimedStore(store, timeout), place, timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+        name = "gloo" if backend == "shm" else backend  # for what goes beside the verbs
+        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     except StoreLostError as error:
         where = printable(place.meeting)
         raise UserError(f"rank 0 has left {where}, or hangs, before all ranks had joined ({error})") from None

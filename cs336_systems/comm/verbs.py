@@ -15,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from cs336_systems.comm.agreement import comm_error
+from cs336_systems.comm import shared_memory
+from cs336_systems.comm.agreement import CommError, comm_error
 from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
 from cs336_systems.comm.group import Group, add_to_history, count, in_flight
+from cs336_systems.comm.shared_memory import Key, transport
 from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
@@ -47,7 +49,8 @@ class Work:
         event = self.event
         words = event.verb, event.group, event.label, event.nbytes, str(event.dtype)[6:], self.number, self.history
         self.entry = recorder.mine.launch(*words)
-        self._compare()
+        if not transport.on:
+            self._compare()
         with self._explained("launch"):
             yield
         while in_flight and (first := next(iter(in_flight))).is_done():
@@ -55,6 +58,11 @@ class Work:
         in_flight[self] = None
         if not self.pending:  # an empty tensor is not sent
             recorder.mine.advance(self.entry, FINISHED)
+
+    @property
+    def key(self) -> Key:
+        """By which ranks that share memory find each other's part of a collective without a tag."""
+        return Key(self.number, self.history, self._compare)
 
     def is_done(self) -> bool:
         """True if nothing is under way any more."""
@@ -75,7 +83,8 @@ class Work:
         with self._explained("wait"):
             for work in pending:
                 work.wait()
-        self._compare()
+        if not transport.on:  # there, nothing moves before the ranks' histories are found equal
+            self._compare()
         if finish:
             finish()
         recorder.mine.advance(self.entry, FINISHED)
@@ -101,6 +110,8 @@ class Work:
         try:
             with record_function(name) if is_profiling() else nullcontext():
                 yield
+        except CommError:
+            raise
         except RuntimeError as error:
             doing = printable(f"waited in {self}{of_step(recorder.mine.step)}")
             raise comm_error(doing, self.group, f" ({first_line(error)})") from error
@@ -108,21 +119,25 @@ class Work:
 
 def send(tensor: Tensor, to: int, group: Group, label: str) -> Work:
     """Send a contiguous tensor to the group's rank `to`, which must `receive` it with the same label."""
-    return _message("send", f"{group.rank()} to {to}", tensor, group, label, partial(dist.isend, group_dst=to))
+    return _message("send", group.rank(), to, tensor, group, label, partial(dist.isend, group_dst=to))
 
 
 def receive(tensor: Tensor, source: int, group: Group, label: str) -> Work:
     """Fill a contiguous tensor with the message that the group's rank `source` sends with the same label."""
-    begin = partial(dist.irecv, group_src=source)
-    return _message("receive", f"{source} to {group.rank()}", tensor, group, label, begin)
+    return _message("receive", source, group.rank(), tensor, group, label, partial(dist.irecv, group_src=source))
 
 
-def _message(verb: str, way: str, tensor: Tensor, group: Group, label: str, begin: Callable[..., Any]) -> Work:
+def _message(
+    verb: str, source: int, to: int, tensor: Tensor, group: Group, label: str, begin: Callable[..., Any]
+) -> Work:
     # Its number counts messages of the label on this way, since a group's collectives are counted on all its ranks.
-    number, tag = _tag(f"message {way} {label} {tensor.numel()} {tensor.dtype}", group)
+    number, tag = _tag(f"message {source} to {to} {label} {tensor.numel()} {tensor.dtype}", group)
     work = Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number)
     with work.launching():
-        work.pending = [begin(tensor, group=group, tag=tag)]
+        if transport.serves(group, tensor):
+            work.pending = [shared_memory.message(tensor, source, to, group, Key(tag))]
+        else:
+            work.pending = [begin(tensor, group=group, tag=tag)]
     return work
 
 
@@ -162,7 +177,10 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
     """Replace `flat` by its mean (or sum, or maximum) over all ranks. A maximum may lose NaN."""
     with _collective("all-reduce", flat, group, label, alike=(reduction, flat.numel())) as work:
         if group.size() > 1:
-            flat = torch.view_as_real(flat) if flat.is_complex() else flat
+            flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+            if transport.serves(group, flat):
+                work.pending = [shared_memory.all_reduce(flat, group, reduction, work.key)]
+                return work
             work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
     return work
 
@@ -181,6 +199,9 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
             return work
         if flat.is_complex() and not gloo:  # NCCL knows no complex numbers
             flat = torch.view_as_real(flat).view(-1)
+        if transport.serves(group, flat):
+            work.pending = [shared_memory.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
+            return work
         slices, how = flat.chunk(ranks), _operator(flat, group, reduction)
         if not gloo:
             scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -210,7 +231,9 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
     with _collective("all-gather", flat, group, label, alike=None if gloo and on_cpu else flat.numel()) as work:
         if ranks == 1:
             return work
-        if not gloo:
+        if transport.serves(group, flat):
+            work.pending = [shared_memory.all_gather(flat, group, Key(_tag_of(work)))]
+        elif not gloo:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work.pending = [gather(flat, slices[me], group=group, async_op=True)]
         elif not on_cpu:
@@ -227,7 +250,10 @@ def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Wor
         if group.size() > 1 and tensor.numel():
             sent = tensor.contiguous()
             data = sent.detach().view(-1).view(torch.uint8)  # gloo knows few dtypes, and all have bytes
-            work.pending = [dist.broadcast(data, group=group, async_op=True, group_src=source)]
+            if transport.serves(group, data):
+                work.pending = [shared_memory.broadcast(data, source, group, work.key)]
+            else:
+                work.pending = [dist.broadcast(data, group=group, async_op=True, group_src=source)]
             work.finish = None if sent is tensor else lambda: tensor.copy_(sent)
     return work
 
@@ -240,17 +266,26 @@ def all_to_all(
     with _collective("all-to-all", given, group, label) as work:
         if group.size() == 1:
             output.copy_(given)
+        elif transport.serves(group, given):
+            rows = list(output_rows), list(given_rows)
+            work.pending = [shared_memory.all_to_all(output, given, *rows, group, work.key)]
         else:
             counts = list(output_rows), list(given_rows)
             work.pending = [dist.all_to_all_single(output, given, *counts, group, async_op=True)]
     return work
 
 
+def _tag_of(work: Work) -> int:
+    """The tag of a collective that ranks may launch in different orders."""
+    event = work.event
+    return _tag(f"{event.verb} {event.label} {event.numel} {event.dtype}", work.group)[1]
+
+
 def _exchange(outbox: Sequence[Tensor], inbox: Sequence[Tensor], work: Work) -> list[Any]:
     """Send outbox[r] to every other rank r and receive inbox[r] from it, starting with the next rank."""
-    group, event = work.group, work.event
+    group = work.group
     ranks, me, around = group.size(), group.rank(), range(1, group.size())
-    _, tag = _tag(f"{event.verb} {event.label} {event.numel} {event.dtype}", group)
+    tag = _tag_of(work)
     if not outbox[0].numel():
         return []
     receive = [dist.irecv(inbox[(me - i) % ranks], group=group, tag=tag, group_src=(me - i) % ranks) for i in around]

@@ -5,7 +5,17 @@ import warnings
 import pytest
 import torch
 
-from cs336_systems.comm import CommError, all_reduce, all_to_all, broadcast, receive, record, reduce_scatter, send
+from cs336_systems.comm import (
+    CommError,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    receive,
+    record,
+    reduce_scatter,
+    send,
+    shared_memory,
+)
 from cs336_systems.comm.flight_recorder import recorder
 from tests.support import ranks
 
@@ -81,6 +91,7 @@ def by_order_case(group, kind: str, shared: bool = True) -> None:
     """Collectives that ranks match by their order alone, and that are others on rank 1; `shared`: with its records."""
     first, ones = group.rank() == 0, torch.ones(4)
     if not shared:
+        shared_memory.transport.on = False
         recorder.others.clear()
     calls = {"a": lambda: all_reduce(ones, group, "a", "sum"), "b": lambda: all_reduce(ones, group, "b", "sum")}
     if kind == "dtype":

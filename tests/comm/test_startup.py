@@ -87,7 +87,7 @@ def test_the_first_of_slurms_hosts(nodes, host):
     ("backend", "device", "gpus", "words"),
     [
         ("nccl", "cpu", 0, "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo"),
-        ("mpi", "cpu", 0, "--backend mpi does not exist here; it is gloo or nccl"),
+        ("mpi", "cpu", 0, "--backend mpi does not exist here; it is shm, gloo or nccl"),
         ("nccl", "cuda", 1, "nccl needs a GPU a rank: 2 ranks, 1 GPU(s)"),
     ],
 )
