@@ -16,7 +16,7 @@ from benchmarks.peers import Build
 from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
 from benchmarks.turns import UNTIMED, Arena, Turns, check
 from cs336_systems.buffers.flat import plan_buckets
-from cs336_systems.comm import Group, Place, distributed, find_place
+from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
 from cs336_systems.comm.launch import start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
 from cs336_systems.cost import Hardware, count_parameters, predict
@@ -186,7 +186,7 @@ def worker_run(
         hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)
         found = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
         link = Link(found.latency, found.bandwidth)
-        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
         arena = Arena(config, settings.batch_size, candidates, group, device)
         before(arena)
         nodes = place.world_size // place.local_world_size

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.comm import Event, all_reduce, record, shared_memory
+from cs336_systems.comm import Event, all_reduce, record, shared_verbs
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.zero import zero
@@ -120,7 +120,7 @@ def test_order_of_gradients_and_reductions(wrapper):
 
 def frames_case(group, wrapper: str) -> list[list[str]]:
     """The library's frames, outermost first, above each all-reduce that backward launches: FILE function."""
-    found, real = [], shared_memory.all_reduce
+    found, real = [], shared_verbs.all_reduce
 
     def all_reduce(*arguments, **named):
         stack = [(Path(frame.filename), frame.function) for frame in inspect.stack()[::-1]]
@@ -129,11 +129,11 @@ def frames_case(group, wrapper: str) -> list[list[str]]:
 
     chain = nn.Sequential(*(Scale() for _ in range(8)))
     model = BucketedDDP(chain, bucket_size_mb=8e-6) if wrapper == "bucketed" else WRAPPERS[wrapper](chain)
-    shared_memory.all_reduce = all_reduce
+    shared_verbs.all_reduce = all_reduce
     try:
         model(torch.ones(3)).sum().backward()
     finally:
-        shared_memory.all_reduce = real
+        shared_verbs.all_reduce = real
     model.finish_gradient_synchronization()
     return found
 

@@ -1,170 +1,75 @@
-"""Collectives between ranks of one machine, in memory that all of them have mapped.
+"""Transfers between ranks of one machine, in memory that all of them have mapped.
 
-Each rank has a table, which only it writes and which the others map, and blocks of memory for what it sends. A transfer
-begins when a rank enters it in its table: a key, which is equal on all ranks of the transfer, and where its block lies.
-When all ranks have entered it, each does its part, and marks it as done:
+Each rank has a table, which only it writes and which the others read, and blocks of memory for what it sends. It enters
+a transfer in its table: a key, which is equal on all ranks of the transfer, and where its block lies. When all ranks
+have entered it, each does its part, reading and perhaps writing the others' blocks, and marks it as done. The parts are
+in `shared_verbs.py`.
 
-    all-reduce       one-shot: add the blocks of all ranks                  up to ONE_SHOT bytes
-                     two-shot: add a slice of them, and write the sum       above
-                     to that slice of every block
-    reduce-scatter   add this rank's slice of every block
-    all-gather       copy the slice of every other rank
-    broadcast        copy the source's block
-    all-to-all       copy this rank's rows out of every block
-    send, receive    copy the sender's block
-
-Terms are added in the order of the ranks, whatever the algorithm: a sum has the bits that one process gets that adds
-the ranks' tensors in that order. Halves are added in float32 and rounded once.
-
-A buffer from `shared_empty` is a block by itself, and nothing is copied; other tensors are staged in one. The blocks of
-a rank are files without a name (memfd), which the others open through /proc and which end with the last process. A
-waiting rank does its part of whatever else is under way, and sleeps on a futex in the table of the rank that it waits
-for. Flags are written after the data that they announce and x86 keeps the order of stores; other processors need not,
-and use gloo.
+A waiting rank does its part of whatever else is under way, and then sleeps on a futex in the table of the rank that it
+waits for. A flag is written after the data that it announces, and x86 keeps the order of stores; other processors need
+not, and use gloo.
 """
 
-import ctypes
-import mmap
 import os
 import platform
 import resource
 import sys
-import weakref
 import zlib
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from threading import RLock
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.comm.flight_recorder import TABLE, Ring, recorder
+from cs336_systems.comm import futex
+from cs336_systems.comm.blocks import Block, Place, Pool
+from cs336_systems.comm.flight_recorder import TABLE, recorder
 from cs336_systems.comm.group import Group, group_timeout
 from cs336_systems.comm.store import while_waiting
+from cs336_systems.comm.tables import (
+    CHANGES,
+    CHUNK_PLACE,
+    CLOSED,
+    DONE,
+    FILE,
+    HEAD,
+    HISTORY,
+    READY,
+    SLEEPS,
+    SLOTS,
+    STATE,
+    WORDS,
+    Peer,
+)
 from cs336_systems.errors import UserError
 
-# Bytes up to which every rank adds all blocks, with one wait instead of two.
-ONE_SHOT = 2**18
-BLOCK = 2**18  # bytes that are added at once, so that the sum is still in the cache when it is written
-CHUNK = 2**23  # bytes of the files from which blocks of up to a megabyte are cut
 SPIN = 50e-6  # seconds of looking again before a rank sleeps, where each rank has a core
 SLEEP = 0.05  # seconds after which a sleeping rank looks whether the others are alive
 CROWDED_SLEEP = 0.001  # the same while other transfers are under way, which another rank may make ready
-WORDS = 8  # of a slot
-# Words of a table: a count of its changes, 1 at the rank's end, 1 while it sleeps; and the first slot.
-CHANGES, CLOSED, SLEEPS, HEAD = 0, 1, 2, WORDS
-SLOTS = TABLE // WORDS - 1
-KEY, STATE, HISTORY, FILE, SERIAL, SIZE, OFFSET, NBYTES = range(WORDS)
-READY, DONE = 1, 2
-SYS_FUTEX, FUTEX_WAIT, FUTEX_WAKE = 202, 0, 1  # on x86-64
-HALVES = torch.float16, torch.bfloat16
-Reduction = Literal["mean", "sum", "max"]
+Act = Callable[[list[Tensor | None]], None]
 
 
 class Key(NamedTuple):
-    """What is equal on all ranks of a transfer: a number, and the history of its group, if they match by their order;
-    `mismatch` raises an error that names what differs."""
+    """The number by which ranks find each other's part of a transfer. If they match by their order, the histories of
+    their groups must be equal, and `mismatch` raises an error that names what differs."""
 
     number: int
     history: int = 0
     mismatch: Callable[[], None] = lambda: None
 
 
-class Memory:
-    """A file without a name, mapped; its blocks can be read and written by the other ranks of the machine."""
-
-    serials = count(1)
-
-    def __init__(self, size: int) -> None:
-        self.serial, self.size = next(self.serials), size
-        self.file = os.memfd_create("transfers")
-        weakref.finalize(self, os.close, self.file)
-        os.posix_fallocate(self.file, 0, size)  # an error here, not a signal at the first write
-        self.mapped = mmap.mmap(self.file, size)
-        self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
-
-
-class Block:
-    """A stretch of a rank's memory that one tensor uses at a time."""
-
-    def __init__(self, memory: Memory, offset: int, nbytes: int) -> None:
-        self.memory, self.offset, self.nbytes = memory, offset, nbytes
-
-    def place(self, start: int, nbytes: int) -> tuple[int, ...]:
-        """File, serial, size, offset and bytes, as another rank needs them to map a part."""
-        return self.memory.file, self.memory.serial, self.memory.size, self.offset + start, nbytes
-
-    def tensor(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """A view (numel,) of the first bytes."""
-        return self.memory.bytes[self.offset : self.offset + nbytes].view(dtype)
-
-
-class Pool:
-    """This rank's blocks that are free, by size. A block is used again, since the first use of memory, which the system
-    then clears, takes as long as a transfer."""
-
-    def __init__(self) -> None:
-        self.free: dict[int, list[Block]] = defaultdict(list)
-
-    def take(self, nbytes: int) -> Block:
-        """A free block. Raises UserError if there is no memory for a new one."""
-        # Powers of two, cut from larger files, up to a megabyte, since a process may have few files; then megabytes.
-        size = max(4096, 1 << (nbytes - 1).bit_length()) if nbytes <= 2**20 else -(-nbytes // 2**20) * 2**20
-        free = self.free[size]
-        if not free:
-            try:
-                memory = Memory(max(size, CHUNK) if size <= 2**20 else size)
-            except OSError as error:
-                raise UserError(
-                    f"no {size:,} bytes of memory that ranks share: {error.strerror}; use --backend gloo"
-                ) from None
-            free.extend(Block(memory, offset, size) for offset in range(0, memory.size, size))
-        return free.pop()
-
-    def give_back(self, block: Block) -> None:
-        self.free[block.nbytes].append(block)
-
-
-class Peer:
-    """Another rank's table and memory, as this rank has mapped them."""
-
-    def __init__(self, ring: Ring) -> None:
-        self.ring = ring
-        self.words, self.keys = memoryview(ring.fields["table"]), ring.fields["table"][HEAD::WORDS]
-        self.futex = ring.fields["table"].ctypes.data
-        self.memories: dict[int, Tensor] = {}
-
-    def find(self, key: int, guess: int) -> int:
-        """The first word of the slot with this key, or 0. Most often it is where this rank has its own."""
-        if self.words[guess] == key:
-            return guess
-        found = (self.keys == key).nonzero()[0]
-        return HEAD + WORDS * int(found[0]) if len(found) else 0
-
-    def part(self, slot: int) -> Tensor:
-        """Bytes of the block that a slot describes."""
-        _, _, _, file, serial, size, offset, nbytes = self.words[slot : slot + WORDS].tolist()
-        if serial not in self.memories:
-            path = f"/proc/{self.ring.pid}/fd/{file}"
-            try:  # without a file that stays open, since a process may have few
-                storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-            except RuntimeError:
-                raise RuntimeError("another rank has left the group") from None
-            self.memories[serial] = torch.tensor([], dtype=torch.uint8).set_(storage)
-        return self.memories[serial][offset : offset + nbytes]
-
-
 class Transport:
     """This rank's table, blocks and transfers under way, and the other ranks of its machine."""
 
+    on, words = False, memoryview(b"")
+
     def __init__(self) -> None:
-        self.on = False
         self.close()
 
     def close(self) -> None:
@@ -173,28 +78,34 @@ class Transport:
             self.words[CLOSED] = 1
             self.wake()
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()
-        self.owned: dict[int, Block] = {}  # by the address of a buffer from `shared_empty`
         self.pending: dict[Transfer, None] = {}  # oldest first
         self.ranks: dict[Group, tuple[int, list[int], timedelta]] = {}
         self.turn, self.lock, self.crowded = 0, RLock(), False
         self.table = np.zeros(TABLE, np.uint64)
-        self.words, self.futex = memoryview(self.table), 0
+        self.words, self.futex = self.table.data, 0
 
     def open(self) -> bool:
-        """Begin; returns False if not all other ranks' tables can be read."""
+        """Begin; returns False if not all other ranks' tables can be read, or there is no memory."""
         peers = {rank: Peer(ring) for rank, ring in recorder.others.items()}
         if not can_share() or set(recorder.machine) != {*peers, recorder.rank}:
             return False
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a large buffer is two
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a large buffer is two files
         try:
-            self.pool.give_back(self.pool.take(CHUNK))
+            block = self.pool.take(1)
         except UserError:
             return False
         self.peers, self.on, self.crowded = peers, True, len(peers) >= (os.cpu_count() or 1)
         self.table = recorder.mine.fields["table"]
-        self.words, self.futex = memoryview(self.table), self.table.ctypes.data
+        self.table[CHUNK_PLACE:HEAD] = block.place(1)
+        self.words, self.futex = self.table.data, self.table.ctypes.data
+        self.pool.give_back(block)
         return True
+
+    def greet(self) -> None:
+        """Map every other rank's first chunk, so that its small messages outlive it."""
+        for peer in self.peers.values():
+            peer.part(CHUNK_PLACE - FILE)
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
         """True if the group's transfers of this tensor go through shared memory."""
@@ -212,9 +123,9 @@ class Transport:
         the next change, or after SLEEP."""
         self.words[CHANGES] = (self.words[CHANGES] + 1) & 0x7FFFFFFF
         if any(peer.words[SLEEPS] for peer in self.peers.values()):
-            LIBC.syscall(SYS_FUTEX, ctypes.c_void_p(self.futex), FUTEX_WAKE, 0x7FFFFFFF, None, None, 0)
+            futex.wake(self.futex)
 
-    def enter(self, transfer: "Transfer", place: tuple[int, ...]) -> int:
+    def enter(self, transfer: "Transfer", place: Place) -> int:
         """Write a transfer into a free slot of the table; returns the slot's first word."""
         for tries in count():
             slot = HEAD + WORDS * (self.turn % SLOTS)
@@ -250,9 +161,9 @@ class Transfer:
         self,
         key: Key,
         group: Group,
-        act: Callable[[list[Tensor | None]], None],
+        act: Act,
         block: Block | None,
-        place: tuple[int, ...] = (0, 0, 0, 0, 0),
+        place: Place,
         in_place: bool = False,
         between: Sequence[int] | None = None,
         finish: Callable[[], object] | None = None,
@@ -260,7 +171,7 @@ class Transfer:
         name, ranks, self.timeout = transport.members(group)
         tagged = 0 if key.history else 1 << 31
         self.word, self.key, self.block = name | tagged | key.number, key, block
-        self.act: Callable[[list[Tensor | None]], None] | None = act
+        self.act: Act | None = act
         self.in_place, self.finish = in_place, finish
         chosen = ranks if between is None else [ranks[each] for each in between]
         self.ranks = [(transport.peers.get(rank), rank) for rank in chosen]  # no peer: this rank itself
@@ -356,10 +267,9 @@ class Transfer:
         if closed:
             self._abandon()
             raise RuntimeError(f"rank {self.missing} has left the group")
-        limit = TimeSpec(0, int(1e9 * (CROWDED_SLEEP if len(transport.pending) > 1 else SLEEP)))
-        place = ctypes.c_void_p(peer.futex), FUTEX_WAIT, ctypes.c_int(changes)
+        seconds = CROWDED_SLEEP if len(transport.pending) > 1 else SLEEP
         transport.words[SLEEPS] = 1
-        late = LIBC.syscall(SYS_FUTEX, *place, ctypes.byref(limit), None, 0)
+        late = futex.sleep_while(peer.futex, changes, seconds)
         transport.words[SLEEPS] = 0
         if late and recorder.died(self.missing) and not self.step():
             self._abandon()
@@ -370,13 +280,6 @@ class Transfer:
         transport.pending.pop(self, None)
 
 
-class TimeSpec(ctypes.Structure):
-    """C's timespec."""
-
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
-LIBC = ctypes.CDLL(None)
 transport = Transport()  # of this process
 while_waiting.append(transport.progress)
 
@@ -388,172 +291,11 @@ def can_share() -> bool:
 
 def shared_empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
     """A flat tensor, not filled, of memory that the group's ranks can map, if they share any."""
-    nbytes = numel * dtype.itemsize
-    if not transport.on or device.type != "cpu" or not nbytes or group.size() == 1:
+    if not transport.on or device.type != "cpu" or not numel or group.size() == 1:
         return torch.empty(numel, dtype=dtype, device=device)
-    pool, owned = transport.pool, transport.owned
-    block = pool.take(nbytes)
-    held = (ctypes.c_byte * nbytes).from_buffer(block.memory.mapped, block.offset)
-    address = ctypes.addressof(held)
-    owned[address] = block
-
-    def free() -> None:
-        owned.pop(address, None)
-        pool.give_back(block)
-
-    weakref.finalize(held, free).atexit = False
-    return torch.frombuffer(held, dtype=dtype)
+    return transport.pool.buffer(numel, dtype)
 
 
-def _block_of(tensor: Tensor) -> tuple[Block, int] | None:
-    """The block that a tensor from `shared_empty` lies in, and where in it, in bytes."""
-    start = tensor.untyped_storage().data_ptr()
-    block = transport.owned.get(start)
-    return None if block is None else (block, tensor.data_ptr() - start)
-
-
-def _stage(tensor: Tensor) -> tuple[Block, tuple[int, ...]]:
-    """A block with a copy of a flat tensor, and its place."""
-    block = transport.pool.take(max(1, tensor.nbytes))
-    block.tensor(tensor.nbytes, tensor.dtype).copy_(tensor)
-    return block, block.place(0, tensor.nbytes)
-
-
-def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequence[Tensor]) -> None:
-    """Write the sum (mean, maximum) of flat tensors, taken in the given order, to each of the targets, which may be
-    some of the terms. Halves are added in float32 and rounded once."""
-    combine = torch.maximum if reduction == "max" else torch.add
-    wide = terms[0].dtype in HALVES and reduction != "max"
-    numel, size = terms[0].numel(), BLOCK // terms[0].itemsize
-    # Added up in the first target, unless a term that is still to be added lies there.
-    direct = not wide and all(term.data_ptr() != targets[0].data_ptr() for term in terms[2:])
-    scratch = targets[0] if direct else terms[0].new_empty(min(size, numel), dtype=torch.float32 if wide else None)
-    for start in range(0, numel, size):
-        block = slice(start, start + size)
-        total = scratch[block] if direct else scratch[: min(size, numel - start)]
-        combine(total.copy_(terms[0][block]) if wide else terms[0][block], terms[1][block], out=total)
-        for term in terms[2:]:
-            combine(total, term[block], out=total)
-        if reduction == "mean":
-            total.div_(len(terms))
-        for target in targets[1:] if direct else targets:
-            target[block].copy_(total)
-
-
-def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
-    """See `verbs`."""
-    flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
-    own = None if flat.nbytes <= ONE_SHOT else _block_of(flat)
-    if own:
-        (block, start), mine, staged = own, flat, None
-        place = block.place(start, flat.nbytes)
-    else:
-        staged, place = _stage(flat)
-        mine = staged.tensor(flat.nbytes, flat.dtype)
-
-    def one_shot(parts: list[Tensor | None]) -> None:
-        add_in_order(_all(parts, mine), reduction, [flat])
-
-    def two_shot(parts: list[Tensor | None]) -> None:
-        slices = [each.tensor_split(ranks)[me] for each in _all(parts, mine)]
-        add_in_order(slices, reduction, slices)
-
-    if flat.nbytes <= ONE_SHOT:
-        return Transfer(key, group, one_shot, staged, place)
-    copy_out = None if own else lambda: flat.copy_(mine)
-    return Transfer(key, group, two_shot, staged, place, in_place=True, finish=copy_out)
-
-
-def reduce_scatter(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
-    """See `verbs`."""
-    flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
-    staged, place, in_place = _exposed(flat)
-
-    def act(parts: list[Tensor | None]) -> None:
-        slices = [each.chunk(ranks)[me] for each in _all(parts, flat)]
-        add_in_order(slices, reduction, [slices[me]])
-
-    return Transfer(key, group, act, staged, place, in_place)
-
-
-def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
-    """See `verbs`."""
-    slices = flat.data.chunk(group.size())
-    staged, place, in_place = _exposed(slices[group.rank()])
-
-    def act(parts: list[Tensor | None]) -> None:
-        for slice_, part in zip(slices, parts, strict=True):
-            if part is not None:
-                slice_.copy_(part.view(flat.dtype))
-
-    return Transfer(key, group, act, staged, place, in_place)
-
-
-def broadcast(data: Tensor, source: int, group: Group, key: Key) -> Transfer:
-    """See `verbs`; `data` are bytes."""
-    sends = group.rank() == source
-    staged, place, in_place = _exposed(data) if sends else (None, (0, 0, 0, 0, 0), False)
-
-    def act(parts: list[Tensor | None]) -> None:
-        if not sends:
-            data.copy_(_given(parts[source]))
-
-    return Transfer(key, group, act, staged, place, in_place)
-
-
-def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Transfer:
-    """A message between two ranks of the group, of which this rank is one."""
-    flat = tensor.data.view(-1)
-    sends = group.rank() == source
-    staged, place = _stage(flat) if sends else (None, (0, 0, 0, 0, 0))
-
-    def act(parts: list[Tensor | None]) -> None:
-        if not sends:
-            flat.copy_(_given(parts[0]).view(flat.dtype))
-
-    return Transfer(key, group, act, staged, place, between=(source, to))
-
-
-def all_to_all(
-    output: Tensor, given: Tensor, output_rows: list[int], given_rows: list[int], group: Group, key: Key
-) -> Transfer:
-    """See `verbs`. A block begins with the numbers of rows for each rank."""
-    me, counts = group.rank(), torch.tensor([*given_rows, *[0] * (group.size() % 2)])  # rows begin at 16 bytes
-    given, output = given.data, output.data
-    row = (given if len(given) else output)[:1].nbytes
-    block = transport.pool.take(counts.nbytes + given.nbytes)
-    block.tensor(counts.nbytes, torch.int64).copy_(counts)
-    if given.numel():
-        block.tensor(counts.nbytes + given.nbytes)[counts.nbytes :].view(given.dtype).copy_(given.reshape(-1))
-    own = block.tensor(counts.nbytes + given.nbytes)
-
-    def act(parts: list[Tensor | None]) -> None:
-        targets = output.split(output_rows)
-        for rank, (part, target) in enumerate(zip(_all(parts, own), targets, strict=True)):
-            head, rows = part[: counts.nbytes].view(torch.int64).tolist(), part[counts.nbytes :]
-            if head[me] != len(target):
-                raise RuntimeError(f"rank {rank} sends {head[me]} rows where {len(target)} are expected")
-            if target.numel():
-                first = sum(head[:me]) * row
-                target.reshape(-1).copy_(rows[first : first + target.nbytes].view(target.dtype))
-
-    return Transfer(key, group, act, block, block.place(0, counts.nbytes + given.nbytes))
-
-
-def _exposed(part: Tensor) -> tuple[Block | None, tuple[int, ...], bool]:
-    """Where the others find a tensor: its own block, in place, or a staged copy."""
-    own = _block_of(part) if part.nbytes else None
-    if own is None:
-        return *_stage(part), False
-    block, start = own
-    return None, block.place(start, part.nbytes), True
-
-
-def _given(part: Tensor | None) -> Tensor:
-    assert part is not None
-    return part
-
-
-def _all(parts: Sequence[Tensor | None], mine: Tensor) -> list[Tensor]:
-    """Every rank's part in the dtype of `mine`, which is this rank's own."""
-    return [mine if part is None else part.view(mine.dtype) for part in parts]
+def backend_of(group: Group) -> str:
+    """Who moves the tensors of a group: shm, gloo or nccl."""
+    return "shm" if transport.on and dist.get_backend(group) == "gloo" else str(dist.get_backend(group))

@@ -195,6 +195,8 @@ def _share_memory(store: TimedStore, place: Place, timeout: timedelta) -> bool:
         store.set(keys[place.rank], "yes" if transport.open() else "no")
         if wait_for(store, keys, timeout) or "no" in map(store.get, keys):
             transport.close()
+        else:
+            transport.greet()
     return transport.on
 
 

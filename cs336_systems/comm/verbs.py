@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from cs336_systems.comm import shared_memory
+from cs336_systems.comm import shared_verbs
 from cs336_systems.comm.agreement import CommError, comm_error
 from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
@@ -135,7 +135,7 @@ def _message(
     work = Work(Event(verb, label, tensor.numel(), tensor.dtype, 2, verb, group.group_name), group, number)
     with work.launching():
         if transport.serves(group, tensor):
-            work.pending = [shared_memory.message(tensor, source, to, group, Key(tag))]
+            work.pending = [shared_verbs.message(tensor, source, to, group, Key(tag))]
         else:
             work.pending = [begin(tensor, group=group, tag=tag)]
     return work
@@ -179,7 +179,7 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
         if group.size() > 1:
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             if transport.serves(group, flat):
-                work.pending = [shared_memory.all_reduce(flat, group, reduction, work.key)]
+                work.pending = [shared_verbs.all_reduce(flat, group, reduction, work.key)]
                 return work
             work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
     return work
@@ -200,7 +200,7 @@ def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Liter
         if flat.is_complex() and not gloo:  # NCCL knows no complex numbers
             flat = torch.view_as_real(flat).view(-1)
         if transport.serves(group, flat):
-            work.pending = [shared_memory.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
+            work.pending = [shared_verbs.reduce_scatter(flat, group, reduction, Key(_tag_of(work)))]
             return work
         slices, how = flat.chunk(ranks), _operator(flat, group, reduction)
         if not gloo:
@@ -232,7 +232,7 @@ def all_gather(flat: Tensor, group: Group, label: str = "") -> Work:
         if ranks == 1:
             return work
         if transport.serves(group, flat):
-            work.pending = [shared_memory.all_gather(flat, group, Key(_tag_of(work)))]
+            work.pending = [shared_verbs.all_gather(flat, group, Key(_tag_of(work)))]
         elif not gloo:
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work.pending = [gather(flat, slices[me], group=group, async_op=True)]
@@ -251,7 +251,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Wor
             sent = tensor.contiguous()
             data = sent.detach().view(-1).view(torch.uint8)  # gloo knows few dtypes, and all have bytes
             if transport.serves(group, data):
-                work.pending = [shared_memory.broadcast(data, source, group, work.key)]
+                work.pending = [shared_verbs.broadcast(data, source, group, work.key)]
             else:
                 work.pending = [dist.broadcast(data, group=group, async_op=True, group_src=source)]
             work.finish = None if sent is tensor else lambda: tensor.copy_(sent)
@@ -268,7 +268,7 @@ def all_to_all(
             output.copy_(given)
         elif transport.serves(group, given):
             rows = list(output_rows), list(given_rows)
-            work.pending = [shared_memory.all_to_all(output, given, *rows, group, work.key)]
+            work.pending = [shared_verbs.all_to_all(output, given, *rows, group, work.key)]
         else:
             counts = list(output_rows), list(given_rows)
             work.pending = [dist.all_to_all_single(output, given, *counts, group, async_op=True)]

@@ -14,7 +14,7 @@ from cs336_systems.checkpoint import disk
 from cs336_systems.checkpoint.disk import RefusedError, require
 from cs336_systems.checkpoint.folder import Saver, open_newest, open_plain
 from cs336_systems.checkpoint.tensors import VALUE, Checkpoint
-from cs336_systems.comm import Group
+from cs336_systems.comm import Group, backend_of
 from cs336_systems.comm.flight_recorder import process
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, os_errors
@@ -74,7 +74,7 @@ def computed(trainer: Trainer) -> dict[str, Any]:
     found |= {"--schedule": parallel.schedule_name, "--sequence-parallel": parallel.sequence_parallel}
     found |= {"--pad-vocabulary": parallel.pad_vocabulary, ROUTED: routed_together(trainer)}
     found |= {name: getattr(trainer.config, name) for name in IMPLEMENTATION}
-    found["backend"] = trainer.recipe.launch.backend or ("nccl" if device.type == "cuda" else "gloo")
+    found["backend"] = backend_of(trainer.mesh.world)
     return found | {"device": device_name(device), "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 

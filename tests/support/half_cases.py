@@ -125,10 +125,8 @@ def added(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def mean(tensors: Sequence[Tensor]) -> Tensor:
-    """The mean over ranks. Those in fp16 are divided first: their sum may be infinite where their mean is not."""
-    if tensors[0].dtype == torch.float16:
-        return added([tensor / len(tensors) for tensor in tensors])
-    return added(tensors) / len(tensors)
+    """The mean over ranks, added in float32 and rounded once, as in shared memory."""
+    return (added([tensor.float() for tensor in tensors]) / len(tensors)).to(tensors[0].dtype)
 
 
 class OneProcess:

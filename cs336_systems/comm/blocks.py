@@ -1,0 +1,113 @@
+"""Blocks of memory that the other ranks of a machine can map.
+
+A rank's blocks lie in files without a name (memfd), which the others open through /proc: they have no path that could
+be left behind, and end with the last process. A block that is free is used again, since the first use of memory, which
+the system then clears, takes as long as a transfer.
+"""
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections import defaultdict
+from itertools import count
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.errors import UserError
+
+CHUNK = 2**23  # bytes of the files from which blocks of up to a megabyte are cut: a process may have few files
+MEGABYTE = 2**20
+
+
+class Place(NamedTuple):
+    """Where another rank finds a stretch of this rank's memory, in bytes."""
+
+    file: int = 0
+    serial: int = 0  # of this rank's files, whose descriptors are used again
+    size: int = 0
+    offset: int = 0
+    nbytes: int = 0
+
+
+class Memory:
+    """A file without a name, mapped, and its `bytes`."""
+
+    serials = count(1)
+
+    def __init__(self, size: int) -> None:
+        self.serial, self.size = next(self.serials), size
+        self.file = os.memfd_create("transfers")
+        weakref.finalize(self, os.close, self.file)
+        os.posix_fallocate(self.file, 0, size)  # an error here, not a signal at the first write
+        self.mapped = mmap.mmap(self.file, size)
+        self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
+
+
+class Block:
+    """A stretch of memory that one tensor uses at a time."""
+
+    def __init__(self, memory: Memory, offset: int, nbytes: int) -> None:
+        self.memory, self.offset, self.nbytes = memory, offset, nbytes
+
+    def place(self, nbytes: int, start: int = 0) -> Place:
+        return Place(self.memory.file, self.memory.serial, self.memory.size, self.offset + start, nbytes)
+
+    def tensor(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        """A view (numel,) of the first bytes."""
+        return self.memory.bytes[self.offset : self.offset + nbytes].view(dtype)
+
+
+class Pool:
+    """This rank's blocks: those that are free, by size, and those of buffers that somebody holds, by address."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[Block]] = defaultdict(list)
+        self.held: dict[int, Block] = {}
+
+    def take(self, nbytes: int) -> Block:
+        """A free block. Raises UserError if there is no memory for a new one."""
+        small = nbytes <= MEGABYTE
+        size = max(4096, 1 << (nbytes - 1).bit_length()) if small else -(-nbytes // MEGABYTE) * MEGABYTE
+        free = self.free[size]
+        if not free:
+            try:
+                memory = Memory(CHUNK if small else size)
+            except OSError as error:
+                what = f"{size:,} bytes of memory for ranks to share"
+                raise UserError(f"no {what}: {error.strerror}; use --backend gloo") from None
+            free.extend(Block(memory, offset, size) for offset in range(0, memory.size, size))
+        return free.pop()
+
+    def give_back(self, block: Block) -> None:
+        """Let a block be taken again."""
+        self.free[block.nbytes].append(block)
+
+    def buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in a block of its own, which is free again when nobody holds the tensor's storage."""
+        nbytes = numel * dtype.itemsize
+        block = self.take(nbytes)
+        holder = (ctypes.c_byte * nbytes).from_buffer(block.memory.mapped, block.offset)
+        address = ctypes.addressof(holder)
+        self.held[address] = block
+
+        def free() -> None:
+            del self.held[address]
+            self.give_back(block)
+
+        weakref.finalize(holder, free).atexit = False
+        return torch.frombuffer(holder, dtype=dtype)
+
+    def find(self, tensor: Tensor) -> Place | None:
+        """Where a tensor from `buffer`, or a view of it, lies; None for any other."""
+        start = tensor.untyped_storage().data_ptr()
+        block = self.held.get(start)
+        return None if block is None else block.place(tensor.nbytes, tensor.data_ptr() - start)
+
+    def stage(self, tensor: Tensor) -> Block:
+        """A block with a copy of a flat tensor."""
+        block = self.take(max(1, tensor.nbytes))
+        block.tensor(tensor.nbytes, tensor.dtype).copy_(tensor)
+        return block

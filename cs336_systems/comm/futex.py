@@ -1,0 +1,23 @@
+"""Sleep until another process changes a word of shared memory: Linux's futex(2) on x86-64."""
+
+import ctypes
+
+LIBC = ctypes.CDLL(None)
+SYSCALL, WAIT, WAKE, ALL = 202, 0, 1, 2**31 - 1
+
+
+class TimeSpec(ctypes.Structure):
+    """C's timespec."""
+
+    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+
+
+def sleep_while(address: int, value: int, seconds: float) -> bool:
+    """Sleep while the 32-bit word at an address has a value, for less than a second; returns False if woken."""
+    limit = ctypes.byref(TimeSpec(0, int(1e9 * seconds)))
+    return bool(LIBC.syscall(SYSCALL, ctypes.c_void_p(address), WAIT, ctypes.c_int(value), limit, None, 0))
+
+
+def wake(address: int) -> None:
+    """Wake all who sleep on the word at an address."""
+    LIBC.syscall(SYSCALL, ctypes.c_void_p(address), WAKE, ALL, None, None, 0)

@@ -1,0 +1,159 @@
+"""The parts that a rank has in collectives and messages over shared memory.
+
+    all-reduce       one-shot: add the blocks of all ranks                        up to ONE_SHOT bytes
+                     two-shot: add a slice of them, write it to all blocks        above
+    reduce-scatter   add this rank's slice of every block
+    all-gather       copy every other rank's slice
+    broadcast        copy the source's block
+    all-to-all       copy this rank's rows out of every block
+    send, receive    copy the sender's block
+
+One-shot waits once and reads N blocks; two-shot waits twice, and each rank reads and writes as much as one block. Terms
+are added in the order of the ranks, whatever the algorithm: a sum has the bits that one process gets that adds the
+ranks' tensors in that order. Halves are added in float32 and rounded once.
+
+A buffer from `shared_empty` is a block by itself, and nothing is copied; any other tensor is staged in a block.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm.blocks import Block, Place
+from cs336_systems.comm.group import Group
+from cs336_systems.comm.shared_memory import Key, Transfer, transport
+
+ONE_SHOT = 2**18
+BLOCK = 2**20  # bytes that are added at once, so that the sum is still in the cache when it is written
+HALVES = torch.float16, torch.bfloat16
+Reduction = Literal["mean", "sum", "max"]
+
+
+def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequence[Tensor]) -> None:
+    """Write the sum (mean, maximum) of flat tensors, taken in the given order, to each of the targets, which may be
+    some of the terms. Halves are added in float32 and rounded once."""
+    combine = torch.maximum if reduction == "max" else torch.add
+    wide = terms[0].dtype in HALVES and reduction != "max"
+    numel, size = terms[0].numel(), BLOCK // terms[0].itemsize
+    # Added up in the first target, unless a term that is still to be added lies there.
+    direct = not wide and all(term.data_ptr() != targets[0].data_ptr() for term in terms[2:])
+    scratch = targets[0] if direct else terms[0].new_empty(min(size, numel), dtype=torch.float32 if wide else None)
+    for start in range(0, numel, size):
+        block = slice(start, start + size)
+        total = scratch[block] if direct else scratch[: min(size, numel - start)]
+        combine(total.copy_(terms[0][block]) if wide else terms[0][block], terms[1][block], out=total)
+        for term in terms[2:]:
+            combine(total, term[block], out=total)
+        if reduction == "mean":
+            total.div_(len(terms))
+        for target in targets[1:] if direct else targets:
+            target[block].copy_(total)
+
+
+def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
+    """See `verbs`."""
+    flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
+    if flat.nbytes <= ONE_SHOT:
+        staged = transport.pool.stage(flat)
+        mine = staged.tensor(flat.nbytes, flat.dtype)
+
+        def one_shot(parts: list[Tensor | None]) -> None:
+            add_in_order(_all(parts, mine), reduction, [flat])
+
+        return Transfer(key, group, one_shot, staged, staged.place(flat.nbytes))
+    block, place = _exposed(flat)
+    mine = block.tensor(flat.nbytes, flat.dtype) if block else flat
+
+    def two_shot(parts: list[Tensor | None]) -> None:
+        slices = [each.tensor_split(ranks)[me] for each in _all(parts, mine)]
+        add_in_order(slices, reduction, slices)
+
+    return Transfer(key, group, two_shot, block, place, True, finish=(lambda: flat.copy_(mine)) if block else None)
+
+
+def reduce_scatter(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
+    """See `verbs`."""
+    flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
+    block, place = _exposed(flat)
+
+    def act(parts: list[Tensor | None]) -> None:
+        slices = [each.chunk(ranks)[me] for each in _all(parts, flat)]
+        add_in_order(slices, reduction, [slices[me]])
+
+    return Transfer(key, group, act, block, place, in_place=block is None)
+
+
+def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
+    """See `verbs`."""
+    slices = flat.data.view(-1).chunk(group.size())
+    block, place = _exposed(slices[group.rank()])
+
+    def act(parts: list[Tensor | None]) -> None:
+        for target, part in zip(slices, parts, strict=True):
+            if part is not None:
+                target.copy_(part.view(flat.dtype))
+
+    return Transfer(key, group, act, block, place, in_place=block is None)
+
+
+def broadcast(data: Tensor, source: int, group: Group, key: Key) -> Transfer:
+    """See `verbs`; `data` are bytes."""
+    data, sends = data.data, group.rank() == source
+    block, place = _exposed(data) if sends else (None, Place())
+
+    def act(parts: list[Tensor | None]) -> None:
+        if (part := parts[source]) is not None:
+            data.copy_(part)
+
+    return Transfer(key, group, act, block, place, in_place=sends and block is None)
+
+
+def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Transfer:
+    """A message between two ranks of the group, one of which is this rank."""
+    flat, block = tensor.data.view(-1), None
+    if group.rank() == source:
+        block = transport.pool.stage(flat)
+
+    def act(parts: list[Tensor | None]) -> None:
+        if (part := parts[0]) is not None:
+            flat.copy_(part.view(flat.dtype))
+
+    return Transfer(key, group, act, block, block.place(flat.nbytes) if block else Place(), between=(source, to))
+
+
+def all_to_all(
+    output: Tensor, given: Tensor, output_rows: list[int], given_rows: list[int], group: Group, key: Key
+) -> Transfer:
+    """See `verbs`. A block begins with the numbers of rows for each rank."""
+    me, counts = group.rank(), torch.tensor([*given_rows, *[0] * (group.size() % 2)])  # rows begin at 16 bytes
+    given, targets, head = given.data.reshape(-1), output.data.split(output_rows), counts.nbytes
+    row = given.nbytes // max(1, sum(given_rows)) or output.nbytes // max(1, sum(output_rows))
+    block = transport.pool.take(head + given.nbytes)
+    mine = block.tensor(head + given.nbytes)
+    mine[:head].view(torch.int64).copy_(counts)
+    mine[head:].view(given.dtype).copy_(given)
+
+    def act(parts: list[Tensor | None]) -> None:
+        for rank, (part, target) in enumerate(zip(_all(parts, mine), targets, strict=True)):
+            rows = part[:head].view(torch.int64).tolist()
+            if rows[me] != len(target):
+                raise RuntimeError(f"rank {rank} sends {rows[me]} rows where {len(target)} are expected")
+            first = head + sum(rows[:me]) * row
+            target.view(-1).copy_(part[first : first + target.nbytes].view(target.dtype))
+
+    return Transfer(key, group, act, block, block.place(head + given.nbytes))
+
+
+def _exposed(tensor: Tensor) -> tuple[Block | None, Place]:
+    """Where the others find a flat tensor: in the buffer that it lies in, or in a block with a copy."""
+    if place := transport.pool.find(tensor):
+        return None, place
+    block = transport.pool.stage(tensor)
+    return block, block.place(tensor.nbytes)
+
+
+def _all(parts: Sequence[Tensor | None], mine: Tensor) -> list[Tensor]:
+    """Every rank's part in the dtype of `mine`, which is this rank's own."""
+    return [mine if part is None else part.view(mine.dtype) for part in parts]

@@ -1,0 +1,43 @@
+"""The table of a rank's transfers, as that rank writes it and as the others of its machine read it."""
+
+import torch
+from torch import Tensor
+
+from cs336_systems.comm.flight_recorder import TABLE, Ring
+
+WORDS = 8  # of a slot
+KEY, STATE, HISTORY, FILE, SERIAL, SIZE, OFFSET, NBYTES = range(WORDS)
+# Words of a table: a count of its changes, 1 at the rank's end, 1 while it sleeps, the place of its first chunk of
+# memory; then the slots.
+CHANGES, CLOSED, SLEEPS, CHUNK_PLACE, HEAD = 0, 1, 2, 3, WORDS
+SLOTS = TABLE // WORDS - 1
+READY, DONE = 1, 2
+
+
+class Peer:
+    """Another rank's table and memory, as this rank has mapped them."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.words, self.keys = ring.fields["table"].data, ring.fields["table"][HEAD::WORDS]
+        self.futex = ring.fields["table"].ctypes.data
+        self.memories: dict[int, Tensor] = {}
+
+    def find(self, key: int, guess: int) -> int:
+        """The first word of the slot with this key, or 0. Most often it is where this rank has its own."""
+        if self.words[guess] == key:
+            return guess
+        found = (self.keys == key).nonzero()[0]
+        return HEAD + WORDS * int(found[0]) if len(found) else 0
+
+    def part(self, slot: int) -> Tensor:
+        """Bytes of the block that a slot describes."""
+        file, serial, size, offset, nbytes = self.words[slot + FILE : slot + WORDS].tolist()
+        if serial not in self.memories:
+            path = f"/proc/{self.ring.pid}/fd/{file}"
+            try:  # without a file that stays open, since a process may have few
+                storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
+            except RuntimeError:
+                raise RuntimeError("another rank has left the group") from None
+            self.memories[serial] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
+        return self.memories[serial][offset : offset + nbytes]

@@ -1,0 +1,313 @@
+"""Collectives in shared memory: sums in the order of the ranks to the last bit, whatever the size, buffer, wrapper and
+ZeRO stage; ranks that wait in different orders; ranks that die, stop or leave; and nothing that stays behind."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cs336_systems.comm import (
+    CommError,
+    Place,
+    agree,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    backend_of,
+    broadcast,
+    distributed,
+    receive,
+    reduce_scatter,
+    send,
+    shared_memory,
+)
+from cs336_systems.comm.shared_memory import SLOTS, shared_empty, transport
+from cs336_systems.comm.shared_verbs import ONE_SHOT
+from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.fsdp import FSDP
+from cs336_systems.zero import zero
+from tests.support import ranks
+
+HALVES = torch.float16, torch.bfloat16
+DTYPES = (torch.float32, torch.float64, *HALVES, torch.int64, torch.int32, torch.uint8, torch.complex64)
+WORLDS = 2, 3, 4, 8
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(numel, dtype=dtype if dtype not in HALVES else torch.float32, generator=draw).to(dtype)
+    return torch.randint(0, 9, (numel,), dtype=dtype, generator=draw)
+
+
+def in_order(terms: list[torch.Tensor], reduction: str) -> torch.Tensor:
+    """What one process makes of the ranks' tensors, from the first to the last."""
+    if reduction == "max":
+        return torch.stack(terms).amax(0)
+    dtype = terms[0].dtype
+    total = terms[0].float() if dtype in HALVES else terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return (total / len(terms) if reduction == "mean" else total).to(dtype)
+
+
+def buffers(mine: torch.Tensor, group) -> list[torch.Tensor]:
+    """The tensor in memory of this rank alone, and in memory that the ranks share."""
+    shared = shared_empty(mine.numel(), mine.dtype, mine.device, group)
+    return [mine.clone(), shared.copy_(mine)]
+
+
+def verbs_case(group, dtype: str) -> int:
+    dtype, size, me = getattr(torch, dtype), group.size(), group.rank()
+    large = ONE_SHOT // dtype.itemsize + 5
+    assert transport.on
+    compared = 0
+    for numel in (0, 1, 7, large):
+        terms = [values(rank, numel, dtype) for rank in range(size)]
+        for reduction in ("sum", "mean", "max"):
+            if (reduction == "mean" and not dtype.is_floating_point) or (reduction == "max" and dtype.is_complex):
+                continue
+            for flat in buffers(terms[me], group):
+                all_reduce(flat, group, f"{numel}", reduction).wait()
+                assert torch.equal(flat, in_order(terms, reduction)), (numel, reduction)
+                compared += 1
+        for flat in buffers(terms[me], group):
+            broadcast(flat, size - 1, group, f"{numel}").wait()
+            assert torch.equal(flat, terms[-1])
+    for rows in (0, 1, large):
+        terms = [values(rank, size * rows, dtype) for rank in range(size)]
+        for flat in buffers(terms[me], group):
+            reduce_scatter(flat, group, f"{rows}", "sum").wait()
+            assert torch.equal(flat.chunk(size)[me], in_order(terms, "sum").chunk(size)[me]) or not rows
+        for flat in buffers(terms[me], group):
+            all_gather(flat, group, f"{rows}").wait()
+            assert torch.equal(flat, torch.cat([term[i * rows : (i + 1) * rows] for i, term in enumerate(terms)]))
+    # From rank i to rank j go (i + 2 j) % 4 rows of three numbers.
+    counts = [[(i + 2 * j) % 4 for j in range(size)] for i in range(size)]
+    rows = [values(rank, 3 * sum(counts[rank]), dtype).view(-1, 3) for rank in range(size)]
+    taken = [counts[i][me] for i in range(size)]
+    output = torch.empty(sum(taken), 3, dtype=dtype)
+    all_to_all(output, rows[me], taken, counts[me], group, "rows").wait()
+    assert torch.equal(output, torch.cat([rows[i].split(counts[i])[me] for i in range(size)]))
+    sent, came = values(me, large, dtype), torch.empty(large, dtype=dtype)
+    works = [send(sent, (me + 1) % size, group, "on"), receive(came, (me - 1) % size, group, "on")]
+    for work in works:
+        work.wait()
+    assert torch.equal(came, values((me - 1) % size, large, dtype))
+    return compared
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+def test_every_verb_has_the_bits_of_one_process(dtype, world):
+    assert min(ranks.run(verbs_case, world, dtype=str(dtype)[6:])) >= 8
+
+
+class Model(nn.Module):
+    """A small model whose products have the same shapes on a rank and in one process that takes its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(24, 300), nn.LayerNorm(300), nn.Linear(300, 500)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(F.gelu(self.norm(self.first(x))))
+
+
+def model_of(dtype: torch.dtype) -> Model:
+    torch.manual_seed(0)
+    return Model().to(dtype)
+
+
+def rows_of(rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(6, 24, generator=torch.Generator().manual_seed(10 * step + rank)).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean()
+
+
+def alone(world: int, dtype: torch.dtype, steps: int) -> tuple[list[dict], dict]:
+    """Mean gradients of each step, and the parameters after AdamW, in one process that adds the ranks' gradients."""
+    model = model_of(dtype)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=0.01), []
+    for step in range(steps):
+        gradients = []
+        for rank in range(world):
+            loss_of(model, rows_of(rank, step, dtype)).backward()
+            gradients.append({name: p.grad for name, p in model.named_parameters()})
+            model.zero_grad()
+        found.append({name: in_order([each[name] for each in gradients], "mean") for name in gradients[0]})
+        for name, parameter in model.named_parameters():
+            parameter.grad = found[-1][name]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, dict(model.named_parameters())
+
+
+WRAPPERS = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "bucketed": lambda module: BucketedDDP(module, bucket_size_mb=0.4),
+    "one bucket": lambda module: BucketedDDP(module, bucket_size_mb=None),
+}
+
+
+def wrappers_case(group, dtype: str) -> None:
+    dtype = getattr(torch, dtype)
+    gradients, _ = alone(group.size(), dtype, 1)
+    for name, wrap in WRAPPERS.items():
+        model = wrap(model_of(dtype))
+        loss_of(model, rows_of(group.rank(), 0, dtype)).backward()
+        model.finish_gradient_synchronization()
+        differ = [key for key, p in model.module.named_parameters() if not torch.equal(p.grad, gradients[0][key])]
+        assert not differ, (name, differ)
+
+
+def stages_case(group, dtype: str) -> None:
+    dtype, steps = getattr(torch, dtype), 3
+    _, parameters = alone(group.size(), dtype, steps)
+    for stage in range(4):
+        model, optimizer = zero(model_of(dtype), torch.optim.AdamW, stage, lr=0.01)
+        for step in range(steps):
+            loss_of(model, rows_of(group.rank(), step, dtype)).backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = model.gather_full_params() if isinstance(model, FSDP) else dict(model.module.named_parameters())
+        differ = [name for name, want in parameters.items() if not torch.equal(found[name], want)]
+        assert not differ, (stage, differ)
+
+
+@pytest.mark.parametrize("world", [1, *WORLDS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_wrapper_has_the_gradients_of_one_process_to_the_last_bit(dtype, world):
+    ranks.run(wrappers_case, world, dtype=dtype)
+
+
+@pytest.mark.parametrize("world", [1, *WORLDS])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_stage_has_the_parameters_of_one_process_to_the_last_bit(dtype, world):
+    ranks.run(stages_case, world, dtype=dtype)
+
+
+def orders_case(group) -> None:
+    """Each rank waits in another order, asks the others something in between, and has more under way than a table."""
+    me, ones = group.rank(), torch.ones(ONE_SHOT)
+    flats = [ones.clone() for _ in range(4)]
+    works = [all_reduce(flat, group, f"{i}", "sum") for i, flat in enumerate(flats)]
+    works[me % 4].wait()
+    agree("in between", str(me), group)
+    for work in works[:: 1 if me % 2 else -1]:
+        work.wait()
+    assert all(flat.eq(group.size()).all() for flat in flats)
+    small = [torch.ones(3) for _ in range(SLOTS + 50)]
+    for work in [all_reduce(each, group, "small", "sum") for each in small]:
+        work.wait()
+    assert all(each.eq(group.size()).all() for each in small)
+    transport.progress()
+    assert len(transport.pending) <= SLOTS
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_wait_in_different_orders(world):
+    ranks.run(orders_case, world)
+
+
+def reuse_case(group) -> None:
+    """A buffer that is freed is used again, and by nobody before the others are done with it."""
+    places = set()
+    for turn in range(20):
+        flat = shared_empty(ONE_SHOT, torch.float32, torch.device("cpu"), group).fill_(turn + group.rank())
+        places.add(flat.data_ptr())
+        reduce_scatter(flat, group, "turn", "sum").wait()
+        assert flat.chunk(group.size())[group.rank()].eq(turn * group.size() + sum(range(group.size()))).all()
+        del flat
+    assert len(places) <= 2
+
+
+def test_a_freed_buffer_is_used_again():
+    ranks.run(reuse_case, 2)
+
+
+def ends_case(group, how: str) -> None:
+    flat = torch.ones(ONE_SHOT)
+    if group.rank() == 1:
+        all_reduce(flat, group, "before", "sum")  # under way when the rank ends
+        if how == "leaves":
+            raise ValueError("enough")
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = monotonic()
+    try:
+        all_reduce(flat, group, "before", "sum").wait()
+        all_reduce(flat, group, "after", "sum").wait()
+    finally:
+        assert monotonic() - start < 15  # of 20 seconds that ranks wait for each other
+
+
+@pytest.mark.parametrize(("how", "said"), [("dies", "died"), ("leaves", "ValueError: enough")])
+def test_who_ends_in_the_middle_is_named_at_once(how, said):
+    errors = ranks.run_failing(ends_case, 3, 20.0, how=how)
+    for rank in (0, 2):
+        kind, message = errors[rank]
+        assert kind == CommError.__name__
+        assert f"rank 1 {said}" in message or f"rank 1 failed: {said}" in message
+
+
+def leftovers() -> tuple[int, int]:
+    """Open files of blocks, and mappings of such files, of this process."""
+    files = []
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists them
+            files.append(os.readlink(each))
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("memfd:transfers" in each for each in files), sum("memfd:transfers" in each for each in maps)
+
+
+def left_case(rank: int, world: int, folder: str) -> list[int]:
+    before = set(os.listdir("/dev/shm"))
+    with distributed(place=Place(rank, world, rank, world, f"{folder}/store"), timeout=20.0) as group:
+        for flat in buffers(torch.ones(ONE_SHOT), group):
+            all_reduce(flat, group, "sum", "sum").wait()
+        assert transport.on
+        assert leftovers()[0] >= 1
+    del flat
+    return [*leftovers(), len(set(os.listdir("/dev/shm")) - before)]
+
+
+def test_nothing_is_left():
+    assert ranks.run_alone(left_case, 2) == [[0, 0, 0]] * 2
+
+
+def chosen_case(rank: int, world: int, folder: str, backend: str | None, blind: bool) -> list[str]:
+    if blind and rank == 1:  # as in another container
+        shared_memory.recorder.attach = lambda *arguments: None
+    try:
+        with distributed("cpu", backend, 20.0, Place(rank, world, rank, world, f"{folder}/store")) as group:
+            flat = torch.ones(5)
+            all_reduce(flat, group, "sum", "sum").wait()
+            assert flat.eq(world).all()
+            return [backend_of(group), ""]
+    except Exception as error:
+        return ["", str(error)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "blind", "chosen"),
+    [(None, False, "shm"), ("gloo", False, "gloo"), ("shm", False, "shm"), (None, True, "gloo")],
+)
+def test_what_is_chosen(backend, blind, chosen):
+    assert ranks.run_alone(chosen_case, 2, backend=backend, blind=blind) == [[chosen, ""]] * 2
+
+
+def test_memory_that_cannot_be_shared_is_refused_where_it_was_asked_for():
+    for name, message in ranks.run_alone(chosen_case, 2, backend="shm", blind=True):
+        assert not name
+        assert message.startswith("--backend shm: the ranks cannot map each other's memory")
