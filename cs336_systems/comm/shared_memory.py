@@ -16,6 +16,7 @@ import resource
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from threading import RLock
@@ -80,9 +81,9 @@ class Transport:
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()
         self.pending: dict[Transfer, None] = {}  # oldest first
         self.ranks: dict[Group, tuple[int, list[int], timedelta]] = {}
-        self.turn, self.lock, self.crowded = 0, RLock(), False
+        self.turn, self.lock, self.crowded, self.futex = 0, RLock(), False, 0
         self.table = np.zeros(TABLE, np.uint64)
-        self.words, self.futex = self.table.data, 0
+        self.words = self.table.data
 
     def open(self) -> bool:
         """Begin; returns False if not all other ranks' tables can be read, or there is no memory."""
@@ -105,7 +106,8 @@ class Transport:
     def greet(self) -> None:
         """Map every other rank's first chunk, so that its small messages outlive it."""
         for peer in self.peers.values():
-            peer.part(CHUNK_PLACE - FILE)
+            with suppress(RuntimeError):  # it has left already, of which the first transfer tells
+                peer.part(CHUNK_PLACE - FILE)
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
         """True if the group's transfers of this tensor go through shared memory."""
@@ -169,8 +171,7 @@ class Transfer:
         finish: Callable[[], object] | None = None,
     ) -> None:
         name, ranks, self.timeout = transport.members(group)
-        tagged = 0 if key.history else 1 << 31
-        self.word, self.key, self.block = name | tagged | key.number, key, block
+        self.word, self.key, self.block = name | (0 if key.history else 1 << 31) | key.number, key, block
         self.act: Act | None = act
         self.in_place, self.finish = in_place, finish
         chosen = ranks if between is None else [ranks[each] for each in between]
@@ -194,10 +195,9 @@ class Transfer:
             if self.acted and self._all_done():
                 transport.words[self.slot] = 0
                 transport.pending.pop(self, None)
-                finish, self.finish = self.finish, None
-                if finish:
-                    finish()
-                self.complete = True
+                if self.finish:
+                    self.finish()
+                self.complete, self.finish = True, None
                 if self.block:
                     transport.pool.give_back(self.block)
                     self.block = None
@@ -245,14 +245,13 @@ class Transfer:
 
     def wait(self) -> None:
         """Wait until complete. Raises RuntimeError if another rank ended, or the group's timeout is over."""
-        start = monotonic()
-        deadline = start + self.timeout.total_seconds()
+        start, limit = monotonic(), self.timeout.total_seconds()
         while not self.step():
             if transport.crowded or monotonic() - start > SPIN:
                 self.pause()
-                if monotonic() > deadline and not self.step():
+                if monotonic() > start + limit and not self.step():
                     self._abandon()
-                    raise RuntimeError(f"rank {self.missing} did not come within {self.timeout.total_seconds():g} s")
+                    raise RuntimeError(f"rank {self.missing} did not come within {limit:g} s")
         if self.error:
             raise self.error
 

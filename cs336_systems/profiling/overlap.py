@@ -2,10 +2,10 @@
 
 On a GPU the definition is Holistic Trace Analysis's (`get_comm_comp_overlap`): communication is NCCL's kernels,
 computation all others (copies are neither), and the share is |communication ∩ computation| / |communication|, each as
-a union over streams. On a CPU gloo's spans take the place of NCCL's kernels, and operators that would launch a kernel
-that of computation. Neither an operator of gloo's own threads counts, nor what a thread does inside `wait ...` or
-`launch ...`, nor a view or an allocation: with those, gradients that are reduced one by one after backward would seem
-to overlap with the slicing of the next.
+a union over streams. On a CPU gloo's spans (in shared memory, what a thread spends in our `wait ...`) take the place of
+NCCL's kernels, and operators that would launch a kernel that of computation. Neither an operator of gloo's own threads
+counts, nor what a thread does inside `wait ...` or `launch ...`, nor a view or an allocation: with those, gradients
+that are reduced one by one after backward would seem to overlap with the slicing of the next.
 
 gloo does not record when a send or receive was done, only when it was posted and when somebody had waited for it.
 """
@@ -85,7 +85,8 @@ def activity(trace: Trace) -> Activity:
         communication = [span for span in kernels if KERNEL.search(span.name)] or gloo
         compute = [span for span in kernels if not KERNEL.search(span.name)]
     else:
-        communication, compute = host, _operators(trace, {span.lane for span in host})
+        # In shared memory the thread that waits does the work, of which only the wait is in the trace.
+        communication, compute = host or waits_of(trace), _operators(trace, {span.lane for span in host})
     return Activity(communication, compute, _times(communication), _times(compute))
 
 

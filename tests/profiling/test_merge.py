@@ -277,7 +277,7 @@ def capture_case(group, folder: str) -> None:
 
 
 def test_a_real_capture_with_a_clock_set_wrong(tmp_path):
-    ranks.run(capture_case, 2, folder=str(tmp_path))
+    ranks.run_on_gloo(capture_case, 2, folder=str(tmp_path))
     truth = [read_trace(path) for path in trace_files(tmp_path)]
     assert len([each for each in match(truth) if each.key.startswith("all-reduce")]) == 10
     assert len([each for each in match(truth) if each.key.startswith("reduce-scatter")]) == 10
@@ -308,7 +308,7 @@ def pipeline_case(group, folder: str) -> None:
 
 
 def test_a_pipeline_without_collectives_is_aligned_by_the_line_up(tmp_path):
-    ranks.run(pipeline_case, 2, folder=str(tmp_path))
+    ranks.run_on_gloo(pipeline_case, 2, folder=str(tmp_path))
     first, other = (read_json(path) for path in trace_files(tmp_path))
     wrong = {"baseTimeNanoseconds": other["baseTimeNanoseconds"] + SECOND, "host_name": "another machine"}
     first, late = parse(first), parse(other | wrong)

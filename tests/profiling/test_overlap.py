@@ -254,7 +254,7 @@ def profile_wrapper(group, folder: str, kind: str) -> None:
 
 
 def profiled(tmp_path, kind: str) -> list[Trace]:
-    ranks.run(profile_wrapper, 2, folder=str(tmp_path), kind=kind)
+    ranks.run_on_gloo(profile_wrapper, 2, folder=str(tmp_path), kind=kind)
     return [read_trace(path) for path in trace_files(tmp_path)]
 
 
@@ -308,7 +308,7 @@ def reduce_in_two_groups(group, folder: str) -> None:
 
 
 def test_two_groups_of_real_ranks(tmp_path):
-    ranks.run(reduce_in_two_groups, 2, folder=str(tmp_path))
+    ranks.run_on_gloo(reduce_in_two_groups, 2, folder=str(tmp_path))
     for each in [read_trace(path) for path in trace_files(tmp_path)]:
         sizes = {f.label: [span.args["Input Dims"] for span in f.transfers] for f in flights(each) if f.label}
         assert {label: sizes[label] for label in ("big 0", "big 1", "big 2", "small")} == {

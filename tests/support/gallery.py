@@ -10,14 +10,13 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
+from cs336_systems.comm import shared_verbs
 from tests.support import ranks
 from writeup.gallery import ROOT, Variant, variants
 
@@ -87,14 +86,9 @@ class Late:
 
 
 def slow_down() -> None:
-    """The slowest of networks: an asynchronous all-reduce is carried out when it is waited for."""
-    real = dist.all_reduce
-
-    def all_reduce(*arguments, async_op: bool = False, **named):
-        start = partial(real, *arguments, **named)
-        return Late(start) if async_op else start()
-
-    dist.all_reduce = all_reduce
+    """The slowest of networks: an all-reduce is carried out when it is waited for."""
+    real = shared_verbs.all_reduce
+    shared_verbs.all_reduce = lambda *arguments: Late(lambda: real(*arguments).wait())
 
 
 def broken(*place: Any, variant: str, change: bool, function: str, arguments: dict) -> Any:
@@ -114,12 +108,18 @@ def broken_ranks(variant: Variant, change: bool) -> Iterator[None]:
     real = ranks.ask
 
     def ask(
-        function: Callable, world_size: int, join: bool, timeout: float, collective: float, arguments: dict
+        function: Callable,
+        world_size: int,
+        join: bool,
+        timeout: float,
+        collective: float,
+        arguments: dict,
+        *backend: str,
     ) -> list:
         given = {"variant": variant.name, "change": change, "arguments": arguments}
         given["function"] = f"{function.__module__}:{function.__name__}"
         patience = 1.0 if variant.may_hang else COLLECTIVE
-        return real(broken, world_size, join, min(timeout, PATIENCE), min(collective, patience), given)
+        return real(broken, world_size, join, min(timeout, PATIENCE), min(collective, patience), given, *backend)
 
     ranks.ask = ask
     try:

@@ -102,7 +102,7 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
         torch.manual_seed(0)
         if request["join"]:
             place = Place(rank, world, rank, world, str(folder / "store"))
-            with distributed("cpu", timeout=request["collective_timeout"], place=place) as group:
+            with distributed("cpu", request["backend"], request["collective_timeout"], place) as group:
                 result = function(group, **request["arguments"])
         else:
             result = function(rank, world, str(folder), **request["arguments"])

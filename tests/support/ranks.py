@@ -60,13 +60,22 @@ def answer(process: subprocess.Popen, timeout: float) -> str:
     return process.stdout.readline()
 
 
-def ask(function: Callable, world_size: int, join: bool, timeout: float, collective: float, arguments: dict) -> list:
+def ask(
+    function: Callable,
+    world_size: int,
+    join: bool,
+    timeout: float,
+    collective: float,
+    arguments: dict,
+    backend: str | None = None,
+) -> list:
     request = {
         "function": f"{function.__module__}:{function.__name__}",
         "world_size": world_size,
         "timeout": timeout,
         "collective_timeout": collective,
         "join": join,
+        "backend": backend,
         "arguments": arguments,
     }
     process = server()
@@ -81,6 +90,11 @@ def ask(function: Callable, world_size: int, join: bool, timeout: float, collect
 def run(function: Callable, world_size: int, **arguments: Any) -> list:
     """Every rank's result of `function(group, **arguments)`. Raises RanksFailedError."""
     return ask(function, world_size, True, TIMEOUT, COLLECTIVE_TIMEOUT, arguments)
+
+
+def run_on_gloo(function: Callable, world_size: int, **arguments: Any) -> list:
+    """As `run`, where ranks of one machine would share memory otherwise."""
+    return ask(function, world_size, True, TIMEOUT, COLLECTIVE_TIMEOUT, arguments, "gloo")
 
 
 def run_failing(
