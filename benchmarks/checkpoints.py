@@ -19,7 +19,7 @@ from benchmarks.harness import noise, ratios, summarise
 from benchmarks.parallel_run import ParallelSettings, start
 from benchmarks.rank_times import gather_times
 from benchmarks.records import Record, append_record, appended
-from cs336_systems.comm import Place, agree, all_reduce, distributed
+from cs336_systems.comm import Place, agree, all_reduce, backend_of, distributed
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -103,7 +103,7 @@ def work(place: Place, settings: CheckpointSettings) -> None:
         tempfile.TemporaryDirectory(dir=where, prefix="checkpoints-") as mine,
     ):
         folder = Path(agree("folder", mine, group)[0])
-        stamp |= {"world_size": group.size(), "backend": settings.backend or "gloo"}
+        stamp |= {"world_size": group.size(), "backend": backend_of(group)}
         records = measured(Bench(recipe, group, device, folder), settings, stamp)
         if group.rank() == 0:
             console.console().print(checkpoint_sheet(records).table())

@@ -23,9 +23,8 @@ from benchmarks.moe_eval_record import make_records
 from benchmarks.moe_eval_report import write_profile, write_words
 from benchmarks.moe_eval_tables import show
 from benchmarks.records import append_record, appended, open_records
-from cs336_systems.comm import Mesh, Place, agree, distributed, find_place
+from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
-from cs336_systems.comm.startup import choose_backend
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count
@@ -67,9 +66,8 @@ def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool
 def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     """One rank's part: the turns, the profile, and on rank 0 the tables and the record."""
     device, config = choose_device(settings.device), settings.config()
-    backend = choose_backend(settings.backend, device, place)
     free = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
-    with distributed(device, backend, settings.timeout, place) as group:
+    with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
         mesh = Mesh(sizes["tp"], 1, sizes["ep"], sizes["dp"])
         rows, dtype = settings.batch_size, DTYPES[settings.precision]
@@ -85,7 +83,7 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
             for dispatch in settings.variants():
                 collect_files(settings.folder() / dispatch, group, device)
         if group.rank() == 0:
-            stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
+            stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
             finish(settings, scorer, outcomes, tallies[-1], calls, log_probs, stamp)
 
 

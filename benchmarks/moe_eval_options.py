@@ -61,7 +61,7 @@ class MoEEvalSettings(ExpertOptions):
     )
     seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")

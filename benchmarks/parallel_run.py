@@ -44,7 +44,7 @@ class ParallelSettings:
     context: int | None = setting(None, "Tokens in a sequence.  [default: the edition's]", type=click.IntRange(1))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 2]", type=click.IntRange(1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     rounds: int = setting(7, "Turns of every candidate.", type=click.IntRange(1))
     steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
@@ -175,10 +175,9 @@ def worker_run(
 ) -> None:
     """One rank's life: gate, probe, what is to be done `before` timing, turns; rank 0 then records and prints."""
     device, config = choose_device(settings.device), settings.config()
-    backend = choose_backend(settings.backend, device, place)
     gc.freeze()  # torch's half a million objects would be looked through before every turn
-    with distributed(device, backend, settings.timeout, place) as group:
-        first = group.rank() == 0
+    with distributed(device, settings.backend, settings.timeout, place) as group:
+        first, backend = group.rank() == 0, backend_of(group)
         require_room(config, settings, group, device)
 
         with console.progress("gate", len(candidates), quiet=not first) as advance:
@@ -186,7 +185,7 @@ def worker_run(
         hardware = probe(device, "fp32", device_name(device), budget=0.02 if settings.smoke else 0.3)
         found = probe_link(group, device, "nccl" if backend == "nccl" else "gloo")
         link = Link(found.latency, found.bandwidth)
-        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
         arena = Arena(config, settings.batch_size, candidates, group, device)
         before(arena)
         nodes = place.world_size // place.local_world_size

@@ -26,7 +26,7 @@ from benchmarks.turns import ADAMW, check
 from benchmarks.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
-from cs336_systems.comm.startup import TIMEOUT, Backend, choose_backend
+from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
@@ -148,7 +148,8 @@ def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Gro
 def work(place: Place, settings: ProfilingSettings) -> None:
     """One rank's part: the gates, the steps, and on rank 0 the report and the record."""
     device = choose_device(settings.device)
-    backend = choose_backend(settings.backend, device, place)
+    # Between ranks that share memory only waits are in the trace; gloo's threads show what overlaps.
+    backend = settings.backend or ("nccl" if device.type == "cuda" else "gloo")
     case = settings.case(settings.size, device)
     wrapper, folder = settings.chosen(place.world_size), settings.folder(place.world_size)
     build = builder(wrapper, settings.bucket_size_mb)

@@ -163,13 +163,14 @@ class Study:
 
     def _record(self, layout: Layout, base: Layout | None, peak: Answer) -> Record:
         settings, config = self.settings, layout.config
+        kind = torch.device("cuda" if peak["gpus"] else "cpu")
         about = {
             "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
             "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
             "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
             "scaling": "strong" if settings.global_batch_size else "weak", "data": " ".join(settings.data),
             "base": base.degrees if base else None, "device": peak["environment"]["device_type"],
-            "backend": settings.backend or ("nccl" if peak["gpus"] else "gloo"),
+            "backend": choose_backend(settings.backend, kind, Place(0, 2, 0, 2)),
         }  # fmt: skip
         return make_record(layout, base, peak, settings.threads, about, predict(layout, peak, settings.threads))
 

@@ -15,9 +15,8 @@ import torch
 
 from benchmarks.collective import probe as probe_link
 from benchmarks.rank_times import gather_times
-from cs336_systems.comm import CommError, Group, Place, all_reduce, distributed
+from cs336_systems.comm import CommError, Group, Place, all_reduce, backend_of, distributed
 from cs336_systems.comm.launch import run_ranks
-from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import PeakMemory, allowed_cores, choose_device, device_name, environment, out_of_memory
@@ -70,8 +69,7 @@ def take_turn(place: Place, task: ScalingTask) -> Answer:
             raise UserError("out of memory; choose a smaller --size or --micro-batch-size") from error
         answer |= {"vocab_size": trainer.config.vocab_size, "link": None}
         if not task.steps and group.size() > 1:
-            backend = choose_backend(task.recipe.launch.backend, device, place)
-            answer["link"] = asdict(probe_link(group, device, "nccl" if backend == "nccl" else "gloo"))
+            answer["link"] = asdict(probe_link(group, device, "nccl" if backend_of(group) == "nccl" else "gloo"))
     return answer
 
 

@@ -55,7 +55,7 @@ class ScalingSettings:
     recompute: Recompute = setting("none", "What backward recomputes instead of keeping it.")
     threads: int = setting(1, "Threads of each CPU rank, the same in every layout.", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, gloo on cpu]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     plot: Path | None = setting(None, "Picture to draw: .png, .svg or .pdf.")
     results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")

@@ -201,7 +201,7 @@ class LaunchOptions:
 
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    backend: Backend | None = setting(None, "Who moves tensors between ranks.  [default: nccl on cuda, gloo on cpu]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     dry_run: bool = setting(False, "Say what each rank would hold and send, and stop.")
 
