@@ -63,7 +63,7 @@ def parts() -> dict[str, tuple[int, int, int]]:
     return {
         "library without cost and profiling": (library, 12_050, 10_500),
         "cost": (size["cs336_systems/cost"], 7_480, 7_500),
-        "profiling": (size["cs336_systems/profiling"], 3_925, 3_500),
+        "profiling": (size["cs336_systems/profiling"], 3_930, 3_500),
         "kernels": (size["kernels"], 2_000, 2_000),
         "README's week-end reading": (lines_of(week_end()), 4_925, 5_000),
     }

@@ -51,8 +51,8 @@ from cs336_systems.comm.tables import (
 from cs336_systems.errors import UserError
 
 SPIN = 50e-6  # seconds of looking again before a rank sleeps, where each rank has a core
-SLEEP = 0.05  # seconds after which a sleeping rank looks whether the others are alive
-CROWDED_SLEEP = 0.001  # the same while other transfers are under way, which another rank may make ready
+# Seconds of sleep before a rank looks whether the others are alive, and where other transfers may become ready.
+SLEEP, SHORT_SLEEP = 0.05, 0.001
 Act = Callable[[list[Tensor | None]], None]
 
 
@@ -68,9 +68,8 @@ class Key(NamedTuple):
 class Transport:
     """This rank's table, blocks and transfers under way, and the other ranks of its machine."""
 
-    on, words = False, memoryview(b"")
-
     def __init__(self) -> None:
+        self.on, self.words = False, memoryview(b"")
         self.close()
 
     def close(self) -> None:
@@ -105,8 +104,8 @@ class Transport:
 
     def greet(self) -> None:
         """Map every other rank's first chunk, so that its small messages outlive it."""
-        for peer in self.peers.values():
-            with suppress(RuntimeError):  # it has left already, of which the first transfer tells
+        with suppress(RuntimeError):  # one has left already, of which the first transfer tells
+            for peer in self.peers.values():
                 peer.part(CHUNK_PLACE - FILE)
 
     def serves(self, group: Group, tensor: Tensor) -> bool:
@@ -214,7 +213,7 @@ class Transfer:
 
     def _act(self) -> None:
         try:
-            pairs = [(peer, slot) for (peer, _), slot in zip(self.ranks, self.slots, strict=True)]
+            pairs = list(zip((peer for peer, _ in self.ranks), self.slots, strict=True))
             if any(peer and peer.words[slot + HISTORY] != self.key.history for peer, slot in pairs):
                 self.key.mismatch()
                 raise RuntimeError("the ranks launched different collectives: launch the same in the same order")
@@ -240,8 +239,7 @@ class Transfer:
                 return False
         return True
 
-    def is_completed(self) -> bool:
-        return self.step()
+    is_completed = step
 
     def wait(self) -> None:
         """Wait until complete. Raises RuntimeError if another rank ended, or the group's timeout is over."""
@@ -266,9 +264,8 @@ class Transfer:
         if closed:
             self._abandon()
             raise RuntimeError(f"rank {self.missing} has left the group")
-        seconds = CROWDED_SLEEP if len(transport.pending) > 1 else SLEEP
         transport.words[SLEEPS] = 1
-        late = futex.sleep_while(peer.futex, changes, seconds)
+        late = futex.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
         transport.words[SLEEPS] = 0
         if late and recorder.died(self.missing) and not self.step():
             self._abandon()
@@ -290,9 +287,13 @@ def can_share() -> bool:
 
 def shared_empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
     """A flat tensor, not filled, of memory that the group's ranks can map, if they share any."""
-    if not transport.on or device.type != "cpu" or not numel or group.size() == 1:
-        return torch.empty(numel, dtype=dtype, device=device)
-    return transport.pool.buffer(numel, dtype)
+    private = not transport.on or device.type != "cpu" or not numel or group.size() == 1
+    return torch.empty(numel, dtype=dtype, device=device) if private else transport.pool.buffer(numel, dtype)
+
+
+def shares_memory(group: Group, tensor: Tensor) -> bool:
+    """True if a collective of the tensor copies it, unless it lies in a buffer of `shared_empty`."""
+    return group.size() > 1 and transport.serves(group, tensor)
 
 
 def backend_of(group: Group) -> str:
