@@ -23,6 +23,7 @@ from benchmarks.collective import (
 from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
+from cs336_systems.comm.shared_memory import can_share
 from cs336_systems.comm.startup import Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -30,13 +31,14 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, environment
 from cs336_systems.host.text import printable
 
-COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
+COMBINATIONS: tuple[tuple[str, Backend], ...] = (("cpu", "shm"), ("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl"))
 RANKS = (2, 4, 6)
 COLUMNS = ("ranks", "backend", "tensors", "size", "mean", "± std", "median", "predicted")
-SPEEDS = ("algbw", "busbw", "rank spread")
+SPEEDS = ("algbw", "busbw", "of a copy", "rank spread")
 PREDICTION = (
     "predicted: latency of an all-reduce of 4 KiB + 2 (ranks - 1) / ranks x size / link, where link is the speed of "
-    "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank"
+    "all ranks sending 8 MB to the next at once; both measured first. algbw: size / time; busbw: what leaves a rank; "
+    "of a copy: the time in which all ranks copy a tensor of this size in their memory, as a share of the all-reduce's"
 )
 
 
@@ -51,6 +53,8 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
         if device in devices and settings.device in (None, device) and settings.backend in (None, backend)
     ]
     if not found:
+        if settings.backend == "shm":
+            raise UserError("--backend shm moves tensors between CPUs; use --device cpu")
         place = "--device cpu was asked for" if settings.device else "there is none here"
         raise UserError(f"--backend nccl moves tensors between GPUs, and {place}; use --backend gloo")
     return found
@@ -59,6 +63,8 @@ def combinations(settings: AllReduceSettings) -> list[tuple[str, Backend]]:
 def cannot(backend: Backend, place: Place) -> str:
     """Why a backend cannot serve these ranks, empty if it can."""
     gpus = torch.cuda.device_count()
+    if backend == "shm" and not (place.one_machine and can_share()):
+        return "shm joins ranks of one machine, Linux on x86-64"
     if backend == "nccl" and place.local_world_size > gpus:
         return f"nccl needs a GPU a rank: {place.local_world_size} ranks, {gpus} GPU{'s' * (gpus != 1)}"
     return ""
@@ -118,6 +124,7 @@ def row(record: Record) -> list[str]:
     times = [format_seconds(metrics[key] / 1e3) for key in ("mean_ms", "std_ms", "median_ms")]
     times.append(format_seconds(record.predicted["mean_ms"] / 1e3))
     speeds = [f"{size_name(metrics[key])}/s" for key in ("algorithm_bytes_per_s", "bus_bytes_per_s")]
+    speeds.append(f"{metrics['copy_ms'] / metrics['median_ms']:.0%}" if "copy_ms" in metrics else "-")
     return [*start, *times, *speeds, format_seconds(metrics["rank_spread_ms"] / 1e3)]
 
 

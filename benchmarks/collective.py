@@ -15,6 +15,7 @@ from benchmarks.harness import WrongResultError, noise, require_close, summarise
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
+from cs336_systems.comm.shared_memory import shared_empty
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -160,10 +161,12 @@ def allocate(nbytes: int, group: Group, device: torch.device) -> Tensor | None:
     """A flat tensor filled with rank + 1 on each rank, or None on all of them if one has no memory for it."""
     flat = None
     try:
-        flat = torch.full((nbytes // ITEM,), group.rank() + 1.0, device=device)
+        flat = shared_empty(nbytes // ITEM, torch.float32, device, group).fill_(group.rank() + 1.0)
     except RuntimeError as error:
         if not out_of_memory(error):
             raise
+    except UserError:  # no memory to share
+        pass
     return None if "short" in agree("memory", "short" if flat is None else "there", group) else flat
 
 
@@ -181,8 +184,9 @@ def bandwidths(nbytes: int, ranks: int, milliseconds: float) -> dict[str, float]
     return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * sent("all-reduce", ranks)}
 
 
-def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Record:
-    """The record with its figures, from milliseconds (rank sample): an all-reduce is over when its last rank is done.
+def finished(blank: Record, times: Tensor | None, copies: Tensor | None, link: Link, usable: int) -> Record:
+    """The record with its figures, from milliseconds (rank sample): an all-reduce is over when its last rank is done,
+    and so are copies.
 
     Without times there was no memory for it, and the record says how much it needs.
     """
@@ -195,6 +199,8 @@ def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Re
     metrics: dict[str, Any] = summarise(slowest.tolist())
     metrics |= bandwidths(nbytes, ranks, metrics["mean_ms"])
     metrics |= {"rank_spread_ms": (slowest - fastest).mean().item(), "rank_mean_ms": times.mean(dim=1).tolist()}
+    if copies is not None:
+        metrics["copy_ms"] = copies.amax(dim=0).median().item()
     metrics |= {"latency_ms": 1e3 * link.latency, "link_bytes_per_s": link.bandwidth}
     predicted = {"mean_ms": 1e3 * link.seconds(nbytes, ranks)}
     return replace(blank, samples_ms=slowest.tolist(), metrics=metrics, predicted=predicted, flags=noise(metrics))
@@ -202,8 +208,9 @@ def finished(blank: Record, times: Tensor | None, link: Link, usable: int) -> Re
 
 def time_size(
     nbytes: int, group: Group, device: torch.device, settings: AllReduceSettings, advance: Advance
-) -> Tensor | None:
-    """Milliseconds of one size's all-reduces (rank sample); None if a rank has no memory. Raises WrongResultError."""
+) -> tuple[Tensor, Tensor] | None:
+    """Milliseconds of one size's all-reduces and of as many copies (rank sample); None if a rank has no memory. Raises
+    WrongResultError."""
     flat = allocate(nbytes, group, device)
     if flat is None:
         return None
@@ -217,7 +224,8 @@ def time_size(
     error = max(abs(extreme.item() / mean - 1) for extreme in flat.aminmax())
     if not error <= (warmup + steps) * tolerance(group.size()):
         raise WrongResultError(f"{name}: the mean over the ranks is off by {error:.2e} of itself: no speed reported")
-    return times
+    twin = torch.empty_like(flat)
+    return times, time_ranks(lambda: twin.copy_(flat), group, device, 1, steps)
 
 
 def work(place: Place, job: AllReduceJob) -> None:
@@ -231,9 +239,10 @@ def work(place: Place, job: AllReduceJob) -> None:
         stamp = environment(device, settings.commit) if first else {}
         for nbytes in job.sizes:
             title = f"{group.size()} ranks, {job.backend}, {job.device}, {size_name(nbytes)}"
-            expected, times = passes * link.seconds(nbytes, group.size()), None
+            expected, found = passes * link.seconds(nbytes, group.size()), None
             if nbytes in fitting:
                 with console.progress(title, passes, expected, quiet=not first) as advance:
-                    times = time_size(nbytes, group, device, settings, advance)
+                    found = time_size(nbytes, group, device, settings, advance)
             if first:
-                job.keep(finished(job.record(place, nbytes, stamp), times, link, usable))
+                times, copies = found or (None, None)
+                job.keep(finished(job.record(place, nbytes, stamp), times, copies, link, usable))

@@ -77,7 +77,7 @@ class Transport:
         if self.on:
             self.words[CLOSED] = 1
             self.wake()
-        self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()
+        self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # those by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
         self.ranks: dict[Group, tuple[int, list[int], timedelta]] = {}
         self.turn, self.lock, self.crowded, self.futex = 0, RLock(), False, 0
@@ -175,8 +175,7 @@ class Transfer:
         self.in_place, self.finish = in_place, finish
         chosen = ranks if between is None else [ranks[each] for each in between]
         self.ranks = [(transport.peers.get(rank), rank) for rank in chosen]  # no peer: this rank itself
-        self.slots = [0] * len(chosen)
-        self.acted = self.complete = False
+        self.slots, self.acted, self.complete = [0] * len(chosen), False, False
         self.error: Exception | None = None
         self.missing = next(rank for peer, rank in self.ranks if peer)
         with transport.lock:
@@ -186,9 +185,9 @@ class Transfer:
 
     def step(self) -> bool:
         """Do what can be done without waiting; returns True if complete."""
-        if self.complete and self not in transport.pending:
-            return True
         with transport.lock:
+            if self.complete and self not in transport.pending:
+                return True
             if not self.acted and self._all_ready():
                 self._act()
             if self.acted and self._all_done():

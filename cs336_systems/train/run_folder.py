@@ -155,6 +155,8 @@ class RunCheckpoints:
         """Say where the run goes on, whether exactly, and which settings have changed."""
         then, now = checkpoint.state["computed"], computed(self.trainer)
         routed = now.pop(ROUTED)
+        if "1 rank" in (then["layout"], now["layout"]):  # for which nothing was, or is, moved
+            now["backend"] = then["backend"]
         other = _differing(then, now, "{} {} -> {}")
         exactly = f"equal but for rounding ({', '.join(other)})" if other else "bit for bit"
         before = {flag(name): value for name, value in checkpoint.state["recipe"].items()}

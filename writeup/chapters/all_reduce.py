@@ -20,7 +20,7 @@ from writeup.words import error_of, hours_apart, joined, times
 ONE, TWO = "all-reduce", "all-reduce, two nodes"
 STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")
 SIMULATED = "python -m benchmarks.two_nodes --nproc 1 -- benchmarks/allreduce.py --sizes '1MB 10MB 50MB'"
-BACKENDS = (("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"))
+BACKENDS = (("shm", "cpu"), ("gloo", "cpu"), ("gloo", "cuda"), ("nccl", "cuda"))
 TOGETHER = 0.5  # hours; what was measured further apart is not compared
 
 
