@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Memory:
-    """A file without a name, mapped, and its `bytes`."""
+    """A file without a name, mapped."""
 
     serials = count(1)
 
@@ -43,7 +43,6 @@ class Memory:
         weakref.finalize(self, os.close, self.file)
         os.posix_fallocate(self.file, 0, size)  # an error here, not a signal at the first write
         self.mapped = mmap.mmap(self.file, size)
-        self.bytes = torch.frombuffer(self.mapped, dtype=torch.uint8)
 
 
 class Block:
@@ -57,7 +56,10 @@ class Block:
 
     def tensor(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A view (numel,) of the first bytes."""
-        return self.memory.bytes[self.offset : self.offset + nbytes].view(dtype)
+        numel = nbytes // dtype.itemsize
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.memory.mapped, dtype=dtype, count=numel, offset=self.offset)
 
 
 class Pool:

@@ -1,5 +1,8 @@
 """The table of a rank's transfers, as that rank writes it and as the others of its machine read it."""
 
+import mmap
+import os
+
 import torch
 from torch import Tensor
 
@@ -21,7 +24,7 @@ class Peer:
         self.ring = ring
         self.words, self.keys = ring.fields["table"].data, ring.fields["table"][HEAD::WORDS]
         self.futex = ring.fields["table"].ctypes.data
-        self.memories: dict[int, Tensor] = {}
+        self.memories: dict[int, mmap.mmap] = {}
 
     def find(self, key: int, guess: int) -> int:
         """The first word of the slot with this key, or 0. Most often it is where this rank has its own."""
@@ -33,11 +36,13 @@ class Peer:
     def part(self, slot: int) -> Tensor:
         """Bytes of the block that a slot describes."""
         file, serial, size, offset, nbytes = self.words[slot + FILE : slot + WORDS].tolist()
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
         if serial not in self.memories:
-            path = f"/proc/{self.ring.pid}/fd/{file}"
-            try:  # without a file that stays open, since a process may have few
-                storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=size)
-            except RuntimeError:
+            try:
+                descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR)
+            except OSError:
                 raise RuntimeError("another rank has left the group") from None
-            self.memories[serial] = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[arg-type]
-        return self.memories[serial][offset : offset + nbytes]
+            with open(descriptor, "r+b") as opened:
+                self.memories[serial] = mmap.mmap(opened.fileno(), size)
+        return torch.frombuffer(self.memories[serial], dtype=torch.uint8, count=nbytes, offset=offset)
