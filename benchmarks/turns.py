@@ -14,6 +14,7 @@ from benchmarks.harness import require_close
 from benchmarks.peers import ALONE, Build, Trained
 from benchmarks.rank_times import gather_times
 from cs336_systems.comm import Event, Group, all_gather, all_reduce, broadcast, record, reduce_scatter
+from cs336_systems.comm.shared_memory import shared_empty
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 
@@ -99,8 +100,9 @@ class Arena:
                     kind.setdefault(name, []).append(self.replay(part))
 
     def replay(self, events: list[Event]) -> float:
-        """Milliseconds of some collectives by themselves, each launched when the one before is done."""
-        buffers = [torch.zeros(event.numel, dtype=event.dtype, device=self.device) for event in events]
+        """Milliseconds of some collectives by themselves, each launched when the one before is done, in buffers that
+        ranks share if they can."""
+        buffers = [shared_empty(each.numel, each.dtype, self.device, self.group).zero_() for each in events]
         self.line_up()
         start = self.now()
         for number, (event, buffer) in enumerate(zip(events, buffers, strict=True)):
