@@ -22,8 +22,8 @@ from benchmarks.collective import (
 )
 from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
 from cs336_systems.comm import CommError, Place, find_place
+from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
-from cs336_systems.comm.shared_memory import can_share
 from cs336_systems.comm.startup import Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host import console

@@ -15,7 +15,7 @@ from benchmarks.harness import WrongResultError, noise, require_close, summarise
 from benchmarks.rank_times import time_ranks
 from benchmarks.records import Record, append_record
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
-from cs336_systems.comm.shared_memory import shared_empty
+from cs336_systems.comm.backend import shared_empty
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.errors import UserError
@@ -116,7 +116,8 @@ def probe(group: Group, device: torch.device, backend: Backend) -> Link:
     All send at once, as in a ring: ranks then share cores, memory and wire, which a lone pair would have to itself.
     """
     token, numel = torch.zeros(SMALL_BYTES // ITEM, device=device), PROBE_BYTES // ITEM
-    shift = make_shift(torch.ones(numel, device=device), torch.empty(numel, device=device), group, backend)
+    outbox = shared_empty(numel, torch.float32, device, group).fill_(1)
+    shift = make_shift(outbox, torch.empty(numel, device=device), group, backend)
     small = time_ranks(lambda: all_reduce(token, group, "probe").wait(), group, device, warmup=5, steps=20)
     large = time_ranks(shift, group, device, warmup=2, steps=5)
     latency, seconds = (times.amax(dim=0).median().item() / 1e3 for times in (small, large))

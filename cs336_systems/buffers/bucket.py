@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from cs336_systems.buffers.flat import FlatLayout
 from cs336_systems.buffers.sharded_gradient import ShardedGradient
 from cs336_systems.comm import Group, Work, all_reduce, fault, reduce_scatter
+from cs336_systems.comm.backend import copies
 from cs336_systems.comm.events import mark
-from cs336_systems.comm.shared_memory import shares_memory
 from cs336_systems.optim.grad_norm import LocalGradient
 
 
@@ -114,7 +114,7 @@ class GradBucket:
         mark("gradients", gradient)
         self._leave_if_held(parameter)
         fits = len(self.parameters) == 1 and self.layout.numel == gradient.numel() and gradient.is_contiguous()
-        if self.flat is None and fits and gradient.dtype == self.dtype and not shares_memory(self.group, gradient):
+        if self.flat is None and fits and gradient.dtype == self.dtype and not copies(self.group, gradient):
             self.flat = gradient.data.view(-1)  # a bucket of one parameter borrows its gradient as the buffer
         view = self.view(parameter)
         if gradient.dtype != self.dtype:  # a half-precision gradient is added to the wider buffer, then freed

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.comm import Group, fault
-from cs336_systems.comm.shared_memory import shared_empty
+from cs336_systems.comm.backend import shared_empty
 
 T = TypeVar("T", bound=Tensor)
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, recorder
-from cs336_systems.comm.group import Group, count, default_group, group_timeout, is_fake
+from cs336_systems.comm.group import Group, count, default_group, group_timeout, in_flight, is_fake
 from cs336_systems.comm.store import StoreLostError, TimedStore, first_line, polls, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -128,6 +128,9 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
     if alone and not mine:
         return None
     try:
+        for work in in_flight:  # in shared memory nothing goes on while a rank is in new_group
+            for each in work.pending:
+                each.wait()
         group = dist.new_group(list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=alone)
     except RuntimeError as error:  # a rank ended while they were connecting
         doing = f"was joining a group of ranks {', '.join(map(str, ranks))}"

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from cs336_systems.errors import UserError
 
-CHUNK = 2**23  # bytes of the files from which blocks of up to a megabyte are cut: a process may have few files
-MEGABYTE = 2**20
+CHUNK, SMALL = 2**23, 2**20  # blocks of up to SMALL bytes are cut from files of CHUNK, since open files are limited
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """Where another rank finds a stretch of this rank's memory, in bytes."""
 
     file: int = 0
@@ -32,6 +31,11 @@ class Place(NamedTuple):
     nbytes: int = 0
 
 
+def memory_name(pid: int, serial: int) -> str:
+    """Name of a process's file of memory, by which another process knows that it opened the right one."""
+    return f"transfers {pid}.{serial}"
+
+
 class Memory:
     """A file without a name, mapped."""
 
@@ -39,7 +43,7 @@ class Memory:
 
     def __init__(self, size: int) -> None:
         self.serial, self.size = next(self.serials), size
-        self.file = os.memfd_create("transfers")
+        self.file = os.memfd_create(memory_name(os.getpid(), self.serial))
         weakref.finalize(self, os.close, self.file)
         os.posix_fallocate(self.file, 0, size)  # an error here, not a signal at the first write
         self.mapped = mmap.mmap(self.file, size)
@@ -51,8 +55,8 @@ class Block:
     def __init__(self, memory: Memory, offset: int, nbytes: int) -> None:
         self.memory, self.offset, self.nbytes = memory, offset, nbytes
 
-    def place(self, nbytes: int, start: int = 0) -> Place:
-        return Place(self.memory.file, self.memory.serial, self.memory.size, self.offset + start, nbytes)
+    def span(self, nbytes: int, start: int = 0) -> Span:
+        return Span(self.memory.file, self.memory.serial, self.memory.size, self.offset + start, nbytes)
 
     def tensor(self, nbytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         """A view (numel,) of the first bytes."""
@@ -71,16 +75,16 @@ class Pool:
 
     def take(self, nbytes: int) -> Block:
         """A free block. Raises UserError if there is no memory for a new one."""
-        small = nbytes <= MEGABYTE
-        size = max(4096, 1 << (nbytes - 1).bit_length()) if small else -(-nbytes // MEGABYTE) * MEGABYTE
+        step = 1 << max(12, (nbytes - 1).bit_length() - 3)  # at most a quarter of a block is unused
+        size = -(-nbytes // step) * step
         free = self.free[size]
         if not free:
             try:
-                memory = Memory(CHUNK if small else size)
+                memory = Memory(CHUNK if size <= SMALL else size)
             except OSError as error:
                 what = f"{size:,} bytes of memory for ranks to share"
                 raise UserError(f"no {what}: {error.strerror}; use --backend gloo") from None
-            free.extend(Block(memory, offset, size) for offset in range(0, memory.size, size))
+            free.extend(Block(memory, offset, size) for offset in range(0, memory.size - size + 1, size))
         return free.pop()
 
     def give_back(self, block: Block) -> None:
@@ -102,11 +106,13 @@ class Pool:
         weakref.finalize(holder, free).atexit = False
         return torch.frombuffer(holder, dtype=dtype)
 
-    def find(self, tensor: Tensor) -> Place | None:
-        """Where a tensor from `buffer`, or a view of it, lies; None for any other."""
+    def find(self, tensor: Tensor) -> Span | None:
+        """Where a tensor from `buffer`, or a contiguous view of it, lies; None for any other."""
+        if not tensor.numel() or not tensor.is_contiguous():
+            return None
         start = tensor.untyped_storage().data_ptr()
         block = self.held.get(start)
-        return None if block is None else block.place(tensor.nbytes, tensor.data_ptr() - start)
+        return None if block is None else block.span(tensor.nbytes, tensor.data_ptr() - start)
 
     def stage(self, tensor: Tensor) -> Block:
         """A block with a copy of a flat tensor."""

@@ -59,7 +59,7 @@ class Entry(NamedTuple):
 
 KINDS = ("u1", "f8", "i8", "i8", "i8", "f8", "u4", "S16", "S16", "S12", "S80")
 SLOT = np.dtype(list(zip(Entry._fields, KINDS, strict=True)))
-TABLE = 8 * (1 + 1024)  # words of the transfers in shared memory, see shared_memory.py
+TABLE = 8 * (1 + 1024)  # words of the transfers in shared memory, see tables.py
 RING = np.dtype([("token", "S16"), ("written", "i8"), ("step", "i8"), ("table", "u8", TABLE), ("slots", SLOT, SLOTS)])
 
 

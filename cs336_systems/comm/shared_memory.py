@@ -11,17 +11,16 @@ not, and use gloo.
 """
 
 import os
-import platform
 import resource
-import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from threading import RLock
+from threading import RLock, get_ident
 from time import monotonic
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.comm import futex
-from cs336_systems.comm.blocks import Block, Place, Pool
+from cs336_systems.comm.blocks import Block, Pool, Span
 from cs336_systems.comm.flight_recorder import TABLE, recorder
 from cs336_systems.comm.group import Group, group_timeout
 from cs336_systems.comm.store import while_waiting
@@ -69,17 +68,17 @@ class Transport:
     """This rank's table, blocks and transfers under way, and the other ranks of its machine."""
 
     def __init__(self) -> None:
-        self.on, self.words = False, memoryview(b"")
+        self.on, self.words, self.owner = False, memoryview(b""), (0, 0)
         self.close()
 
     def close(self) -> None:
         """Tell the others that this rank takes part in nothing more, and forget them."""
-        if self.on:
+        if self.on and self.owner[0] == os.getpid():  # not in a child that was forked
             self.words[CLOSED] = 1
             self.wake()
         self.on, self.pool, self.peers = False, Pool(), dict[int, Peer]()  # those by rank
         self.pending: dict[Transfer, None] = {}  # oldest first
-        self.ranks: dict[Group, tuple[int, list[int], timedelta]] = {}
+        self.ranks: WeakKeyDictionary[Group, tuple[int, list[int], timedelta]] = WeakKeyDictionary()
         self.turn, self.lock, self.crowded, self.futex = 0, RLock(), False, 0
         self.table = np.zeros(TABLE, np.uint64)
         self.words = self.table.data
@@ -87,24 +86,25 @@ class Transport:
     def open(self) -> bool:
         """Begin; returns False if not all other ranks' tables can be read, or there is no memory."""
         peers = {rank: Peer(ring) for rank, ring in recorder.others.items()}
-        if not can_share() or set(recorder.machine) != {*peers, recorder.rank}:
+        if set(recorder.machine) != {*peers, recorder.rank}:
             return False
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a large buffer is two files
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each large block takes two: mmap has its own
         try:
             block = self.pool.take(1)
         except UserError:
             return False
-        self.peers, self.on, self.crowded = peers, True, len(peers) >= (os.cpu_count() or 1)
+        self.peers, self.on, self.crowded = peers, True, len(peers) >= len(os.sched_getaffinity(0))
+        self.owner = os.getpid(), get_ident()
         self.table = recorder.mine.fields["table"]
-        self.table[CHUNK_PLACE:HEAD] = block.place(1)
+        self.table[CHUNK_PLACE:HEAD] = block.span(1)
         self.words, self.futex = self.table.data, self.table.ctypes.data
         self.pool.give_back(block)
         return True
 
     def greet(self) -> None:
-        """Map every other rank's first chunk, so that its small messages outlive it."""
-        with suppress(RuntimeError):  # one has left already, of which the first transfer tells
+        """Map every other rank's first file, so that a small tensor that it sent last can be read after its end."""
+        with suppress(RuntimeError):  # one has left already: the first transfer will say so
             for peer in self.peers.values():
                 peer.part(CHUNK_PLACE - FILE)
 
@@ -126,23 +126,28 @@ class Transport:
         if any(peer.words[SLEEPS] for peer in self.peers.values()):
             futex.wake(self.futex)
 
-    def enter(self, transfer: "Transfer", place: Place) -> int:
+    def enter(self, transfer: "Transfer", span: Span) -> int:
         """Write a transfer into a free slot of the table; returns the slot's first word."""
-        for tries in count():
-            slot = HEAD + WORDS * (self.turn % SLOTS)
-            self.turn += 1
+        for turn in count(self.turn):
+            slot = HEAD + WORDS * (turn % SLOTS)
             if not self.words[slot]:
                 break
-            if tries and tries % SLOTS == 0:  # the others are this many behind
-                next(iter(self.pending)).pause()
-        self.table[slot + STATE : slot + WORDS] = (READY, transfer.key.history, *place)
+            if turn > self.turn and (turn - self.turn) % SLOTS == 0:  # the others are this many behind
+                next(iter(self.pending)).wait(released=True)
+        self.turn = turn + 1
+        self.table[slot + STATE : slot + WORDS] = (READY, transfer.key.history, *span)
         self.words[slot] = transfer.word
         self.wake()
         return slot
 
+    def reclaim(self) -> None:
+        """Free the slots and blocks of the oldest transfers with which all ranks are done."""
+        for transfer in list(self.pending)[:8]:
+            transfer.step()
+
     def progress(self) -> None:
-        """Do this rank's part of whatever is ready."""
-        if self.pending and self.lock.acquire(blocking=False):
+        """Do this rank's part of whatever is ready; nothing in a thread that only polls the store."""
+        if self.pending and self.owner[1] == get_ident() and self.lock.acquire(blocking=False):
             try:
                 for transfer in list(self.pending):
                     transfer.step()
@@ -164,7 +169,7 @@ class Transfer:
         group: Group,
         act: Act,
         block: Block | None,
-        place: Place,
+        span: Span,
         in_place: bool = False,
         between: Sequence[int] | None = None,
         finish: Callable[[], object] | None = None,
@@ -178,8 +183,10 @@ class Transfer:
         self.slots, self.acted, self.complete = [0] * len(chosen), False, False
         self.error: Exception | None = None
         self.missing = next(rank for peer, rank in self.ranks if peer)
+        self.looked = monotonic()
         with transport.lock:
-            self.slot = transport.enter(self, place)
+            transport.reclaim()
+            self.slot = transport.enter(self, span)
             transport.pending[self] = None
             self.step()
 
@@ -195,7 +202,7 @@ class Transfer:
                 transport.pending.pop(self, None)
                 if self.finish:
                     self.finish()
-                self.complete, self.finish = True, None
+                self.complete, self.finish, self.act = True, None, None
                 if self.block:
                     transport.pool.give_back(self.block)
                     self.block = None
@@ -212,14 +219,15 @@ class Transfer:
 
     def _act(self) -> None:
         try:
-            pairs = list(zip((peer for peer, _ in self.ranks), self.slots, strict=True))
+            pairs = [(peer, slot) for (peer, _), slot in self._pairs()]
             if any(peer and peer.words[slot + HISTORY] != self.key.history for peer, slot in pairs):
                 self.key.mismatch()
                 raise RuntimeError("the ranks launched different collectives: launch the same in the same order")
-            act, self.act = self.act, None  # which holds tensors of this rank
-            assert act is not None
+            assert self.act is not None
             with torch.no_grad():
-                act([peer.part(slot) if peer else None for peer, slot in pairs])
+                self.act([peer.part(slot) if peer else None for peer, slot in pairs])
+            if not self.in_place:  # else the others still use the buffer, which it holds
+                self.act = None
         except Exception as error:  # raised by the `wait` of this transfer, whichever one got so far
             self.error = error
             self.complete = True
@@ -231,7 +239,7 @@ class Transfer:
         transport.wake()
 
     def _all_done(self) -> bool:
-        for (peer, rank), slot in zip(self.ranks, self.slots, strict=True):
+        for (peer, rank), slot in self._pairs():
             # A slot is used again when all are done.
             if peer and peer.words[slot + STATE] != DONE and peer.words[slot] == self.word:
                 self.missing = rank
@@ -240,61 +248,50 @@ class Transfer:
 
     is_completed = step
 
-    def wait(self) -> None:
-        """Wait until complete. Raises RuntimeError if another rank ended, or the group's timeout is over."""
+    def wait(self, released: bool = False) -> None:
+        """Wait until complete, or until all ranks are done with it. Raises RuntimeError if another rank ended, or the
+        group's timeout is over."""
         start, limit = monotonic(), self.timeout.total_seconds()
-        while not self.step():
+        while not self._is_over(released):
             if transport.crowded or monotonic() - start > SPIN:
-                self.pause()
-                if monotonic() > start + limit and not self.step():
+                self._sleep(released)
+                if monotonic() > start + limit and not self._is_over(released):
                     self._abandon()
-                    raise RuntimeError(f"rank {self.missing} did not come within {limit:g} s")
+                    there = any(peer and rank == self.missing and slot for (peer, rank), slot in self._pairs())
+                    lacks = "began, but did not do its part" if there else "did not come"
+                    raise RuntimeError(f"rank {self.missing} {lacks} within {limit:g} s")
         if self.error:
             raise self.error
 
-    def pause(self) -> None:
+    def _is_over(self, released: bool) -> bool:
+        return self.step() and not (released and self in transport.pending)
+
+    def _pairs(self) -> Iterator[tuple[tuple[Peer | None, int], int]]:
+        return zip(self.ranks, self.slots, strict=True)
+
+    def _sleep(self, released: bool) -> None:
         """Sleep until the table of the rank that this waits for changes. Raises RuntimeError if it never will."""
         peer = transport.peers[self.missing]
         changes, closed = peer.words[CHANGES], peer.words[CLOSED]
         if len(transport.pending) > 1:
             transport.progress()
-        if self.step() or transport.peers[self.missing] is not peer:
+        if self._is_over(released) or transport.peers[self.missing] is not peer:
             return
-        if closed:
+        if not closed:
+            transport.words[SLEEPS] = 1
+            futex.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
+            transport.words[SLEEPS] = 0
+            if monotonic() - self.looked < SLEEP:
+                return
+            self.looked = monotonic()
+        if (closed or recorder.died(self.missing)) and not self._is_over(released):
             self._abandon()
-            raise RuntimeError(f"rank {self.missing} has left the group")
-        transport.words[SLEEPS] = 1
-        late = futex.sleep_while(peer.futex, changes, SHORT_SLEEP if len(transport.pending) > 1 else SLEEP)
-        transport.words[SLEEPS] = 0
-        if late and recorder.died(self.missing) and not self.step():
-            self._abandon()
-            raise RuntimeError(f"rank {self.missing} died")
+            raise RuntimeError(f"rank {self.missing} {'has left the group' if closed else 'died'}")
 
     def _abandon(self) -> None:
-        """Forget a transfer that will never complete. Its memory is not used again: others may still write to it."""
+        """Forget a transfer that will never complete, but not its block, which others may still use."""
         transport.pending.pop(self, None)
 
 
 transport = Transport()  # of this process
 while_waiting.append(transport.progress)
-
-
-def can_share() -> bool:
-    """True on a machine whose ranks can share memory here: Linux on x86-64."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
-
-
-def shared_empty(numel: int, dtype: torch.dtype, device: torch.device, group: Group) -> Tensor:
-    """A flat tensor, not filled, of memory that the group's ranks can map, if they share any."""
-    private = not transport.on or device.type != "cpu" or not numel or group.size() == 1
-    return torch.empty(numel, dtype=dtype, device=device) if private else transport.pool.buffer(numel, dtype)
-
-
-def shares_memory(group: Group, tensor: Tensor) -> bool:
-    """True if a collective of the tensor copies it, unless it lies in a buffer of `shared_empty`."""
-    return group.size() > 1 and transport.serves(group, tensor)
-
-
-def backend_of(group: Group) -> str:
-    """Who moves the tensors of a group: shm, gloo or nccl."""
-    return "shm" if transport.on and dist.get_backend(group) == "gloo" else str(dist.get_backend(group))

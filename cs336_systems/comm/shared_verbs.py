@@ -21,12 +21,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cs336_systems.comm.blocks import Block, Place
+from cs336_systems.comm.blocks import Block, Span
 from cs336_systems.comm.group import Group
 from cs336_systems.comm.shared_memory import Key, Transfer, transport
 
 ONE_SHOT = 2**18
-BLOCK = 2**20  # bytes that are added at once, so that the sum is still in the cache when it is written
+CACHED = 2**20  # bytes that are added at once, so that the sum is still in the cache when it is written
 HALVES = torch.float16, torch.bfloat16
 Reduction = Literal["mean", "sum", "max"]
 
@@ -36,7 +36,7 @@ def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequenc
     some of the terms. Halves are added in float32 and rounded once."""
     combine = torch.maximum if reduction == "max" else torch.add
     wide = terms[0].dtype in HALVES and reduction != "max"
-    numel, size = terms[0].numel(), BLOCK // terms[0].itemsize
+    numel, size = terms[0].numel(), CACHED // terms[0].itemsize
     # Added up in the first target, unless a term that is still to be added lies there.
     direct = not wide and all(term.data_ptr() != targets[0].data_ptr() for term in terms[2:])
     scratch = targets[0] if direct else terms[0].new_empty(min(size, numel), dtype=torch.float32 if wide else None)
@@ -62,52 +62,52 @@ def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Tr
         def one_shot(parts: list[Tensor | None]) -> None:
             add_in_order(_all(parts, mine), reduction, [flat])
 
-        return Transfer(key, group, one_shot, staged, staged.place(flat.nbytes))
-    block, place = _exposed(flat)
+        return Transfer(key, group, one_shot, staged, staged.span(flat.nbytes))
+    block, span = _exposed(flat)
     mine = block.tensor(flat.nbytes, flat.dtype) if block else flat
 
     def two_shot(parts: list[Tensor | None]) -> None:
         slices = [each.tensor_split(ranks)[me] for each in _all(parts, mine)]
         add_in_order(slices, reduction, slices)
 
-    return Transfer(key, group, two_shot, block, place, True, finish=(lambda: flat.copy_(mine)) if block else None)
+    return Transfer(key, group, two_shot, block, span, True, finish=(lambda: flat.copy_(mine)) if block else None)
 
 
 def reduce_scatter(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
     """See `verbs`."""
     flat, me, ranks = flat.data.view(-1), group.rank(), group.size()
-    block, place = _exposed(flat)
+    block, span = _exposed(flat)
 
     def act(parts: list[Tensor | None]) -> None:
         slices = [each.chunk(ranks)[me] for each in _all(parts, flat)]
         add_in_order(slices, reduction, [slices[me]])
 
-    return Transfer(key, group, act, block, place, in_place=block is None)
+    return Transfer(key, group, act, block, span, in_place=block is None)
 
 
 def all_gather(flat: Tensor, group: Group, key: Key) -> Transfer:
     """See `verbs`."""
     slices = flat.data.view(-1).chunk(group.size())
-    block, place = _exposed(slices[group.rank()])
+    block, span = _exposed(slices[group.rank()])
 
     def act(parts: list[Tensor | None]) -> None:
         for target, part in zip(slices, parts, strict=True):
             if part is not None:
                 target.copy_(part.view(flat.dtype))
 
-    return Transfer(key, group, act, block, place, in_place=block is None)
+    return Transfer(key, group, act, block, span, in_place=block is None)
 
 
 def broadcast(data: Tensor, source: int, group: Group, key: Key) -> Transfer:
     """See `verbs`; `data` are bytes."""
     data, sends = data.data, group.rank() == source
-    block, place = _exposed(data) if sends else (None, Place())
+    block, span = _exposed(data) if sends else (None, Span())
 
     def act(parts: list[Tensor | None]) -> None:
         if (part := parts[source]) is not None:
             data.copy_(part)
 
-    return Transfer(key, group, act, block, place, in_place=sends and block is None)
+    return Transfer(key, group, act, block, span, in_place=sends and block is None)
 
 
 def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Transfer:
@@ -120,7 +120,7 @@ def message(tensor: Tensor, source: int, to: int, group: Group, key: Key) -> Tra
         if (part := parts[0]) is not None:
             flat.copy_(part.view(flat.dtype))
 
-    return Transfer(key, group, act, block, block.place(flat.nbytes) if block else Place(), between=(source, to))
+    return Transfer(key, group, act, block, block.span(flat.nbytes) if block else Span(), between=(source, to))
 
 
 def all_to_all(
@@ -128,6 +128,8 @@ def all_to_all(
 ) -> Transfer:
     """See `verbs`. A block begins with the numbers of rows for each rank."""
     me, counts = group.rank(), torch.tensor([*given_rows, *[0] * (group.size() % 2)])  # rows begin at 16 bytes
+    if sum(given_rows) != len(given) or sum(output_rows) != len(output):
+        raise RuntimeError(f"{given_rows} of {len(given)} rows leave, and {output_rows} of {len(output)} rows arrive")
     given, targets, head = given.data.reshape(-1), output.data.split(output_rows), counts.nbytes
     row = given.nbytes // max(1, sum(given_rows)) or output.nbytes // max(1, sum(output_rows))
     block = transport.pool.take(head + given.nbytes)
@@ -143,15 +145,15 @@ def all_to_all(
             first = head + sum(rows[:me]) * row
             target.view(-1).copy_(part[first : first + target.nbytes].view(target.dtype))
 
-    return Transfer(key, group, act, block, block.place(head + given.nbytes))
+    return Transfer(key, group, act, block, block.span(head + given.nbytes))
 
 
-def _exposed(tensor: Tensor) -> tuple[Block | None, Place]:
+def _exposed(tensor: Tensor) -> tuple[Block | None, Span]:
     """Where the others find a flat tensor: in the buffer that it lies in, or in a block with a copy."""
-    if place := transport.pool.find(tensor):
-        return None, place
+    if span := transport.pool.find(tensor):
+        return None, span
     block = transport.pool.stage(tensor)
-    return block, block.place(tensor.nbytes)
+    return block, block.span(tensor.nbytes)
 
 
 def _all(parts: Sequence[Tensor | None], mine: Tensor) -> list[Tensor]:

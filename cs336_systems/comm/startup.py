@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cs336_systems.comm.agreement import CommError, comm_error, needs_store, post, ranks_text, timed_store
+from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.flight_recorder import recorder
 from cs336_systems.comm.group import ALL, HISTORY, Group, counters, default_group, in_flight
-from cs336_systems.comm.shared_memory import can_share, transport
+from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.store import Place, StoreLostError, TimedStore, open_store, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -158,6 +159,8 @@ def distributed(
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and os.getpid() == STARTED[0]:  # a fork of a rank has another parent
         die_with_parent(STARTED[1])
+    if dist.is_initialized():
+        raise UserError("a process group is running in this process: leave it before another is started")
     device, place = torch.device(device), place or find_place()
     chosen, limit = choose_backend(backend, device, place), timedelta(seconds=timeout)
     if device.type == "cuda":
@@ -193,7 +196,7 @@ def _share_memory(store: TimedStore, place: Place, timeout: timedelta) -> bool:
     keys = [f"shares/{rank}" for rank in range(place.world_size)]
     with needs_store("mapped the memory of the other ranks", default_group()):
         store.set(keys[place.rank], "yes" if transport.open() else "no")
-        if wait_for(store, keys, timeout) or "no" in map(store.get, keys):
+        if wait_for(store, keys, timeout, in_vain=recorder.died) or "no" in map(store.get, keys):
             transport.close()
         else:
             transport.greet()

@@ -6,11 +6,12 @@ import os
 import torch
 from torch import Tensor
 
+from cs336_systems.comm.blocks import memory_name
 from cs336_systems.comm.flight_recorder import TABLE, Ring
 
 WORDS = 8  # of a slot
 KEY, STATE, HISTORY, FILE, SERIAL, SIZE, OFFSET, NBYTES = range(WORDS)
-# Words of a table: a count of its changes, 1 at the rank's end, 1 while it sleeps, the place of its first chunk of
+# Words of a table: a count of its changes, 1 once the rank has left, 1 while it sleeps, the place of its first chunk of
 # memory; then the slots.
 CHANGES, CLOSED, SLEEPS, CHUNK_PLACE, HEAD = 0, 1, 2, 3, WORDS
 SLOTS = TABLE // WORDS - 1
@@ -39,10 +40,16 @@ class Peer:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         if serial not in self.memories:
-            try:
-                descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR)
-            except OSError:
-                raise RuntimeError("another rank has left the group") from None
-            with open(descriptor, "r+b") as opened:
-                self.memories[serial] = mmap.mmap(opened.fileno(), size)
+            self.memories[serial] = self._map(file, serial, size)
         return torch.frombuffer(self.memories[serial], dtype=torch.uint8, count=nbytes, offset=offset)
+
+    def _map(self, file: int, serial: int, size: int) -> mmap.mmap:
+        try:
+            descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR | os.O_NONBLOCK)
+            with open(descriptor, "r+b") as opened:
+                # A rank that has left may have another file there.
+                if memory_name(self.ring.pid, serial) in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    return mmap.mmap(opened.fileno(), size)
+        except (OSError, ValueError) as error:
+            raise RuntimeError(f"the memory of another rank cannot be mapped: {error}") from None
+        raise RuntimeError("another rank has left the group")

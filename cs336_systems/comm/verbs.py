@@ -1,7 +1,8 @@
-"""Collectives and messages. Each starts in place on a flat tensor and returns at once; `Work.wait` completes it.
+"""Collectives and messages. Each starts in place on a flat tensor; `Work.wait` completes it.
 
-The algorithm is chosen by backend: gloo's own reduce-scatter and all-gather are slower than its all-reduce although
-they move half as much, so there both are exchanges of slices by send and receive.
+The algorithm is chosen by backend. Shared memory has its own (shared_verbs.py), carried out by ranks that wait or
+launch: nothing moves while all compute. gloo and NCCL go on meanwhile. gloo's own reduce-scatter and all-gather are
+slower than its all-reduce although they move half as much, so there both are exchanges of slices by send and receive.
 """
 
 import zlib
@@ -59,10 +60,9 @@ class Work:
         if not self.pending:  # an empty tensor is not sent
             recorder.mine.advance(self.entry, FINISHED)
 
-    @property
-    def key(self) -> Key:
-        """By which ranks that share memory find each other's part of a collective without a tag."""
-        return Key(self.number, self.history, self._compare)
+    def next_key(self) -> Key:
+        """Number by which ranks that share memory find each other's part of a collective without a tag."""
+        return Key(count(self.group, "collectives without a tag"), self.history, self._compare)
 
     def is_done(self) -> bool:
         """True if nothing is under way any more."""
@@ -179,7 +179,7 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
         if group.size() > 1:
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             if transport.serves(group, flat):
-                work.pending = [shared_verbs.all_reduce(flat, group, reduction, work.key)]
+                work.pending = [shared_verbs.all_reduce(flat, group, reduction, work.next_key())]
                 return work
             work.pending = [dist.all_reduce(flat, _operator(flat, group, reduction), group=group, async_op=True)]
     return work
@@ -188,7 +188,7 @@ def all_reduce(flat: Tensor, group: Group, label: str = "", reduction: Reduction
 def reduce_scatter(flat: Tensor, group: Group, label: str = "", reduction: Literal["mean", "sum"] = "mean") -> Work:
     """Replace, on rank r, the r-th of equal slices of `flat` by its mean (or sum) over all ranks; the others are void.
 
-    On gloo the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
+    On CPUs the terms are added in the order of the ranks, so the result does not depend on how tensors were grouped.
     """
     ranks, me = group.size(), group.rank()
     gloo, on_cpu = dist.get_backend(group) == "gloo", flat.device.type == "cpu"
@@ -251,7 +251,7 @@ def broadcast(tensor: Tensor, source: int, group: Group, label: str = "") -> Wor
             sent = tensor.contiguous()
             data = sent.detach().view(-1).view(torch.uint8)  # gloo knows few dtypes, and all have bytes
             if transport.serves(group, data):
-                work.pending = [shared_verbs.broadcast(data, source, group, work.key)]
+                work.pending = [shared_verbs.broadcast(data, source, group, work.next_key())]
             else:
                 work.pending = [dist.broadcast(data, group=group, async_op=True, group_src=source)]
             work.finish = None if sent is tensor else lambda: tensor.copy_(sent)
@@ -263,15 +263,14 @@ def all_to_all(
 ) -> Work:
     """Send rows to every rank: the first given_rows[0] of `given` (rows ...) to rank 0, and so on; `output` is filled
     with output_rows[r] rows from each rank r in order. The counts may be uneven or zero."""
-    with _collective("all-to-all", given, group, label) as work:
+    rows = list(output_rows), list(given_rows)
+    with _collective("all-to-all", given, group, label, alike=tuple(given.shape[1:])) as work:
         if group.size() == 1:
             output.copy_(given)
         elif transport.serves(group, given):
-            rows = list(output_rows), list(given_rows)
-            work.pending = [shared_verbs.all_to_all(output, given, *rows, group, work.key)]
+            work.pending = [shared_verbs.all_to_all(output, given, *rows, group, work.next_key())]
         else:
-            counts = list(output_rows), list(given_rows)
-            work.pending = [dist.all_to_all_single(output, given, *counts, group, async_op=True)]
+            work.pending = [dist.all_to_all_single(output, given, *rows, group, async_op=True)]
     return work
 
 

@@ -1,11 +1,12 @@
 """Collectives in shared memory: sums in the order of the ranks to the last bit, whatever the size, buffer, wrapper and
 ZeRO stage; ranks that wait in different orders; ranks that die, stop or leave; and nothing that stays behind."""
 
+import gc
 import os
 import signal
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ from cs336_systems.comm import (
     send,
     shared_memory,
 )
-from cs336_systems.comm.shared_memory import SLOTS, shared_empty, transport
+from cs336_systems.comm.backend import shared_empty
+from cs336_systems.comm.shared_memory import SLOTS, transport
 from cs336_systems.comm.shared_verbs import ONE_SHOT
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
@@ -219,6 +221,110 @@ def orders_case(group) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_may_wait_in_different_orders(world):
     ranks.run(orders_case, world)
+
+
+def reversed_case(group) -> None:
+    """Collectives with tags, and those without, may pass each other; agreements as well."""
+    scattered, reduced = torch.ones(2 * group.size()), torch.ones(3)
+    first = group.rank() == 0
+    calls = [lambda: reduce_scatter(scattered, group, "a", "sum"), lambda: all_reduce(reduced, group, "b", "sum")]
+    works = [call() for call in (calls if first else calls[::-1])]
+    for work in works:
+        work.wait()
+    if first:
+        agree("first", "", group)
+    work = all_reduce(reduced, group, "c", "sum")
+    if not first:
+        agree("first", "", group)
+    work.wait()
+    assert reduced.eq(group.size() ** 2).all()
+
+
+def test_what_has_a_tag_passes_what_has_none():
+    ranks.run(reversed_case, 2)
+
+
+def slow_case(group) -> int:
+    """Blocks that a rank holds which never waits for the others, since it comes last each time."""
+    for _ in range(60):
+        flat = torch.ones(2 * ONE_SHOT)
+        agree("together", "", group)
+        if group.rank() == 1:
+            sleep(0.005)
+        all_gather(flat, group, "flat").wait()
+    return len(transport.pending)
+
+
+def test_a_slow_rank_frees_what_the_others_are_done_with():
+    assert max(ranks.run(slow_case, 2)) <= 4
+
+
+def dropped_case(group) -> None:
+    """A buffer is dropped while its reduction is under way, and another taken, which nobody may write to."""
+    flat = shared_empty(2 * ONE_SHOT, torch.float32, torch.device("cpu"), group).fill_(1)
+    agree("before", "", group)
+    if group.rank() == 0:
+        work = all_reduce(flat, group, "dropped", "sum")
+        del flat
+        other = shared_empty(2 * ONE_SHOT, torch.float32, torch.device("cpu"), group).fill_(7)
+        agree("launched", "", group)
+        work.wait()
+        assert other.eq(7).all()
+    else:
+        agree("launched", "", group)
+        all_reduce(flat, group, "dropped", "sum").wait()
+        assert flat.eq(2).all()
+
+
+def test_a_buffer_under_way_is_nobody_elses():
+    ranks.run(dropped_case, 2)
+
+
+def moved_case(group, folder: str) -> None:
+    """Rank 0 leaves, and has a file of its own where its memory was."""
+    flat = torch.ones(2**20)
+    if group.rank() == 0:
+        work = all_reduce(flat, group, "flat", "sum")
+        transport.close()
+        del flat, work
+        gc.collect()
+        Path(folder, "mine").write_bytes(bytes(2**23))
+        files = [open(f"{folder}/mine", "r+b") for _ in range(40)]  # noqa: SIM115, they stay open
+        Path(folder, "ready").touch()
+        while not Path(folder, "over").exists():
+            sleep(0.01)
+        assert not any(Path(folder, "mine").read_bytes()), files
+        raise ValueError("left")
+    while not Path(folder, "ready").exists():
+        sleep(0.01)
+    try:
+        all_reduce(flat, group, "flat", "sum").wait()
+    finally:
+        Path(folder, "over").touch()
+
+
+def test_no_other_file_of_a_rank_that_left_is_written_to(tmp_path):
+    _, (kind, message) = ranks.run_failing(moved_case, 2, 10.0, folder=str(tmp_path))
+    assert kind == CommError.__name__
+    assert "another rank has left" in message or "has left the group" in message
+
+
+def misuse_case(group) -> list[str]:
+    buffer = shared_empty(ONE_SHOT, torch.float32, torch.device("cpu"), group).fill_(1)
+    reduce_scatter(buffer[:0], group, "empty", "sum").wait()
+    found = []
+    with pytest.raises(CommError, match="rows leave") as error:
+        all_to_all(torch.empty(4), torch.ones(8), [2, 2], [2, 2], group, "rows")
+    found.append(str(error.value))
+    for strided in (buffer[:9:2], buffer[1::2]):
+        all_reduce(strided, group, "strided", "sum").wait()
+    assert buffer[1::2].eq(group.size()).all()
+    assert buffer[:12:2].tolist() == [group.size()] * 5 + [1]
+    return found
+
+
+def test_rows_that_do_not_add_up_are_refused_and_strides_are_right():
+    assert all(found for found in ranks.run(misuse_case, 2))
 
 
 def reuse_case(group) -> None:
