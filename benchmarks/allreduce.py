@@ -98,7 +98,7 @@ def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Pat
         job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
         for place in todo:
             if reason := cannot(backend, place):
-                if here.rank == 0:
+                if here.rank == 0 and (backend != "shm" or settings.backend):  # else it is none that this machine has
                     refuse(job, place, reason)
             elif started:
                 work(here, job)

@@ -185,7 +185,7 @@ def bandwidths(nbytes: int, ranks: int, milliseconds: float) -> dict[str, float]
     return {"algorithm_bytes_per_s": algorithm, "bus_bytes_per_s": algorithm * sent("all-reduce", ranks)}
 
 
-def finished(blank: Record, times: Tensor | None, copies: Tensor | None, link: Link, usable: int) -> Record:
+def finished(blank: Record, times: Tensor | None, link: Link, usable: int, copies: Tensor | None = None) -> Record:
     """The record with its figures, from milliseconds (rank sample): an all-reduce is over when its last rank is done,
     and so are copies.
 
@@ -246,4 +246,4 @@ def work(place: Place, job: AllReduceJob) -> None:
                     found = time_size(nbytes, group, device, settings, advance)
             if first:
                 times, copies = found or (None, None)
-                job.keep(finished(job.record(place, nbytes, stamp), times, copies, link, usable))
+                job.keep(finished(job.record(place, nbytes, stamp), times, link, usable, copies))

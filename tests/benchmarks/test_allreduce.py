@@ -42,11 +42,13 @@ def start(*words: str, folder: Path) -> subprocess.CompletedProcess:
 def test_every_backend_of_the_machine_is_measured(monkeypatch):
     gpus = 0
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert allreduce.combinations(AllReduceSettings()) == [("cpu", "gloo")]
+    cpu = [("cpu", "shm"), ("cpu", "gloo")]
+    assert allreduce.combinations(AllReduceSettings()) == cpu
     gpus = 1
-    assert allreduce.combinations(AllReduceSettings()) == [("cpu", "gloo"), ("cuda", "gloo"), ("cuda", "nccl")]
+    assert allreduce.combinations(AllReduceSettings()) == [*cpu, ("cuda", "gloo"), ("cuda", "nccl")]
     assert allreduce.combinations(AllReduceSettings(backend="nccl")) == [("cuda", "nccl")]
-    assert allreduce.combinations(AllReduceSettings(device="cpu")) == [("cpu", "gloo")]
+    assert allreduce.combinations(AllReduceSettings(device="cpu")) == cpu
+    assert allreduce.cannot("shm", Place(world_size=2, local_world_size=1)).startswith("shm joins ranks of one machine")
     assert allreduce.cannot("gloo", Place(world_size=2, local_world_size=2)) == ""
     assert allreduce.cannot("nccl", Place(world_size=2, local_world_size=1)) == ""  # a GPU on each of two nodes
 
@@ -71,10 +73,10 @@ def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     monkeypatch.setattr(allreduce, "run_ranks", lambda work, count, device, job: started.append((count, job)))
     monkeypatch.setattr(allreduce, "open_records", lambda *_: pytest.fail("a smoke run wrote a record"))
     assert run_command(allreduce.main, ["--smoke", "--device", "cpu"]) == 0
-    [(count, job)] = started
-    assert count == 2
-    assert max(job.sizes) < 10**6
-    assert [RESULTS in path.parents for path in job.paths] == [False]
+    assert [(count, job.backend) for count, job in started] == [(2, "shm"), (2, "gloo")]
+    for _, job in started:
+        assert max(job.sizes) < 10**6
+        assert [RESULTS in path.parents for path in job.paths] == [False]
 
 
 def test_ranks_that_were_started_are_those_measured(monkeypatch):
@@ -87,7 +89,7 @@ def test_ranks_that_were_started_are_those_measured(monkeypatch):
     monkeypatch.setattr(allreduce, "work", lambda place, job: worked.append((place, len(job.paths))))
     monkeypatch.setattr(allreduce, "run_ranks", lambda *_: pytest.fail("started ranks beside those there are"))
     allreduce.run(AllReduceSettings(device="cpu"))
-    assert worked == [(here, 1)]  # rank 1 opens no file of records
+    assert worked == [(here, 1)] * 2  # rank 1 opens no file of records
     with pytest.raises(UserError, match="--nproc 4 would start ranks, but 3 were started already"):
         allreduce.places(AllReduceSettings(nproc=4), here)
 
@@ -135,13 +137,16 @@ def test_a_missing_gpu_is_one_line(options, line, capsys):
 
 
 def check_run(records: list[dict], counts: tuple[int, ...]) -> None:
-    assert [(r["config"]["ranks"], r["config"]["bytes"]) for r in records] == [
-        (count, nbytes) for count in counts for nbytes in (4000, 40_000)
+    assert [(r["config"]["backend"], r["config"]["ranks"], r["config"]["bytes"]) for r in records] == [
+        (backend, count, nbytes) for backend in ("shm", "gloo") for count in counts for nbytes in (4000, 40_000)
     ]
     for record in records:
         count = record["config"]["ranks"]
         assert record["status"] == "ok"
-        assert (record["environment"]["world_size"], record["environment"]["backend"]) == (count, "gloo")
+        assert (record["environment"]["world_size"], record["environment"]["backend"]) == (
+            count,
+            record["config"]["backend"],
+        )
         assert len(record["samples_ms"]) == 2
         assert len(record["metrics"]["rank_mean_ms"]) == count
         assert record["predicted"]["mean_ms"] > 0
@@ -174,7 +179,7 @@ def test_the_table_says_what_is_missing(capsys):
     assert shown.startswith("all-reduce (mean) of float32 on abacus, 2 cores; 2 nodes")
     [row] = [line for line in shown.splitlines() if " 1 MB " in line]
     cells = [cell.strip() for cell in row.strip("│ ").split("│")]
-    assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "0 ms"]
+    assert cells == ["2", "gloo", "cpu", "1 MB", "1 ms", "0 ms", "1 ms", "1.0 s", "1 GB/s", "1 GB/s", "-", "0 ms"]
     assert "does not fit" in shown
     assert "2 ranks gloo cpu 1.07 GB: needs 2.0 GiB on each rank, where 1.0 GiB are usable" in shown
 
