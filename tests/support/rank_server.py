@@ -11,6 +11,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import selectors
 import signal
 import socket
@@ -26,6 +27,7 @@ from typing import TextIO
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import torch
 
 from cs336_systems.comm import Place, distributed
@@ -100,6 +102,8 @@ def run_rank(request: dict, rank: int, folder: Path) -> None:
         module, _, name = request["function"].partition(":")
         function = getattr(importlib.import_module(module), name)
         torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
         if request["join"]:
             place = Place(rank, world, rank, world, str(folder / "store"))
             with distributed("cpu", request["backend"], request["collective_timeout"], place) as group:
