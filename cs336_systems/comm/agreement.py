@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, recorder
 from cs336_systems.comm.group import Group, count, default_group, group_timeout, in_flight, is_fake
+from cs336_systems.comm.shared_memory import transport
 from cs336_systems.comm.store import StoreLostError, TimedStore, first_line, polls, wait_for
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import printable
@@ -128,9 +129,10 @@ def subgroup(ranks: Sequence[int]) -> Group | None:
     if alone and not mine:
         return None
     try:
-        for work in in_flight:  # in shared memory nothing goes on while a rank is in new_group
-            for each in work.pending:
-                each.wait()
+        for work in in_flight if transport.on else ():  # nothing goes on there while a rank is in new_group
+            if work.event.verb not in ("send", "receive"):  # which may wait for what comes after the group
+                for each in work.pending:
+                    each.wait()
         group = dist.new_group(list(ranks), timeout=group_timeout(default_group()), use_local_synchronization=alone)
     except RuntimeError as error:  # a rank ended while they were connecting
         doing = f"was joining a group of ranks {', '.join(map(str, ranks))}"

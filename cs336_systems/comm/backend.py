@@ -1,4 +1,4 @@
-"""Who moves the tensors of a group: shared memory, gloo or NCCL; and buffers that need no copy in shared memory."""
+"""The backend that moves the tensors of a group, and buffers that need no copy in shared memory."""
 
 import os
 import platform
@@ -29,5 +29,5 @@ def copies(group: Group, tensor: Tensor) -> bool:
 
 
 def backend_of(group: Group) -> str:
-    """Who moves the tensors of a group: shm, gloo or nccl."""
+    """Name of the backend that moves the tensors of a group: shm, gloo or nccl."""
     return "shm" if transport.on and dist.get_backend(group) == "gloo" else str(dist.get_backend(group))

@@ -48,7 +48,8 @@ class Peer:
             descriptor = os.open(f"/proc/{self.ring.pid}/fd/{file}", os.O_RDWR | os.O_NONBLOCK)
             with open(descriptor, "r+b") as opened:
                 # A rank that has left may have another file there.
-                if memory_name(self.ring.pid, serial) in os.readlink(f"/proc/self/fd/{descriptor}"):
+                name = f"/memfd:{memory_name(self.ring.pid, serial)} (deleted)"
+                if os.readlink(f"/proc/self/fd/{descriptor}") == name:
                     return mmap.mmap(opened.fileno(), size)
         except (OSError, ValueError) as error:
             raise RuntimeError(f"the memory of another rank cannot be mapped: {error}") from None

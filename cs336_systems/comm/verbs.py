@@ -22,10 +22,10 @@ from cs336_systems.comm.events import Event, is_profiling, records
 from cs336_systems.comm.flight_recorder import FINISHED, WAITING, of_step, recorder
 from cs336_systems.comm.group import Group, add_to_history, count, in_flight
 from cs336_systems.comm.shared_memory import Key, transport
+from cs336_systems.comm.shared_verbs import Reduction
 from cs336_systems.comm.store import first_line
 from cs336_systems.host.text import printable
 
-Reduction = Literal["mean", "sum", "max"]
 REDUCTIONS = {"mean": dist.ReduceOp.AVG, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 

@@ -107,19 +107,11 @@ def broken_ranks(variant: Variant, change: bool) -> Iterator[None]:
     """All cases that tests start meanwhile are run by ranks with the variant, and soon given up."""
     real = ranks.ask
 
-    def ask(
-        function: Callable,
-        world_size: int,
-        join: bool,
-        timeout: float,
-        collective: float,
-        arguments: dict,
-        *backend: str,
-    ) -> list:
+    def ask(function: Callable, world: int, join: bool, timeout: float, collective: float, arguments: dict, *rest: str):
         given = {"variant": variant.name, "change": change, "arguments": arguments}
         given["function"] = f"{function.__module__}:{function.__name__}"
         patience = 1.0 if variant.may_hang else COLLECTIVE
-        return real(broken, world_size, join, min(timeout, PATIENCE), min(collective, patience), given, *backend)
+        return real(broken, world, join, min(timeout, PATIENCE), min(collective, patience), given, *rest)
 
     ranks.ask = ask
     try:
