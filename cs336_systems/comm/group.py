@@ -79,7 +79,7 @@ def global_rank(rank: int, group: Group) -> int:
 
 def counters(group: Group) -> Counter[str]:
     """Number of collectives and agreements that this rank took part in, of each kind and of ALL, and their HISTORY."""
-    return _counters.setdefault(group, Counter())
+    return _counters.get(group) or _counters.setdefault(group, Counter())
 
 
 def count(group: Group, kind: str = ALL) -> int:

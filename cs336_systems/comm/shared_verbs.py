@@ -36,20 +36,25 @@ def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequenc
     some of the terms. Halves are added in float32 and rounded once."""
     combine = torch.maximum if reduction == "max" else torch.add
     wide = terms[0].dtype in HALVES and reduction != "max"
-    numel, size = terms[0].numel(), CACHED // terms[0].itemsize
     # Added up in the first target, unless a term that is still to be added lies there.
     direct = not wide and all(term.data_ptr() != targets[0].data_ptr() for term in terms[2:])
-    scratch = targets[0] if direct else terms[0].new_empty(min(size, numel), dtype=torch.float32 if wide else None)
-    for start in range(0, numel, size):
-        block = slice(start, start + size)
-        total = scratch[block] if direct else scratch[: min(size, numel - start)]
-        combine(total.copy_(terms[0][block]) if wide else terms[0][block], terms[1][block], out=total)
-        for term in terms[2:]:
-            combine(total, term[block], out=total)
+    numel = terms[0].numel()
+    size = min(numel, CACHED // terms[0].itemsize)
+    scratch = targets[0] if direct else terms[0].new_empty(size, dtype=torch.float32 if wide else None)
+    for start in range(0, numel, size or 1):
+        if size < numel:
+            block = slice(start, start + size)
+            parts, places = [term[block] for term in terms], [target[block] for target in targets]
+        else:
+            parts, places = terms, targets
+        total = places[0] if direct else scratch[: len(parts[0])]
+        combine(total.copy_(parts[0]) if wide else parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            combine(total, part, out=total)
         if reduction == "mean":
             total.div_(len(terms))
-        for target in targets[1:] if direct else targets:
-            target[block].copy_(total)
+        for place in places[1:] if direct else places:
+            place.copy_(total)
 
 
 def all_reduce(flat: Tensor, group: Group, reduction: Reduction, key: Key) -> Transfer:
