@@ -69,7 +69,7 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
     free = usable_memory(device) // (place.local_world_size if device.type == "cpu" else 1)
     with distributed(device, settings.backend, settings.timeout, place) as group:
         quiet, sizes = group.rank() > 0, settings.sizes(config, group.size())
-        mesh = Mesh(sizes["tp"], 1, sizes["ep"], sizes["dp"])
+        mesh = Mesh(sizes["tp"], ep=sizes["ep"], dp=sizes["dp"])
         rows, dtype = settings.batch_size, DTYPES[settings.precision]
         evaluated = build(config, mesh, settings.seed, device, dtype, rows, config.context_length, free)
         scorer = Scorer(evaluated, blocks, mesh, device, rows)

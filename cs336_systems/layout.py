@@ -2,7 +2,8 @@
 
 Tensor parallelism splits every matrix over tp ranks, pipeline parallelism the blocks over pp stages of `chunks` runs
 each, data parallelism the rows of a batch over dp replicas of it all. Expert parallelism does so too, over ep ranks,
-of which each has some of the experts and all else. The vocabulary is padded until it divides over the ranks."""
+of which each has some of the experts and all else. Context parallelism splits every sequence over cp ranks. The
+vocabulary is padded until it divides over the ranks."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -53,23 +54,36 @@ class Layout:
     global_batch: int = 1
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
     ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
+    cp: int = 1  # context parallelism: ranks that a sequence is split over, from the embedding to the loss
+    cp_type: str = "ring"  # how keys and values of the whole sequence come together
 
     def __post_init__(self) -> None:
-        check_spread(self, ("tp", "pp", "dp", "ep", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"))
+        counts = "tp", "pp", "dp", "ep", "cp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"
+        check_spread(self, counts)
 
     @property
     def ranks(self) -> int:
         return self.tp * self.pp * self.data
 
     @property
-    def data(self) -> int:
+    def rows(self) -> int:
         """Ranks that see different rows."""
         return self.dp * self.ep
 
     @property
+    def data(self) -> int:
+        """Ranks that see different tokens, and hold the same dense parameters."""
+        return self.rows * self.cp
+
+    @property
+    def parts(self) -> int:
+        """Equal parts that a sequence is cut into: two for each context-parallel rank, cut by sequence parallelism."""
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence else 1)
+
+    @property
     def microbatches(self) -> int:
         """That a replica takes in a step."""
-        return self.global_batch // (self.micro_batch * self.data)
+        return self.global_batch // (self.micro_batch * self.rows)
 
     def check(self, config: ModelConfig, seq: int | None = None) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
@@ -77,6 +91,11 @@ class Layout:
         if seq is not None and seq > config.context_length:
             raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
         check_divides(config, self.tp, self.sequence, seq)
+        check_context(config, self.cp, self.cp_type, self.tp)
+        if self.cp > 1 and (length := seq or config.context_length) % self.parts:
+            parts = f"2 x cp {self.cp}{f' x tp {self.tp}' * self.sequence} = {self.parts} parts"
+            near = max(1, length // self.parts) * self.parts
+            raise UserError(f"{length} tokens do not divide into {parts}: use --context {near}, or a lower --cp")
         padded_vocabulary(config.vocab_size, self.vocabulary_multiple, self.tp)
         blocks_of(0, 0, self.pp, self.chunks, config.num_layers)
 
@@ -87,6 +106,15 @@ def check_experts(config: ModelConfig, ranks: int) -> None:
         raise UserError(f"ep {ranks} splits experts, and the model has none: set --num-experts, or leave --ep out")
     if (count := config.num_experts) % ranks:
         raise UserError(f"{count} experts do not divide over ep {ranks}: choose an ep that divides {count}")
+
+
+def check_context(config: ModelConfig, ranks: int, kind: str, tp: int = 1) -> None:
+    """Raises UserError, with the numbers, for a model whose sequences cannot be split over so many ranks."""
+    if ranks > 1 and not config.causal:
+        raise UserError(f"cp {ranks} splits the sequence of a decoder, and this model is an encoder: leave --cp out")
+    if ranks > 1 and kind == "ulysses" and config.num_heads % (tp * ranks):
+        heads = f"{config.num_heads} heads do not divide over tp {tp} x cp {ranks} = {tp * ranks} ranks"
+        raise UserError(f"{heads}: use --cp-type ring or gather, or degrees whose product divides {config.num_heads}")
 
 
 def check_divides(config: ModelConfig, ranks: int, sequence: bool = False, seq: int | None = None) -> None:

@@ -13,6 +13,7 @@ FeedForwardKind = Literal["gelu", "gelu-tanh", "swiglu"]
 Attention = Literal["naive", "sdpa", "flash"]
 Kernels = Literal["torch", "triton"]
 Recompute = Literal["none", "segments", "nested", "attention"]
+ContextType = Literal["ring", "gather", "ulysses"]
 
 SecondPolicy = Literal["all", "sampling", "random"]
 Normalize = Literal["after", "before"]

@@ -1,7 +1,7 @@
 """The mesh: ranks in a grid with an axis for each kind of parallelism, and the groups of ranks along its axes.
 
 As in Megatron-LM (arXiv:2104.04473, section 3), tensor parallelism, which communicates most, has neighbouring ranks, so
-that it stays inside a machine; then come experts, data, and pipeline stages. With tp, dp, pp = 2, 2, 2:
+that it stays inside a machine; then come context, experts, data, and pipeline stages. With tp, dp, pp = 2, 2, 2:
 
     stage 0    (0 1) (2 3)        tp groups: 0 1, 2 3, 4 5, 6 7
     stage 1    (4 5) (6 7)        dp groups: 0 2, 1 3, 4 6, 5 7      pp groups: 0 4, 1 5, 2 6, 3 7
@@ -18,27 +18,36 @@ from cs336_systems.comm.group import Group, default_group, has_tags
 from cs336_systems.comm.verbs import receive, send
 from cs336_systems.errors import UserError
 
-AXES = ("pp", "dp", "ep", "tp")  # from the slowest to the fastest: the last one's neighbours are neighbouring ranks
+AXES = (
+    "pp",
+    "dp",
+    "ep",
+    "cp",
+    "tp",
+)  # from slowest to fastest: the last one's neighbours are neighbouring ranks
 
 
 class Mesh:
-    """The groups that this rank belongs to, one an axis: `tp`, `pp`, `ep`, `dp`; every rank must construct it alike.
+    """The groups that this rank belongs to, one an axis: `tp`, `pp`, `ep`, `cp`, `dp`; every rank must construct it
+    alike.
 
-    `data` joins dp and ep: the ranks that see different rows and hold the same dense parameters. `model` joins tp and
-    pp: the ranks that together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
+    `data` joins dp, ep and cp: the ranks that see different tokens and hold the same dense parameters. Of these `rows`
+    (dp and ep) see different rows, and `replicas` (dp and cp) hold the same experts. `model` joins tp and pp: the ranks
+    that together hold one model. `ends` is the first and last stage of this rank's pipeline, which share
     a tied embedding; None on the stages between. `dp` defaults to the rest of the ranks.
 
     Raises UserError, with the equation, if the degrees do not multiply to the number of ranks.
     """
 
-    def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> None:
+    def __init__(self, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, dp: int | None = None) -> None:
         self.world = world = default_group()
-        self.sizes = mesh_sizes(world.size(), tp, pp, ep, dp)
+        self.sizes = mesh_sizes(world.size(), tp, pp, ep, cp, dp)
         self.ranks = np.arange(world.size()).reshape(*self.sizes.values())
         self.place = dict(zip(AXES, map(int, np.argwhere(self.ranks == world.rank())[0]), strict=True))
         self.groups: dict[tuple[int, ...], Group | None] = {tuple(range(world.size())): world}
-        self.tp, self.pp, self.ep, self.dp = (self._along(axis) for axis in ("tp", "pp", "ep", "dp"))
-        self.data, self.model = self._along("dp", "ep"), self._along("pp", "tp")
+        self.tp, self.pp, self.ep, self.cp, self.dp = map(self._along, ("tp", "pp", "ep", "cp", "dp"))
+        self.data, self.model = self._along("dp", "ep", "cp"), self._along("pp", "tp")
+        self.rows, self.replicas = self._along("dp", "ep"), self._along("dp", "cp")
         ends: list[tuple[int, ...]] = [(stages[0], stages[-1]) for stages in self._lines("pp")]
         self.ends = self._join(ends, self.groups) if self.pp.size() > 1 else None
         # NCCL has no tags: messages between two ranks match in the order of posting. Activations and gradients, up and
@@ -84,13 +93,14 @@ class Mesh:
                     receive(torch.zeros(1, device=device), source, group, "greeting").wait()
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {self.sizes[axis]}" for axis in ("tp", "pp", "ep", "dp") if self.sizes[axis] > 1)
+        order = ("tp", "pp", "ep", "cp", "dp")
+        return " x ".join(f"{axis} {self.sizes[axis]}" for axis in order if self.sizes[axis] > 1)
 
 
-def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, dp: int | None = None) -> dict[str, int]:
+def mesh_sizes(ranks: int, tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, dp: int | None = None) -> dict[str, int]:
     """The size of every axis, in the order of AXES. Raises UserError as `Mesh` does."""
-    given = {"tp": tp, "pp": pp, "ep": ep} | ({} if dp is None else {"dp": dp})
-    equation = " x ".join(f"{axis} {size}" for axis, size in given.items())
+    given = {"tp": tp, "pp": pp, "ep": ep, "cp": cp} | ({} if dp is None else {"dp": dp})
+    equation = " x ".join(f"{axis} {size}" for axis, size in given.items() if axis != "cp" or size != 1)
     if bad := [axis for axis, size in given.items() if size < 1]:
         raise UserError(f"{bad[0]} must be at least 1, not {given[bad[0]]}")
     product, ending = math.prod(given.values()), "s" * (ranks > 1)

@@ -46,7 +46,7 @@ def add_in_order(terms: Sequence[Tensor], reduction: Reduction, targets: Sequenc
             block = slice(start, start + size)
             parts, places = [term[block] for term in terms], [target[block] for target in targets]
         else:
-            parts, places = terms, targets
+            parts, places = list(terms), list(targets)
         total = places[0] if direct else scratch[: len(parts[0])]
         combine(total.copy_(parts[0]) if wide else parts[0], parts[1], out=total)
         for part in parts[2:]:

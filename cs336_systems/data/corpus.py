@@ -25,7 +25,7 @@ DEFAULT_SPLIT = "949,50,1"  # of documents, by weights
 class Batch(NamedTuple):
     """Rows of a global batch: tokens and targets (batch seq), int64; some targets may be IGNORED. rows (batch,) are
     their indices in the global batch. For BERT also token_types (batch seq), the segment; padding_mask (batch seq),
-    True at real tokens; and pair_labels (batch,)."""
+    True at real tokens; and pair_labels (batch,). Of packed documents positions (batch seq), each document's from 0."""
 
     tokens: Tensor
     targets: Tensor | None = None
@@ -33,6 +33,7 @@ class Batch(NamedTuple):
     token_types: Tensor | None = None
     padding_mask: Tensor | None = None
     pair_labels: Tensor | None = None
+    positions: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device."""
@@ -53,10 +54,11 @@ def count_targets(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream of token ids (tokens,) with its name."""
+    """A stream of token ids (tokens,) with its name, of text (bytes) unless drawn at random."""
 
     tokens: np.ndarray
     name: str
+    is_text: bool = True
 
     def split(self, fraction: float) -> tuple["Corpus", "Corpus"]:
         """(training, validation): the last `fraction` of the stream is kept for validation."""
@@ -106,7 +108,7 @@ def file_corpus(paths: Sequence[Path]) -> Corpus:
 def random_corpus(vocab_size: int, seed: int = 0, length: int = 4_000_000) -> Corpus:
     """Uniform random tokens, for benchmarks: no model's loss on them is below log(vocab_size) nats."""
     tokens = np.random.default_rng(seed).integers(vocab_size, size=length, dtype=np.int32)
-    return Corpus(tokens, f"random tokens below {vocab_size}")
+    return Corpus(tokens, f"random tokens below {vocab_size}", is_text=False)
 
 
 def load_corpus(data: Sequence[str], vocab_size: int, context: int) -> Corpus:
@@ -141,10 +143,38 @@ def lm_batch(
 ) -> tuple[Tensor, Tensor]:
     """This rank's inputs and targets of one step, each (batch/world_size context): the target is the next token.
     `batch` counts the rows of all ranks. Raises UserError if it does not divide over the ranks."""
-    starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
-    mine = starts[rank_rows(batch, rank, world_size)]
-    window = corpus.tokens[mine[:, None] + np.arange(context + 1)].astype(np.int64)
+    window = corpus.tokens[_places(corpus, step, seed, batch, context, rank, world_size)].astype(np.int64)
     return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+
+
+def _places(
+    corpus: Corpus, step: int, seed: int, batch: int, context: int, rank: int = 0, world_size: int = 1
+) -> np.ndarray:
+    """Places in the stream of a rank's rows of one step, with the token after each row: (rows context+1)."""
+    starts = np.random.default_rng((seed, step)).integers(len(corpus.tokens) - context, size=batch)
+    return starts[rank_rows(batch, rank, world_size)][:, None] + np.arange(context + 1)
+
+
+def document_starts(corpus: Corpus) -> np.ndarray:
+    """True at every document's first token (tokens,): after a blank line in text, and at one random token of 256."""
+    tokens = corpus.tokens
+    if not corpus.is_text:
+        return np.random.default_rng(0).random(len(tokens)) < 1 / 256
+    blank, place = (tokens == ord("\n")) | (tokens == ord("\r")), np.arange(len(tokens), dtype=np.int32)
+    lines = np.cumsum(tokens == ord("\n"), dtype=np.int32)
+    before = np.maximum.accumulate(np.where(blank, -1, place))[:-1]  # the last token that is no end of a line
+    return np.concatenate(([True], ~blank[1:] & (before >= 0) & (lines[1:] - lines[before] >= 2)))
+
+
+def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens and targets of `lm_batch`, by its arguments after the corpus, as rows of packed documents, and each
+    token's position in its document, (batch/world_size context). A document's last token has no target: IGNORED. One
+    that begins before the row, or ends after it, is cut, as in Llama 3's training (arXiv:2407.21783, section 3.2)."""
+    tokens, targets = lm_batch(corpus, *which)
+    begins = torch.from_numpy(starts[_places(corpus, *which)])
+    place = torch.arange(tokens.shape[1])
+    first = torch.where(begins[:, :-1], place, 0).cummax(1).values
+    return tokens, targets.masked_fill(begins[:, 1:], IGNORED), place - first
 
 
 @dataclass(frozen=True)

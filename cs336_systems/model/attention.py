@@ -13,24 +13,48 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
+from cs336_systems.model.blockwise import BlockKernel, BlockwiseAttention, Parts, Visible, block_attention
 from cs336_systems.model.dropout import drop
 from cs336_systems.presets import ModelConfig
 from kernels.flash_attention import FlashAttention2
 
 
+class Places(NamedTuple):
+    """Where the tokens of a batch stand: (seq,) index in the row, None where this process has whole rows; (seq,) or
+    (batch seq) position in the document; and how long rows are."""
+
+    row: Tensor | None
+    position: Tensor
+    length: int
+
+
 class BlockInputs(NamedTuple):
     """Inputs that all blocks share; None for what the model does not use."""
 
-    rotary: Tensor | None = None  # (2 seq head_dim/2), cosines and sines of the angles, in float32 at least
+    rotary: Tensor | None = None  # (2 ... seq head_dim/2), cosines and sines of the angles, in float32 at least
     bias: Tensor | None = None  # an `attention_bias`
     real: Tensor | None = None  # (batch seq), False at padding
     key: Tensor | None = None  # random numbers by place in the run
+    visible: Visible | None = None  # of packed documents and split sequences
+    places: Places | None = None
 
 
-def angles(seq: int, dim: int, base: float, device: torch.device) -> Tensor:
-    """(seq dim/2) of position times base^(-2i/dim), in float64: at position 8191 float32 has lost four digits."""
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
-    return torch.arange(seq, dtype=torch.float64, device=device)[:, None] / base**exponents
+def find_places(batch: Batch, parts: Callable[[int], Parts] | None) -> Places:
+    """Places of a batch's tokens; `parts` gives those of a rank that has some of a sequence."""
+    seq, device, row = batch.tokens.shape[1], batch.tokens.device, None
+    if parts is None:
+        index = torch.arange(seq, device=device)
+    else:
+        index = row = torch.cat([torch.arange(each.start, each.stop, device=device) for each in parts(seq)])
+    length = seq if parts is None else max(each.stop for each in parts(seq))
+    return Places(row, index if batch.positions is None else batch.positions[:, index], length)
+
+
+def angles(positions: Tensor, dim: int, base: float) -> Tensor:
+    """(... dim/2) of positions (...) times base^(-2i/dim), in float64: at position 8191 float32 has lost four
+    digits."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim
+    return positions.double()[..., None] / base**exponents
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -55,17 +79,22 @@ def attention_bias(config: ModelConfig, seq: int, padding_mask: Tensor | None, l
     return bias
 
 
-def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | None) -> BlockInputs:
+def block_inputs(config: ModelConfig, batch: Batch, x: Tensor, key: Tensor | None, places: Places) -> BlockInputs:
     """Inputs that all blocks share, for a batch whose hidden states are like x in dtype and device."""
-    seq, mask, rotary, bias = batch.tokens.shape[1], batch.padding_mask, None, None
+    mask, rotary, bias, visible = batch.padding_mask, None, None, None
     if config.attention == "flash" and mask is not None:
         raise UserError("attention flash knows no padding mask; use sdpa")
     if config.positions == "rotary":
-        turn = angles(seq, config.head_dim, config.rotary_base, x.device)
+        turn = angles(places.position, config.head_dim, config.rotary_base)
+        turn = turn if turn.dim() == 2 else turn[:, None]  # of packed rows: (batch 1 seq head_dim/2), for all heads
         rotary = torch.stack((turn.cos(), turn.sin())).to(torch.promote_types(x.dtype, torch.float32))
-    if config.attention == "naive" or mask is not None:  # fused attention knows causality by itself, and is faster so
-        bias = attention_bias(config, seq, mask, x)
-    return BlockInputs(rotary, bias, mask, key)
+    if batch.positions is not None or places.row is not None:
+        if not config.causal or mask is not None:
+            raise UserError("packed documents and split sequences are for causal attention without padding")
+        visible = Visible(batch.positions)
+    elif config.attention == "naive" or mask is not None:  # fused attention knows causality by itself, and is faster so
+        bias = attention_bias(config, batch.tokens.shape[1], mask, x)
+    return BlockInputs(rotary, bias, mask, key, visible, places)
 
 
 def naive_attention(
@@ -85,11 +114,13 @@ def naive_attention(
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention of a layer, grouped-query if num_kv_heads says so: (batch seq d_model) -> the same.
-    Under tensor parallelism its weights have the rows of some heads only, of which the first is `first_head`."""
+    Under tensor parallelism its weights have the rows of some heads only, of which the first is `first_head`.
+    `blockwise` attends in packed rows; context parallelism replaces it by attention across ranks."""
 
     def __init__(self, config: ModelConfig, layer: int = 0) -> None:
         super().__init__()
         self.config, self.layer, self.first_head = config, layer, 0
+        self.blockwise: BlockwiseAttention = block_attention
         kv_width = config.kv_heads * config.head_dim
         self.query = nn.Linear(config.d_model, config.d_model, bias=config.bias)
         self.key = nn.Linear(config.d_model, kv_width, bias=config.bias)
@@ -104,16 +135,25 @@ class SelfAttention(nn.Module):
         )
         if shared.rotary is not None:
             q, k = rotate(q, shared.rotary), rotate(k, shared.rotary)
-        if config.kv_heads != config.num_heads:
+        attend = self.attend if shared.visible is None else self.attend_in_blocks
+        if config.kv_heads != config.num_heads and shared.visible is None:
             group = config.num_heads // config.kv_heads
             k, v = (repeat(t, "batch heads seq dim -> batch (heads group) seq dim", group=group) for t in (k, v))
         again = config.recompute == "attention" and torch.is_grad_enabled()  # selective recompute
-        attend = partial(checkpoint, self.attend, use_reentrant=False) if again else self.attend
-        y = attend(q, k, v, shared.bias, shared.key)
+        y = checkpoint(attend, q, k, v, shared, use_reentrant=False) if again else attend(q, k, v, shared)
         return self.out(rearrange(y, "batch heads seq dim -> batch seq (heads dim)"))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, key: Tensor | None = None) -> Tensor:
+    def attend_in_blocks(self, q: Tensor, k: Tensor, v: Tensor, shared: BlockInputs) -> Tensor:
+        """Attention of packed rows or of a part of a sequence: (batch heads seq head_dim), k and v with kv_heads."""
+        config, site = self.config, f"blocks.{self.layer}.attention"
+        dropout = config.dropout if self.training and config.attention != "flash" else 0.0
+        assert shared.visible is not None
+        kernel = BlockKernel(config.attention, dropout, shared.key, site, self.first_head)
+        return self.blockwise(q, k, v, shared.visible, kernel)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, shared: BlockInputs) -> Tensor:
         """Attention without its linear layers: (batch heads seq head_dim) -> the same."""
+        bias, key = shared.bias, shared.key
         dropout = self.config.dropout if self.training else 0.0
         if self.config.attention == "flash":
             return FlashAttention2.apply(q, k, v, self.config.causal)

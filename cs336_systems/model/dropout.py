@@ -29,12 +29,13 @@ def dropout_key(seed: int, step: int, rows: Tensor) -> Tensor:
     return _mix(words + (rows.long() + 1) * _signed(GOLDEN))
 
 
-def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Sequence[int] = ()) -> Tensor:
+def drop(x: Tensor, p: float, key: Tensor | None, site: int | str, starts: Sequence[int | Tensor] = ()) -> Tensor:
     """Dropout of x (batch ...): a share p of its elements, chosen by place, is zero; the others are divided by 1 - p. x
     is a slice of a global tensor: `starts` are the global indices of its first element along the axes after batch (0
-    for those left out). `site` names the place in the model. Backward keeps one byte per element. The mask depends
-    neither on dtype nor on device; p is met to 2^-32. Without a key it is dropout by torch's generator. Raises
-    UserError for p outside [0, 1), a key of another number of rows, and starts that fit no axis."""
+    for those left out), or of all elements along an axis before the last. `site` names the place in the model. Backward
+    keeps one byte per element. The mask depends neither on dtype nor on device; p is met to 2^-32. Without a key it is
+    dropout by torch's generator. Raises UserError for p outside [0, 1), a key of another number of rows, and starts
+    that fit no axis."""
     if not 0 <= p < 1:
         raise UserError(f"dropout p must lie in [0, 1), not {p}")
     if p == 0 or key is None:
@@ -51,20 +52,24 @@ def keyed_uniform(shape: Sequence[int], key: Tensor, site: int | str, device: to
     return ((words >> 9).float() + (2**22 + 0.5)) * 2**-23
 
 
-def _words(shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int, ...], device: torch.device) -> Tensor:
+def _words(
+    shape: Sequence[int], key: Tensor, site: int | str, starts: tuple[int | Tensor, ...], device: torch.device
+) -> Tensor:
     """A hash of each place, int32 of the shape. Each axis is mixed in before the next makes the tensor larger."""
     if len(shape) < 2 or len(key) != shape[0]:
         raise UserError(f"random numbers of shape {tuple(shape)} with a key of {len(key)} rows: one a row is meant")
-    if len(starts) >= len(shape) or min(starts, default=0) < 0:
+    if len(starts) >= len(shape) or min((each for each in starts if isinstance(each, int)), default=0) < 0:
         raise UserError(f"starts {starts} do not fit the axes after batch of shape {tuple(shape)}")
     starts += (0,) * (len(shape) - 1 - len(starts))
-    first, last = starts[-1], starts[-1] + shape[-1]
-    axes = [(start, start + extent) for extent, start in zip(shape[1:-1], starts, strict=False)]
+    *axes, first = starts
+    assert isinstance(first, int)
     number = int.from_bytes(blake2b(str(site).encode(), digest_size=8).digest(), "little", signed=True)
     words = _mix(key.to(device) + number)
     # A word of 64 bits serves two neighbours of the last axis, its halves seen as int32.
-    for begin, end in (*axes, (first // 2, (last + 1) // 2)):
-        words = _mix(words[..., None] + torch.arange(begin + 1, end + 1, device=device) * _signed(GOLDEN))
+    pairs = (first + shape[-1] + 1) // 2 - first // 2
+    for start, extent in (*zip(axes, shape[1:], strict=False), (first // 2, pairs)):
+        index = start if isinstance(start, Tensor) else torch.arange(start, start + extent, device=device)
+        words = _mix(words[..., None] + (index + 1) * _signed(GOLDEN))
     return words.view(torch.int32)[..., first % 2 : first % 2 + shape[-1]]
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from cs336_systems.model.attention import Places
 from cs336_systems.model.feed_forward import Experts, FeedForward
 from cs336_systems.model.one_hot import one_hot_gate
 from cs336_systems.model.routing import Average, ExpertLoad, draw_noise, gate
@@ -79,13 +80,15 @@ class MoELayer(nn.Module):
         self.balance: Tensor | None = None  # of the last call, without a gradient
         self.load: ExpertLoad | None = None  # of the last call; None with einsum
 
-    def forward(self, x: Tensor, real: Tensor | None = None, key: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, real: Tensor | None = None, key: Tensor | None = None, places: Places | None = None
+    ) -> Tensor:
         """`real` (batch seq) is False at padding; `key` chooses the random numbers of some policies by place."""
         mixture, tokens, noise = self.mixture, x.reshape(-1, x.shape[-1]), None
         logits = self.logits(tokens)
         capacity = mixture.capacity(len(tokens), self.config.num_experts, self.training)
         if self.training and mixture.is_random:
-            noise = draw_noise(mixture, logits, x.shape[:2], key, f"blocks.{self.layer}.router")
+            noise = draw_noise(mixture, logits, x.shape[:2], key, f"blocks.{self.layer}.router", places)
         real = real.flatten() if real is not None and mixture.mask_padding else None
         run = self.by_einsum if mixture.dispatch == "einsum" else self.by_sort
         y, balance = run(tokens, logits, mixture, capacity, real, noise, self.average if self.training else None)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs336_systems.model.attention import Places
 from cs336_systems.model.dropout import keyed_uniform
 from cs336_systems.presets import Mixture
 
@@ -41,7 +42,9 @@ class Routing(NamedTuple):
     load: ExpertLoad
 
 
-def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: Tensor | None, site: str) -> Tensor:
+def draw_noise(
+    mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: Tensor | None, site: str, places: Places | None = None
+) -> Tensor:
     """Random numbers in (0, 1) for the second choices of `shape` (batch seq) tokens of logits `like` (tokens experts):
     (tokens experts) to sample it, (tokens,) to keep it at random. By place if there is a key, else from torch's
     generator. In float32 at least: bfloat16 would round one in 512 to 1."""
@@ -50,7 +53,10 @@ def draw_noise(mixture: Mixture, like: Tensor, shape: tuple[int, ...], key: Tens
     if key is None:
         noise = torch.rand(shape, device=like.device, dtype=wide).clamp_(min=torch.finfo(wide).tiny)
     else:
-        noise = keyed_uniform(shape, key, site, like.device).to(wide)
+        row = None if places is None else places.row
+        whole = shape if places is None or row is None else (shape[0], places.length, *shape[2:])
+        noise = keyed_uniform(whole, key, site, like.device).to(wide)
+        noise = noise if row is None else noise[:, row]
     return noise.flatten(0, 1)
 
 

@@ -10,7 +10,8 @@
 
 Parallelism is applied from outside, at seams: a pipeline's stage calls `run_blocks`, and `finish` or `losses`; tensor
 parallelism replaces linear layers, `tied_head` and `token_loss`; expert parallelism replaces the dispatcher of
-an expert layer. Shapes are in einops order: batch, seq, d_model, heads, head_dim.
+an expert layer, context parallelism the attention's `blockwise` and the model's `parts`. Shapes are in einops order:
+batch, seq, d_model, heads, head_dim.
 """
 
 import hashlib
@@ -25,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
-from cs336_systems.model.attention import BlockInputs, SelfAttention, angles, block_inputs
+from cs336_systems.model.attention import BlockInputs, Places, SelfAttention, angles, block_inputs, find_places
+from cs336_systems.model.blockwise import Parts
 from cs336_systems.model.dropout import drop
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
@@ -67,21 +69,29 @@ class Embedding(nn.Module):
         if config.token_types:
             self.types = nn.Embedding(config.token_types, config.d_model)
 
-    def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None) -> Tensor:
-        config, seq = self.config, tokens.shape[1]
-        if seq > config.context_length:
-            raise UserError(f"{seq} tokens do not fit the context of {config.context_length}")
+    def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None, places: Places) -> Tensor:
+        config = self.config
+        if places.length > config.context_length:
+            raise UserError(f"{places.length} tokens do not fit the context of {config.context_length}")
         x = self.tokens(tokens)
         if config.positions == "learned":
-            x = x + self.positions.weight[:seq]
+            whole = places.row is None and places.position.dim() == 1
+            x = x + (self.positions.weight[: places.length] if whole else self.positions(places.position))
         elif config.positions == "sinusoidal":
             # Attention Is All You Need (arXiv:1706.03762), sections 3.4 and 3.5, sines first as in fairseq: the
             # embedding is scaled so that the fixed waves of size one do not drown it.
-            turn = angles(seq, config.d_model, 10_000.0, x.device)
+            turn = angles(places.position, config.d_model, 10_000.0)
             x = x * math.sqrt(config.d_model) + torch.cat((turn.sin(), turn.cos()), dim=-1).to(x.dtype)
         if config.token_types:
             x = x + self.types(torch.zeros_like(tokens) if token_types is None else token_types)
-        return drop(x, config.dropout if self.training else 0.0, key, "embedding")
+        return drop(x, config.dropout if self.training else 0.0, key, "embedding", starts_of(places))
+
+
+def starts_of(places: Places | None, part: int = 0, seq: int = 0) -> tuple[int | Tensor]:
+    """Where the `part`-th of equal parts of a batch's tokens stands in the row, for `drop`."""
+    if places is None or places.row is None:
+        return (part * seq,)
+    return (places.row[part * seq : (part + 1) * seq] if seq else places.row,)
 
 
 class Block(nn.Module):
@@ -97,10 +107,11 @@ class Block(nn.Module):
         self.feed_forward = MoELayer(config, layer) if config.has_experts(layer) else FeedForward(config)
 
     def forward(self, x: Tensor, shared: BlockInputs) -> Tensor:
-        p, site, starts = self.dropout if self.training else 0.0, f"blocks.{self.layer}", (self.part * x.shape[1],)
+        p, site = self.dropout if self.training else 0.0, f"blocks.{self.layer}"
+        starts = starts_of(shared.places, self.part, x.shape[1])
         # No branch has a name, by which it would be kept alive while the next one computes.
         x = x + drop(self.attention(self.attention_norm(x), shared), p, shared.key, f"{site}.attention branch", starts)
-        routed = (shared.real, shared.key) if isinstance(self.feed_forward, MoELayer) else ()
+        routed = (shared.real, shared.key, shared.places) if isinstance(self.feed_forward, MoELayer) else ()
         y = self.feed_forward(self.feed_forward_norm(x), *routed)
         return x + drop(y, p, shared.key, f"{site}.feed-forward branch", starts)
 
@@ -134,6 +145,7 @@ class TransformerLM(nn.Module):
             self.tied_head = TiedHead() if config.tied_head else None
             self.token_loss = TokenLoss()
         self.fused_loss = config.kernels == "triton" and self.bert_heads is None
+        self.parts: Callable[[int], Parts] | None = None  # places of this rank's tokens, if it has some of a sequence
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type != "meta":  # a meta model has no values: to be counted, or cut into parts before they are drawn
             self.to_empty(device=device)
@@ -173,16 +185,17 @@ class TransformerLM(nn.Module):
 
     def forward(
         self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None,
-        targets: Tensor | None = None,
+        targets: Tensor | None = None, positions: Tensor | None = None,
     ) -> Tensor | BertOutput:  # fmt: skip
         """Logits (batch seq vocab_size) of tokens (batch seq), with `bert_heads` also the sentence pair's; or, with
         targets (batch seq), the mean cross entropy in nats of those that are not IGNORED. token_types (batch seq) are
-        BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens. Raises UserError for a
-        sequence longer than the context, and for a padding mask with flash attention."""
+        BERT's segments (default all 0); padding_mask (batch seq) is True at real tokens. positions (batch seq) are
+        those in packed documents, each from 0 on: a token sees those before it in its document. Raises UserError for a
+        sequence longer than the context, and for a padding mask with flash attention or packed documents."""
         if targets is not None and targets.shape != tokens.shape:
             shapes = f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}"
             raise UserError(f"{shapes}; one a token is meant")
-        batch = Batch(tokens, targets, None, token_types, padding_mask)
+        batch = Batch(tokens, targets, None, token_types, padding_mask, positions=positions)
         x = self.run_blocks(batch)
         return self.finish(x) if targets is None else self.losses(x, batch, "mean").tokens
 
@@ -191,8 +204,9 @@ class TransformerLM(nn.Module):
     ) -> Tensor:
         """Embed the tokens, unless x (batch seq d_model) comes from the block before, and run the blocks of `span`
         (default all). `key` chooses random numbers; backward runs again the blocks that `recompute` names."""
-        x = self.embedding(batch.tokens, batch.token_types, key) if x is None else x
-        shared = block_inputs(self.config, batch, x, key)
+        places = find_places(batch, self.parts)
+        x = self.embedding(batch.tokens, batch.token_types, key, places) if x is None else x
+        shared = block_inputs(self.config, batch, x, key, places)
 
         def run(span: range, x: Tensor) -> Tensor:
             for number in span:

@@ -144,7 +144,7 @@ def require_fit(recipe: Recipe, ranks: int, usable: int) -> None:
         # To observe a huge model takes long, and is left out where the state alone does not fit.
         if sum((least := least_memory(recipe, config, layout)).values()) > usable:
             return least
-        sized = replace(layout, micro_batch=batch, global_batch=batch * layout.data * layout.microbatches)
+        sized = replace(layout, micro_batch=batch, global_batch=batch * layout.rows * layout.microbatches)
         return fullest(recipe.change(context=seq), config, sized)
 
     if ranks == 1:

@@ -12,6 +12,8 @@ After the wrappers' synchronisation some sums remain, and the global norm counts
     whole on every tp rank               alike: counts on tp rank 0
     the tied embedding                   added over the first and last stage: counts on the first
     experts of expert parallelism        different on each ep rank: count on every ep rank
+
+Context-parallel ranks have other tokens, as data-parallel ranks do, and the wrappers add up over both.
 """
 
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.comm import Group, Mesh, all_reduce
+from cs336_systems.context_parallel import context_parallel
 from cs336_systems.data.corpus import Batch
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.layout import TIED, Layout
@@ -48,6 +51,7 @@ class Assembly:
         self.stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
         self.plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
         self.experts = expert_parallel(model, mesh.ep, mesh.data)
+        context_parallel(model, mesh.cp, recipe.parallel.cp_type)
         if device.type != "meta":
             self.plan.init_weights(recipe.run.seed, device)
         if recipe.model.half:
@@ -65,7 +69,7 @@ class Assembly:
         alone = list(experts.parameters()) if mesh.ep.size() > 1 or layout.zero == 3 else []
         wrapped = [zero(self.stage, adamw, layout.zero, mesh.data, apart=apart, ignored=alone, **settings)]
         if alone:
-            wrapped.append(zero(experts, adamw, min(layout.zero, 2), mesh.dp, **settings))
+            wrapped.append(zero(experts, adamw, min(layout.zero, 2), mesh.replicas, **settings))
         self.wrappers = [wrapper for wrapper, _ in wrapped]
         self.optimizers = [optimizer for _, optimizer in wrapped]
         # Those that a ShardedOptimizer runs on this rank's share, or the optimizers themselves.
@@ -120,7 +124,7 @@ class Assembly:
         duplicate = name not in self.plan.cut and self.mesh.tp.rank() > 0
         if duplicate or (name == TIED and not self.stage.has_first):
             return None
-        return self.mesh.dp if name in self.experts.names else self.mesh.data
+        return self.mesh.replicas if name in self.experts.names else self.mesh.data
 
     def norm(self) -> Tensor:
         """The L2 norm of the whole model's gradient, a float64 scalar, equal on every rank; not finite if any gradient

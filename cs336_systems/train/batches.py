@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,16 @@ import torch
 from cs336_systems.checkpoint.disk import on_rank_0
 from cs336_systems.comm import Group
 from cs336_systems.data.bert import BertData, load_documents, make_tokenizer
-from cs336_systems.data.corpus import Batch, Corpus, Documents, check_length, lm_batch, load_corpus
+from cs336_systems.data.corpus import (
+    Batch,
+    Corpus,
+    Documents,
+    check_length,
+    document_starts,
+    lm_batch,
+    load_corpus,
+    packed_batch,
+)
 from cs336_systems.data.tokenizer import tokenizer_from_json
 from cs336_systems.train.recipe import Recipe
 
@@ -33,7 +41,7 @@ class Batches(NamedTuple):
 
 def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     """The batches of the recipe's objective, those of a decoder here: of text as bytes, or of random tokens, the target
-    is the next token, and the last tenth is kept for evaluation. Every rank must call this."""
+    is the next token, and the last tenth is kept for evaluation. Every rank must call this. Raises UserError."""
     if recipe.model.is_bert:
         return bert_batches(recipe, rows, group)
     config = recipe.model_config()
@@ -42,14 +50,26 @@ def make_batches(recipe: Recipe, rows: int, group: Group) -> Batches:
     training, held_out = corpus.split(0.1)
     check_length(training, seq)
 
-    def batch(text: Corpus, number: int, rank: int, ranks: int) -> Batch:
-        tokens, targets = lm_batch(text, number, recipe.run.seed, rows, seq, rank, ranks)
-        return Batch(tokens, targets, torch.arange(rank * len(tokens), (rank + 1) * len(tokens)))
+    def reader(text: Corpus) -> Rows:
+        starts = document_starts(text) if recipe.data.pack else None
 
-    validation = partial(batch, held_out) if len(held_out.tokens) > seq else None
+        def batch(number: int, rank: int, ranks: int) -> Batch:
+            which, positions = (number, recipe.run.seed, rows, seq, rank, ranks), None
+            if starts is None:
+                tokens, targets = lm_batch(text, *which)
+            else:
+                tokens, targets, positions = packed_batch(text, starts, *which)
+            mine = torch.arange(rank * len(tokens), (rank + 1) * len(tokens))
+            return Batch(tokens, targets, mine, positions=positions)
+
+        return batch
+
+    validation = reader(held_out) if len(held_out.tokens) > seq else None
     sha256 = hashlib.sha256(corpus.tokens.tobytes()).hexdigest()
-    known = training.name, sha256, len(training.tokens), config.vocab_size, rows * seq
-    return Batches(*known, partial(batch, training), validation)
+    targets = None if recipe.data.pack else rows * seq  # packed, a document's last token has none
+    return Batches(
+        training.name, sha256, len(training.tokens), config.vocab_size, targets, reader(training), validation
+    )
 
 
 def bert_batches(recipe: Recipe, rows: int, group: Group) -> Batches:

@@ -27,6 +27,7 @@ from cs336_systems.train.recipe import Recipe
 
 PHASES = ("forward", "backward", "after")  # of the microbatches, and what follows them all
 KINDS = ("bucket", "buffer", "replicated")
+OF_CONTEXT = ("keys and values", "gradient of keys and values", "heads back", "heads")
 LABEL, WIDEST = 10, 140  # columns of a drawing's labels, and in all
 AXIS_OF = {"gradient norm": "world", "losses": "world", "tied embedding": "ends"}  # some axes have the same ranks
 
@@ -37,7 +38,7 @@ def observe(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int = 0, 
     does not divide."""
     pp, m = layout.pp, layout.microbatches
     if m > most * pp:
-        sizes = (rounds * pp * layout.micro_batch * layout.data for rounds in (2, 3))
+        sizes = (rounds * pp * layout.micro_batch * layout.rows for rounds in (2, 3))
         few, more = (observe(recipe, config, replace(layout, global_batch=n), rank) for n in sizes)
 
         def extrapolate(a: Any, b: Any) -> Any:
@@ -61,12 +62,14 @@ def observed_rank(recipe: Recipe, config: ModelConfig, layout: Layout, rank: int
     """Be a rank of a layout."""
     layout.check(config, recipe.seq(config))
     with fake_ranks(rank, layout.ranks), Observer() as seen:
-        mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.dp)
-        yield RankStep(Assembly(recipe, config, layout, mesh, torch.device("meta")), seen, recipe.seq(config))
+        mesh = Mesh(layout.tp, layout.pp, layout.ep, layout.cp, layout.dp)
+        yield RankStep(
+            Assembly(recipe, config, layout, mesh, torch.device("meta")), seen, recipe.seq(config) // layout.cp
+        )
 
 
 class RankStep:
-    """A step of an assembly on sequences of `seq` tokens, whose phases the pipeline's timers tell apart."""
+    """A step of an assembly on `seq` tokens of a sequence, whose phases the pipeline's timers tell apart."""
 
     def __init__(self, part: Assembly, seen: Observer, seq: int) -> None:
         self.part, self.seen, self.seq, self.pipeline = part, seen, seq, part.pipeline(self.timer)
@@ -153,9 +156,11 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     if what.endswith(".weight"):
         what = "weight, gradient" if what.startswith("gradient of ") else "weight"
     experts = what.startswith(("dispatch", "combine", "expert counts"))
-    order = ("ep", "tp") if experts else ("tp", "dp", "data", "ep", "world")
+    order = ("ep", "tp") if experts else ("tp", "dp", "data", "ep", "replicas", "world")
     along = (axis for axis in order if getattr(mesh, axis).group_name == event.group)
-    axis = "pp" if message else AXIS_OF.get(what) or next(along)
+    of_context = next((name for name in OF_CONTEXT if what.startswith(name)), None)
+    what = of_context or what
+    axis = "cp" if of_context else "pp" if message else AXIS_OF.get(what) or next(along)
     return Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)
 
 

@@ -142,6 +142,7 @@ class DataOptions:
     batch_size: int | None = setting(None, "Sequences in a step.  [default: preset's, or a microbatch each]", COUNT)
     micro_batch_size: int | None = setting(None, "Sequences at once.  [default: a rank's, or a quarter a stage]", COUNT)
     context: int | None = of_preset("Tokens in a sequence.", COUNT)
+    pack: bool = setting(False, "A row's documents, which blank lines separate, do not see each other.")
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class ParallelOptions:
     tp: int = setting(1, "Tensor-parallel ranks: each matrix is split over so many.", COUNT)
     pp: int = setting(1, "Pipeline stages: the blocks are split over so many ranks.", COUNT)
     ep: int = setting(1, "Expert-parallel ranks: experts are split.", COUNT, also=("--expert-model-parallel-size",))
+    cp: int = setting(1, "Context-parallel ranks: sequences are split.", COUNT, also=("--context-parallel-size",))
+    cp_type: presets.ContextType = setting("ring", "How a sequence's keys reach its queries on other ranks.")
     dp: int | None = setting(None, "Data-parallel ranks.  [default: the rest]", COUNT)
     sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence.")
     schedule: ScheduleName | None = setting(None, "Order of microbatches.  [default: 1f1b; with --chunks interleaved]")

@@ -70,6 +70,8 @@ class Recipe:
             raise UserError("BERT's text is padded, and attention flash knows no padding mask; use --attention sdpa")
         if self.experts.mask_padding and not model.is_bert:
             raise UserError("--mask-padding is about BERT's padding; blocks of text have none")
+        if model.is_bert and self.data.pack:
+            raise UserError("--pack is about a decoder's rows; a row of BERT's is one pair of stretches of text")
         if model.is_bert and (base.causal or model.size is None):
             base = replace(base, **ENCODER if base.causal else {}, vocab_size=tokens or base.vocab_size)
         shape = {name: getattr(model, name) for name in SHAPE}
@@ -100,7 +102,7 @@ class Recipe:
     def layout(self, ranks: int) -> Layout:
         """The recipe's layout over so many ranks. Raises UserError where they do not divide."""
         parallel, micro_batch = self.parallel, self.data.micro_batch_size
-        sizes = mesh_sizes(ranks, parallel.tp, parallel.pp, parallel.ep, parallel.dp)
+        sizes = mesh_sizes(ranks, parallel.tp, parallel.pp, parallel.ep, parallel.cp, parallel.dp)
         data = sizes["dp"] * sizes["ep"]
         batch = self.data.batch_size or (micro_batch * data if micro_batch else self.model.preset.batch_size)
         if micro_batch is None:
@@ -109,7 +111,7 @@ class Recipe:
             micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
         return Layout(
             **sizes, chunks=parallel.chunks, schedule=parallel.schedule_name, sequence=parallel.sequence_parallel,
-            zero=parallel.zero, micro_batch=micro_batch, global_batch=batch,
+            zero=parallel.zero, micro_batch=micro_batch, global_batch=batch, cp_type=parallel.cp_type,
             vocabulary_multiple=parallel.pad_vocabulary if parallel.tp > 1 else 1,
         )  # fmt: skip
 

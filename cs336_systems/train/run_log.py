@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cs336_systems.checkpoint.disk import together
 from cs336_systems.comm import Group, agree
+from cs336_systems.context_parallel import join_sequence, split_sequence
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import format_bytes, format_seconds, os_errors
@@ -129,8 +130,9 @@ def sample(trainer: Trainer) -> dict[str, str]:
 
     def logits(tokens: Tensor) -> Tensor:
         # Padded, so that it splits evenly; a token's logits do not depend on later ones, except for experts' slots.
-        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % trainer.pipeline.sequence))
-        return trainer.part.wrappers[0](Batch(padded, None))[:, : tokens.shape[1]]
+        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % trainer.part.layout.parts))
+        mine = trainer.part.wrappers[0](split_sequence(Batch(padded), trainer.mesh.cp))
+        return join_sequence(mine, trainer.mesh.cp)[:, : tokens.shape[1]]
 
     trainer.stage.eval()
     return {"sample": sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.comm import Mesh, all_reduce, at_step
+from cs336_systems.context_parallel import split_sequence
 from cs336_systems.data.corpus import count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.host.machine import choose_device
@@ -50,8 +51,8 @@ class Trainer:
         parallel = recipe.parallel
         if recipe.launch.backend == "gloo" and self.device.type == "cuda" and parallel.pp > 1:
             raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
-        self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.dp)
-        self.data_rank = mesh.data.rank(), mesh.data.size()  # which rows of a batch are this rank's
+        self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.cp, parallel.dp)
+        self.data_rank = mesh.rows.rank(), mesh.rows.size()  # which rows of a batch are this rank's
         layout = recipe.layout(mesh.world.size())
         self.batch, self.micro_batch = layout.global_batch, layout.micro_batch
         self.batches = make_batches(recipe, self.batch, mesh.world)
@@ -78,7 +79,7 @@ class Trainer:
         at_step(step + 1)
         part = self.part
         with self.timer("batch-generator"):
-            batch = self.batches.batch(step, *self.data_rank).to(self.device)
+            batch = split_sequence(self.batches.batch(step, *self.data_rank).to(self.device), self.mesh.cp)
             if self.batches.targets is not None:
                 counted = torch.tensor(float(self.batches.targets), device=self.device)
             else:  # it varies: the global batch's
@@ -173,8 +174,8 @@ class Trainer:
         self.stage.eval()
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         for number in range(self.recipe.run.eval_iters):
-            batch = rows_of(number, *self.data_rank)
-            for losses in self.evaluation.run(batch.to(self.device).split(self.micro_batch), None):
+            batch = split_sequence(rows_of(number, *self.data_rank).to(self.device), self.mesh.cp)
+            for losses in self.evaluation.run(batch.split(self.micro_batch), None):
                 sums[0] += losses.tokens
                 sums[1] += 0.0 if losses.pair is None else losses.pair
             if self.stage.has_last:

@@ -1,0 +1,214 @@
+"""Context parallelism: a sequence is split over ranks, and attention looks across them, from outside the model.
+
+All layers but attention work on tokens one by one, so each rank runs them on its own. In attention every token sees
+all before it, wherever they are. There are three ways to bring queries and keys together (batch heads seq head_dim):
+
+    ring      keys and values pass from rank to rank, one rank's at a time        (Ring Attention, arXiv:2310.01889)
+    gather    every rank gathers all keys and values                              (Llama 3, arXiv:2407.21783, 3.3.2)
+    ulysses   all-to-all: a rank gets all tokens of some heads, and gives back    (DeepSpeed Ulysses, arXiv:2309.14509)
+
+The sequence is cut into 2 N parts, and rank r has parts r and 2 N - 1 - r: with a causal mask early tokens see few keys
+and late ones many, and so every rank has the same number of scores to compute (the zigzag order). With N = 2:
+
+    places    0 1 2 3 | 4 5 6 7 | 8 9 10 11 | 12 13 14 15
+    rank         0         1          1            0
+
+For every other layer the group's ranks are data-parallel ones with other tokens: the gradients of the weights are added
+up over them as well.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.comm import Exchange, Group, Work, pairs, receive, send
+from cs336_systems.data.corpus import Batch
+from cs336_systems.layout import check_context
+from cs336_systems.model.attention import SelfAttention
+from cs336_systems.model.blockwise import (
+    BlockAttention,
+    BlockGradients,
+    BlockKernel,
+    BlockSum,
+    BlockwiseAttention,
+    Parts,
+    Visible,
+)
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.presets import ContextType
+
+
+def parts_of(rank: int, ranks: int, seq: int) -> Parts:
+    """Places of a rank's tokens in a sequence of `seq`, which 2 x ranks divide."""
+    size = seq // (2 * ranks)
+    return tuple(range(part * size, (part + 1) * size) for part in (rank, 2 * ranks - 1 - rank))
+
+
+def places_of(rank: int, ranks: int, seq: int) -> Tensor:
+    """The same as indices (seq/ranks,)."""
+    return torch.cat([torch.arange(part.start, part.stop) for part in parts_of(rank, ranks, seq)])
+
+
+def split_sequence(batch: Batch, group: Group) -> Batch:
+    """This rank's tokens and targets of a batch (batch seq) -> (batch seq/ranks). Positions stay whole: attention needs
+    to know where the documents of the other ranks' tokens begin."""
+    if group.size() == 1:
+        return batch
+    mine = places_of(group.rank(), group.size(), batch.tokens.shape[1]).to(batch.tokens.device)
+    targets = None if batch.targets is None else batch.targets[:, mine]
+    return batch._replace(tokens=batch.tokens[:, mine], targets=targets)
+
+
+def join_sequence(x: Tensor, group: Group) -> Tensor:
+    """The whole sequence (batch seq ...), on every rank, of the ranks' parts (batch seq/ranks ...)."""
+    whole, ranks = pairs.gather(x, 1, group, "sequence"), group.size()
+    order = torch.cat([places_of(rank, ranks, whole.shape[1]) for rank in range(ranks)])
+    return whole if ranks == 1 else whole[:, order.argsort().to(x.device)]
+
+
+def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> list[int]:
+    """Scores that each rank computes in a layer, for a head; `positions` (batch seq) are those of packed documents."""
+    visible, rows = Visible(positions), 1 if positions is None else len(positions)
+    parts = [parts_of(rank, ranks, seq) for rank in range(ranks)]
+    return [sum(at.area(rows) for keys in parts for at in visible.rectangles(own, keys)) for own in parts]
+
+
+def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ring") -> TransformerLM:
+    """Make a model, or a pipeline's stage, work on this rank's tokens of `split_sequence`, in place; its parameters'
+    gradients are then to be added up over the group, as over data-parallel ranks. A group of one leaves it as it is.
+    Raises UserError for a model that cannot be split, such as an encoder."""
+    if group.size() == 1:
+        return model
+    check_context(model.config, group.size(), kind)
+    ways: dict[ContextType, Callable[[Group], BlockwiseAttention]] = {
+        "ring": ring,
+        "gather": gather,
+        "ulysses": ulysses,
+    }
+    model.parts = lambda seq: parts_of(group.rank(), group.size(), seq * group.size())
+    for block in model.modules():
+        if isinstance(block, SelfAttention):
+            block.blockwise = ways[kind](group)
+    return model
+
+
+def gather(group: Group) -> BlockwiseAttention:
+    """Attention of this rank's queries to the keys of all ranks, which every rank gathers, and keeps for backward. The
+    gradients of keys and values are added up on the rank that they belong to."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+        keys, values = pairs.gather_sequence(torch.stack((k, v)), 3, group, "keys and values").unbind()
+        parts = _all_parts(q, group)
+        everything = tuple(part for each in parts for part in each)
+        rectangles = visible.rectangles(parts[group.rank()], everything)
+        return BlockAttention.apply(q, keys, values, rectangles, kernel)
+
+    return attend
+
+
+def ulysses(group: Group) -> BlockwiseAttention:
+    """Attention of some heads over the whole sequence. Where there are fewer heads of keys than ranks, each is sent to
+    all ranks that need it."""
+    ranks = group.size()
+
+    def exchange(x: Tensor, label: str) -> Tensor:
+        """Send x[r] to rank r: (ranks ...) -> (ranks ...)."""
+        return Exchange(x.contiguous(), [1] * ranks, [1] * ranks, group, label).wait()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+        heads, seq = q.shape[1] // ranks, q.shape[2] * ranks
+        copies = next(n for n in range(1, ranks + 1) if k.shape[1] * n % ranks == 0)
+        mine = [q, *(each.repeat_interleave(copies, 1) for each in (k, v))]
+        split = [rearrange(t, "batch (ranks heads) seq dim -> ranks batch heads seq dim", ranks=ranks) for t in mine]
+        whole = exchange(torch.cat(split, dim=2), "heads")
+        whole = rearrange(whole, "ranks batch heads seq dim -> batch heads (ranks seq) dim")
+        order = torch.cat([places_of(rank, ranks, seq) for rank in range(ranks)]).to(q.device)
+        whole = whole.index_select(2, order.argsort())
+        rectangles = visible.rectangles((range(seq),), (range(seq),))
+        kernel = replace(kernel, first_head=kernel.first_head + group.rank() * heads)
+        y: Tensor = BlockAttention.apply(*whole.split((heads, *2 * [split[1].shape[2]]), 1), rectangles, kernel)
+        y = rearrange(y.index_select(2, order), "batch heads (ranks seq) dim -> ranks batch heads seq dim", ranks=ranks)
+        return rearrange(exchange(y, "heads back"), "ranks batch heads seq dim -> batch (ranks heads) seq dim")
+
+    return attend
+
+
+def ring(group: Group) -> BlockwiseAttention:
+    """Attention to each rank's keys in turn: this rank's own first, then those of the rank before, which has them from
+    the rank before that, and so on. The next keys travel while these are used."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+        return _Ring.apply(q, k, v, visible, kernel, group)
+
+    return attend
+
+
+class _Ring(torch.autograd.Function):
+    """The ring and its backward. Backward passes the keys on once more, with their gradients behind them: to those each
+    rank adds its part, until they are back where the keys came from. A rank keeps its own q, k, v, O and L only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel, group: Group
+    ) -> Tensor:
+        parts, total, me = _all_parts(q, group), BlockSum(q, kernel), group.rank()
+        kv = torch.stack((k, v))
+        for step in range(group.size()):
+            passing = _Passing(kv, group, f"keys and values {step}") if step + 1 < group.size() else None
+            total.add(kv, visible.rectangles(parts[me], parts[me - step]))
+            kv = passing.wait() if passing else kv
+        output = total.output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, total.log_sum_exp)
+        ctx.visible, ctx.kernel, ctx.group = visible, kernel, group
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, log_sum_exp = ctx.saved_tensors
+        group, parts, me = ctx.group, _all_parts(q, ctx.group), ctx.group.rank()
+        gradients = BlockGradients(grad, q, output, log_sum_exp, ctx.kernel)
+        kv, arriving = torch.stack((k, v)), None
+        for step in range(group.size()):
+            passing = _Passing(kv, group, f"keys and values {step}, again") if step + 1 < group.size() else None
+            of_kv = torch.zeros_like(kv, dtype=log_sum_exp.dtype)
+            gradients.add(kv, ctx.visible.rectangles(parts[me], parts[me - step]), of_kv)
+            of_kv = of_kv + arriving.wait() if arriving else of_kv
+            arriving = _Passing(of_kv, group, f"gradient of keys and values {step}")
+            kv = passing.wait() if passing else kv
+        assert arriving is not None
+        return gradients.of_q.to(q.dtype), *arriving.wait().to(k.dtype), None, None, None
+
+
+class _Passing:
+    """A tensor on its way to the next rank, and that of the rank before on its way here."""
+
+    def __init__(self, tensor: Tensor, group: Group, label: str) -> None:
+        ranks, me = group.size(), group.rank()
+        self.inbox = torch.empty_like(tensor)
+
+        def there() -> Work:
+            return send(tensor, (me + 1) % ranks, group, label)
+
+        def here() -> Work:
+            return receive(self.inbox, (me - 1) % ranks, group, label)
+
+        # NCCL starts a message when its partner has: were all to send first, none would receive.
+        self.under_way = [each() for each in ((here, there) if me % 2 else (there, here))]
+
+    def wait(self) -> Tensor:
+        """The tensor that has arrived."""
+        for work in self.under_way:
+            work.wait()
+        return self.inbox
+
+
+def _all_parts(q: Tensor, group: Group) -> list[Parts]:
+    """Places of every rank's tokens, from this rank's q (batch heads seq/ranks head_dim)."""
+    ranks = group.size()
+    return [parts_of(rank, ranks, q.shape[2] * ranks) for rank in range(ranks)]

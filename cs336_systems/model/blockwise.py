@@ -1,0 +1,261 @@
+"""Attention by blocks: of rows that are packed from documents, and of sequences that are split over ranks.
+
+A segment is a run of neighbouring tokens of one document. Of two segments of a document the later one sees all of the
+earlier, and each sees itself up to the diagonal. So what may be seen is a list of rectangles, which attention's plain
+kernels compute one at a time, and no mask (seq seq) is ever made:
+
+    keys      a a a b b c c c
+    queries a \
+            a # \                 documents a, b and c in one row;  \ the diagonal, # all keys
+            a # # \
+            b       \
+            b       # \           with a's last token on another rank it would be a segment of its own, which sees
+            c           \         its own diagonal and the rectangle of the two before
+            c           # \
+            c           # # \
+
+The softmax over several rectangles of a query is merged from each one's output O and log-sum-exp L, as tiled attention
+does (kernels/tiled_attention.py; Liu et al., Ring Attention, arXiv:2310.01889):
+
+    L = log(exp(L_1) + exp(L_2)),    O = exp(L_1 - L) O_1 + exp(L_2 - L) O_2
+
+Backward needs only the whole L and O: with P = exp(S - L) every rectangle gives its part of dQ, dK and dV.
+Shapes are in einops order; places are indices in the row.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.errors import UserError
+from cs336_systems.model.dropout import drop
+from kernels.flash_attention import flash_attention, flash_attention_backward
+
+Parts = tuple[range, ...]  # places of a rank's tokens, in the order in which it has them
+
+
+class Segment(NamedTuple):
+    """Neighbouring tokens of one document, by the first one's index among the rank's tokens and its place."""
+
+    start: int
+    place: int
+    length: int
+    document: int  # place of the document's first token
+
+
+class Rectangle(NamedTuple):
+    """Queries that see some keys: slices of the batch and of two ranks' tokens; both slices are equal in length and
+    place if `causal`, up to the diagonal. `query` and `key` are the places of the first ones."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+    causal: bool
+    query: int
+    key: int
+
+    def area(self, rows: int) -> int:
+        """Scores that are computed, of a batch of so many rows."""
+        queries, keys = (part.stop - part.start for part in (self.queries, self.keys))
+        return len(range(rows)[self.rows]) * (queries * (queries + 1) // 2 if self.causal else queries * keys)
+
+
+class Visible:
+    """Which tokens of a batch see which, from each token's position in its document (batch seq), None for rows of one
+    document. Waits once for the device."""
+
+    def __init__(self, positions: Tensor | None = None) -> None:
+        self.documents: list[tuple[slice, list[int]]] = [(slice(None), [0])]  # by rows: where documents begin
+        if positions is not None:
+            starts = [[place for place, position in enumerate(row) if not position] for row in positions.tolist()]
+            self.documents = [(slice(row, row + 1), each) for row, each in enumerate(starts)]
+        self.known: dict[tuple[Parts, Parts], list[Rectangle]] = {}
+
+    def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
+        """What the tokens of one rank see of those of another, or of its own."""
+        if (queries, keys) not in self.known:
+            self.known[queries, keys] = [
+                rectangle
+                for rows, starts in self.documents
+                for segment in segments(starts, queries)
+                for rectangle in _seen(rows, segment, segments(starts, keys))
+            ]
+        return self.known[queries, keys]
+
+
+def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
+    """Cut a rank's tokens where documents begin, at places in ascending order of which the first is 0."""
+    index = 0
+    for part in parts:
+        borders = [part.start, *(start for start in starts if part.start < start < part.stop), part.stop]
+        for first, last in pairwise(borders):
+            document = max(start for start in starts if start <= first)
+            yield Segment(index, first, last - first, document)
+            index += last - first
+
+
+def _seen(rows: slice, query: Segment, keys: Iterator[Segment]) -> Iterator[Rectangle]:
+    """What a segment sees, neighbouring segments of keys as one rectangle."""
+    queries, before = slice(query.start, query.start + query.length), None
+    for key in keys:
+        if key.document != query.document or key.place > query.place:
+            continue
+        end = key.start + key.length
+        if key.place == query.place:
+            yield Rectangle(rows, queries, slice(key.start, end), True, query.place, key.place)
+        elif before and before.keys.stop == key.start and before.key + (key.start - before.keys.start) == key.place:
+            before = before._replace(keys=slice(before.keys.start, end))
+        else:
+            if before:
+                yield before
+            before = Rectangle(rows, queries, slice(key.start, end), False, query.place, key.place)
+    if before:
+        yield before
+
+
+@dataclass(frozen=True)
+class BlockKernel:
+    """Attention of one rectangle and its gradients: written out, torch's fused form on CPUs, or FlashAttention-2, which
+    is also taken on GPUs, where torch's has no log-sum-exp in public. Dropout is written out; its numbers are chosen by
+    place, and `key` (batch,), `site` and the number of the first head say which. Raises UserError for dropout without a
+    key."""
+
+    kind: Literal["naive", "sdpa", "flash"] = "naive"
+    dropout: float = 0.0
+    key: Tensor | None = None
+    site: str = ""
+    first_head: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dropout and self.key is None:
+            what = "dropout of packed documents and under context parallelism draws by place"
+            raise UserError(f"{what}: pass the model a dropout key, or train with dropout 0")
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, at: Rectangle) -> tuple[Tensor, Tensor]:
+        """O (batch heads queries head_dim) and L (batch heads queries) of a rectangle's q, k and v."""
+        if self.kind == "naive" or self.dropout:
+            scores = _scores(q, k, at.causal)
+            log_sum_exp = scores.logsumexp(-1)
+            weights = self._drop((scores - log_sum_exp[..., None]).exp(), at)
+            return weights.to(v.dtype) @ v, log_sum_exp
+        if self.kind == "sdpa" and q.device.type != "cuda":
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, at.causal)
+        return flash_attention(q, k, v, at.causal)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sum_exp: Tensor, at: Rectangle
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The rectangle's parts of dQ, dK and dV, from O and L over all keys."""
+        given = grad, q, k, v, output, log_sum_exp
+        if self.kind == "naive" or self.dropout:
+            weights = (_scores(q, k, at.causal) - log_sum_exp[..., None]).exp()
+            grad_v = self._drop(weights, at).to(grad.dtype).mT @ grad
+            row_dot = (grad * output).sum(-1, keepdim=True, dtype=weights.dtype)
+            grad_scores = weights * (self._drop((grad @ v.mT).to(weights.dtype), at) - row_dot) / math.sqrt(q.shape[-1])
+            return grad_scores.to(k.dtype) @ k, grad_scores.to(q.dtype).mT @ q, grad_v
+        if self.kind == "sdpa" and q.device.type != "cuda":
+            fused: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return fused(*given, 0.0, at.causal)
+        return flash_attention_backward(*given, at.causal, True, True)
+
+    def _drop(self, weights: Tensor, at: Rectangle) -> Tensor:
+        """Dropout of weights (batch heads queries keys)."""
+        key = None if self.key is None else self.key[at.rows]
+        return drop(weights, self.dropout, key, self.site, (self.first_head, at.query, at.key))
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Q K^T / sqrt(head_dim) (batch heads queries keys), in float32 at least, minus infinity beyond the diagonal."""
+    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(q.shape[-1])
+    if causal:
+        scores.masked_fill_(torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    return scores
+
+
+class BlockSum:
+    """Output (batch heads queries head_dim) and log-sum-exp (batch heads queries) over the keys that came so far, in
+    float32 at least. Keys and values (batch kv_heads keys head_dim) may have fewer heads (grouped queries)."""
+
+    def __init__(self, q: Tensor, kernel: BlockKernel) -> None:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        self.q, self.kernel = q, kernel
+        self.output, self.log_sum_exp = (
+            torch.zeros_like(q, dtype=wide),
+            q.new_full(q.shape[:-1], -torch.inf, dtype=wide),
+        )
+
+    def add(self, kv: Tensor | tuple[Tensor, Tensor], rectangles: Sequence[Rectangle]) -> None:
+        """Add the rectangles' keys and values."""
+        for at in rectangles:
+            block = at.rows, slice(None), at.queries
+            k, v = _of_heads(self.q, kv, at)
+            o, log_sum_exp = self.kernel.forward(self.q[block], k, v, at)
+            before = self.log_sum_exp[block]
+            total = torch.logaddexp(before, log_sum_exp.to(before.dtype))
+            kept, added = ((each - total).exp()[..., None] for each in (before, log_sum_exp))
+            self.output[block] = self.output[block] * kept + o * added
+            self.log_sum_exp[block] = total
+
+
+class BlockGradients:
+    """Gradients of `BlockSum`, by rectangles, in float32 at least; `of_q` is that of all queries."""
+
+    def __init__(self, grad: Tensor, q: Tensor, output: Tensor, log_sum_exp: Tensor, kernel: BlockKernel) -> None:
+        self.grad, self.q, self.output, self.log_sum_exp, self.kernel = grad, q, output, log_sum_exp, kernel
+        self.of_q = torch.zeros_like(q, dtype=log_sum_exp.dtype)
+
+    def add(self, kv: Tensor | tuple[Tensor, Tensor], rectangles: Sequence[Rectangle], of_kv: Tensor) -> None:
+        """Add the gradients of keys and values to of_kv (2 batch kv_heads keys head_dim), and theirs of the queries."""
+        for at in rectangles:
+            block = at.rows, slice(None), at.queries
+            grad, q, output, log_sum_exp = (t[block] for t in (self.grad, self.q, self.output, self.log_sum_exp))
+            k, v = _of_heads(self.q, kv, at)
+            of_q, *rest = self.kernel.backward(grad, q, k, v, output, log_sum_exp, at)
+            self.of_q[block] += of_q
+            for total, part in zip(of_kv, rest, strict=True):
+                total[at.rows, :, at.keys] += part.unflatten(1, (total.shape[1], -1)).sum(2)
+
+
+def _of_heads(q: Tensor, kv: Tensor | tuple[Tensor, Tensor], at: Rectangle) -> list[Tensor]:
+    """A rectangle's keys and values, repeated for every head of the queries."""
+    return [each[at.rows, :, at.keys].repeat_interleave(q.shape[1] // each.shape[1], 1) for each in kv]
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention over the rectangles of q (batch heads queries head_dim), k and v (batch kv_heads keys head_dim) ->
+    (batch heads queries head_dim). Keeps q, k, v, O and L for backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, rectangles: Sequence[Rectangle], kernel: BlockKernel
+    ) -> Tensor:
+        total = BlockSum(q, kernel)
+        total.add((k, v), rectangles)
+        output = total.output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, total.log_sum_exp)
+        ctx.rectangles, ctx.kernel = rectangles, kernel
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, output, log_sum_exp = ctx.saved_tensors
+        gradients = BlockGradients(grad, q, output, log_sum_exp, ctx.kernel)
+        of_kv = torch.zeros((2, *k.shape), dtype=log_sum_exp.dtype, device=k.device)
+        gradients.add((k, v), ctx.rectangles, of_kv)
+        return gradients.of_q.to(q.dtype), *of_kv.to(k.dtype), None, None
+
+
+BlockwiseAttention = Callable[[Tensor, Tensor, Tensor, Visible, BlockKernel], Tensor]
+
+
+def block_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+    """Attention of whole rows in one process (see `BlockAttention`)."""
+    whole = (range(q.shape[2]),)
+    return BlockAttention.apply(q, k, v, visible.rectangles(whole, whole), kernel)
