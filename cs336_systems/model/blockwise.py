@@ -5,14 +5,14 @@ earlier, and each sees itself up to the diagonal. So what may be seen is a list 
 kernels compute one at a time, and no mask (seq seq) is ever made:
 
     keys      a a a b b c c c
-    queries a \
-            a # \                 documents a, b and c in one row;  \ the diagonal, # all keys
-            a # # \
-            b       \
-            b       # \           with a's last token on another rank it would be a segment of its own, which sees
-            c           \         its own diagonal and the rectangle of the two before
-            c           # \
-            c           # # \
+    queries a *
+            a # *                 documents a, b and c in one row;  * the diagonal, # all keys
+            a # # *
+            b       *
+            b       # *           if a's last token is on another rank it is a segment of its own, which sees
+            c           *         its own diagonal and the rectangle of the two before
+            c           # *
+            c           # # *
 
 The softmax over several rectangles of a query is merged from each one's output O and log-sum-exp L, as tiled attention
 does (kernels/tiled_attention.py; Liu et al., Ring Attention, arXiv:2310.01889):

@@ -69,8 +69,10 @@ class Embedding(nn.Module):
         if config.token_types:
             self.types = nn.Embedding(config.token_types, config.d_model)
 
-    def forward(self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None, places: Places) -> Tensor:
-        config = self.config
+    def forward(
+        self, tokens: Tensor, token_types: Tensor | None, key: Tensor | None = None, places: Places | None = None
+    ) -> Tensor:
+        config, places = self.config, places or find_places(Batch(tokens), None)
         if places.length > config.context_length:
             raise UserError(f"{places.length} tokens do not fit the context of {config.context_length}")
         x = self.tokens(tokens)

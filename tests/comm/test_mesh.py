@@ -1,6 +1,7 @@
 """The mesh: which ranks are in which group, against a grid of numbers; what the equation must be; and real groups."""
 
 import itertools
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -11,13 +12,14 @@ from cs336_systems.comm.group import group_timeout
 from cs336_systems.errors import UserError
 from tests.support import ranks
 
-AXES = ("pp", "dp", "ep", "tp")
-JOINED = {axis: (axis,) for axis in AXES} | {"data": ("dp", "ep"), "model": ("pp", "tp")}
+AXES = ("pp", "dp", "ep", "cp", "tp")
+JOINED = {axis: (axis,) for axis in AXES} | {"data": ("dp", "ep", "cp"), "model": ("pp", "tp")}
+JOINED |= {"rows": ("dp", "ep"), "replicas": ("dp", "cp")}
 
 
-def wanted(size: int, tp: int, pp: int, ep: int, rank: int) -> dict[str, list[int] | None]:
+def wanted(size: int, tp: int, pp: int, ep: int, cp: int, rank: int) -> dict[str, list[int] | None]:
     """A rank's groups, cut from the grid of all ranks."""
-    grid = torch.arange(size).view(pp, size // (tp * pp * ep), ep, tp)
+    grid = torch.arange(size).view(pp, size // (tp * pp * ep * cp), ep, cp, tp)
     place = (grid == rank).nonzero()[0].tolist()
     groups = {}
     for name, axes in JOINED.items():
@@ -64,24 +66,23 @@ def faked(monkeypatch):
 
 
 def factors(size: int):
-    return [
-        each for each in itertools.product(range(1, size + 1), repeat=3) if size % (each[0] * each[1] * each[2]) == 0
-    ]
+    divisors = [each for each in range(1, size + 1) if size % each == 0]
+    return [each for each in itertools.product(divisors, repeat=4) if size % math.prod(each) == 0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 8, 16])
 def test_every_group_of_every_layout(faked, size):
-    for tp, pp, ep in factors(size):
+    for tp, pp, ep, cp in factors(size):
         orders = []
         for rank in range(size):
-            mesh, made = faked(rank, size)(tp=tp, pp=pp, ep=ep)
+            mesh, made = faked(rank, size)(tp=tp, pp=pp, ep=ep, cp=cp)
             got = {name: getattr(mesh, name).ranks for name in JOINED}
             got["ends"] = mesh.ends and mesh.ends.ranks
-            assert got == wanted(size, tp, pp, ep, rank), (tp, pp, ep, rank)
+            assert got == wanted(size, tp, pp, ep, cp, rank), (tp, pp, ep, cp, rank)
             assert all(len(group) == getattr(mesh, axis).size() for axis in AXES for group in mesh._lines(axis))
             assert len(set(made)) == len(made), "two axes over the same ranks share a group"
             assert tuple(range(size)) not in made, "all ranks have a group already"
-            assert mesh.sizes == {"pp": pp, "dp": size // (tp * pp * ep), "ep": ep, "tp": tp}
+            assert mesh.sizes == {"pp": pp, "dp": size // (tp * pp * ep * cp), "ep": ep, "cp": cp, "tp": tp}
             assert [mesh.place[axis] for axis in AXES] == [getattr(mesh, axis).rank() for axis in AXES]
             orders.append(made)
         assert all(order == orders[0] for order in orders), "ranks that make groups in another order hang"
@@ -119,19 +120,24 @@ def test_without_tags_what_may_overtake_has_a_connection_of_its_own(faked):
 INSTEAD = "or lower a degree"
 REFUSALS = [
     (
-        (8, 3, 1, 1, None),
+        (8, 3, 1, 1, 1, None),
         "tp 3 x pp 1 x ep 1 = 3 does not divide the 8 ranks: start a multiple of 3, or lower a degree",
     ),
     (
-        (4, 2, 4, 1, None),
+        (4, 2, 4, 1, 1, None),
         "tp 2 x pp 4 x ep 1 = 8 does not divide the 4 ranks: start a multiple of 8, or lower a degree",
     ),
-    ((8, 2, 2, 1, 4), "tp 2 x pp 2 x ep 1 x dp 4 = 16, but there are 8 ranks: start 16, or leave dp out"),
-    ((8, 2, 2, 1, 1), "tp 2 x pp 2 x ep 1 x dp 1 = 4, but there are 8 ranks: start 4, or leave dp out"),
-    ((8, 0, 2, 1, None), "tp must be at least 1, not 0"),
-    ((8, 1, -2, 1, None), "pp must be at least 1, not -2"),
-    ((8, 1, 2, 0, None), "ep must be at least 1, not 0"),
-    ((8, 1, 2, 1, 0), "dp must be at least 1, not 0"),
+    ((8, 2, 2, 1, 1, 4), "tp 2 x pp 2 x ep 1 x dp 4 = 16, but there are 8 ranks: start 16, or leave dp out"),
+    ((8, 2, 2, 1, 1, 1), "tp 2 x pp 2 x ep 1 x dp 1 = 4, but there are 8 ranks: start 4, or leave dp out"),
+    ((8, 0, 2, 1, 1, None), "tp must be at least 1, not 0"),
+    ((8, 1, -2, 1, 1, None), "pp must be at least 1, not -2"),
+    ((8, 1, 2, 0, 1, None), "ep must be at least 1, not 0"),
+    (
+        (8, 2, 1, 1, 3, None),
+        "tp 2 x pp 1 x ep 1 x cp 3 = 6 does not divide the 8 ranks: start a multiple of 6, or lower a degree",
+    ),
+    ((8, 1, 2, 1, 0, None), "cp must be at least 1, not 0"),
+    ((8, 1, 2, 1, 1, 0), "dp must be at least 1, not 0"),
 ]
 
 
@@ -139,7 +145,7 @@ REFUSALS = [
 def test_refusals(faked, sizes, message):
     for make in (
         lambda: mesh_sizes(*sizes),
-        lambda: faked(0, sizes[0])(**dict(zip(("tp", "pp", "ep", "dp"), sizes[1:], strict=True))),
+        lambda: faked(0, sizes[0])(**dict(zip(("tp", "pp", "ep", "cp", "dp"), sizes[1:], strict=True))),
     ):
         with pytest.raises(UserError) as error:
             make()
@@ -147,16 +153,16 @@ def test_refusals(faked, sizes, message):
 
 
 def test_sizes_without_ranks():
-    assert list(mesh_sizes(8, tp=2).items()) == [("pp", 1), ("dp", 4), ("ep", 1), ("tp", 2)]
-    assert mesh_sizes(8, 2, 2, 2, 1) == {"pp": 2, "dp": 1, "ep": 2, "tp": 2}
+    assert list(mesh_sizes(8, tp=2).items()) == [("pp", 1), ("dp", 4), ("ep", 1), ("cp", 1), ("tp", 2)]
+    assert mesh_sizes(16, 2, 2, 2, 2, 1) == {"pp": 2, "dp": 1, "ep": 2, "cp": 2, "tp": 2}
     with pytest.raises(UserError, match="no process group"):
         Mesh()
 
 
 def groups_case(group) -> None:
     """Sums along every axis of real groups, and how long each waits."""
-    mesh = Mesh(tp=2, pp=2)
-    for name, others in wanted(8, 2, 2, 1, group.rank()).items():
+    mesh = Mesh(tp=2, pp=2, cp=2)
+    for name, others in wanted(8, 2, 2, 1, 2, group.rank()).items():
         mine = getattr(mesh, name)
         total = torch.tensor([float(2 ** group.rank())])
         all_reduce(total, mine, name, "sum").wait()

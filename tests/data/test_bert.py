@@ -295,7 +295,7 @@ def test_a_row_always_has_something_to_predict(sentence):
 
 
 def equal(one, other):
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(a is b or torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 def test_a_batch_is_the_samples_in_order_as_tensors():
@@ -318,7 +318,7 @@ def test_a_batch_is_the_samples_in_order_as_tensors():
 def test_ranks_share_out_the_global_batch(world_size):
     whole = counting_data(VARIED).batch(5, 8)
     parts = [counting_data(VARIED).batch(5, 8, rank, world_size) for rank in range(world_size)]
-    assert equal([torch.cat(each) for each in zip(*parts, strict=True)], whole)
+    assert equal([None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)], whole)
 
 
 def test_samples_consumed_are_what_counts():

@@ -29,6 +29,7 @@ MIXTURES = {
     "random": {"second_expert": "random", "normalize_gates": "before"},
     "top1": {"top_k": 1, "capacity_factor": 1.0, "prioritized": True, "expert_every": 2},
     "global": {"aux_scope": "global", "capacity_factor": 1.5, "num_experts": 8},
+    "together": {"aux_scope": "global", "second_expert": "sampling"},
     "padded": {"mask_padding": True, "capacity_factor": 1.5, "shared_expert": True},
     "sqrt": {"expert_gradient": "sqrt"},
     "few": {"num_experts": 2},
@@ -51,16 +52,17 @@ class Layout:
     sequence_parallel: bool = False
     moe: str = "sort"
     dropout: float = 0.0
+    cp: int = 1  # a rank's tokens are balanced by themselves: equal to one process if all ranks balance together
 
     def __str__(self) -> str:
-        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "ep", "dp") if getattr(self, axis) > 1]
+        parts = [f"{axis}{getattr(self, axis)}" for axis in ("tp", "pp", "ep", "dp", "cp") if getattr(self, axis) > 1]
         parts += [self.mixture, self.model, f"zero{self.zero}", self.recompute, self.moe]
         parts += [self.schedule] * (self.pp > 1) + ["dropout"] * (self.dropout > 0)
         return "-".join(parts + ["sequence"] * self.sequence_parallel)
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.ep * self.dp
+        return self.tp * self.pp * self.ep * self.dp * self.cp
 
     @property
     def data(self) -> int:
@@ -74,11 +76,11 @@ class Layout:
     def reference(self) -> str:
         """The name of what one process makes of the same model: it balances over ranks, or scales by their number, only
         where asked to."""
-        data = self.data if self.mixture in ("global", "sqrt") else 1
+        data = self.data if self.mixture in ("global", "together", "sqrt") else 1
         return f"{self.mixture}-{self.model}-{self.layers}-{self.dropout}-{data}"
 
     def recipe(self, folder: str, **changes: object) -> Recipe:
-        places = {name: getattr(self, name) for name in ("tp", "pp", "ep", "dp", "zero", "schedule", "recompute")}
+        places = {name: getattr(self, name) for name in ("tp", "pp", "ep", "dp", "cp", "zero", "schedule", "recompute")}
         settings = {**COMMON, **MODELS[self.model], "num_experts": 4, "expert_every": 1, "aux_weight": 0.5}
         settings |= MIXTURES[self.mixture]
         settings |= {**places, "sequence_parallel": self.sequence_parallel, "moe": self.moe, "dropout": self.dropout}
@@ -101,7 +103,7 @@ class Gated:
         rank r is call r x (groups of a rank) + i; with the scope `global` the share is that of the i-th of all ranks.
         """
         gates, shares = [], []
-        for x, real, _ in self.calls:
+        for x, real, *_ in self.calls:
             probabilities = torch.softmax(x.flatten(0, 1) @ self.layer.router.weight.T, dim=1)
             first = (probabilities == probabilities.max(dim=1, keepdim=True).values).to(x.dtype)
             if real is not None and self.layer.mixture.mask_padding:
@@ -236,7 +238,7 @@ def assemble(records: list[dict], pick: object, shapes: dict[str, torch.Size]) -
         for name, mine in pick(each).items():
             expert = place["ep"] if ".experts." in name else 0
             copies = parts.setdefault(name, {}).setdefault((place["pp"], place["tp"], expert), {})
-            copies[place["dp"], place["ep"]] = mine
+            copies[place["dp"], place["ep"], place["cp"]] = mine
     return {name: _whole(name, owners, shapes[name]) for name, owners in parts.items()}
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from cs336_systems.comm import record
 from cs336_systems.data.corpus import IGNORED, Batch
 from cs336_systems.fsdp import FSDP
-from cs336_systems.model.dropout import dropout_key
+from cs336_systems.model.attention import SelfAttention
+from cs336_systems.model.blockwise import BlockKernel, Visible
+from cs336_systems.model.dropout import drop, dropout_key
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.train.batches import make_batches
 from cs336_systems.train.recipe import Recipe
@@ -27,12 +29,13 @@ WIGGLE = 2.0**-26  # half the digits of float64
 
 
 def write_text(folder: Path) -> None:
-    """Documents of a few sentences, long enough for a dozen batches."""
+    """Documents of a few sentences, long enough for a dozen batches, and documents of a word."""
     draw = random.Random(1)
     words = ["model", "of", "the", "stage", "rank", "a", "sum", "over", "each", "row", "is", "split"]
     sentence = lambda: " ".join(draw.choices(words, k=draw.randint(2, 5))) + "."  # noqa: E731
     documents = ["\n".join(sentence() for _ in range(draw.randint(3, 6))) for _ in range(60)]
     (folder / "text").write_text("\n\n".join(documents))
+    (folder / "words").write_text("\n\n".join(draw.choices(words, k=400)))  # packed: several documents in a row
 
 
 def global_loss(model: TransformerLM, batch: Batch, key: object) -> Tensor:
@@ -42,11 +45,26 @@ def global_loss(model: TransformerLM, batch: Batch, key: object) -> Tensor:
     return torch.stack((tokens, torch.zeros(()) if losses.pair is None else losses.pair / len(batch.tokens)))
 
 
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Visible, kernel: BlockKernel) -> Tensor:
+    """Attention of packed rows in one process with a mask of every pair of tokens, differentiated by autograd."""
+    rows, heads, seq, dim = q.shape
+    k, v = (each.repeat_interleave(heads // each.shape[1], 1) for each in (k, v))
+    mask = torch.zeros(rows, 1, seq, seq, dtype=torch.bool)
+    for at, starts in visible.documents:
+        document = torch.tensor([sum(start <= place for start in starts) for place in range(seq)])
+        mask[at] = (document[:, None] == document) & torch.ones(seq, seq, dtype=torch.bool).tril()
+    weights = ((q @ k.mT) / math.sqrt(dim)).masked_fill(~mask, -torch.inf).softmax(-1)
+    return drop(weights, kernel.dropout, kernel.key, kernel.site, (kernel.first_head,)) @ v
+
+
 def one_process(recipe: Recipe, feed: object, wiggle: float = 0.0) -> dict:
     """A plain loop: one model, the whole batch at once. `wiggle` changes all weights by this share, up or down."""
     model = TransformerLM(recipe.model_config(feed.vocab_size), "cpu")
     model.init_weights(recipe.run.seed)
     shake(model, wiggle)
+    for module in model.modules():
+        if isinstance(module, SelfAttention):
+            module.blockwise = dense_attention
 
     def losses(step: int) -> tuple[Tensor, Tensor]:
         batch = feed.batch(step, 0, 1)
@@ -114,7 +132,9 @@ def reference_case(group, folder: str, layouts: list[dict]) -> None:
     """Results of one process for a model, in float64, and how much more they change than the initial weights."""
     torch.set_default_dtype(torch.float64)
     for layout in (Layout(**each) for each in layouts):
-        alone = Layout(model=layout.model, dropout=layout.dropout, schedule=layout.schedule, pp=layout.pp)
+        alone = Layout(
+            model=layout.model, dropout=layout.dropout, schedule=layout.schedule, pp=layout.pp, pack=layout.pack
+        )
         recipe = alone.recipe(folder)
         feed = make_batches(recipe, BATCH, group)
         result, other = one_process(recipe, feed), one_process(recipe, feed, WIGGLE)
@@ -182,16 +202,16 @@ def load(path: Path) -> dict:
 
 def assemble(records: list[dict], pick: Callable[[dict], dict], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """The whole tensors from what every rank has, by their shapes alone. What several ranks have must be equal."""
-    parts: dict[str, dict[tuple, dict[int, tuple]]] = {}
+    parts: dict[str, dict[tuple, dict[tuple, tuple]]] = {}
     for each in records:
         place = each["place"]
         for name, mine in pick(each).items():
             copies = parts.setdefault(name, {}).setdefault((place["pp"], place["tp"]), {})
-            copies[place["dp"]] = mine
+            copies[place["dp"], place["cp"]] = mine
     return {name: _whole(name, owners, shapes[name]) for name, owners in parts.items()}
 
 
-def _whole(name: str, owners: dict[tuple, dict[int, tuple]], shape: torch.Size) -> Tensor:
+def _whole(name: str, owners: dict[tuple, dict[tuple, tuple]], shape: torch.Size) -> Tensor:
     stages: dict[int, list[Tensor]] = {}
     for (stage, _), copies in sorted(owners.items()):
         pieces = [copies[rank] for rank in sorted(copies)]
@@ -199,7 +219,7 @@ def _whole(name: str, owners: dict[tuple, dict[int, tuple]], shape: torch.Size) 
         if sharded:  # rows, or a stretch of the flat tensor, in the order of the ranks
             part = torch.cat([tensor.flatten() for tensor in tensors]).view(-1, *like[1:])
         else:
-            part = alike(tensors, f"{name} over dp")
+            part = alike(tensors, f"{name} over dp and cp")
         stages.setdefault(stage, []).append(part)
     return alike([over_tp(name, each, shape) for each in stages.values()], f"{name} over pp")
 

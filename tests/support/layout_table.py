@@ -48,17 +48,21 @@ class Layout:
     schedule: str = "1f1b"
     zero: int = 0
     sequence_parallel: bool = False
+    cp: int = 1
+    cp_type: str = "ring"
+    pack: bool = False
 
     def __str__(self) -> str:
         parts = [f"tp{self.tp}", f"pp{self.pp}", f"dp{self.dp}", self.model, f"recompute-{self.recompute}"]
         parts += [f"micro{self.microbatches}", f"zero{self.zero}"]
         parts += [f"{self.schedule}-{self.chunks}"] * (self.pp > 1)
         parts += ["dropout"] * (self.dropout > 0) + ["sequence"] * self.sequence_parallel
+        parts += [f"cp{self.cp}-{self.cp_type}"] * (self.cp > 1) + ["pack"] * self.pack
         return "-".join(parts)
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     @property
     def chunks(self) -> int:
@@ -76,7 +80,7 @@ class Layout:
     @property
     def reference(self) -> str:
         """The name of what one process makes of the same model."""
-        return f"{self.model}-{self.layers}-{self.dropout}"
+        return f"{self.model}-{self.layers}-{self.dropout}" + "-pack" * self.pack
 
     def exists(self) -> bool:
         """True if the options can be combined."""
@@ -90,7 +94,10 @@ class Layout:
         settings = {
             **COMMON,
             **MODELS[self.model],
-            "data": (f"{folder}/text",),
+            "data": (f"{folder}/{'words' if self.pack else 'text'}",),
+            "pack": self.pack,
+            "cp": self.cp,
+            "cp_type": self.cp_type,
             "num_layers": self.layers,
             "dropout": self.dropout,
             "recompute": self.recompute,
@@ -121,8 +128,8 @@ CHOICES = {
 
 
 def pairs_of(layout: Layout) -> frozenset[tuple]:
-    """Every two settings that a layout has together."""
-    return frozenset(itertools.combinations(vars(layout).items(), 2))
+    """Every two of the settings in CHOICES that a layout has together."""
+    return frozenset(itertools.combinations(((name, getattr(layout, name)) for name in CHOICES), 2))
 
 
 @cache

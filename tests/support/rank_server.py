@@ -99,7 +99,8 @@ def note_code() -> None:
             for key, value in list(vars(module).items()):
                 if callable(value):
                     original.append((vars(module), key, value))
-                if isinstance(value, type) and value.__module__ == name:
+                # By its type: to ask isinstance of some of torch's old names prints a warning.
+                if issubclass(type(value), type) and value.__module__ == name:
                     original.extend((vars(value), each, inner) for each, inner in list(vars(value).items()))
 
 

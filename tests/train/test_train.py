@@ -362,7 +362,7 @@ def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, object
         arguments = {"folder": str(tmp_path), "layout": layout | {"objective": objective}}
         ranks.run(layout_case, sizes["tp"] * sizes["pp"], **arguments)
         header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-        assert header["mesh"] == {"dp": 1, "ep": 1} | sizes
+        assert header["mesh"] == {"dp": 1, "ep": 1, "cp": 1} | sizes
         # What a model would write no rank of a pipeline can say alone.
         assert ("sample" in lines[-1]) is (objective == "lm" and sizes["pp"] == 1)
         keys = ("step", "loss", "grad_norm", "validation_loss", "validation_sop_loss")
