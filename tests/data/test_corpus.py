@@ -6,7 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from cs336_systems.data.corpus import Corpus, file_corpus, lm_batch, load_corpus, random_corpus, stdlib_corpus
+from cs336_systems.data.corpus import (
+    IGNORED,
+    Corpus,
+    document_starts,
+    file_corpus,
+    lm_batch,
+    load_corpus,
+    packed_batch,
+    random_corpus,
+    stdlib_corpus,
+)
 from cs336_systems.errors import UserError
 
 COUNTING = Corpus(np.arange(1000, dtype=np.int32), "counting")
@@ -32,6 +42,39 @@ def test_targets_are_the_next_tokens():
     assert torch.equal(targets, tokens + 1)
     assert tokens.dtype == torch.int64
     assert tokens.shape == (32, 7)
+
+
+def test_documents_begin_after_blank_lines():
+    text = "one\ntwo\n\nthree\n\n\n\nfour\r\n\r\nfive\n six"
+    corpus = Corpus(np.frombuffer(text.encode(), np.uint8), "text")
+    starts = document_starts(corpus).nonzero()[0].tolist()
+    assert [text[start:][:4] for start in starts] == ["one\n", "thre", "four", "five"]
+    assert document_starts(Corpus(np.frombuffer(b"\n\na", np.uint8), "text")).tolist() == [True, False, False]
+    random = document_starts(random_corpus(100, length=100_000))
+    assert 300 < random.sum() < 500
+
+
+def test_packed_rows_are_the_same_tokens_without_targets_across_documents():
+    text = b"".join(b"%d\n\n" % number for number in range(100, 400))
+    corpus = Corpus(np.frombuffer(text, np.uint8), "text")
+    which = (3, 0, 8, 21)
+    tokens, targets, positions = packed_batch(corpus, document_starts(corpus), *which)
+    plain_tokens, plain_targets = lm_batch(corpus, *which)
+    assert torch.equal(tokens, plain_tokens)
+    for row, found in enumerate(positions.tolist()):
+        said = bytes(tokens[row].tolist())
+        first = 0
+        for place, position in enumerate(found):
+            begins = place == 0 or (said[place - 1 : place] == b"\n" and said[place : place + 1] != b"\n")
+            first = place if begins else first
+            assert position == place - first
+            crosses = (
+                bytes(plain_targets[row].tolist())[place : place + 1] != b"\n" and said[place : place + 1] == b"\n"
+            )
+            assert targets[row, place] == (IGNORED if crosses else plain_targets[row, place])
+    halves = [packed_batch(corpus, document_starts(corpus), *which, rank, 2) for rank in range(2)]
+    for whole, *parts in zip((tokens, targets, positions), *halves, strict=True):
+        assert torch.equal(torch.cat(parts), whole)
 
 
 def test_every_window_can_be_drawn_and_none_beyond():

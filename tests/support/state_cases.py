@@ -39,7 +39,12 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
         *("gpt", "gpt dp2 zero2", "gpt tp2 pp2", "gpt dp3 zero2", "gpt pp2", "gpt dp2 zero3", "gpt pp2 dp2 zero1"),
         *("gpt tp2", "gpt pp2 gpipe", "gpt dp2 zero1", "gpt tp2 dp2 zero2", "gpt dp2", "gpt dp3 zero1"),
     ),
-    "llama": ("llama", "llama pp2 chunks2", "llama tp2 sequence padded600"),  # the second rank has no words
+    "llama": (
+        "llama",
+        "llama pp2 chunks2",
+        "llama cp2 zero2",
+        "llama tp2 sequence padded600",
+    ),  # the second rank has no words
     "bert": ("bert dp3 zero3", "bert tp2 dp2 sequence zero3", "bert dp2 segments", "bert"),
     "experts": (
         *("experts ep2 zero2", "experts", "experts ep2 dp2 zero1", "experts tp2 sequence", "experts ep2 zero3"),
@@ -47,7 +52,7 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
     ),
     "experts2": ("experts2 pp2 ep2", "experts2 ep2"),
     "random": ("random ep2", "random dp2 zero1"),
-    "bf16": ("bf16 dp2 zero2", "bf16", "bf16 tp2 zero3"),
+    "bf16": ("bf16 dp2 zero2", "bf16", "bf16 cp2", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
 CHOICES = {"gpipe": "schedule", "segments": "recompute"}  # options whose value is a word
@@ -61,7 +66,7 @@ def settings(layout: str) -> dict[str, int]:
 
 
 def ranks_of(layout: str) -> int:
-    return math.prod(number for name, number in settings(layout).items() if name in ("tp", "pp", "ep", "dp"))
+    return math.prod(number for name, number in settings(layout).items() if name in ("tp", "pp", "ep", "cp", "dp"))
 
 
 def source(layout: str) -> str:

@@ -348,7 +348,8 @@ def layout_case(group, folder: str, layout: dict) -> None:
 
 
 LAYOUTS = {
-    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}),
+    "lm": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "chunks": 2}, {"cp": 2}),
+    "packed": ({"cp": 2, "tp": 2},),
     "bert": ({"tp": 2, "pp": 2},),
 }
 
@@ -358,13 +359,13 @@ def test_ranks_that_share_a_model_learn_what_one_process_learns(tmp_path, object
     write_text(tmp_path)
     logs = []
     for layout in ({}, *LAYOUTS[objective]):
-        sizes = {"tp": layout.get("tp", 1), "pp": layout.get("pp", 1)}
-        arguments = {"folder": str(tmp_path), "layout": layout | {"objective": objective}}
-        ranks.run(layout_case, sizes["tp"] * sizes["pp"], **arguments)
+        sizes = {axis: layout.get(axis, 1) for axis in ("tp", "pp", "cp")}
+        kind = {"objective": "lm", "pack": True} if objective == "packed" else {"objective": objective}
+        ranks.run(layout_case, math.prod(sizes.values()), folder=str(tmp_path), layout=layout | kind)
         header, *lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-        assert header["mesh"] == {"dp": 1, "ep": 1, "cp": 1} | sizes
+        assert header["mesh"] == {"dp": 1, "ep": 1} | sizes
         # What a model would write no rank of a pipeline can say alone.
-        assert ("sample" in lines[-1]) is (objective == "lm" and sizes["pp"] == 1)
+        assert ("sample" in lines[-1]) is (objective != "bert" and sizes["pp"] == 1)
         keys = ("step", "loss", "grad_norm", "validation_loss", "validation_sop_loss")
         logs.append([line[key] for line in lines for key in keys if key in line])
         assert len(logs[-1]) == 3 * 3 + (2 + 1) + 2 * (objective == "bert")

@@ -1,0 +1,314 @@
+"""Context parallelism by itself: who has which tokens, what each way sends and keeps, and what is refused; and packed
+documents, which see nothing of each other."""
+
+import copy
+import itertools
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from time import monotonic
+
+import pytest
+import torch
+from torch import Tensor
+
+from cs336_systems.comm import CommError, all_reduce, fake_ranks, record
+from cs336_systems.context_parallel import attention_work, context_parallel, join_sequence, parts_of, split_sequence
+from cs336_systems.data.corpus import IGNORED, Batch
+from cs336_systems.errors import UserError
+from cs336_systems.layout import Layout
+from cs336_systems.model.attention import SelfAttention
+from cs336_systems.model.blockwise import Visible
+from cs336_systems.model.dropout import dropout_key
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.presets import ModelConfig
+from cs336_systems.train.observation import observe
+from cs336_systems.train.recipe import Recipe
+from tests.support import ranks
+from tests.support.layout_cases import dense_attention, relative
+from tests.support.tolerances import bound
+
+SEQ, LAYERS, ROWS = 32, 2, 3
+CONFIG = ModelConfig(50, SEQ, 32, 64, LAYERS, 8, positions="rotary")
+KINDS = ("ring", "gather", "ulysses")
+
+
+def packed(seed: int, rows: int = ROWS, seq: int = SEQ) -> Tensor:
+    """Positions (rows seq) in documents of about six tokens."""
+    starts = torch.rand(rows, seq, generator=torch.Generator().manual_seed(seed)) < 1 / 6
+    starts[:, 0] = True
+    places = torch.arange(seq)
+    return places - torch.where(starts, places, 0).cummax(1).values
+
+
+def batch_of(seed: int, is_packed: bool) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(CONFIG.vocab_size, (ROWS, SEQ), generator=draw) for _ in range(2))
+    positions = packed(seed) if is_packed else None
+    if positions is not None:
+        targets[:, :-1][positions[:, 1:] == 0] = IGNORED
+    return Batch(tokens, targets, positions=positions)
+
+
+CASES = [
+    each
+    for each in itertools.product(KINDS, ("naive", "sdpa", "flash"), (0, 2), (False, True), (0.0, 0.1))
+    if each[1] != "flash" or not each[-1]
+]
+
+
+def three_ways_case(group, cases: list) -> list[tuple]:
+    """The largest error of loss and gradients of each case against one process with a mask of all pairs of tokens."""
+    torch.set_default_dtype(torch.float64)
+    worst = []
+    for kind, attention, kv_heads, is_packed, dropout in cases:
+        config = replace(CONFIG, attention=attention, num_kv_heads=kv_heads, dropout=dropout)
+        whole = TransformerLM(config)
+        whole.init_weights(1)
+        mine, batch = copy.deepcopy(whole), batch_of(3, is_packed)
+        for module in whole.modules():
+            if isinstance(module, SelfAttention):
+                module.blockwise = dense_attention
+        key = dropout_key(5, 2, torch.arange(ROWS)) if dropout else None
+        want = whole.losses(whole.run_blocks(batch, key=key), batch).tokens
+        want.backward()
+        part = split_sequence(batch, group)
+        context_parallel(mine, group, kind)
+        got = mine.losses(mine.run_blocks(part, key=key), part).tokens
+        got.backward()
+        found = {"loss": (got.detach().clone(), want.detach())}
+        found |= {name: (p.grad, whole.get_parameter(name).grad) for name, p in mine.named_parameters()}
+        for total, _ in found.values():
+            all_reduce(total.view(-1), group, "test", "sum").wait()
+        errors = {name: relative(total, one, one) for name, (total, one) in found.items()}
+        worst.append(max((error, name) for name, error in errors.items()))
+    return worst
+
+
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_three_ways_with_every_kernel_equal_one_process(world):
+    """Grouped queries with fewer heads of keys than ranks, dropout by place, packed documents."""
+    allowed = bound(torch.float64, stages=3 * 16 * (LAYERS + 1), longest_sum=CONFIG.vocab_size)
+    for worst in ranks.run(three_ways_case, world, cases=CASES):
+        assert not [(case, *each) for case, each in zip(CASES, worst, strict=True) if each[0] > allowed]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_the_rectangles_are_what_may_be_seen_and_each_pair_once(world, is_packed):
+    positions = packed(7) if is_packed else torch.arange(SEQ).expand(ROWS, -1)
+    visible = Visible(positions if is_packed else None)
+    parts = [parts_of(rank, world, SEQ) if world > 1 else (range(SEQ),) for rank in range(world)]
+    seen = torch.zeros(ROWS, SEQ, SEQ, dtype=torch.int64)
+    for own, keys in itertools.product(parts, parts):
+        query_places, key_places = (list(itertools.chain(*each)) for each in (own, keys))
+        for at in visible.rectangles(own, keys):
+            assert at.query == query_places[at.queries.start]
+            assert at.key == key_places[at.keys.start]
+            rows = range(ROWS)[at.rows]
+            pairs = [
+                (row, query, key)
+                for row in rows
+                for i, query in enumerate(query_places[at.queries])
+                for j, key in enumerate(key_places[at.keys])
+                if not at.causal or j <= i
+            ]
+            assert len(pairs) == at.area(ROWS)
+            for pair in pairs:
+                seen[pair] += 1
+    place = torch.arange(SEQ)
+    first = (place - positions)[:, :, None]
+    wanted = (place <= place[:, None]) & (place >= first)
+    assert torch.equal(seen, wanted.long())
+
+
+def test_every_rank_has_the_same_work():
+    assert [parts_of(rank, 2, 16) for rank in range(2)] == [(range(4), range(12, 16)), (range(4, 8), range(8, 12))]
+    for world in (1, 2, 3, 4, 8):
+        work = attention_work(world, 48)
+        assert sum(work) == 48 * 49 // 2
+        assert len(set(work)) == 1
+    assert sum(attention_work(2, SEQ, packed(3))) == (packed(3) + 1).sum()
+
+
+def round_trip_case(group) -> None:
+    batch = batch_of(1, True)
+    mine = split_sequence(batch, group)
+    assert mine.tokens.shape == (ROWS, SEQ // group.size())
+    assert torch.equal(join_sequence(mine.tokens[..., None], group)[..., 0], batch.tokens)
+    assert torch.equal(mine.positions, batch.positions)
+
+
+def test_parts_come_together_again():
+    ranks.run(round_trip_case, 4)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("world", [2, 4])
+def test_each_way_sends_its_closed_form(world, kv_heads):
+    """Elements that a rank sends in forward and backward of a layer, with q of b s d / N elements on each rank, and k
+    and v of b s d_kv / N. Gradients travel the ring in float32 at least."""
+    tokens = ROWS * SEQ // world
+    q, kv = tokens * CONFIG.d_model, 2 * tokens * kv_heads * CONFIG.head_dim
+    copied = 2 * tokens * max(kv_heads, world) * CONFIG.head_dim  # heads of keys that ulysses repeats
+    others = world - 1
+    forms = {
+        "ring": others * kv + others * kv + world * kv,  # keys and values there, again, and their gradients home
+        "gather": others * kv + others * kv,
+        "ulysses": 2 * (q + copied + q) * others / world,
+    }
+    for kind, elements in forms.items():
+        with fake_ranks(0, world) as group, record() as events:
+            model = TransformerLM(replace(CONFIG, num_kv_heads=kv_heads), "meta")
+            context_parallel(model, group, kind)
+            batch = Batch(torch.zeros(ROWS, SEQ // world, dtype=torch.int64, device="meta"))
+            model.run_blocks(batch).sum().backward()
+        sent = sum(event.bytes_sent for event in events if event.verb != "receive")
+        assert sent == 4 * LAYERS * elements, kind
+
+
+def test_what_a_rank_keeps_for_backward_to_the_byte():
+    """The ring: everything by the number of ranks but the loss, a number. Gather keeps all keys and values. Ulysses
+    keeps two lists of places, 8 bytes each."""
+    config = replace(CONFIG, attention="sdpa", context_length=64)
+
+    def kept(**degrees: object) -> int:
+        return observe(Recipe.of(context=64, **degrees), config, Layout(**degrees)).kept
+
+    scalar, alone = 8, kept()
+    keys = 4 * 64 * 2 * config.d_model
+    for world in (2, 4):
+        share = (alone - scalar) // world + scalar
+        assert kept(cp=world) == share
+        assert kept(cp=world, cp_type="gather") == share + LAYERS * keys * (world - 1) // world
+        assert kept(cp=world, cp_type="ulysses") == share + LAYERS * 2 * 8 * 64
+
+
+def logits(positions: Tensor, tokens: Tensor, attention: str) -> Tensor:
+    model = TransformerLM(replace(CONFIG, attention=attention))
+    model.init_weights(1)
+    with torch.no_grad():
+        return model(tokens, positions=positions)
+
+
+@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+def test_a_document_changes_nothing_in_the_others(attention):
+    """The logits of all other documents are the same bits."""
+    batch = batch_of(5, True)
+    before = logits(batch.positions, batch.tokens, attention)
+    document = (batch.positions == 0).cumsum(1)
+    changed = document == 2
+    other = torch.where(changed, (batch.tokens + 1) % CONFIG.vocab_size, batch.tokens)
+    after = logits(batch.positions, other, attention)
+    assert torch.equal(before[~changed], after[~changed])
+    assert not torch.equal(before[changed], after[changed])
+
+
+@pytest.mark.parametrize("positions", ["learned", "rotary", "sinusoidal", "none"])
+def test_packed_documents_equal_the_documents_apart(positions):
+    """Logits of a row, and the gradient of its loss, against each document as a sequence of its own."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        batch = batch_of(9, True)
+        one = TransformerLM(replace(CONFIG, positions=positions, attention="sdpa", dropout=0.0))
+        one.init_weights(1)
+        apart = copy.deepcopy(one)
+        found = one(batch.tokens, positions=batch.positions)
+        one.losses(one.run_blocks(batch), batch).tokens.backward()
+        pieces = []
+        for row, places in enumerate(batch.positions):
+            borders = [*(places == 0).nonzero().flatten().tolist(), SEQ]
+            for first, last in itertools.pairwise(borders):
+                document = Batch(batch.tokens[row : row + 1, first:last], batch.targets[row : row + 1, first:last])
+                pieces.append(apart(document.tokens)[0].detach())
+                apart.losses(apart.run_blocks(document), document).tokens.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    allowed = bound(torch.float64, stages=3 * 16 * (LAYERS + 1), longest_sum=CONFIG.vocab_size)
+    assert relative(found.flatten(0, 1), torch.cat(pieces), torch.cat(pieces)) < allowed
+    for name, parameter in apart.named_parameters():
+        assert relative(one.get_parameter(name).grad, parameter.grad, parameter.grad) < allowed, name
+
+
+REFUSALS = {
+    "length": (
+        {"cp": 2, "context": 30},
+        "30 tokens do not divide into 2 x cp 2 = 4 parts: use --context 28, or a lower --cp",
+    ),
+    "sequence parallelism": (
+        {"cp": 2, "tp": 2, "sequence_parallel": True, "context": 36},
+        "36 tokens do not divide into 2 x cp 2 x tp 2 = 8 parts: use --context 32, or a lower --cp",
+    ),
+    "heads": (
+        {"cp": 8, "cp_type": "ulysses", "context": 64},
+        "4 heads do not divide over tp 1 x cp 8 = 8 ranks: use --cp-type ring or gather, or degrees whose product "
+        "divides 4",
+    ),
+    "encoder": (
+        {"cp": 2, "objective": "bert", "context": 64},
+        "cp 2 splits the sequence of a decoder, and this model is an encoder: leave --cp out",
+    ),
+    "ranks": (
+        {"cp": 3, "context": 48},
+        "tp 1 x pp 1 x ep 1 x cp 3 = 3 does not divide the 8 ranks: start a multiple of 3, or lower a degree",
+    ),
+    "packed pairs": (
+        {"objective": "bert", "pack": True},
+        "--pack is about a decoder's rows; a row of BERT's is one pair of stretches of text",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name):
+    options, message = REFUSALS[name]
+    recipe = Recipe.of(num_heads=4, d_model=64, batch_size=8, **options)
+    with pytest.raises(UserError) as error:
+        recipe.check(recipe.model_config(), 8)
+    assert str(error.value) == message
+
+
+def test_models_that_cannot_be_packed_say_so():
+    tokens, positions = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(UserError, match="causal attention without padding"):
+        TransformerLM(replace(CONFIG, causal=False))(tokens, positions=positions)
+    with pytest.raises(UserError, match="without padding"):
+        TransformerLM(CONFIG)(tokens, padding_mask=torch.ones(1, 4, dtype=torch.bool), positions=positions)
+    with pytest.raises(UserError, match="pass the model a dropout key"):
+        TransformerLM(replace(CONFIG, dropout=0.1))(tokens, positions=positions)
+
+
+def dead_rank_case(group, kind: str) -> None:
+    """A rank that is killed after its first attention."""
+    model = TransformerLM(CONFIG)
+    context_parallel(model, group, kind)
+    if group.rank() == 1:
+        model.blocks[0].attention.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    part = split_sequence(batch_of(1, False), group)
+    start = monotonic()
+    try:
+        for _ in range(2):
+            model.losses(model.run_blocks(part), part).tokens.backward()
+    finally:
+        assert monotonic() - start < 15  # of 20 seconds that ranks wait for each other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_that_dies_is_named(kind):
+    kind_of_error, message = ranks.run_failing(dead_rank_case, 2, 20.0, kind=kind)[0]
+    assert kind_of_error == CommError.__name__
+    assert "rank 1 died" in message
+
+
+def test_numbers_of_collectives_do_not_depend_on_documents():
+    """Packed or not, the same messages pass: ranks never wait for what another one left out."""
+    counts = []
+    for is_packed in (False, True):
+        with fake_ranks(1, 2) as group, record() as events:
+            model = context_parallel(TransformerLM(CONFIG), group, "ring")
+            part = split_sequence(batch_of(2, is_packed), group)
+            model.losses(model.run_blocks(part), part).tokens.backward()
+        counts.append(Counter((event.verb, event.label, event.numel) for event in events))
+    assert counts[0] == counts[1]
+    assert set(counts[0].values()) == {LAYERS}
