@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ContextType, ModelConfig
 from cs336_systems.schedule import blocks_of, bubble_fraction
 
 TIED = "embedding.tokens.weight"
@@ -55,7 +55,7 @@ class Layout:
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
     ep: int = 1  # ranks that the experts are split over; with dp they are the ranks that see different rows
     cp: int = 1  # context parallelism: ranks that a sequence is split over, from the embedding to the loss
-    cp_type: str = "ring"  # how keys and values of the whole sequence come together
+    cp_type: ContextType = "ring"  # how keys and values of the whole sequence come together
 
     def __post_init__(self) -> None:
         counts = "tp", "pp", "dp", "ep", "cp", "chunks", "micro_batch", "global_batch", "vocabulary_multiple"
@@ -108,7 +108,7 @@ def check_experts(config: ModelConfig, ranks: int) -> None:
         raise UserError(f"{count} experts do not divide over ep {ranks}: choose an ep that divides {count}")
 
 
-def check_context(config: ModelConfig, ranks: int, kind: str, tp: int = 1) -> None:
+def check_context(config: ModelConfig, ranks: int, kind: ContextType, tp: int = 1) -> None:
     """Raises UserError, with the numbers, for a model whose sequences cannot be split over so many ranks."""
     if ranks > 1 and not config.causal:
         raise UserError(f"cp {ranks} splits the sequence of a decoder, and this model is an encoder: leave --cp out")

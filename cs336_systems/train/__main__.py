@@ -16,6 +16,7 @@ import torch
 
 from cs336_systems.comm import Group, Place, agree, default_group, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.context_parallel import attention_work
 from cs336_systems.cost import Hardware, Mode, capacity, count_parameters
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.probe import probe
@@ -61,7 +62,13 @@ def introduce(trainer: Trainer, hardware: Hardware) -> str:
     if (count := layout.microbatches) > 1 or layout.pp > 1:
         text += f", {count} microbatch{'es' * (count > 1)} of {layout.micro_batch}"
     text += f", schedule {layout.schedule}" if layout.pp > 1 else ""
-    text += f"\n{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
+    packed = "\npacked documents; FLOPs are counted as if every row were one" if recipe.data.pack else ""
+    if layout.cp > 1:
+        positions = trainer.batches.batch(0, *trainer.data_rank).positions
+        work = attention_work(layout.cp, trainer.seq, positions)
+        shares = " ".join(f"{share / sum(work):.1%}" for share in work)
+        text += f"\ncp-type {layout.cp_type}; scores of attention by rank{', first batch' if packed else ''}: {shares}"
+    text += f"{packed}\n{trainer.batches.name}: {format_count(trainer.batches.tokens)} tokens\n"
     return f"{text}{hardware.name}: {format_count(hardware.matmul_flops)}FLOP/s at best in {recipe.model.precision}"
 
 

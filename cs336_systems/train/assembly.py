@@ -51,7 +51,7 @@ class Assembly:
         self.stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
         self.plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
         self.experts = expert_parallel(model, mesh.ep, mesh.data)
-        context_parallel(model, mesh.cp, recipe.parallel.cp_type)
+        context_parallel(model, mesh.cp, layout.cp_type)
         if device.type != "meta":
             self.plan.init_weights(recipe.run.seed, device)
         if recipe.model.half:

@@ -194,6 +194,7 @@ def fullest(recipe: Recipe, config: ModelConfig, layout: Layout) -> dict[str, in
 def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Sequence[Observation]) -> Table:
     """Parameters and memory of a rank of each stage; the first data-parallel rank has most."""
     note = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}" + f" x ep {layout.ep}" * bool(config.num_experts)
+    note += f" x cp {layout.cp} ({layout.cp_type})" * (layout.cp > 1)
     note += f", ZeRO stage {layout.zero}, {recipe.model.precision}, {config.vocab_size:,} words. "
     if config.num_experts:
         number, layers = config.num_experts // layout.ep, config.expert_layers
@@ -217,8 +218,10 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
             sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
     note = "ends: the first and the last stage, which share the tied embedding; world: all ranks."
+    if layout.ep > 1 or layout.cp > 1:
+        note += " data: dp, ep and cp together."
     if layout.ep > 1:
-        note += " data: dp and ep together. How many rows travel to experts is counted as if the router were balanced."
+        note += " How many rows travel to experts is counted as if the router were balanced."
     title = "A step's collectives and messages on one rank of each stage"
     return Table(title, ["stage", "axis", "verb", "calls", "size"], rows, note)
 

@@ -37,9 +37,9 @@ def in_turn(logits: torch.Tensor, *rest: object) -> torch.Tensor:
 
 
 @cache
-def mesh_of(tp: int, pp: int, ep: int) -> Mesh:
+def mesh_of(tp: int, pp: int, ep: int, cp: int) -> Mesh:
     """Of this process; one for all layouts of these degrees, since groups take long to make."""
-    return Mesh(tp, pp, ep)
+    return Mesh(tp, pp, ep, cp)
 
 
 def config_of(changes: dict) -> ModelConfig:
@@ -54,8 +54,8 @@ def layout_case(group, steps) -> list:
     found = []
     for changes, degrees in steps:
         config, layout = config_of(changes), Layout(**degrees)
-        mesh = mesh_of(layout.tp, layout.pp, layout.ep)
-        step = RankStep(Assembly(Recipe(), config, layout, mesh, torch.device("cpu")), Observer(), SEQ)
+        mesh = mesh_of(layout.tp, layout.pp, layout.ep, layout.cp)
+        step = RankStep(Assembly(Recipe(), config, layout, mesh, torch.device("cpu")), Observer(), SEQ // layout.cp)
         found.append(items(step.run(layout.microbatches)))
     return found
 
@@ -72,8 +72,8 @@ def items(traffic: Counter[Transfer]) -> list:
 
 def settings(ranks: int, **changes) -> dict:
     """A layout of so many ranks, dp what the others leave, with rows for every microbatch: two if it matters."""
-    tp, pp, ep, chunks = (changes.get(name, 1) for name in ("tp", "pp", "ep", "chunks"))
-    dp, micro = ranks // (tp * pp * ep), 2
+    tp, pp, ep, cp, chunks = (changes.get(name, 1) for name in ("tp", "pp", "ep", "cp", "chunks"))
+    dp, micro = ranks // (tp * pp * ep * cp), 2
     m = changes.pop("m", 1 if tp == ranks else 2)
     kind = {} if "schedule" in changes else {"schedule": "interleaved" if chunks > 1 else "1f1b"}
     sizes = {"dp": dp, "micro_batch": micro, "global_batch": micro * dp * ep * m, "vocabulary_multiple": 8}

@@ -440,7 +440,10 @@ def test_dropout_is_one_option():
             "--encoder-num-layers 12 --decoder-num-layers 12 --hidden-size 768",
             "--encoder-num-layers is T5's, an encoder with a decoder, which is not here; BERT and GPT are",
         ),
-        ("--context-parallel-size 2", "--context-parallel-size 2 does not exist here; it is 1"),
+        (
+            "--cp-comm-type a2a+p2p",
+            "--cp-comm-type a2a+p2p does not exist here; use p2p, all_gather or a2a",
+        ),
         (
             "--num-layers 2 --hidden-size 8 --num-attention-heads 4 --kv-channels 4",
             "--kv-channels 4 does not exist here; it is 2",

@@ -43,6 +43,9 @@ ON_TWO = [
     (LLAMA | DEEP, {"pp": 2, "chunks": 2}),
     *((BERT, {"zero": stage}) for stage in (2, 3)),
     (LLAMA | {"recompute": "segments"}, {"zero": 3}),
+    (LLAMA | {"recompute": "attention"}, {"cp": 2}),
+    ({"dropout": 0.1}, {"cp": 2, "cp_type": "gather", "zero": 2}),
+    (LLAMA, {"cp": 2, "cp_type": "ulysses"}),
 ]
 ON_FOUR = [
     (BERT, {"tp": 2, "pp": 2, "sequence": True, "m": 3}),
@@ -51,6 +54,8 @@ ON_FOUR = [
     (BERT, {"pp": 2, "zero": 3, "schedule": "gpipe", "m": 3}),
     (BERT | {"recompute": "nested"}, {"pp": 2, "zero": 3, "m": 2}),
     ({"dropout": 0.1}, {"tp": 4, "sequence": True}),
+    (LLAMA, {"tp": 2, "cp": 2, "sequence": True}),
+    (LLAMA, {"pp": 2, "cp": 2, "zero": 1, "m": 2}),
 ]
 
 
