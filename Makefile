@@ -71,6 +71,7 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what experts --write docs/experts.md
 	$(RUN) -m benchmarks.tables --what cost --write docs/cost.md
 	$(RUN) -m benchmarks.tables --what checkpoints --write docs/checkpoints.md
+	$(RUN) -m benchmarks.tables --what context --write docs/long_sequences.md
 
 clean: ## remove the environment and what the demo wrote
 	rm -rf $(VENV) runs build *.egg-info

@@ -2,8 +2,8 @@
 its bandwidth, a start of each operator, first touch of new memory, every transfer over one link, and the schedule
 played through by `schedule.simulate`.
 
-Transfers of tensor and expert parallelism wait, those between stages travel while stages compute, and the reductions of
-gradients hide behind the last microbatch's backward.
+Transfers of tensor, expert and context parallelism wait, those between stages travel while stages compute, and the
+reductions of gradients hide behind the last microbatch's backward.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,11 +37,14 @@ def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardwa
     def is_routing(each: Transfer) -> bool:
         return each.axis == "ep" or each.what == "balance"
 
+    def is_context(each: Transfer) -> bool:
+        return each.axis == "cp" and each.verb != "receive"  # what one rank receives another one sends
+
     def of_stage(seen: Observation, wanted: Callable[[Transfer], bool]) -> list[float]:
         return [traffic_seconds(seen, link, lambda each: each.phase == way and wanted(each)) / m for way in ways]  # noqa: B023
 
     computed = [[work_seconds(seen.work[way], hardware) / m for way in ways] for seen in stages]
-    spoken = [of_stage(seen, lambda each: each.axis == "tp") for seen in stages]
+    spoken = [of_stage(seen, lambda each: each.axis == "tp" or is_context(each)) for seen in stages]
     routed = [of_stage(seen, is_routing) for seen in stages]
     times = [[sum(each) for each in zip(*parts, strict=True)] for parts in zip(computed, spoken, routed, strict=True)]
     busiest = max(range(layout.pp), key=lambda stage: sum(times[stage]))
@@ -65,6 +68,7 @@ def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardwa
         "backward": m * computed[busiest][1],
         "bubble": alone - m * sum(times[busiest]),
         "tensor-parallel": traffic_seconds(seen, link, lambda each: each.axis == "tp"),
+        "context-parallel": traffic_seconds(seen, link, is_context),
         "expert-parallel": m * sum(routed[busiest]),
         "pipeline": together - alone + traffic_seconds(seen, link, lambda each: each.axis == "ends"),
         "data-parallel": (exposed if buckets else 0.0) + rest,

@@ -9,6 +9,7 @@ from benchmarks.checkpoint_tables import checkpoint_tables
 from benchmarks.cost_tables import cost_tables
 from benchmarks.expert_tables import expert_tables
 from benchmarks.kernel_tables import goals_table, kernel_tables
+from benchmarks.long_context import context_tables
 from benchmarks.memory_tables import memory_tables
 from benchmarks.parallel_tables import parallel_tables
 from benchmarks.plan import PassSettings
@@ -26,6 +27,7 @@ FIRST = {
     "memory": "python -m benchmarks.memory --all-sizes",
     "scaling": "python -m benchmarks.scaling",
     "checkpoints": "python -m benchmarks.checkpoints",
+    "context": "python -m benchmarks.long_context",
 }
 COLUMNS = ("size", "pass", "measured", "predicted", "tokens/s", "MFU", "peak memory", "predicted")
 
@@ -85,14 +87,14 @@ def row(record: Record) -> list[str]:
 
 
 def measured_tables(results: Path = RESULTS, what: str = "e2e") -> str:
-    """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts or checkpoints, or those of
-    the cost model; with passes, the kernels' goals.
+    """Every machine's tables of passes, several ranks, kernels, memory, layouts, experts, checkpoints or long
+    sequences, or those of the cost model; with passes, the kernels' goals.
 
     Raises UserError if there is no record at all.
     """
     make = {
         "parallel": parallel_tables, "kernels": kernel_tables, "memory": memory_tables, "scaling": scaling_tables,
-        "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables,
+        "experts": expert_tables, "cost": cost_tables, "checkpoints": checkpoint_tables, "context": context_tables,
         "e2e": lambda results: [table for path in sorted(results.glob("*/e2e.jsonl")) for table in end_to_end(path)],
     }[what]  # fmt: skip
     with shown(results):
@@ -120,9 +122,9 @@ def insert(text: str, tables: str) -> str:
 )
 @click.option(
     "--what",
-    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints"]),
+    type=click.Choice(["e2e", "parallel", "kernels", "memory", "scaling", "experts", "cost", "checkpoints", "context"]),
     default="e2e",
-    help="Whole passes, several ranks, kernels, memory, layouts, experts, the cost model, or checkpoints.",
+    help="Whole passes, several ranks, kernels, memory, layouts, experts, the cost model, checkpoints, or sequences.",
 )
 def main(write: Path | None, what: str) -> None:
     """Print the measured tables as Markdown, or write them into a file."""

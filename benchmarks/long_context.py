@@ -1,0 +1,247 @@
+"""How long can a sequence be? Context parallelism, three ways, beside one rank: `python -m benchmarks.long_context`.
+
+Every length is trained by one rank and by context-parallel ranks with the real loop, turn by turn: time of a step, peak
+memory of a rank, bytes that it sends for attention. What does not learn the losses of one rank gets no speed.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from importlib import import_module
+from itertools import cycle
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+from rich.table import Table
+
+from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
+from benchmarks.harness import WrongResultError, noise, ratios, summarise
+from benchmarks.parallel_tables import markdown
+from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records, read_records
+from benchmarks.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
+from benchmarks.scaling_record import Layout, affinity, gate, predict
+from cs336_systems.comm import Place, find_place
+from cs336_systems.comm.launch import run_command_on_ranks
+from cs336_systems.comm.startup import Backend, choose_backend
+from cs336_systems.context_parallel import attention_work
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_seconds, setting
+from cs336_systems.host.text import plot_text
+from cs336_systems.presets import Attention, ContextType
+from cs336_systems.traffic import sent
+from cs336_systems.train.recipe import Recipe
+
+COUNT = click.IntRange(1)
+COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak memory", "live", "sent", "work")
+CAPTION = (
+    "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library on "
+    "the meta device; sent: for attention, by a rank in a step; work: the most scores of a rank over the mean. "
+    "*: noisy (standard deviation above 5% of the mean): trust the ratios"
+)
+
+
+@dataclass(frozen=True)
+class LongContextSettings:
+    """Options of the command line, one field each."""
+
+    contexts: tuple[int, ...] = setting((1024, 4096, 8192), "Tokens in a sequence; may be repeated.", type=COUNT)
+    cp: tuple[int, ...] = setting((2, 4), "Context-parallel ranks; may be repeated.", type=click.IntRange(2))
+    size: str = setting("tiny", "Model preset.")
+    attention: Attention = setting("sdpa", "Implementation of attention.")
+    batch_size: int = setting(1, "Sequences in a step.", type=COUNT)
+    pack: bool = setting(False, "Rows of packed documents.")
+    rounds: int = setting(3, "Turns of every candidate.", type=COUNT)
+    steps: int = setting(2, "Steps that count in a turn.", type=COUNT)
+    threads: int = setting(1, "Threads of each CPU rank.", type=COUNT)
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
+    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: 64 tokens, 2 ranks, one round, no record.")
+
+    def recipe(self, seq: int, cp: int = 1, kind: ContextType = "ring") -> Recipe:
+        """What a candidate trains. The first update is at full rate, as the gate assumes."""
+        return Recipe.of(
+            size=self.size, context=seq, batch_size=self.batch_size, micro_batch_size=self.batch_size, dp=1, cp=cp,
+            cp_type=kind, attention=self.attention, pack=self.pack, lr=1e-3, min_lr=1e-3, warmup_steps=0,
+            data=() if self.pack else ("random",), device=self.device, backend=self.backend,
+        )  # fmt: skip
+
+
+def plan(settings: LongContextSettings) -> list[Layout]:
+    """One rank and the three ways, at every length. Raises UserError for a length that does not divide."""
+    ways: list[tuple[int, ContextType]] = [(1, "ring")]
+    ways += [(cp, kind) for cp in settings.cp for kind in ("ring", "gather", "ulysses")]
+    layouts = []
+    for seq in settings.contexts:
+        for cp, kind in ways:
+            recipe = settings.recipe(seq, cp, kind)
+            config = recipe.model_config()
+            recipe.check(config, cp)
+            layouts.append(Layout(recipe, cp, config))
+    return layouts
+
+
+def name_of(layout: Layout) -> str:
+    """`4096 tokens, ring over 2 ranks`."""
+    way = f"{layout.recipe.parallel.cp_type} over {layout.ranks} ranks" if layout.ranks > 1 else "one rank"
+    return f"{layout.seq} tokens, {way}"
+
+
+def play(layouts: list[Layout], settings: LongContextSettings, launcher: Launcher) -> None:
+    """The gate, then a turn of every candidate in each round."""
+    with console.progress("gate", len(layouts)) as advance:
+        for layout in layouts:
+            alone = next(each for each in layouts if each.seq == layout.seq)  # the one rank comes first
+            layout.gate = launcher.run(take_turn, ScalingTask(layout.recipe, threads=settings.threads), layout.ranks)
+            layout.wrong = gate(layout.gate, alone.gate, layout.config, layout.recipe)
+            advance(name_of(layout))
+    good = [layout for layout in layouts if not layout.wrong]
+    with console.progress("taking turns", settings.rounds * len(good)) as advance:
+        for _ in range(settings.rounds):
+            for layout in good:
+                task = ScalingTask(layout.recipe, settings.steps, 1, settings.threads)
+                layout.turns.append(launcher.run(take_turn, task, layout.ranks))
+                advance(name_of(layout))
+
+
+def make_record(layout: Layout, alone: Layout, peak: Answer, settings: LongContextSettings) -> Record:
+    """The record of a candidate, beside one rank with sequences of this length."""
+    parallel = layout.recipe.parallel
+    kind = torch.device("cuda" if peak["gpus"] else "cpu")
+    backend = choose_backend(settings.backend, kind, Place(0, layout.ranks, 0, layout.ranks))
+    what = {
+        "way": parallel.cp_type if layout.ranks > 1 else "one rank", "cp": layout.ranks, "context": layout.seq,
+        "size": settings.size, "batch_size": settings.batch_size, "attention": settings.attention,
+        "pack": settings.pack, "backend": backend, "threads": settings.threads,
+    }  # fmt: skip
+    stamp = peak["environment"] | {"world_size": layout.ranks, "backend": backend, "threads": settings.threads}
+    seen = layout.stages[0]
+    of_attention = ((each, n) for each, n in seen.traffic.items() if each.axis == "cp" and each.verb != "receive")
+    predicted = {"live_bytes": sum(seen.peak.values()), "activations_bytes": seen.activations}
+    predicted["sent_bytes"] = sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in of_attention)
+    predicted |= predict(layout, peak, settings.threads)
+    if layout.wrong:
+        return Record("long_context", what, stamp, flags=[layout.wrong], predicted=predicted, status="unsupported")
+    samples = [sample for turn in layout.turns for sample in turn["samples_ms"]]
+    metrics: dict[str, Any] = summarise(samples) | ratios(layout.turn_ms(), alone.turn_ms())
+    memory = [max(turn["memory_bytes"]) for turn in layout.turns if None not in turn["memory_bytes"]]
+    metrics["memory_bytes"] = max(memory) if memory else None
+    work = attention_work(layout.ranks, layout.seq)
+    metrics["balance"] = max(work) * len(work) / sum(work)
+    metrics["affinity"] = affinity(layout.ranks, settings.threads) if kind.type == "cpu" else None
+    return Record("long_context", what, stamp, samples, metrics, predicted, noise(metrics))
+
+
+def row(record: Record) -> list[str]:
+    """One record as cells."""
+    config, metrics, predicted = record.config, record.metrics, record.predicted
+    start = [f"{config['context']:,}", str(config["cp"]), config["way"]]
+    if record.status != "ok":
+        return [*start, "wrong"]
+    memory = "unknown" if metrics["memory_bytes"] is None else format_bytes(metrics["memory_bytes"])
+    times = [format_seconds(value / 1e3) for value in (metrics["median_ms"], predicted["mean_ms"])]
+    sent = format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"
+    cells = [times[0] + "*" * bool(record.flags), times[1], f"{metrics['ratio_median']:.2f}", memory]
+    return [*start, *cells, format_bytes(predicted["live_bytes"]), sent, f"{metrics['balance']:.2f}"]
+
+
+def title_of(record: Record) -> str:
+    """What all rows of a table have in common."""
+    config, stamp = record.config, record.environment
+    packed = ", packed documents" if config["pack"] else ""
+    model = f"{config['size']}, batch of {config['batch_size']}, attention {config['attention']}{packed}"
+    return f"{model}; {stamp['device']}, {stamp['cores']} cores, {config['threads']} thread(s) a rank"
+
+
+def context_tables(results: Path) -> list[str]:
+    """The committed records as Markdown, a table for each machine and model."""
+    tables = []
+    for path in sorted(results.glob("*/long_context.jsonl")):
+        groups: dict[str, list[Record]] = {}
+        for record in sorted(read_records(path), key=lambda each: (each.config["context"], each.config["cp"])):
+            groups.setdefault(title_of(record), []).append(record)
+        tables += [
+            markdown(f"**Long sequences**; {title}", COLUMNS, list(map(row, rows))) for title, rows in groups.items()
+        ]
+    return tables
+
+
+def draw(path: Path) -> Path:
+    """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
+    newest = [each for each in read_records(path) if each.status == "ok" and not each.config["pack"]]
+    ticker = import_module("matplotlib.ticker")
+    figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
+    panels = figure.subplots(1, 2)
+    styles = dict(zip(("one rank", "ring", "gather", "ulysses"), STYLES, strict=False))
+    for way, cp in dict.fromkeys((each.config["way"], each.config["cp"]) for each in newest):
+        line = [each for each in newest if (each.config["way"], each.config["cp"]) == (way, cp)]
+        line.sort(key=lambda each: each.config["context"])
+        colour, marker = styles[way]
+        dashes = dict(zip(sorted({each.config["cp"] for each in newest}), cycle(("-", "-", "--")), strict=False))[cp]
+        places = [each.config["context"] for each in line]
+        label = way if cp == 1 else f"{way}, {cp} ranks"
+        figures = [[each.predicted["live_bytes"] for each in line], [each.metrics["median_ms"] / 1e3 for each in line]]
+        for panel, values in zip(panels, figures, strict=True):
+            panel.plot(places, values, dashes, color=colour, marker=marker, markersize=4, label=plot_text(label))
+    formats, names = (format_bytes, format_seconds), ("live tensors of a rank at most (computed)", "a step (measured)")
+    for panel, write, name in zip(panels, formats, names, strict=True):
+        panel.set(xscale="log", yscale="log", xlabel="tokens in a sequence")
+        panel.set_title(name, loc="left", fontsize="medium")
+        ticks = sorted({each.config["context"] for each in newest})
+        panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
+        panel.xaxis.set_minor_locator(ticker.NullLocator())
+        panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _, write=write: write(value)))
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+        panel.grid(which="major", color="#dddddd", linewidth=0.6)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize="small"
+    )
+    picture = path.with_suffix(".svg")
+    with import_module("matplotlib").rc_context({"svg.hashsalt": "long_context"}):
+        figure.savefig(picture, metadata={"Date": None})
+    return picture
+
+
+@click.command()
+@console.options(LongContextSettings)
+def main(**options: Any) -> None:
+    """Train on long sequences with one rank and with context-parallel ranks, three ways, turn by turn."""
+    settings, here = LongContextSettings(**options), find_place()
+    if here.world_size > 1:
+        raise UserError("this benchmark starts its ranks itself: run it without torchrun")
+    kind = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
+    settings = replace(settings, device=kind)
+    if settings.smoke:
+        settings = replace(settings, contexts=(64,), cp=(2,), rounds=1, steps=1)
+    layouts, launcher, path = plan(settings), Launcher(here, kind), None
+    for layout in layouts:
+        choose_backend(settings.backend, torch.device(kind), Place(0, layout.ranks, 0, layout.ranks))
+    if not settings.smoke:
+        folder = settings.results or RESULTS / machine_name(torch.device(kind), settings.machine)
+        path = open_records(folder, "long_context")
+    play(layouts, settings, launcher)
+    budget = 0.02 if settings.smoke else 0.3
+    task = ScalingTask(layouts[0].recipe, 0, 0, settings.threads, budget, settings.commit)
+    peak = launcher.run(measure_peak, task, 1)
+    first = {layout.seq: layout for layout in reversed(layouts)}
+    records = [make_record(layout, first[layout.seq], peak, settings) for layout in layouts]
+    table = Table(*COLUMNS, title=title_of(records[0]), title_justify="left", caption=CAPTION, caption_justify="left")
+    for record in records:
+        table.add_row(*row(record))
+    console.console().print(table)
+    if path:
+        for record in records:
+            append_record(record, path)
+        print(appended(len(records), path))
+        print(draw(path) if can_plot() else HOW_TO_PLOT)
+    if wrong := [f"{name_of(layout)}: {layout.wrong}" for layout in layouts if layout.wrong]:
+        raise WrongResultError("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command_on_ranks(main))
