@@ -36,8 +36,8 @@ from cs336_systems.train.recipe import Recipe
 COUNT = click.IntRange(1)
 COLUMNS = ("tokens", "ranks", "way", "step", "predicted", "/ one rank", "peak memory", "live", "sent", "work")
 CAPTION = (
-    "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library on "
-    "the meta device; sent: for attention, by a rank in a step; work: the most scores of a rank over the mean. "
+    "peak memory: of the rank that needs most, in its process; live: tensors alone, predicted by running the library "
+    "on the meta device; sent: for attention, by a rank in a step; work: the most scores of a rank over the mean. "
     "*: noisy (standard deviation above 5% of the mean): trust the ratios"
 )
 
@@ -120,8 +120,8 @@ def make_record(layout: Layout, alone: Layout, peak: Answer, settings: LongConte
     }  # fmt: skip
     stamp = peak["environment"] | {"world_size": layout.ranks, "backend": backend, "threads": settings.threads}
     seen = layout.stages[0]
-    of_attention = ((each, n) for each, n in seen.traffic.items() if each.axis == "cp" and each.verb != "receive")
-    predicted = {"live_bytes": sum(seen.peak.values()), "activations_bytes": seen.activations}
+    of_attention = ((each, n) for each, n in seen.traffic.items() if each.axis == "cp")
+    predicted: dict[str, Any] = {"live_bytes": sum(seen.peak.values()), "activations_bytes": seen.activations}
     predicted["sent_bytes"] = sum(n * each.nbytes * sent(each.verb, each.ranks) for each, n in of_attention)
     predicted |= predict(layout, peak, settings.threads)
     if layout.wrong:

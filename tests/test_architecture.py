@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "cs336_systems", "benchmarks", "writeup")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 FLOORS = {room.name: room.floor for room in rooms()}
-LESSONS = ("ddp", "sharded_optimizer", "fsdp", "tensor_parallel", "pipeline", "expert_parallel")
+LESSONS = ("ddp", "sharded_optimizer", "fsdp", "tensor_parallel", "pipeline", "context_parallel", "expert_parallel")
 PREDICTORS = ("cs336_systems/cost", "cs336_systems/profiling")
 TORCH_FREE = tuple(
     f"cs336_systems/{name}"

@@ -175,6 +175,8 @@ def factors() -> dict[str, float]:
 
     for name, sequence in (("tensor parallelism", False), ("with sequence parallelism", True)):
         found[name] = passes(Layout(tp=4, micro_batch=2, global_batch=2, sequence=sequence), "tp")
+    gathered = Layout(cp=4, cp_type="gather", micro_batch=2, global_batch=2)
+    found["context parallelism"] = passes(gathered, "cp")
     experts = passes(Layout(ep=4, micro_batch=2, global_batch=8), "ep", num_experts=8)
     found["expert parallelism"] = experts / config.override(num_experts=8).mixture.top_k
     pipe = sent_in(config, Layout(pp=4, micro_batch=2, global_batch=2), "pp", rank=1)
