@@ -172,7 +172,7 @@ def context_tables(results: Path) -> list[str]:
 
 def draw(path: Path) -> Path:
     """Draw peak memory and time over the length from all records of a file; returns the picture beside it."""
-    newest = [each for each in read_records(path) if each.status == "ok" and not each.config["pack"]]
+    newest = [each for each in read_records(path) if each.metrics.get("memory_bytes") and not each.config["pack"]]
     ticker = import_module("matplotlib.ticker")
     figure = import_module("matplotlib.figure").Figure(figsize=(8, 4.2), layout="constrained")
     panels = figure.subplots(1, 2)
@@ -184,18 +184,18 @@ def draw(path: Path) -> Path:
         dashes = dict(zip(sorted({each.config["cp"] for each in newest}), cycle(("-", "-", "--")), strict=False))[cp]
         places = [each.config["context"] for each in line]
         label = way if cp == 1 else f"{way}, {cp} ranks"
-        figures = [[each.predicted["live_bytes"] for each in line], [each.metrics["median_ms"] / 1e3 for each in line]]
+        figures = [[each.metrics["memory_bytes"] for each in line], [each.metrics["median_ms"] / 1e3 for each in line]]
         for panel, values in zip(panels, figures, strict=True):
             panel.plot(places, values, dashes, color=colour, marker=marker, markersize=4, label=plot_text(label))
-    formats, names = (format_bytes, format_seconds), ("live tensors of a rank at most (computed)", "a step (measured)")
+    formats, names = (format_bytes, format_seconds), ("peak memory of a rank's process", "a step")
     for panel, write, name in zip(panels, formats, names, strict=True):
-        panel.set(xscale="log", yscale="log", xlabel="tokens in a sequence")
+        panel.set(xscale="log", xlabel="tokens in a sequence")
+        panel.set_yscale("log", base=2)
         panel.set_title(name, loc="left", fontsize="medium")
         ticks = sorted({each.config["context"] for each in newest})
         panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks], minor=False)
         panel.xaxis.set_minor_locator(ticker.NullLocator())
         panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _, write=write: write(value)))
-        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
         panel.grid(which="major", color="#dddddd", linewidth=0.6)
         panel.spines[["top", "right"]].set_visible(False)
     figure.legend(

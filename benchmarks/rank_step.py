@@ -28,6 +28,11 @@ def traffic_seconds(seen: Observation, link: Link, wanted: Callable[[Transfer], 
     return sum(n * link.seconds(each.nbytes, each.ranks, each.verb) for each, n in found)
 
 
+def of_attention(each: Transfer) -> bool:
+    """True for a transfer of context parallelism; of a message its sending, since another rank receives it."""
+    return each.axis == "cp" and each.verb != "receive"
+
+
 def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardware, link: Link) -> dict[str, float]:
     """Seconds of one step by what they are spent on, and `total`, their sum, from an observation of each stage. All but
     `pipeline`, what messages between stages add to the simulated time, are of the stage that has most to do: `bubble`
@@ -37,14 +42,11 @@ def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardwa
     def is_routing(each: Transfer) -> bool:
         return each.axis == "ep" or each.what == "balance"
 
-    def is_context(each: Transfer) -> bool:
-        return each.axis == "cp" and each.verb != "receive"  # what one rank receives another one sends
-
     def of_stage(seen: Observation, wanted: Callable[[Transfer], bool]) -> list[float]:
         return [traffic_seconds(seen, link, lambda each: each.phase == way and wanted(each)) / m for way in ways]  # noqa: B023
 
     computed = [[work_seconds(seen.work[way], hardware) / m for way in ways] for seen in stages]
-    spoken = [of_stage(seen, lambda each: each.axis == "tp" or is_context(each)) for seen in stages]
+    spoken = [of_stage(seen, lambda each: each.axis == "tp" or of_attention(each)) for seen in stages]
     routed = [of_stage(seen, is_routing) for seen in stages]
     times = [[sum(each) for each in zip(*parts, strict=True)] for parts in zip(computed, spoken, routed, strict=True)]
     busiest = max(range(layout.pp), key=lambda stage: sum(times[stage]))
@@ -68,7 +70,7 @@ def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardwa
         "backward": m * computed[busiest][1],
         "bubble": alone - m * sum(times[busiest]),
         "tensor-parallel": traffic_seconds(seen, link, lambda each: each.axis == "tp"),
-        "context-parallel": traffic_seconds(seen, link, is_context),
+        "context-parallel": traffic_seconds(seen, link, of_attention),
         "expert-parallel": m * sum(routed[busiest]),
         "pipeline": together - alone + traffic_seconds(seen, link, lambda each: each.axis == "ends"),
         "data-parallel": (exposed if buckets else 0.0) + rest,

@@ -72,6 +72,7 @@ RUNS = (
         module="benchmarks.two_nodes",
     ),
     Benchmark("scaling", minutes=4),
+    Benchmark("long_context", minutes=6),
     Benchmark("checkpoints", minutes=3),
     *(
         Benchmark("compare", ("--size", size, "norm=rmsnorm", "norm=layernorm", "compile", "precision=bf16"), minutes)
