@@ -1,0 +1,95 @@
+"""The benchmark of long sequences, run as a user runs it with ranks that are made up: gate, records, table, picture."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks import long_context
+from benchmarks.records import read_records
+from benchmarks.scaling_measure import measure_peak
+from cs336_systems.cost import Hardware
+from cs336_systems.host.console import run_command
+
+PEAK = {
+    "rank": asdict(Hardware("fast", 1e12, 1e11, "made up")),
+    "machine_flops": 2e12,
+    "gpus": 0,
+    "environment": {"device": "Test CPU", "cores": 2, "torch": "2.13", "commit": "abc", "device_type": "cpu"},
+}
+
+
+class MadeUp:
+    """A launcher whose ranks answer at once: a step takes 100 ms over the ranks; a `wrong` way learns otherwise."""
+
+    wrong = ""
+
+    def __init__(self, here, device) -> None:
+        self.asked = []
+
+    def run(self, work, task, ranks: int) -> dict:
+        if work is measure_peak:
+            return PEAK
+        kind = task.recipe.parallel.cp_type
+        losses = [5.0, 4.0] if kind != self.wrong or ranks == 1 else [5.5, 4.0]
+        answer = {"losses": losses, "norms": [1.0, 1.0], "memory_bytes": [2**20 // ranks] * ranks, "vocab_size": 256}
+        answer["link"] = {"latency": 1e-4, "bandwidth": 1e9} if ranks > 1 else None
+        return answer | {"samples_ms": [100.0 / ranks] * task.steps}
+
+
+@pytest.fixture(autouse=True)
+def made_up(monkeypatch):
+    monkeypatch.setattr(long_context, "Launcher", MadeUp)
+
+
+def run(*arguments: str) -> int:
+    return run_command(long_context.main, ["--device", "cpu", *arguments])
+
+
+def test_every_way_has_a_record_and_a_row(in_tmp, capsys):
+    assert run("--contexts", "64", "--cp", "2", "--rounds", "2", "--results", "here") == 0
+    found = {(each.config["way"], each.config["cp"]): each for each in read_records(in_tmp / "here/long_context.jsonl")}
+    assert list(found) == [("one rank", 1), ("ring", 2), ("gather", 2), ("ulysses", 2)]
+    ring, alone = found["ring", 2], found["one rank", 1]
+    assert ring.samples_ms == [50.0] * 4
+    assert ring.metrics["ratio_median"] == 0.5
+    assert (ring.metrics["memory_bytes"], ring.metrics["balance"]) == (2**19, 1.0)
+    # A layer's keys and values: 2 x 64 x 128 numbers of 4 bytes; half there, half again, all of their gradients home.
+    assert ring.predicted["sent_bytes"] == 4 * 2 * 2 * 64 * 128 * 4
+    assert found["gather", 2].predicted["sent_bytes"] == 4 * 2 * 64 * 128 * 4
+    assert ring.predicted["live_bytes"] < alone.predicted["live_bytes"]
+    out = capsys.readouterr().out
+    assert "ulysses" in out
+    assert (in_tmp / "here/long_context.svg").read_text().startswith("<?xml")
+    tables = long_context.context_tables(in_tmp)
+    assert len(tables) == 1
+    assert "| 64 | 2 | ring | 50 ms |" in tables[0]
+
+
+def test_a_way_that_learns_something_else_has_no_speed(in_tmp, capsys, monkeypatch):
+    monkeypatch.setattr(MadeUp, "wrong", "ulysses")
+    assert run("--contexts", "64", "--cp", "2", "--results", "here") == 2
+    lines = [json.loads(line) for line in (in_tmp / "here/long_context.jsonl").read_text().splitlines()]
+    assert [line["status"] for line in lines] == ["ok", "ok", "ok", "unsupported"]
+    assert lines[-1]["samples_ms"] == []
+    assert "64 tokens, ulysses over 2 ranks: the first loss is 5.5 and 5 on one rank" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--contexts", "66"), "66 tokens do not divide into 2 x cp 2 = 4 parts: use --context 64, or a lower --cp"),
+        (("--contexts", "64", "--cp", "8"), "4 heads do not divide over tp 1 x cp 8 = 8 ranks"),
+        (("--contexts", "64", "--backend", "nccl"), "nccl"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(in_tmp, capsys, arguments, message):
+    assert run(*arguments, "--results", "here") == 2
+    assert message in capsys.readouterr().err
+    assert not (in_tmp / "here").exists()
+
+
+def test_a_smoke_run_records_nothing(in_tmp, capsys):
+    assert run("--smoke") == 0
+    assert "ring" in capsys.readouterr().out
+    assert not list(in_tmp.iterdir())
