@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from cs336_systems.comm import Mesh, Work, receive, send
 from cs336_systems.data.corpus import Batch
@@ -19,6 +22,7 @@ from cs336_systems.model.heads import BertOutput, Losses
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.schedule import Action, blocks_of, receives_from, schedule, sends_to
 
+Deferred = tuple[Tensor, Tensor, Tensor | None, Tensor]  # input, weight, bias, and the output's gradient
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -27,6 +31,51 @@ class OtherStage(nn.Module):
 
     def forward(self, *inputs: Any) -> NoReturn:
         raise AssertionError("this layer is on another stage of the pipeline")
+
+
+class SplitLinear(torch.autograd.Function):
+    """A linear layer whose backward gives its input's gradient, and leaves what its weights' needs in `later`. Weight
+    and bias come in a tuple, unseen by autograd, which would call their hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor, Tensor | None], later: list[Deferred]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weights, ctx.later = weights, later
+        return F.linear(x, *weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.later.append((x, *ctx.weights, grad))
+        return grad @ ctx.weights[0], None, None
+
+
+class SplitBackward(TorchFunctionMode):
+    """Runs linear layers inside the block as `SplitLinear`; what they leave is in `later`. Other parameters, such as
+    gains, embeddings and experts, get their gradients with those of inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later: list[Deferred] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and torch.is_grad_enabled() and not kwargs:
+            x, weight, bias = (*args, None)[:3]
+            if x.requires_grad and all(
+                each is None or (each.is_leaf and each.requires_grad) for each in (weight, bias)
+            ):
+                return SplitLinear.apply(x, (weight, bias), self.later)
+        return func(*args, **kwargs or {})
+
+    def finish(self) -> None:
+        """Add the gradients of weights to `.grad`, with the hooks that a backward calls."""
+        later, self.later = self.later, []
+        for x, weight, bias, grad in later:
+            x, flat = x.flatten(0, -2), grad.flatten(0, -2)
+            torch.autograd.backward([weight], [flat.mT @ x])  # in torch's own order: the same bits
+            if bias is not None:
+                torch.autograd.backward([bias], [flat.sum(0)])
 
 
 class Stage(nn.Module):
@@ -89,10 +138,17 @@ class Pipeline:
         lists = schedule(self.name, self.stage.stages, len(microbatches), self.stage.chunks)
         execution = _Execution(self, microbatches, loss, keys, lists)
         actions = [each for each in lists[self.stage.stage] if loss is not None or each.kind == "forward"]
-        # With chunks, each chunk's gradients end at another action, so none may be reduced early.
-        final = actions[-1] if self.stage.chunks == 1 else None
+        moving = [each for each in actions if each.kind != "weights"]  # which receive or send
+        around = dict(zip(moving, zip([None, *moving], [*moving[1:], None], strict=False), strict=True))
+        # With chunks, and where backward is split, gradients end at several actions, so none may be reduced early.
+        final = actions[-1] if self.stage.chunks == 1 and len(moving) == len(actions) else None
         with torch.set_grad_enabled(loss is not None):
-            for before, action, after in zip([None, *actions], actions, [*actions[1:], None], strict=False):
+            for action in actions:
+                if action.kind == "weights":
+                    with accumulate():
+                        execution.weights(action)
+                    continue
+                before, after = around[action]
                 received = execution.recv_next(action, before, after)
                 if action.kind == "forward":
                     result = execution.forward(action, received)
@@ -118,6 +174,7 @@ class _Execution:
     posted: dict[Action, tuple[tuple[int, Action], Work, Tensor]] = field(default_factory=dict)
     sent: list[tuple[int, int, Work]] = field(default_factory=list)  # (receiving stage, place in its list, send)
     losses: list[Losses] = field(default_factory=list)
+    split: dict[int, SplitBackward] = field(default_factory=dict)  # by microbatch
 
     def recv_next(self, action: Action, before: Action | None, after: Action | None) -> Tensor | None:
         """Receive the action's input, None for the batch or the loss, and post the receive of the action after it."""
@@ -167,7 +224,8 @@ class _Execution:
             hidden.requires_grad_()
         key = self.keys[microbatch] if self.keys else None
         with self.pipeline.timer("forward-compute"):
-            result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
+            with self.splits(microbatch):
+                result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
             if isinstance(output, Losses):
                 pair = None if output.pair is None else output.pair.detach()
                 self.losses.append(Losses(output.tokens.detach(), pair))
@@ -175,6 +233,18 @@ class _Execution:
         if self.loss is not None:
             self.live[microbatch, chunk] = hidden, output
         return result
+
+    def splits(self, microbatch: int) -> AbstractContextManager[Any]:
+        """Context of a forward whose backward the schedule splits."""
+        if self.loss is None or Action("weights", microbatch) not in self.lists[self.pipeline.stage.stage]:
+            return nullcontext()
+        self.split[microbatch] = SplitBackward()
+        return self.split[microbatch]
+
+    def weights(self, action: Action) -> None:
+        """The gradients of weights that a backward left."""
+        with self.pipeline.timer("backward-compute"):
+            self.split.pop(action.microbatch).finish()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """Backward of a chunk: the gradient of its input, None for the first chunk."""

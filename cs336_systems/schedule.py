@@ -1,6 +1,7 @@
-"""Pipeline schedules as data: GPipe, 1F1B and interleaved 1F1B, their closed forms, a simulator and a drawing.
+"""Pipeline schedules as data: GPipe, 1F1B, interleaved 1F1B and zero bubble, their closed forms, a simulator and a
+drawing.
 
-A schedule is a list of actions per stage. All three have a warm-up of forwards, a steady state in which a forward and
+A schedule is a list of actions per stage. All have a warm-up of forwards, a steady state in which a forward and
 a backward alternate, and a cool-down of backwards; they differ in the length of the warm-up. `pipeline.py` executes one
 stage's list, `simulate` plays all of them. Sends must not block: in 1F1B with two stages, stage 0 sends its second
 forward while stage 1 sends its first backward.
@@ -11,15 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from string import ascii_lowercase
 from typing import Literal, NamedTuple, get_args
 
 from cs336_systems.errors import UserError
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb-h1"]
 NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+ORDER = ("forward", "backward", "weights")
 LEGEND = "0> forward and 0< backward of microbatch 0; with chunks, 0a and 0A in chunk a, 0b and 0B in chunk b; . idle"
+SPLIT_LEGEND = "0> forward, 0< gradients of inputs and 0w of weights of microbatch 0; . idle"
 
 
 class ScheduleError(ValueError):
@@ -27,9 +30,10 @@ class ScheduleError(ValueError):
 
 
 class Action(NamedTuple):
-    """Forward or backward of one microbatch through one chunk of a stage's layers."""
+    """Forward or backward of one microbatch through one chunk of a stage's layers; or of a backward that is split, the
+    gradients of weights, after those of inputs ("backward")."""
 
-    kind: Literal["forward", "backward"]
+    kind: Literal["forward", "backward", "weights"]
     microbatch: int
     chunk: int = 0
 
@@ -57,6 +61,14 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int) -> list
     return _one_stage("interleaved", stage, stages, microbatches, chunks)
 
 
+def zero_bubble(stage: int, stages: int, microbatches: int) -> list[Action]:
+    """ZB-H1: 1F1B with each backward in two (Qi et al., arXiv:2401.10241, section 2.3). The stage before waits for the
+    gradients of inputs alone; those of weights can wait, and fill what would be idle. Stage r leaves those of the
+    latest r microbatches for later, so that every stage keeps the activations of at most p microbatches, as stage 0 of
+    1F1B does."""
+    return _one_stage("zb-h1", stage, stages, microbatches, 1)
+
+
 def schedule(name: str, stages: int, microbatches: int, chunks: int = 1) -> list[list[Action]]:
     """The lists of all stages of a schedule by name. Raises UserError for a name that is not in NAMES, a count below 1,
     chunks of a schedule that has none, and interleaved microbatches that are not a multiple of the stages."""
@@ -80,14 +92,22 @@ def blocks_of(stage: int, chunk: int, stages: int, chunks: int, num_layers: int)
 
 def bubble_fraction(name: str, stages: int, microbatches: int, chunks: int = 1) -> float:
     """Idle share of the pipeline's time, ((p - 1) / v) / (m + (p - 1) / v) for p equal stages, m microbatches, v chunks
-    and messages that take no time. arXiv:2104.04473, section 2.2, divides by the busy time instead: (p - 1) / (v m)."""
+    and messages that take no time. arXiv:2104.04473, section 2.2, divides by the busy time instead: (p - 1) / (v m).
+    ZB-H1, whose forward and two parts of backward take equal times, is idle for one of these p - 1 times, not three; a
+    pipeline of fewer than p microbatches for longer."""
     _check(name, stages, microbatches, chunks)
+    if name == "zb-h1":
+        idle = max(stages - 1, 2 * stages - 1 - microbatches)
+        return idle / (3 * microbatches + idle)
     return (stages - 1) / (microbatches * chunks + stages - 1)
 
 
 def sends_to(stage: int, action: Action, stages: int, chunks: int, back: bool = False) -> tuple[int, Action] | None:
-    """Stage and action that receive this action's output; None after the last chunk and before the first. The last
-    stage sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same way back."""
+    """Stage and action that receive this action's output; None after the last chunk and before the first, and for the
+    gradients of weights. The last stage sends chunk c's output to chunk c + 1 of stage 0, and gradients take the same
+    way back."""
+    if action.kind == "weights":
+        return None
     place = action.chunk * stages + stage + (1 if (action.kind == "forward") != back else -1)
     return (place % stages, action._replace(chunk=place // stages)) if 0 <= place < stages * chunks else None
 
@@ -129,8 +149,10 @@ class Simulation:
 
     @property
     def peak_live(self) -> list[int]:
-        """Of each stage, the largest number of forwards begun whose backward has not ended."""
-        return [max(accumulate(1 if each.action.kind == "forward" else -1 for each in row)) for row in self.timeline]
+        """Of each stage, the largest number of forwards begun whose backward, with all its parts, has not ended."""
+        last = "weights" if any(each.action.kind == "weights" for each in self.timeline[0]) else "backward"
+        steps = {"forward": 1, last: -1}
+        return [max(accumulate(steps.get(each.action.kind, 0) for each in row)) for row in self.timeline]
 
     def drawing(self, width: int = 100) -> str:
         """Text in at most `width` columns: a row per stage, characters per action (`LEGEND`), dots for idle.
@@ -148,7 +170,8 @@ class Simulation:
                 start, end = (margin + round(time * scale) for time in (each.start, each.end))
                 letter = ascii_lowercase[each.action.chunk % len(ascii_lowercase)]
                 forward, backward = "><" if self.chunks == 1 else (letter, letter.upper())
-                number, mark = str(each.action.microbatch), forward if each.action.kind == "forward" else backward
+                marks = {"forward": forward, "backward": backward, "weights": "w"}
+                number, mark = str(each.action.microbatch), marks[each.action.kind]
                 line = line.ljust(start, ".") + (number * (len(number) < end - start)).ljust(end - start, mark)
             lines.append(line.ljust(margin + round(self.makespan * scale), "."))
         return "\n".join(lines)
@@ -160,9 +183,10 @@ def simulate(
 ) -> Simulation:  # fmt: skip
     """Play the lists of all stages, each action as soon as its stage is free and its input has arrived. `forward` and
     `backward` are the times of one microbatch in a whole stage, all chunks together, in any unit: one number, or one
-    per stage. A message between stages takes `transfer` and keeps neither of them busy. Raises ScheduleError if a list
-    repeats or lacks an action, has a backward before its forward, or if the lists deadlock, naming the action that each
-    stage waits for. Raises UserError for a time that is not positive."""
+    per stage; the parts of a backward that is split take half of it each. A message between stages takes `transfer` and
+    keeps neither of them busy. Raises ScheduleError if a list repeats or lacks an action, has a backward before its
+    forward, or if the lists deadlock, naming the action that each stage waits for. Raises UserError for a time that is
+    not positive."""
     stages, chunks = len(schedules), _count_chunks(schedules)
     if transfer < 0:
         raise UserError(f"transfer must be at least 0, not {transfer}")
@@ -171,6 +195,8 @@ def simulate(
         times[kind] = list(time) if isinstance(time, Sequence) else [time] * stages
         if len(times[kind]) != stages or min(times[kind]) <= 0:
             raise UserError(f"{kind} must be a time above 0, or one for each of the {stages} stages, not {time}")
+    if any(action.kind == "weights" for action in schedules[0]):
+        times["backward"] = times["weights"] = [time / 2 for time in times["backward"]]
     timeline: list[list[Timed]] = [[] for _ in schedules]
     ends: dict[tuple[int, Action], float] = {}
     while True:
@@ -229,7 +255,16 @@ def _one_stage(name: str, stage: int, stages: int, microbatches: int, chunks: in
     else:
         ahead = min(stages - 1 - stage, microbatches)
     steady = chain.from_iterable(zip(forwards[ahead:], backwards, strict=False))  # one forward, one backward
-    return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
+    actions = [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
+    if name != "zb-h1":
+        return actions
+    later = [Action("weights", microbatch) for microbatch in range(microbatches)]
+    split = []
+    for action in actions:
+        split.append(action)
+        if action.kind == "backward" and action.microbatch >= stage:
+            split.append(later[action.microbatch - stage])
+    return [*split, *later[max(0, microbatches - stage) :]]
 
 
 def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:
@@ -239,7 +274,8 @@ def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:
         raise ScheduleError("a schedule needs at least one stage and one action")
     microbatches, chunks = 1 + max(each.microbatch for each in everything), 1 + max(each.chunk for each in everything)
     forwards = [Action("forward", microbatch, chunk) for microbatch in range(microbatches) for chunk in range(chunks)]
-    wanted = Counter(forwards + [each._replace(kind="backward") for each in forwards])
+    kinds = sorted({"forward", "backward", *(each.kind for each in everything)}, key=ORDER.index)
+    wanted = Counter(each._replace(kind=kind) for each in forwards for kind in kinds)
     for stage, actions in enumerate(schedules):
         found = Counter(actions)
         for action in found - wanted:
@@ -248,6 +284,8 @@ def _count_chunks(schedules: Sequence[Sequence[Action]]) -> int:
             raise ScheduleError(f"stage {stage} has no {action}")
         order = {action: place for place, action in enumerate(actions)}
         for each in forwards:
-            if order[each] > order[each._replace(kind="backward")]:
-                raise ScheduleError(f"stage {stage} has a backward before the {each}")
+            for before, after in pairwise(kinds):
+                if order[each._replace(kind=before)] > order[each._replace(kind=after)]:
+                    what = each._replace(kind=before)
+                    raise ScheduleError(f"stage {stage} has a {after} before the {what}")
     return chunks

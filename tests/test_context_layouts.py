@@ -1,4 +1,4 @@
-"""Sequences that are split over ranks, and packed documents, learn what one process learns: losses, every parameter's
+"""Split sequences, packed documents and zero-bubble pipelines learn what one process learns: losses, every parameter's
 gradient, its norm, and the parameters after two steps of AdamW, in float64, with every other axis and ZeRO stage."""
 
 import pytest
@@ -22,6 +22,7 @@ LAYOUTS = {
         Layout(dp=2, pack=True, zero=2),
         Layout(tp=2, sequence_parallel=True, **PACKED),
         Layout(pp=2, pack=True, accumulate=True),
+        Layout(pp=2, accumulate=True, schedule="zb-h1", dropout=0.1, zero=1),
     ],
     4: [
         Layout(tp=2, cp=2, model="llama", sequence_parallel=True, **PACKED),
@@ -33,6 +34,10 @@ LAYOUTS = {
         Layout(dp=2, cp=2, model="llama", zero=3, **PACKED),
         Layout(dp=2, cp=2, cp_type="gather", zero=2, recompute="segments"),
         Layout(dp=2, cp=2, cp_type="ulysses", zero=1, pack=True),
+        Layout(pp=2, cp=2, model="llama", accumulate=True, schedule="zb-h1", pack=True),
+        Layout(tp=2, pp=2, accumulate=True, schedule="zb-h1", sequence_parallel=True, recompute="attention"),
+        Layout(pp=2, dp=2, model="bert", accumulate=True, schedule="zb-h1", zero=2, dropout=0.1),
+        Layout(pp=4, model="llama", accumulate=True, schedule="zb-h1"),
         Layout(cp=4, model="llama", pack=True),
         Layout(cp=4, cp_type="gather", dropout=0.1),
         Layout(cp=4, cp_type="ulysses", zero=2, **PACKED),
@@ -42,6 +47,7 @@ LAYOUTS = {
         Layout(tp=2, dp=2, cp=2, cp_type="ulysses", model="llama", zero=3, pack=True),
         Layout(pp=2, dp=2, cp=2, cp_type="gather", accumulate=True, zero=1, dropout=0.1),
         Layout(tp=2, cp=4, pack=True),
+        Layout(tp=2, pp=2, dp=2, model="llama", accumulate=True, schedule="zb-h1", zero=1, sequence_parallel=True),
         Layout(dp=4, cp=2, zero=3, **PACKED),
     ],
 }

@@ -9,7 +9,9 @@ from cs336_systems.schedule import schedule, simulate
 PAGE = (Path(__file__).resolve().parents[1] / "docs/model_parallelism.md").read_text()
 
 
-@pytest.mark.parametrize(("name", "chunks", "width"), [("gpipe", 1, 74), ("1f1b", 1, 74), ("interleaved", 2, 122)])
+@pytest.mark.parametrize(
+    ("name", "chunks", "width"), [("gpipe", 1, 74), ("1f1b", 1, 74), ("interleaved", 2, 122), ("zb-h1", 1, 89)]
+)
 def test_the_drawings_are_the_schedules(name, chunks, width):
     simulation = simulate(schedule(name, 4, 8, chunks))
     assert simulation.drawing(width) in PAGE

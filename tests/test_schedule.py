@@ -1,8 +1,10 @@
 """Pipeline schedules: every small one simulated against its formulas, some written out by hand, broken ones refused."""
 
 from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
 
 from cs336_systems.errors import UserError
 from cs336_systems.schedule import (
@@ -18,6 +20,7 @@ from cs336_systems.schedule import (
     schedule,
     sends_to,
     simulate,
+    zero_bubble,
 )
 
 # (name, p, m, v): interleaving with v > 1 needs m to be a multiple of p.
@@ -29,7 +32,7 @@ TIMES = ((12.0, 24.0), (12.0, 12.0), (12.0, 60.0), (60.0, 12.0))
 
 def actions(text: str) -> list[Action]:
     """F0 and B0 are microbatch 0's forward and backward; F0b is its forward in chunk 1."""
-    kinds = {"F": "forward", "B": "backward"}
+    kinds = {"F": "forward", "B": "backward", "W": "weights"}
     return [Action(kinds[word[0]], int(word[1]), "ab".index(word[2:] or "a")) for word in text.split()]
 
 
@@ -60,6 +63,42 @@ def test_bubble_and_peak_equal_their_formulas(forward, backward):
         assert ran.idle == [(p - 1) * (forward + backward) / v] * p, (name, p, m, v)
         assert ran.makespan == (m * v + p - 1) * (forward + backward) / v, (name, p, m, v)
         assert ran.peak_live == peaks, (name, p, m, v)
+
+
+@pytest.mark.parametrize("time", [1.0, 12.0])
+def test_zero_bubble_is_idle_for_one_time_of_three(time):
+    """Forward and both parts of backward take the same time, of which a stage of 1F1B is idle for 3 (p - 1)."""
+    for p, m in product(range(1, 9), range(1, 17)):
+        ran = simulate(schedule("zb-h1", p, m), time, 2 * time)
+        idle = p - 1 if m >= p else 2 * p - 1 - m
+        assert ran.makespan == (3 * m + idle) * time, (p, m)
+        assert ran.bubble == pytest.approx(bubble_fraction("zb-h1", p, m), rel=1e-12)
+        assert ran.peak_live == [min(p, m)] * p, (p, m)
+        for stage, actions_of_stage in enumerate(schedule("zb-h1", p, m)):
+            assert [a for a in actions_of_stage if a.kind != "weights"] == one_f_one_b(stage, p, m)
+            assert [a.microbatch for a in actions_of_stage if a.kind == "weights"] == list(range(m))
+
+
+def test_zero_bubble_by_hand():
+    assert schedule("zb-h1", 2, 3) == [
+        actions("F0 F1 B0 W0 F2 B1 W1 B2 W2"),
+        actions("F0 B0 F1 B1 W0 F2 B2 W1 W2"),
+    ]
+    assert zero_bubble(1, 2, 3) == schedule("zb-h1", 2, 3)[1]
+
+
+def test_zero_bubble_is_what_torch_calls_so():
+    """torch.distributed.pipelining makes the same lists where it takes the same numbers of microbatches."""
+    kinds = {"FORWARD": "forward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights"}
+    for p, rounds in product((2, 3, 4, 8), (1, 2, 3)):
+        for stage in range(p):
+            one = SimpleNamespace(
+                pp_group_size=p, n_local_stages=1, rank=stage, number_of_rounds=rounds, microbatches_per_round=p,
+                _n_microbatches=p * rounds,
+            )  # fmt: skip
+            theirs = ScheduleInterleavedZeroBubble._calculate_single_rank_operations(one, stage)
+            theirs = [Action(kinds[each.computation_type.name], each.microbatch_index) for each in theirs if each]
+            assert theirs == zero_bubble(stage, p, p * rounds)
 
 
 def test_every_action_once_and_gradients_added_in_the_order_of_one_process():
@@ -241,7 +280,7 @@ def test_other_lists_that_are_none():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("zigzag", 2, 4, 1), "no schedule is called 'zigzag': choose from gpipe, 1f1b, interleaved"),
+        (("zigzag", 2, 4, 1), "no schedule is called 'zigzag': choose from gpipe, 1f1b, interleaved, zb-h1"),
         (("1f1b", 0, 4, 1), "stages must be at least 1, not 0"),
         (("gpipe", 2, -1, 1), "microbatches must be at least 1, not -1"),
         (("interleaved", 2, 4, 0), "chunks must be at least 1, not 0"),

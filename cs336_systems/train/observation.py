@@ -21,7 +21,7 @@ from cs336_systems.host.table import Table
 from cs336_systems.layout import MAPPED, Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import LEGEND, bubble_fraction, schedule, simulate
+from cs336_systems.schedule import LEGEND, SPLIT_LEGEND, bubble_fraction, schedule, simulate
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
@@ -180,7 +180,8 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
         idle, simulation = bubble_fraction(*plan), simulate(schedule(*plan))
         shown.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
         columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
-        shown += [simulation.drawing(columns), LEGEND] if columns <= WIDEST else []
+        legend = SPLIT_LEGEND if layout.schedule == "zb-h1" else LEGEND
+        shown += [simulation.drawing(columns), legend] if columns <= WIDEST else []
     return Stacked(*shown)
 
 

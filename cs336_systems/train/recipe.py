@@ -125,6 +125,10 @@ class Recipe:
         parallel, seq = self.parallel, self.seq(config)
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
+        if parallel.schedule_name == "zb-h1" and (parallel.zero == 3 or self.model.recompute in ("segments", "nested")):
+            cause = "ZeRO stage 3" if parallel.zero == 3 else f"--recompute {self.model.recompute}"
+            reason = "the gradients of weights are computed later, from inputs that are kept"
+            raise UserError(f"--schedule zb-h1 does not go with {cause}: {reason}")
         if parallel.sequence_parallel and parallel.tp == 1:
             raise UserError("--sequence-parallel splits the sequence over tensor-parallel ranks; use --tp 2 or more")
         self.layout(ranks).check(config, seq)

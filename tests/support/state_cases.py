@@ -42,6 +42,7 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
     "llama": (
         "llama",
         "llama pp2 chunks2",
+        "llama pp2 zb",
         "llama cp2 zero2",
         "llama tp2 sequence padded600",
     ),  # the second rank has no words
@@ -55,7 +56,8 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
     "bf16": ("bf16 dp2 zero2", "bf16", "bf16 cp2", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
-CHOICES = {"gpipe": "schedule", "segments": "recompute"}  # options whose value is a word
+CHOICES = {"gpipe": "schedule", "zb": "schedule", "segments": "recompute"}  # options whose value is a word
+WORDS = {"zb": "zb-h1"}
 ALL = tuple(layout for layouts in LAYOUTS.values() for layout in layouts)
 
 
@@ -79,7 +81,7 @@ def recipe_of(layout: str, folder: str, **changes: object) -> Recipe:
     given = settings(layout)
     chosen = COMMON | FAMILIES[layout.split()[0]] | {"data": (f"{folder}/text",), "steps": FIRST + 1}
     chosen |= {"sequence_parallel": bool(given.pop("sequence", 0))}
-    chosen |= {option: word for word, option in CHOICES.items() if given.pop(word, 0)}
+    chosen |= {option: WORDS.get(word, word) for word, option in CHOICES.items() if given.pop(word, 0)}
     chosen |= {"pad_vocabulary": given.pop("padded", chosen["pad_vocabulary"])} | given
     if "num_experts" in chosen:
         chosen["micro_batch_size"] = expert_cases.GROUP  # rows that are routed together
