@@ -80,6 +80,8 @@ def plan(settings: LongContextSettings) -> list[Layout]:
         for cp, kind in ways:
             recipe = settings.recipe(seq, cp, kind)
             config = recipe.model_config()
+            if kind == "ulysses" and config.num_heads % cp:
+                continue  # for which the model has too few heads
             recipe.check(config, cp)
             layouts.append(Layout(recipe, cp, config))
     return layouts
@@ -130,8 +132,8 @@ def make_record(layout: Layout, alone: Layout, peak: Answer, settings: LongConte
     metrics: dict[str, Any] = summarise(samples) | ratios(layout.turn_ms(), alone.turn_ms())
     memory = [max(turn["memory_bytes"]) for turn in layout.turns if None not in turn["memory_bytes"]]
     metrics["memory_bytes"] = max(memory) if memory else None
-    work = attention_work(layout.ranks, layout.seq)
-    metrics["balance"] = max(work) * len(work) / sum(work)
+    work = attention_work(layout.ranks, layout.seq)  # of rows that are one document
+    metrics["balance"] = None if settings.pack else max(work) * len(work) / sum(work)
     metrics["affinity"] = affinity(layout.ranks, settings.threads) if kind.type == "cpu" else None
     return Record("long_context", what, stamp, samples, metrics, predicted, noise(metrics))
 
@@ -146,7 +148,13 @@ def row(record: Record) -> list[str]:
     times = [format_seconds(value / 1e3) for value in (metrics["median_ms"], predicted["mean_ms"])]
     sent = format_bytes(predicted["sent_bytes"]) if config["cp"] > 1 else "-"
     cells = [times[0] + "*" * bool(record.flags), times[1], f"{metrics['ratio_median']:.2f}", memory]
-    return [*start, *cells, format_bytes(predicted["live_bytes"]), sent, f"{metrics['balance']:.2f}"]
+    return [
+        *start,
+        *cells,
+        format_bytes(predicted["live_bytes"]),
+        sent,
+        "-" if metrics["balance"] is None else f"{metrics['balance']:.2f}",
+    ]
 
 
 def title_of(record: Record) -> str:
@@ -167,7 +175,7 @@ def context_tables(results: Path) -> list[str]:
         tables += [
             markdown(f"**Long sequences**; {title}", COLUMNS, list(map(row, rows))) for title, rows in groups.items()
         ]
-    return tables
+    return [*tables, CAPTION.replace("*", "\\*")] if tables else []
 
 
 def draw(path: Path) -> Path:

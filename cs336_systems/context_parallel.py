@@ -28,24 +28,23 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.comm import Exchange, Group, Work, pairs, receive, send
 from cs336_systems.data.corpus import Batch
+from cs336_systems.errors import UserError
 from cs336_systems.layout import check_context
 from cs336_systems.model.attention import SelfAttention
 from cs336_systems.model.blockwise import (
-    BlockAttention,
-    BlockGradients,
-    BlockKernel,
-    BlockSum,
-    BlockwiseAttention,
-    Parts,
-    Visible,
-)
+    BlockAttention, BlockGradients, BlockKernel, BlockSum, BlockwiseAttention, Parts, Visible,
+)  # fmt: skip
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ContextType
 
 
 def parts_of(rank: int, ranks: int, seq: int) -> Parts:
-    """Places of a rank's tokens in a sequence of `seq`, which 2 x ranks divide."""
-    size = seq // (2 * ranks)
+    """Places of a rank's tokens in a sequence. Raises UserError unless 2 x ranks divide it; one rank has all."""
+    if ranks == 1:
+        return (range(seq),)
+    size, rest = divmod(seq, 2 * ranks)
+    if rest:
+        raise UserError(f"{seq} tokens do not divide into 2 x cp {ranks} = {2 * ranks} parts: pad or cut the sequence")
     return tuple(range(part * size, (part + 1) * size) for part in (rank, 2 * ranks - 1 - rank))
 
 
@@ -56,7 +55,7 @@ def places_of(rank: int, ranks: int, seq: int) -> Tensor:
 
 def split_sequence(batch: Batch, group: Group) -> Batch:
     """This rank's tokens and targets of a batch (batch seq) -> (batch seq/ranks). Positions stay whole: attention needs
-    to know where the documents of the other ranks' tokens begin."""
+    to know where the documents of the other ranks' tokens begin. Raises UserError for a length that does not divide."""
     if group.size() == 1:
         return batch
     mine = places_of(group.rank(), group.size(), batch.tokens.shape[1]).to(batch.tokens.device)
@@ -79,21 +78,22 @@ def attention_work(ranks: int, seq: int, positions: Tensor | None = None) -> lis
 
 
 def context_parallel(model: TransformerLM, group: Group, kind: ContextType = "ring") -> TransformerLM:
-    """Make a model, or a pipeline's stage, work on this rank's tokens of `split_sequence`, in place; its parameters'
-    gradients are then to be added up over the group, as over data-parallel ranks. A group of one leaves it as it is.
-    Raises UserError for a model that cannot be split, such as an encoder."""
+    """Make a model, or that of a pipeline's stage, work on this rank's tokens, in place. It takes what `split_sequence`
+    gives, and no whole rows, which it cannot tell from parts of longer ones; losses are of this rank's targets, and
+    gradients are to be added up over the group, as over data-parallel ranks. A group of one leaves it as it is. Raises
+    UserError for a model that cannot be split, such as an encoder, and an unknown kind."""
     if group.size() == 1:
         return model
-    check_context(model.config, group.size(), kind)
-    ways: dict[ContextType, Callable[[Group], BlockwiseAttention]] = {
-        "ring": ring,
-        "gather": gather,
-        "ulysses": ulysses,
-    }
-    model.parts = lambda seq: parts_of(group.rank(), group.size(), seq * group.size())
-    for block in model.modules():
-        if isinstance(block, SelfAttention):
-            block.blockwise = ways[kind](group)
+    ways: dict[str, Callable[[Group], BlockwiseAttention]] = {"ring": ring, "gather": gather, "ulysses": ulysses}
+    if kind not in ways:
+        raise UserError(f"no context parallelism is called {kind!r}: choose from {', '.join(ways)}")
+    attentions = [module for module in model.modules() if isinstance(module, SelfAttention)]
+    here = attentions[0].query.weight.shape[0] // model.config.head_dim  # tensor parallelism has split them already
+    check_context(model.config, group.size(), kind, model.config.num_heads // here)
+    ranks = group.size()
+    model.parts = lambda seq: (parts_of(group.rank(), ranks, seq * ranks), seq * ranks)
+    for attention in attentions:
+        attention.blockwise = ways[kind](group)
     return model
 
 

@@ -49,7 +49,7 @@ class Layout:
     chunks: int = 1  # of a stage, for the schedule "interleaved"
     schedule: str = "1f1b"
     sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
-    zero: int = 0  # ZeRO stage over the ranks that see different rows
+    zero: int = 0  # ZeRO stage over the ranks that see different tokens
     micro_batch: int = 1
     global_batch: int = 1
     vocabulary_multiple: int = 1  # the vocabulary is padded to a multiple of it
@@ -137,8 +137,8 @@ def padded_vocabulary(vocab_size: int, multiple: int, ranks: int) -> int:
 
 
 class Transfer(NamedTuple):
-    """One collective or message of a step: its phase, its axis of the mesh ("tp", "pp", "ep", "dp", "data", which joins
-    these two, "ends" or "world"), verb, purpose, bytes of the whole tensor, and how many ranks take part."""
+    """One collective or message of a step: its phase, its axis of the mesh ("tp", "pp", "ep", "cp", "dp", "data", which
+    joins these three, "ends" or "world"), verb, purpose, bytes of the whole tensor, and how many ranks take part."""
 
     phase: str
     axis: str

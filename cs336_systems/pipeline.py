@@ -11,18 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torch.overrides import TorchFunctionMode
 
 from cs336_systems.comm import Mesh, Work, receive, send
 from cs336_systems.data.corpus import Batch
 from cs336_systems.model.heads import BertOutput, Losses
+from cs336_systems.model.split_backward import SplitBackward
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.schedule import Action, blocks_of, receives_from, schedule, sends_to
 
-Deferred = tuple[Tensor, Tensor, Tensor | None, Tensor]  # input, weight, bias, and the output's gradient
 Timer = Callable[[str], AbstractContextManager[Any]]
 
 
@@ -31,51 +28,6 @@ class OtherStage(nn.Module):
 
     def forward(self, *inputs: Any) -> NoReturn:
         raise AssertionError("this layer is on another stage of the pipeline")
-
-
-class SplitLinear(torch.autograd.Function):
-    """A linear layer whose backward gives its input's gradient, and leaves what its weights' needs in `later`. Weight
-    and bias come in a tuple, unseen by autograd, which would call their hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: tuple[Tensor, Tensor | None], later: list[Deferred]) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.weights, ctx.later = weights, later
-        return F.linear(x, *weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (x,) = ctx.saved_tensors
-        ctx.later.append((x, *ctx.weights, grad))
-        return grad @ ctx.weights[0], None, None
-
-
-class SplitBackward(TorchFunctionMode):
-    """Runs linear layers inside the block as `SplitLinear`; what they leave is in `later`. Other parameters, such as
-    gains, embeddings and experts, get their gradients with those of inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.later: list[Deferred] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and torch.is_grad_enabled() and not kwargs:
-            x, weight, bias = (*args, None)[:3]
-            if x.requires_grad and all(
-                each is None or (each.is_leaf and each.requires_grad) for each in (weight, bias)
-            ):
-                return SplitLinear.apply(x, (weight, bias), self.later)
-        return func(*args, **kwargs or {})
-
-    def finish(self) -> None:
-        """Add the gradients of weights to `.grad`, with the hooks that a backward calls."""
-        later, self.later = self.later, []
-        for x, weight, bias, grad in later:
-            x, flat = x.flatten(0, -2), grad.flatten(0, -2)
-            torch.autograd.backward([weight], [flat.mT @ x])  # in torch's own order: the same bits
-            if bias is not None:
-                torch.autograd.backward([bias], [flat.sum(0)])
 
 
 class Stage(nn.Module):

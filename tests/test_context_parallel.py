@@ -269,6 +269,43 @@ def test_refusals(name):
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (
+            torch.arange(4)[None],
+            r"positions are torch.int64 of shape \(1, 4\): whole numbers of shape \(2, 4\) are meant",
+        ),
+        (torch.arange(4), r"of shape \(4,\)"),
+        (torch.zeros(2, 5, dtype=torch.int64), r"of shape \(2, 5\)"),
+        (torch.zeros(2, 4), "torch.float32"),
+        (torch.arange(1, 5).expand(2, -1), "a row's positions begin at 0"),
+    ],
+)
+def test_positions_that_cannot_be_are_refused(positions, message):
+    with pytest.raises(UserError, match=message):
+        TransformerLM(CONFIG)(torch.zeros(2, 4, dtype=torch.int64), positions=positions)
+
+
+def test_what_cannot_be_split_is_refused():
+    with fake_ranks(0, 2) as group:
+        with pytest.raises(UserError, match="10 tokens do not divide into 2 x cp 2 = 4 parts"):
+            split_sequence(Batch(torch.zeros(1, 10, dtype=torch.int64)), group)
+        with pytest.raises(UserError, match="is called 'Ring': choose from ring, gather, ulysses"):
+            context_parallel(TransformerLM(CONFIG, "meta"), group, "Ring")
+    assert attention_work(1, 33) == [33 * 34 // 2]
+
+
+def test_ranks_without_targets_have_a_loss_of_zero():
+    """In the fused form the mean of none is not a number."""
+    model = TransformerLM(replace(CONFIG, kernels="triton"))
+    batch = batch_of(4, False)._replace(targets=torch.full((ROWS, SEQ), IGNORED))
+    loss = model.losses(model.run_blocks(batch), batch).tokens
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+
+
 def test_models_that_cannot_be_packed_say_so():
     tokens, positions = torch.zeros(1, 4, dtype=torch.int64), torch.tensor([[0, 1, 0, 1]])
     with pytest.raises(UserError, match="causal attention without padding"):

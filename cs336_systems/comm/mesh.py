@@ -18,13 +18,7 @@ from cs336_systems.comm.group import Group, default_group, has_tags
 from cs336_systems.comm.verbs import receive, send
 from cs336_systems.errors import UserError
 
-AXES = (
-    "pp",
-    "dp",
-    "ep",
-    "cp",
-    "tp",
-)  # from slowest to fastest: the last one's neighbours are neighbouring ranks
+AXES = ("pp", "dp", "ep", "cp", "tp")  # from slowest to fastest: neighbours along the last are neighbouring ranks
 
 
 class Mesh:

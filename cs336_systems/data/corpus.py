@@ -156,14 +156,19 @@ def _places(
 
 
 def document_starts(corpus: Corpus) -> np.ndarray:
-    """True at every document's first token (tokens,): after a blank line in text, and at one random token of 256."""
+    """True at every document's first token (tokens,): in text the first line after one or more blank lines, which may
+    have spaces; about one in 256 of random tokens."""
     tokens = corpus.tokens
     if not corpus.is_text:
         return np.random.default_rng(0).random(len(tokens)) < 1 / 256
-    blank, place = (tokens == ord("\n")) | (tokens == ord("\r")), np.arange(len(tokens), dtype=np.int32)
-    lines = np.cumsum(tokens == ord("\n"), dtype=np.int32)
-    before = np.maximum.accumulate(np.where(blank, -1, place))[:-1]  # the last token that is no end of a line
-    return np.concatenate(([True], ~blank[1:] & (before >= 0) & (lines[1:] - lines[before] >= 2)))
+    end, place = tokens == ord("\n"), np.arange(len(tokens), dtype=np.int32)
+    said, lines = ~np.isin(tokens, list(b"\n\r \t")), np.cumsum(end, dtype=np.int32)
+    before = np.maximum.accumulate(np.where(said, place, -1))[:-1]  # the last token that is no white space
+    first = said[1:] & (before >= 0) & (lines[1:] - lines[before] >= 2)
+    line = np.maximum.accumulate(np.where(end, place, -1)) + 1  # where each token's line begins
+    starts = np.zeros(len(tokens), dtype=bool)
+    starts[line[1:][first]] = starts[0] = True
+    return starts
 
 
 def packed_batch(corpus: Corpus, starts: np.ndarray, *which: int) -> tuple[Tensor, Tensor, Tensor]:

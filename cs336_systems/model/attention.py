@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.data.corpus import Batch
 from cs336_systems.errors import UserError
-from cs336_systems.model.blockwise import BlockKernel, BlockwiseAttention, Parts, Visible, block_attention
+from cs336_systems.model.blockwise import BlockKernel, BlockwiseAttention, PartsOf, Visible, block_attention
 from cs336_systems.model.dropout import drop
 from cs336_systems.presets import ModelConfig
 from kernels.flash_attention import FlashAttention2
@@ -39,15 +39,21 @@ class BlockInputs(NamedTuple):
     places: Places | None = None
 
 
-def find_places(batch: Batch, parts: Callable[[int], Parts] | None) -> Places:
-    """Places of a batch's tokens; `parts` gives those of a rank that has some of a sequence."""
-    seq, device, row = batch.tokens.shape[1], batch.tokens.device, None
-    if parts is None:
-        index = torch.arange(seq, device=device)
-    else:
-        index = row = torch.cat([torch.arange(each.start, each.stop, device=device) for each in parts(seq)])
-    length = seq if parts is None else max(each.stop for each in parts(seq))
-    return Places(row, index if batch.positions is None else batch.positions[:, index], length)
+def find_places(batch: Batch, parts: PartsOf | None) -> Places:
+    """Places of a batch's tokens; `parts` gives those of a rank that has some of a sequence. Raises UserError for
+    positions of another shape than whole rows, and for rows that do not begin at position 0."""
+    length, device = batch.tokens.shape[1], batch.tokens.device
+    mine, length = ((range(length),), length) if parts is None else parts(length)
+    index = torch.cat([torch.arange(each.start, each.stop, device=device) for each in mine])
+    if (positions := batch.positions) is not None:
+        shape, meant = tuple(positions.shape), (len(batch.tokens), length)
+        if shape != meant or positions.is_floating_point():
+            raise UserError(
+                f"positions are {positions.dtype} of shape {shape}: whole numbers of shape {meant} are meant"
+            )
+        if positions[:, 0].any():
+            raise UserError("a row's positions begin at 0, and again at 0 in each document; cut ones count anew")
+    return Places(None if parts is None else index, index if positions is None else positions[:, index], length)
 
 
 def angles(positions: Tensor, dim: int, base: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 A segment is a run of neighbouring tokens of one document. Of two segments of a document the later one sees all of the
 earlier, and each sees itself up to the diagonal. So what may be seen is a list of rectangles, which attention's plain
-kernels compute one at a time, and no mask (seq seq) is ever made:
+kernels compute one at a time, without a mask of all pairs of tokens:
 
     keys      a a a b b c c c
     queries a *
@@ -24,6 +24,7 @@ Shapes are in einops order; places are indices in the row.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,6 +39,7 @@ from cs336_systems.model.dropout import drop
 from kernels.flash_attention import flash_attention, flash_attention_backward
 
 Parts = tuple[range, ...]  # places of a rank's tokens, in the order in which it has them
+PartsOf = Callable[[int], tuple[Parts, int]]  # from how many it has: their places, and the length of the row
 
 
 class Segment(NamedTuple):
@@ -80,12 +82,14 @@ class Visible:
     def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
         """What the tokens of one rank see of those of another, or of its own."""
         if (queries, keys) not in self.known:
-            self.known[queries, keys] = [
-                rectangle
-                for rows, starts in self.documents
-                for segment in segments(starts, queries)
-                for rectangle in _seen(rows, segment, segments(starts, keys))
-            ]
+            found: list[Rectangle] = []
+            for rows, starts in self.documents:
+                by_document: dict[int, list[Segment]] = {}
+                for segment in segments(starts, keys):
+                    by_document.setdefault(segment.document, []).append(segment)
+                for segment in segments(starts, queries):
+                    found += _seen(rows, segment, by_document.get(segment.document, []))
+            self.known[queries, keys] = found
         return self.known[queries, keys]
 
 
@@ -93,18 +97,17 @@ def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
     """Cut a rank's tokens where documents begin, at places in ascending order of which the first is 0."""
     index = 0
     for part in parts:
-        borders = [part.start, *(start for start in starts if part.start < start < part.stop), part.stop]
-        for first, last in pairwise(borders):
-            document = max(start for start in starts if start <= first)
-            yield Segment(index, first, last - first, document)
+        within = starts[bisect_right(starts, part.start) : bisect_left(starts, part.stop)]
+        for first, last in pairwise([part.start, *within, part.stop]):
+            yield Segment(index, first, last - first, starts[bisect_right(starts, first) - 1])
             index += last - first
 
 
-def _seen(rows: slice, query: Segment, keys: Iterator[Segment]) -> Iterator[Rectangle]:
-    """What a segment sees, neighbouring segments of keys as one rectangle."""
+def _seen(rows: slice, query: Segment, keys: Sequence[Segment]) -> Iterator[Rectangle]:
+    """What a segment sees of its document, neighbouring segments of keys as one rectangle."""
     queries, before = slice(query.start, query.start + query.length), None
     for key in keys:
-        if key.document != query.document or key.place > query.place:
+        if key.place > query.place:
             continue
         end = key.start + key.length
         if key.place == query.place:

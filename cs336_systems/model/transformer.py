@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.data.corpus import IGNORED, Batch, count_targets
 from cs336_systems.errors import UserError
 from cs336_systems.model.attention import BlockInputs, Places, SelfAttention, angles, block_inputs, find_places
-from cs336_systems.model.blockwise import Parts
+from cs336_systems.model.blockwise import PartsOf
 from cs336_systems.model.dropout import drop
 from cs336_systems.model.feed_forward import FeedForward
 from cs336_systems.model.heads import BertHeads, BertOutput, Losses, TiedHead, TokenLoss
@@ -147,7 +147,7 @@ class TransformerLM(nn.Module):
             self.tied_head = TiedHead() if config.tied_head else None
             self.token_loss = TokenLoss()
         self.fused_loss = config.kernels == "triton" and self.bert_heads is None
-        self.parts: Callable[[int], Parts] | None = None  # places of this rank's tokens, if it has some of a sequence
+        self.parts: PartsOf | None = None  # places of this rank's tokens, if it has some of a sequence
         device = torch.device(device) if device is not None else torch.get_default_device()
         if device.type != "meta":  # a meta model has no values: to be counted, or cut into parts before they are drawn
             self.to_empty(device=device)
@@ -238,7 +238,9 @@ class TransformerLM(nn.Module):
         if self.fused_loss:  # the kernel never holds all logits
             weight = self.embedding.tokens.weight if self.head is None else self.head.weight
             mean = linear_cross_entropy(self.final_norm(x), weight, batch.targets, IGNORED)
-            return Losses(mean if reduction == "mean" else mean * count_targets(batch))
+            count = count_targets(batch)
+            # The mean of no targets is not a number, but their sum is zero.
+            return Losses(mean if reduction == "mean" else torch.where(count > 0, mean * count, torch.zeros_like(mean)))
         logits, pair = self.logits(x)
         tokens = self.token_loss(logits, batch.targets, reduction)
         if pair is None or batch.pair_labels is None:
@@ -258,6 +260,7 @@ class TransformerLM(nn.Module):
         return self.tied_head(x, self.embedding.tokens.weight, bias), pair
 
 
-def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats of the targets (batch seq) of tokens (batch seq), a scalar."""
-    return model(tokens, targets=targets)
+def lm_loss(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor:
+    """Mean cross entropy in nats of the targets (batch seq) of tokens (batch seq), a scalar; positions (batch seq) are
+    those in packed documents."""
+    return model(tokens, targets=targets) if positions is None else model(tokens, targets=targets, positions=positions)

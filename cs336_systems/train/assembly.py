@@ -2,8 +2,8 @@
 
 Blocks are divided into pipeline stages, a stage's matrices are split over tensor-parallel ranks, its experts over
 expert-parallel ones, and ZeRO replicates or shards the rest over data-parallel ranks. Experts have a wrapper and an
-optimizer of their own, as they have fewer replicas than dense parameters: dp ranks, not dp x ep. In stage 3 they are
-sharded as in stage 2: FSDP would gather again what expert parallelism has split.
+optimizer of their own, as they have fewer replicas than dense parameters: dp x cp ranks, not dp x ep x cp. In stage 3
+they are sharded as in stage 2: FSDP would gather again what expert parallelism has split.
 
 After the wrappers' synchronisation some sums remain, and the global norm counts every gradient once:
 

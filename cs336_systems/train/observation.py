@@ -197,6 +197,7 @@ def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Se
     note = f"tp {layout.tp} x pp {layout.pp} x dp {layout.dp}" + f" x ep {layout.ep}" * bool(config.num_experts)
     note += f" x cp {layout.cp} ({layout.cp_type})" * (layout.cp > 1)
     note += f", ZeRO stage {layout.zero}, {recipe.model.precision}, {config.vocab_size:,} words. "
+    note += "Packed rows are counted as if each were one document. " * recipe.data.pack
     if config.num_experts:
         number, layers = config.num_experts // layout.ep, config.expert_layers
         note += f"{number} of {config.num_experts} experts a rank, in {layers} layer{'s' * (layers > 1)}; balanced. "

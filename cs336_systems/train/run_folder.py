@@ -63,6 +63,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
     facts: dict[str, Any] = {f"the model's {name}": shape[name] for name in shape if name not in IMPLEMENTATION}
     facts |= {"--seed": recipe.run.seed, "--batch-size": trainer.batch, "--context": trainer.seq}
     facts |= {"--precision": recipe.model.precision, "the text's SHA-256": trainer.batches.sha256}
+    facts["--pack"] = recipe.data.pack
     return facts | ({flag(name): getattr(recipe.data, name) for name in BERT_DATA} if recipe.model.is_bert else {})
 
 
@@ -79,14 +80,16 @@ def computed(trainer: Trainer) -> dict[str, Any]:
 
 
 def routed_together(trainer: Trainer) -> str:
-    """Rows over which expert layers balance, or share a capacity, if what is learned depends on them; else empty."""
+    """Rows over which expert layers balance, or share a capacity, if what is learned depends on them; else empty. Of a
+    split sequence each rank routes its own part."""
     mixture, rows, ranks = trainer.config.mixture, trainer.micro_batch, trainer.data_rank[1]
+    split = f" / {trainer.mesh.cp.size()}" if trainer.mesh.cp.size() > 1 else ""
     if not trainer.config.num_experts or not (mixture.aux_weight or mixture.capacity_factor):
         return ""
     if mixture.aux_scope == "local" or not mixture.aux_weight:
-        return str(rows)
+        return f"{rows}{split}"
     balanced = "all" if rows * ranks == trainer.batch else f"{rows} of each of {ranks} ranks"
-    return f"{balanced}, {rows} to a capacity" if mixture.capacity_factor else balanced
+    return f"{balanced}, {rows}{split} to a capacity" if mixture.capacity_factor else balanced
 
 
 def check_state(checkpoint: Checkpoint) -> None:
@@ -144,7 +147,8 @@ class RunCheckpoints:
         """Raises RefusedError for a checkpoint that cannot be used, and UserError if it is of another run: an older
         checkpoint there would be, too."""
         check_state(checkpoint)
-        saved, mine = checkpoint.state["identity"], identity(self.trainer)
+        # Earlier versions knew no packing.
+        saved, mine = {"--pack": False} | checkpoint.state["identity"], identity(self.trainer)
         if differing := _differing(saved, mine, "{} was {} there and is {} now"):
             problem = f"{self.folder.parent} holds another run: {differing[0]}; resume with what it began with"
             raise UserError(f"{problem}, or name another folder with --out DIR")

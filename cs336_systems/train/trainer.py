@@ -49,8 +49,11 @@ class Trainer:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.device = recipe, choose_device(recipe.launch.device)
         parallel = recipe.parallel
-        if recipe.launch.backend == "gloo" and self.device.type == "cuda" and parallel.pp > 1:
-            raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
+        if recipe.launch.backend == "gloo" and self.device.type == "cuda":
+            if parallel.pp > 1:
+                raise UserError("gloo sends messages between stages from CPUs only; use --backend nccl, or --pp 1")
+            if parallel.cp > 1 and parallel.cp_type == "ring":
+                raise UserError("gloo sends messages of a ring from CPUs only; use --backend nccl, or --cp-type gather")
         self.mesh = mesh = Mesh(parallel.tp, parallel.pp, parallel.ep, parallel.cp, parallel.dp)
         self.data_rank = mesh.rows.rank(), mesh.rows.size()  # which rows of a batch are this rank's
         layout = recipe.layout(mesh.world.size())
@@ -85,6 +88,7 @@ class Trainer:
             else:  # it varies: the global batch's
                 counted = count_targets(batch).float()
                 all_reduce(counted.view(1), self.mesh.data, "targets", "sum").wait()
+                counted.clamp_(min=1.0)  # a batch without any target learns nothing
             microbatches = batch.split(self.micro_batch)
             keys = part.dropout_keys(self.recipe.run.seed, step, microbatches)
         set_balance_scale(self.stage, self.scaler.scale / len(microbatches))
@@ -186,4 +190,6 @@ class Trainer:
         self.stage.train()
         tokens, pairs, counted = sums.tolist()
         pair = {"validation_sop_loss": pairs / (self.recipe.run.eval_iters * self.batch)}
+        if not counted:
+            raise UserError("no target is left in the text for evaluation: use a longer --context, or leave --pack out")
         return {"validation_loss": tokens / counted} | (pair if self.recipe.model.is_bert else {})

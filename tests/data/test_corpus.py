@@ -49,6 +49,8 @@ def test_documents_begin_after_blank_lines():
     corpus = Corpus(np.frombuffer(text.encode(), np.uint8), "text")
     starts = document_starts(corpus).nonzero()[0].tolist()
     assert [text[start:][:4] for start in starts] == ["one\n", "thre", "four", "five"]
+    indented = b"a\n  \n\t\n    b\n c\n\n"
+    assert document_starts(Corpus(np.frombuffer(indented, np.uint8), "text")).nonzero()[0].tolist() == [0, 7]
     assert document_starts(Corpus(np.frombuffer(b"\n\na", np.uint8), "text")).tolist() == [True, False, False]
     random = document_starts(random_corpus(100, length=100_000))
     assert 300 < random.sum() < 500

@@ -50,7 +50,7 @@ def real_case(group, cases) -> list:
     found, gating.choose = [], in_turn
     for changes, degrees, precision in cases:
         config, layout = config_of(changes), Layout(**degrees)
-        mesh = mesh_of(layout.tp, layout.pp, layout.ep)
+        mesh = mesh_of(layout.tp, layout.pp, layout.ep, layout.cp)
         with Observer() as seen:
             part = Assembly(Recipe.of(precision=precision), config, layout, mesh, torch.device("cpu"))
             seen_in_step = SettledStep(part, seen, SEQ).observe()
