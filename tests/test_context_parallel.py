@@ -86,7 +86,7 @@ def three_ways_case(group, cases: list) -> list[tuple]:
     return worst
 
 
-@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 8))])
 def test_three_ways_with_every_kernel_equal_one_process(world):
     """Grouped queries with fewer heads of keys than ranks, dropout by place, packed documents."""
     allowed = bound(torch.float64, stages=3 * 16 * (LAYERS + 1), longest_sum=CONFIG.vocab_size)

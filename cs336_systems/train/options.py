@@ -183,7 +183,7 @@ class ParallelOptions:
     tp: int = setting(1, "Tensor-parallel ranks: each matrix is split over so many.", COUNT)
     pp: int = setting(1, "Pipeline stages: the blocks are split over so many ranks.", COUNT)
     ep: int = setting(1, "Expert-parallel ranks: experts are split.", COUNT, also=("--expert-model-parallel-size",))
-    cp: int = setting(1, "Context-parallel ranks: every sequence is split over so many.", COUNT)
+    cp: int = setting(1, "Context-parallel ranks: every sequence is split.", COUNT, also=("--context-parallel-degree",))
     cp_type: presets.ContextType = setting("ring", "How a sequence's keys reach its queries on other ranks.")
     dp: int | None = setting(None, "Data-parallel ranks.  [default: the rest]", COUNT)
     sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence.")
