@@ -106,7 +106,8 @@ class MoEEvalSettings(ExpertOptions):
         if ep is None:
             ep = min(max(1, ranks // self.tp), config.num_experts or 1)
         check_experts(config, ep)
-        return mesh_sizes(ranks, self.tp, 1, ep)
+        sizes = mesh_sizes(ranks, self.tp, 1, ep)
+        return {axis: sizes[axis] for axis in ("pp", "dp", "ep", "tp")}  # a sequence is not split here
 
     def blocks(self, config: ModelConfig) -> Blocks:
         """The text. Raises UserError where it is too short."""

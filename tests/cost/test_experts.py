@@ -139,4 +139,4 @@ def test_a_dry_run_counts_experts_and_their_messages():
     assert "tp 2 x pp 1 x dp 1 x ep 2, ZeRO stage 0" in said
     assert "2 of 4 experts a rank, in 1 layer; balanced." in said
     assert "ep │ all-to-all │ 5 │" in said
-    assert "data: dp and ep together." in said
+    assert "data: dp, ep and cp together." in said

@@ -252,7 +252,7 @@ def damages_case(group, folder: str) -> list[str]:
 def test_whatever_a_signed_manifest_says_is_refused_or_changes_nothing(tmp_path):
     write_text(tmp_path)
     (said,) = ranks.run(damages_case, 1, folder=str(tmp_path))
-    assert len(said) > 40, "many changes are refused"
+    assert len(said) > 20, "few changes reach what is checked"
     assert all("\n" not in each for each in said)
 
 
