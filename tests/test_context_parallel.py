@@ -192,7 +192,7 @@ def logits(positions: Tensor, tokens: Tensor, attention: str) -> Tensor:
         return model(tokens, positions=positions)
 
 
-@pytest.mark.parametrize("attention", ["naive", "sdpa", "flash"])
+@pytest.mark.parametrize("attention", ["naive", "sdpa", pytest.param("flash", marks=pytest.mark.slow)])
 def test_a_document_changes_nothing_in_the_others(attention):
     """The logits of all other documents are the same bits."""
     batch = batch_of(5, True)
