@@ -31,7 +31,7 @@ class SplitLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
-        ctx.later.append((x, *ctx.weights, grad))
+        ctx.later.append((x.detach(), *ctx.weights, grad))  # x itself would hold the graph, which holds `later`
         return grad @ ctx.weights[0], None, None
 
 
@@ -54,8 +54,8 @@ class SplitBackward(TorchFunctionMode):
 
     def finish(self) -> None:
         """Add the gradients of weights to `.grad`, with the hooks that a backward calls."""
-        later, self.later = self.later, []
-        for x, weight, bias, grad in later:
+        while self.later:
+            x, weight, bias, grad = self.later.pop(0)
             x, flat = x.flatten(0, -2), grad.flatten(0, -2)
             torch.autograd.backward([weight], [flat.mT @ x])  # in torch's own order: the same bits
             if bias is not None:
