@@ -63,7 +63,7 @@ class LongContextSettings:
     smoke: bool = setting(False, "Only show that it works: 64 tokens, 2 ranks, one round, no record.")
 
     def recipe(self, seq: int, cp: int = 1, kind: ContextType = "ring") -> Recipe:
-        """What a candidate trains. The first update is at full rate, as the gate assumes."""
+        """Recipe of a candidate; its first update is at the full rate, as the gate assumes."""
         return Recipe.of(
             size=self.size, context=seq, batch_size=self.batch_size, micro_batch_size=self.batch_size, dp=1, cp=cp,
             cp_type=kind, attention=self.attention, pack=self.pack, lr=1e-3, min_lr=1e-3, warmup_steps=0,
@@ -158,7 +158,7 @@ def row(record: Record) -> list[str]:
 
 
 def title_of(record: Record) -> str:
-    """What all rows of a table have in common."""
+    """Title of a table: the model, machine and threads that its rows share."""
     config, stamp = record.config, record.environment
     packed = ", packed documents" if config["pack"] else ""
     model = f"{config['size']}, batch of {config['batch_size']}, attention {config['attention']}{packed}"

@@ -80,7 +80,7 @@ class Visible:
         self.known: dict[tuple[Parts, Parts], list[Rectangle]] = {}
 
     def rectangles(self, queries: Parts, keys: Parts) -> list[Rectangle]:
-        """What the tokens of one rank see of those of another, or of its own."""
+        """Rectangles of a rank's queries and the keys of a rank, the same one or another."""
         if (queries, keys) not in self.known:
             found: list[Rectangle] = []
             for rows, starts in self.documents:
@@ -104,7 +104,7 @@ def segments(starts: Sequence[int], parts: Parts) -> Iterator[Segment]:
 
 
 def _seen(rows: slice, query: Segment, keys: Sequence[Segment]) -> Iterator[Rectangle]:
-    """What a segment sees of its document, neighbouring segments of keys as one rectangle."""
+    """Rectangles of a segment's queries and its document's keys; neighbouring segments of keys are joined."""
     queries, before = slice(query.start, query.start + query.length), None
     for key in keys:
         if key.place > query.place:

@@ -158,7 +158,7 @@ def transfer(event: Event, phase: str, mesh: Mesh) -> Transfer:
     experts = what.startswith(("dispatch", "combine", "expert counts"))
     order = ("ep", "tp") if experts else ("tp", "dp", "data", "ep", "replicas", "world")
     along = (axis for axis in order if getattr(mesh, axis).group_name == event.group)
-    of_context = next((name for name in OF_CONTEXT if what.startswith(name)), None)
+    of_context = next((name for name in OF_CONTEXT if mesh.cp.size() > 1 and what.startswith(name)), None)
     what = of_context or what
     axis = "cp" if of_context else "pp" if message else AXIS_OF.get(what) or next(along)
     return Transfer(phase, axis, event.verb, what, event.nbytes, event.ranks)

@@ -100,6 +100,15 @@ def test_ranks_send_what_one_observes_alone(ranks):
                 assert sent == alone, (rank, name)
 
 
+def test_an_axis_that_is_not_split_sends_nothing():
+    """BERT's heads gather the sequence over tp, and ulysses exchanges heads over cp: each has its own axis."""
+    bert = observed(BERT, settings(2, tp=2, sequence=True), 0)
+    assert ("all-gather", "heads") in {(verb, what) for _, axis, verb, what, *_ in bert if axis == "tp"}
+    assert "cp" not in {axis for _, axis, *_ in bert}
+    split = observed(LLAMA, settings(2, cp=2, cp_type="ulysses"), 0)
+    assert {what for _, axis, _, what, *_ in split if axis == "cp"} == {"heads", "heads back"}
+
+
 def sent_by(module: nn.Module, wrap, ranks: int = 2) -> Counter:
     """(verb, elements, bytes an element) of a step of a wrapper, votes apart, on the first of some ranks."""
     with fake_ranks(0, ranks):

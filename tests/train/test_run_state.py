@@ -221,7 +221,7 @@ def damages_case(group, folder: str) -> list[str]:
     values = (None, "x", [], {}, -1, 0.5, True, 10**400, [1], {"x": 1})
     # All that can be wrong with what the trainer counts, and with much else by chance.
     counts = len(list(places(good["state"]["trainer"]))) * len(values)
-    for number in range(counts + 90):
+    for number in range(counts + 120):
         body = deepcopy(good)
         found = list(places(body["state"]["trainer"] if number < counts else draw.choice((body, body["state"]))))
         owner, key = found[number // len(values)] if number < counts else draw.choice(found)
@@ -252,7 +252,7 @@ def damages_case(group, folder: str) -> list[str]:
 def test_whatever_a_signed_manifest_says_is_refused_or_changes_nothing(tmp_path):
     write_text(tmp_path)
     (said,) = ranks.run(damages_case, 1, folder=str(tmp_path))
-    assert len(said) > 20, "few changes reach what is checked"
+    assert len(said) > 40, "many changes are refused"
     assert all("\n" not in each for each in said)
 
 
