@@ -53,10 +53,10 @@ def predict_step(layout: Layout, stages: Sequence[Observation], hardware: Hardwa
     seen = stages[busiest]
     lists = schedule(layout.schedule, layout.pp, m, layout.chunks)
     forward, backward = ([each[way] for each in times] for way in (0, 1))
-    alone = simulate(lists, forward, backward).makespan
+    alone = simulate(lists, forward, backward, turn=layout.turn).makespan
     messages = (each for each in seen.traffic if each.axis == "pp")
     transfer = max((link.seconds(each.nbytes, each.ranks, each.verb) for each in messages), default=0.0)
-    together = simulate(lists, forward, backward, transfer).makespan
+    together = simulate(lists, forward, backward, transfer, layout.turn).makespan
 
     buckets = [each for each in seen.traffic.elements() if each.what == "bucket"]
     seconds = [link.seconds(each.nbytes, each.ranks, each.verb) for each in buckets]

@@ -14,7 +14,7 @@ from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, setting
 from cs336_systems.presets import Recompute, preset
-from cs336_systems.schedule import ScheduleName
+from cs336_systems.schedule.lists import ScheduleName
 from cs336_systems.train.recipe import Recipe
 
 COUNT = click.IntRange(1)

@@ -21,7 +21,7 @@ from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.host.machine import allowed_cores
 from cs336_systems.layout import Observation
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import bubble_fraction
+from cs336_systems.schedule.lists import bubble_fraction
 from cs336_systems.train.observation import observe
 from cs336_systems.train.recipe import Recipe
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ContextType, ModelConfig
-from cs336_systems.schedule import blocks_of, bubble_fraction
+from cs336_systems.schedule.lists import TURNING, blocks_of, bubble_fraction
 
 TIED = "embedding.tokens.weight"
 # Bytes from which glibc's malloc maps every block anew (mallopt(3): M_MMAP_THRESHOLD, which grows to 32 MiB).
@@ -46,7 +46,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     dp: int = 1
-    chunks: int = 1  # of a stage, for the schedule "interleaved"
+    chunks: int = 1  # of a stage, for the schedules "interleaved" and "zbv"
     schedule: str = "1f1b"
     sequence: bool = False  # sequence parallelism between the layers of tensor parallelism
     zero: int = 0  # ZeRO stage over the ranks that see different tokens
@@ -79,6 +79,11 @@ class Layout:
     def parts(self) -> int:
         """Equal parts that a sequence is cut into: two for each context-parallel rank, cut by sequence parallelism."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence else 1)
+
+    @property
+    def turn(self) -> bool:
+        """Chunks of the stages lie in a V."""
+        return self.schedule in TURNING
 
     @property
     def microbatches(self) -> int:

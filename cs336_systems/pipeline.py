@@ -1,9 +1,10 @@
 """Pipeline parallelism: the model's blocks in stages, one per rank, and microbatches that pass through them.
 
-`Stage` is a rank's part of a model. `Pipeline` walks its stage's list of a schedule (`schedule.py`): receive, compute,
-send. Activations go to the next stage and gradients to the one before, (rows seq d_model) each, under a label that
-names the microbatch. Sends do not block, and a receive is posted one action ahead, so that it arrives while another
-microbatch computes. (Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.)"""
+`Stage` is a rank's part of a model. `Pipeline` walks its stage's list of a schedule (`schedule/lists.py`): receive,
+compute, send. Activations go to the next stage and gradients to the one before, (rows seq d_model) each, under a label
+that names the microbatch; where a chunk feeds another of the same stage, they stay. Sends do not block, and a receive
+is posted one action ahead, so that it arrives while another microbatch computes. (Huang et al., GPipe,
+arXiv:1811.06965; Narayanan et al., arXiv:2104.04473.)"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,10 +16,12 @@ from torch import Tensor, nn
 
 from cs336_systems.comm import Mesh, Work, receive, send
 from cs336_systems.data.corpus import Batch
+from cs336_systems.errors import UserError
 from cs336_systems.model.heads import BertOutput, Losses
 from cs336_systems.model.split_backward import SplitBackward
 from cs336_systems.model.transformer import TransformerLM
-from cs336_systems.schedule import Action, blocks_of, receives_from, schedule, sends_to
+from cs336_systems.schedule import Action, schedule
+from cs336_systems.schedule.lists import SPLIT, TURNING, at_place, blocks_of, receives_from, sends_to
 
 Timer = Callable[[str], AbstractContextManager[Any]]
 
@@ -33,16 +36,17 @@ class OtherStage(nn.Module):
 class Stage(nn.Module):
     """One stage of a model, which is changed in place: some blocks, on the first stage the embedding, on the last the
     head and the loss. With a tied head the last stage has the embedding's weight, too; the gradients of the two copies
-    are to be added. `stage(batch, hidden, chunk, key)` runs a chunk of its blocks. hidden (rows seq d_model) is the
-    output of the chunk before, None for the first; the last chunk returns `Losses`, or logits for a batch without
-    targets. Raises UserError if the blocks do not divide over all chunks of all stages."""
+    are to be added. With `turn` chunks lie in a V, and stage 0 is the first and the last. `stage(batch, hidden, chunk,
+    key)` runs a chunk of its blocks. hidden (rows seq d_model) is the output of the chunk before, None for the first;
+    the last chunk returns `Losses`, or logits for a batch without targets. Raises UserError if the blocks do not divide
+    over all chunks of all stages."""
 
-    def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1) -> None:
+    def __init__(self, model: TransformerLM, stage: int, stages: int, chunks: int = 1, turn: bool = False) -> None:
         super().__init__()
         config = model.config
-        self.model, self.stage, self.stages, self.chunks = model, stage, stages, chunks
-        self.spans = [blocks_of(stage, chunk, stages, chunks, config.num_layers) for chunk in range(chunks)]
-        self.has_first, self.has_last = stage == 0, stage == stages - 1
+        self.model, self.stage, self.stages, self.chunks, self.turn = model, stage, stages, chunks, turn
+        self.spans = [blocks_of(stage, chunk, stages, chunks, config.num_layers, turn) for chunk in range(chunks)]
+        self.has_first, self.has_last = stage == 0, stage == at_place(stages * chunks - 1, stages, turn)[0]
         mine = {block for span in self.spans for block in span}
         for number in set(range(config.num_layers)) - mine:
             model.blocks[number] = OtherStage()
@@ -87,13 +91,16 @@ class Pipeline:
         losses to the scalar that backward starts from; None runs forward only, without gradients. `accumulate`
         surrounds every backward but the last, after which gradients may be reduced. Raises UserError for a schedule
         that does not exist for these stages, chunks and microbatches."""
-        lists = schedule(self.name, self.stage.stages, len(microbatches), self.stage.chunks)
+        stage = self.stage
+        lists = schedule(self.name, stage.stages, len(microbatches), stage.chunks)
+        if stage.turn != (self.name in TURNING):
+            raise UserError(f"schedule {self.name} does not go with a stage that has turn={stage.turn}")
         execution = _Execution(self, microbatches, loss, keys, lists)
-        actions = [each for each in lists[self.stage.stage] if loss is not None or each.kind == "forward"]
+        actions = [each for each in lists[stage.stage] if loss is not None or each.kind == "forward"]
         moving = [each for each in actions if each.kind != "weights"]  # which receive or send
         around = dict(zip(moving, zip([None, *moving], [*moving[1:], None], strict=False), strict=True))
         # With chunks, and where backward is split, gradients end at several actions, so none may be reduced early.
-        final = actions[-1] if self.stage.chunks == 1 and len(moving) == len(actions) else None
+        final = actions[-1] if stage.chunks == 1 and len(moving) == len(actions) else None
         with torch.set_grad_enabled(loss is not None):
             for action in actions:
                 if action.kind == "weights":
@@ -125,8 +132,9 @@ class _Execution:
     live: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = field(default_factory=dict)  # (microbatch, chunk)
     posted: dict[Action, tuple[tuple[int, Action], Work, Tensor]] = field(default_factory=dict)
     sent: list[tuple[int, int, Work]] = field(default_factory=list)  # (receiving stage, place in its list, send)
+    at_home: dict[Action, Tensor] = field(default_factory=dict)  # inputs that another chunk of this stage made
     losses: list[Losses] = field(default_factory=list)
-    split: dict[int, SplitBackward] = field(default_factory=dict)  # by microbatch
+    split: dict[tuple[int, int], SplitBackward] = field(default_factory=dict)  # (microbatch, chunk)
 
     def recv_next(self, action: Action, before: Action | None, after: Action | None) -> Tensor | None:
         """Receive the action's input, None for the batch or the loss, and post the receive of the action after it."""
@@ -134,7 +142,7 @@ class _Execution:
             if each is not None and each not in self.posted:
                 self.post_recv(each)
         if action not in self.posted:
-            return None
+            return self.at_home.pop(action, None)
         (stage, awaited), work, tensor = self.posted.pop(action)
         sends = f"{before.kind}-send-" if before is not None and before.kind != action.kind else ""
         with self.pipeline.timer(f"{sends}{action.kind}-recv"):
@@ -150,8 +158,8 @@ class _Execution:
     def post_recv(self, action: Action) -> None:
         """Start to receive the action's input (rows seq d_model), if another stage sends it."""
         stage, (rows, seq) = self.pipeline.stage, self.microbatches[action.microbatch].tokens.shape
-        source = receives_from(stage.stage, action, stage.stages, stage.chunks)
-        if source is not None:
+        source = receives_from(stage.stage, action, stage.stages, stage.chunks, stage.turn)
+        if source is not None and source[0] != stage.stage:
             shape = rows, seq // self.pipeline.sequence, stage.model.config.d_model
             tensor = next(stage.parameters()).new_empty(shape)
             group = self.pipeline.mesh.channel(action.kind, source[0], stage.stage)
@@ -160,8 +168,11 @@ class _Execution:
     def send(self, action: Action, result: Tensor | None, after: Action | None) -> None:
         """Send the action's result to the stage that needs it, and keep the tensor until it has left."""
         stage = self.pipeline.stage
-        target = sends_to(stage.stage, action, stage.stages, stage.chunks)
+        target = sends_to(stage.stage, action, stage.stages, stage.chunks, stage.turn)
         if target is None or result is None:
+            return
+        if target[0] == stage.stage:
+            self.at_home[target[1]] = result.detach()
             return
         receives = f"-{after.kind}-recv" if after is not None and after.kind != action.kind else ""
         with self.pipeline.timer(f"{action.kind}-send{receives}"):
@@ -176,7 +187,7 @@ class _Execution:
             hidden.requires_grad_()
         key = self.keys[microbatch] if self.keys else None
         with self.pipeline.timer("forward-compute"):
-            with self.splits(microbatch):
+            with self.splits(action):
                 result = output = self.pipeline.module(self.microbatches[microbatch], hidden, chunk, key)
             if isinstance(output, Losses):
                 pair = None if output.pair is None else output.pair.detach()
@@ -186,17 +197,16 @@ class _Execution:
             self.live[microbatch, chunk] = hidden, output
         return result
 
-    def splits(self, microbatch: int) -> AbstractContextManager[Any]:
+    def splits(self, action: Action) -> AbstractContextManager[Any]:
         """Context of a forward whose backward the schedule splits."""
-        if self.loss is None or Action("weights", microbatch) not in self.lists[self.pipeline.stage.stage]:
+        if self.loss is None or self.pipeline.name not in SPLIT:
             return nullcontext()
-        self.split[microbatch] = SplitBackward()
-        return self.split[microbatch]
+        return self.split.setdefault((action.microbatch, action.chunk), SplitBackward())
 
     def weights(self, action: Action) -> None:
         """The gradients of weights that a backward left."""
         with self.pipeline.timer("backward-compute"):
-            self.split.pop(action.microbatch).finish()
+            self.split.pop((action.microbatch, action.chunk)).finish()
 
     def backward(self, action: Action, gradient: Tensor | None) -> Tensor | None:
         """Backward of a chunk: the gradient of its input, None for the first chunk."""

@@ -23,6 +23,7 @@ LAYOUTS = {
         Layout(tp=2, sequence_parallel=True, **PACKED),
         Layout(pp=2, pack=True, accumulate=True),
         Layout(pp=2, accumulate=True, schedule="zb-h1", dropout=0.1, zero=1),
+        Layout(pp=2, accumulate=True, schedule="zbv", dropout=0.1, zero=2),
     ],
     4: [
         Layout(tp=2, cp=2, model="llama", sequence_parallel=True, **PACKED),
@@ -38,6 +39,9 @@ LAYOUTS = {
         Layout(tp=2, pp=2, accumulate=True, schedule="zb-h1", sequence_parallel=True, recompute="attention"),
         Layout(pp=2, dp=2, model="bert", accumulate=True, schedule="zb-h1", zero=2, dropout=0.1),
         Layout(pp=4, model="llama", accumulate=True, schedule="zb-h1"),
+        Layout(pp=2, cp=2, accumulate=True, schedule="zbv", pack=True),
+        Layout(tp=2, pp=2, model="bert", accumulate=True, schedule="zbv", sequence_parallel=True, dropout=0.1),
+        Layout(pp=4, model="llama", accumulate=True, schedule="zbv", recompute="attention"),
         Layout(cp=4, model="llama", pack=True),
         Layout(cp=4, cp_type="gather", dropout=0.1),
         Layout(cp=4, cp_type="ulysses", zero=2, **PACKED),
@@ -48,6 +52,7 @@ LAYOUTS = {
         Layout(pp=2, dp=2, cp=2, cp_type="gather", accumulate=True, zero=1, dropout=0.1),
         Layout(tp=2, cp=4, pack=True),
         Layout(tp=2, pp=2, dp=2, model="llama", accumulate=True, schedule="zb-h1", zero=1, sequence_parallel=True),
+        Layout(tp=2, pp=2, dp=2, accumulate=True, schedule="zbv", zero=2, sequence_parallel=True),
         Layout(dp=4, cp=2, zero=3, **PACKED),
     ],
 }

@@ -44,6 +44,7 @@ LAYOUTS = (
     Layout("global", pp=2, ep=2, schedule="gpipe", zero=3),
     Layout("shared", pp=2, ep=2, model="llama", schedule="interleaved", zero=2),
     Layout("shared", pp=2, ep=2, schedule="zb-h1"),
+    Layout("shared", pp=2, ep=2, schedule="zbv"),
     Layout("together", cp=2),
     Layout("together", cp=2, ep=2, zero=3),
     Layout("padded", tp=2, pp=2, ep=2, model="bert", zero=2, sequence_parallel=True),

@@ -19,7 +19,8 @@ from cs336_systems.errors import UserError
 from cs336_systems.model.heads import Losses
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.pipeline import OtherStage, Pipeline, Stage
-from cs336_systems.schedule import Action, receives_from, schedule, sends_to, simulate
+from cs336_systems.schedule import Action, schedule, simulate
+from cs336_systems.schedule.lists import SPLIT, receives_from, sends_to
 from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support import ranks
 from tests.support.parallel_models import (
@@ -108,19 +109,20 @@ def check_losses(stage: Stage, got: list[Losses], want: list[Losses]) -> None:
         assert (one.pair is None and other.pair is None) or torch.equal(one.pair, other.pair)
 
 
-def messages(stage: int, stages: int, chunks: int, count: int) -> Counter:
+def messages(stage: int, stages: int, chunks: int, count: int, turn: bool = False) -> Counter:
     """(verb, kind) of what a stage hands on and is handed, whatever the schedule; counted in the test below."""
     found: Counter = Counter()
     for chunk in range(chunks):
         for action in (Action("forward", 0, chunk), Action("backward", 0, chunk)):
             for verb, other in (("receive", receives_from), ("send", sends_to)):
-                found[verb, action.kind] += count * (other(stage, action, stages, chunks) is not None)
+                end = other(stage, action, stages, chunks, turn)
+                found[verb, action.kind] += count * (end is not None and end[0] != stage)
     return +found
 
 
 def check_messages(stage: Stage, seen: Seen, count: int, width: int) -> None:
     found = Counter((event.verb, event.label.split()[0]) for event in seen.events)
-    assert found == messages(stage.stage, stage.stages, stage.chunks, count)
+    assert found == messages(stage.stage, stage.stages, stage.chunks, count, stage.turn)
     assert {(event.numel, event.dtype.itemsize) for event in seen.events} <= {
         (ROWS * SEQ * stage.model.config.d_model, width)
     }
@@ -131,23 +133,27 @@ def test_messages_by_hand():
     for stage, by_hand in ((0, (4, 8, 4, 8)), (1, (8, 4, 8, 4))):  # two chunks: 0 and 2 of four, 1 and 3
         kinds = ("receive", "forward"), ("send", "forward"), ("send", "backward"), ("receive", "backward")
         assert messages(stage, 2, 2, 4) == dict(zip(kinds, by_hand, strict=True))
+        # In a V the two chunks of stage 1 follow each other, and what the first makes stays there.
+        assert messages(stage, 2, 2, 4, turn=True) == dict.fromkeys(kinds, 4)
 
 
 def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunks: int, count: int) -> None:
-    stage = Stage(copy.deepcopy(dense), mesh.pp.rank(), mesh.pp.size(), chunks)
+    stage = Stage(copy.deepcopy(dense), mesh.pp.rank(), mesh.pp.size(), chunks, name == "zbv")
     config, where = dense.config, (name, chunks, count)
     pipe = Pipeline(stage, stage, mesh, name)
     batches = microbatches(config, count)
     seen = watched(pipe, batches)
     check_losses(stage, seen.losses, oracle.losses[:count])
-    # Of a backward that is split, the graph ends with the gradients of inputs, which come as early as 1F1B's backward.
-    graphs = simulate(schedule("1f1b" if name == "zb-h1" else name, stage.stages, count, chunks))
+    # Of a backward that is split, the graph ends with the gradients of inputs.
+    lists = [[each for each in row if each.kind != "weights"] for row in schedule(name, stage.stages, count, chunks)]
+    graphs = simulate(lists, turn=stage.turn)
     assert seen.peak == graphs.peak_live[stage.stage], where
-    early = 2 * count if name == "zb-h1" else count - 1 if chunks == 1 else count * chunks
+    early = 2 * count * chunks if name in SPLIT else count - 1 if chunks == 1 else count * chunks
     assert seen.accumulated == early, where
     check_messages(stage, seen, count, dense.embedding.tokens.weight.itemsize)
     mine = {each: parameter.grad for each, parameter in stage.model.named_parameters()}
-    if config.tied_head and mesh.ends is not None:
+    apart = stage.has_first != stage.has_last  # the two uses of a tied embedding
+    if config.tied_head and mesh.ends is not None and apart:
         all_reduce(mine[TIED].view(-1), mesh.ends, "tied", "sum").wait()
     for each, gradient in mine.items():
         want = oracle.after[count][each]
@@ -165,9 +171,9 @@ def check_run(dense: TransformerLM, oracle: Oracle, mesh: Mesh, name: str, chunk
 def schedules_case(group) -> None:
     mesh = Mesh(pp=group.size())
     size = group.size()
-    some = [("1f1b", 1, 3), ("interleaved", 2, 4), ("zb-h1", 1, 4)]
+    some = [("1f1b", 1, 3), ("interleaved", 2, 4), ("zb-h1", 1, 4), ("zbv", 2, 3)]
     every = [(name, 1, count) for name in ("gpipe", "1f1b") for count in (1, 3, 4, 5)][2 * (size == 4) :]
-    every += [("zb-h1", 1, count) for count in (1, 3, 5)]
+    every += [("zb-h1", 1, count) for count in (1, 3, 5)] + [("zbv", 2, count) for count in (1, 2, 3, 5)]
     every += [("interleaved", 1, 3), ("interleaved", 2, 4), *([("interleaved", 2, 2)] if size == 2 else [])]
     for kind, dtype, runs in (
         ("llama", torch.float32, every),
@@ -196,11 +202,15 @@ def uneven_case(group) -> None:
         ((2, 3), "gpipe", 1),
         ((1, 3, 2, 3), "interleaved", 2),
         ((3, 1, 2), "zb-h1", 1),
+        ((3, 1, 2), "zbv", 2),
     ):
         whole = make_batch(config, sum(sizes))
         rows = torch.arange(sum(sizes)).split(sizes)
         batches = [Batch(*(None if each is None else each[mine] for each in whole)) for mine in rows]
-        alone, stage = Stage(copy.deepcopy(dense), 0, 1), Stage(copy.deepcopy(dense), mesh.pp.rank(), 2, chunks)
+        alone, stage = (
+            Stage(copy.deepcopy(dense), 0, 1),
+            Stage(copy.deepcopy(dense), mesh.pp.rank(), 2, chunks, name == "zbv"),
+        )
         losses, keys = [], [key_of(batch) for batch in batches]
         for batch, key in zip(batches, keys, strict=True):
             losses.append(alone(batch, None, 0, key))
@@ -313,9 +323,10 @@ def refused_case(group) -> None:
     mesh = Mesh(pp=2)
     config = replace(CONFIGS["gpt"], num_layers=4)
     for name, chunks, message in (
-        ("zero bubble", 1, "no schedule is called 'zero bubble': choose from gpipe, 1f1b, interleaved, zb-h1"),
-        ("1f1b", 2, "1f1b has one chunk per stage, not 2: use interleaved for more"),
+        ("zero bubble", 1, "no schedule is called 'zero bubble': choose from gpipe, 1f1b, interleaved, zb-h1, zbv"),
+        ("1f1b", 2, "1f1b has one chunk per stage, not 2: use interleaved for other numbers"),
         ("interleaved", 2, "microbatches 3 is not a multiple of stages 2, as interleaved needs: use 2 or 4"),
+        ("zbv", 2, "schedule zbv does not go with a stage that has turn=False"),
     ):
         stage = Stage(TransformerLM(config), mesh.pp.rank(), 2, chunks)
         with record() as events, pytest.raises(UserError) as error:

@@ -4,24 +4,21 @@ from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
-from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from cs336_systems.errors import UserError
 from cs336_systems.schedule import (
-    LEGEND,
     Action,
-    ScheduleError,
-    blocks_of,
-    bubble_fraction,
     gpipe,
     interleaved,
     one_f_one_b,
-    receives_from,
     schedule,
-    sends_to,
     simulate,
     zero_bubble,
+    zero_bubble_v,
 )
+from cs336_systems.schedule.lists import blocks_of, bubble_fraction, receives_from, sends_to
+from cs336_systems.schedule.simulation import LEGEND, ScheduleError
 
 # (name, p, m, v): interleaving with v > 1 needs m to be a multiple of p.
 GRID = [(name, p, m, 1) for name, p, m in product(("gpipe", "1f1b", "interleaved"), range(1, 9), range(1, 17))]
@@ -101,6 +98,39 @@ def test_zero_bubble_is_what_torch_calls_so():
             assert theirs == zero_bubble(stage, p, p * rounds)
 
 
+def test_zero_bubble_in_a_v_is_idle_for_half_a_time_of_three():
+    for p, m in product(range(1, 9), range(1, 20)):
+        lists = schedule("zbv", p, m, 2)
+        ran = simulate(lists, 2.0, 4.0, turn=True)  # a chunk's forward and both parts of its backward take 1 each
+        idle = max(p - 1, 2 * (2 * p - 1 - m))
+        assert ran.makespan == 6 * m + idle, (p, m)
+        assert ran.bubble == pytest.approx(bubble_fraction("zbv", p, m, 2), rel=1e-12)
+        assert ran.peak_live == [min(2 * p, 2 * m, m + 1 + r) for r in range(p)], (p, m)
+        for stage, found in enumerate(lists):
+            assert found == zero_bubble_v(stage, p, m)
+            for kind, chunk in product(("forward", "backward", "weights"), range(2)):
+                assert [a.microbatch for a in found if (a.kind, a.chunk) == (kind, chunk)] == list(range(m))
+
+
+def test_zero_bubble_in_a_v_by_hand():
+    assert schedule("zbv", 2, 3, 2) == [
+        actions("F0 F1 F2 F0b B0b W0b F1b B1b W1b B0 W0 F2b B2b W2b B1 W1 B2 W2"),
+        actions("F0 F0b F1 F1b B0b W0b F2 B0 W0 F2b B1b W1b B1 B2b B2 W1 W2b W2"),
+    ]
+
+
+def test_zero_bubble_in_a_v_is_what_torch_calls_so():
+    kinds = {"FORWARD": "forward", "BACKWARD_INPUT": "backward", "BACKWARD_WEIGHT": "weights"}
+    for p, m in product((1, 2, 3, 4, 8), (1, 4, 7, 16)):
+        for stage in range(p):
+            one = SimpleNamespace(pp_group_size=p, rank=stage, num_stages=2 * p, _n_microbatches=m)
+            theirs = [a for a in ScheduleZBVZeroBubble._calculate_single_rank_operations(one, stage) if a]
+            theirs = [
+                Action(kinds[a.computation_type.name], a.microbatch_index, int(a.stage_index >= p)) for a in theirs
+            ]
+            assert theirs == zero_bubble_v(stage, p, m), (p, m, stage)
+
+
 def test_every_action_once_and_gradients_added_in_the_order_of_one_process():
     for name, p, m, v in GRID:
         for stage in schedule(name, p, m, v):
@@ -130,20 +160,22 @@ def test_the_simulation_keeps_its_promises():
 
 
 def test_messages_between_two_stages_are_taken_in_the_order_in_which_they_are_sent():
-    # What a transport without tags demands: with two stages, forwards and backwards even share a channel.
-    for _, p, m, v in (each for each in GRID if each[0] == "interleaved"):
-        lists = schedule("interleaved", p, m, v)
+    # What a transport without tags demands: with two stages, forwards and backwards even share a channel. In a V they
+    # may overtake each other, as `Mesh.channel` lets them.
+    cases = [each for each in GRID if each[0] == "interleaved"]
+    for name, p, m, v in [*cases, *(("zbv", p, m, 2) for p, m in product(range(1, 9), range(1, 17)))]:
+        lists, turn = schedule(name, p, m, v), name == "zbv"
         sent: dict = {}
         taken: dict = {}
         for stage, row in enumerate(lists):
             for each in row:
-                if target := sends_to(stage, each, p, v):
-                    assert receives_from(*target, p, v) == (stage, each)
-                    sent.setdefault((stage, target[0]), []).append(target[1])
-                if source := receives_from(stage, each, p, v):
-                    taken.setdefault((source[0], stage), []).append(each)
+                if target := sends_to(stage, each, p, v, turn):
+                    assert receives_from(*target, p, v, turn) == (stage, each)
+                    sent.setdefault((stage, target[0], each.kind * turn), []).append(target[1])
+                if source := receives_from(stage, each, p, v, turn):
+                    taken.setdefault((source[0], stage, each.kind * turn), []).append(each)
         assert sent == taken, (p, m, v)
-        assert sum(map(len, sent.values())) == 2 * m * (p * v - 1)
+        assert sum(map(len, sent.values())) == 2 * m * (p * v - 1)  # those that stay on a stage included
 
 
 def test_lists_by_hand():
@@ -280,14 +312,15 @@ def test_other_lists_that_are_none():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("zigzag", 2, 4, 1), "no schedule is called 'zigzag': choose from gpipe, 1f1b, interleaved, zb-h1"),
+        (("zigzag", 2, 4, 1), "no schedule is called 'zigzag': choose from gpipe, 1f1b, interleaved, zb-h1, zbv"),
         (("1f1b", 0, 4, 1), "stages must be at least 1, not 0"),
         (("gpipe", 2, -1, 1), "microbatches must be at least 1, not -1"),
         (("interleaved", 2, 4, 0), "chunks must be at least 1, not 0"),
-        (("1f1b", 2, 4, 2), "1f1b has one chunk per stage, not 2: use interleaved for more"),
-        (("gpipe", 2, 4, 3), "gpipe has one chunk per stage, not 3: use interleaved for more"),
+        (("1f1b", 2, 4, 2), "1f1b has one chunk per stage, not 2: use interleaved for other numbers"),
+        (("gpipe", 2, 4, 3), "gpipe has one chunk per stage, not 3: use interleaved for other numbers"),
         (("interleaved", 4, 10, 2), "microbatches 10 is not a multiple of stages 4, as interleaved needs: use 8 or 12"),
         (("interleaved", 4, 3, 2), "microbatches 3 is not a multiple of stages 4, as interleaved needs: use 4"),
+        (("zbv", 2, 4, 3), "zbv has 2 chunks per stage, not 3: use interleaved for other numbers"),
     ],
 )
 def test_refusals(arguments, words):

@@ -2,7 +2,7 @@
 
 Stages differ: the first holds the embedding and, where a pipeline fills, most microbatches in flight; the last holds
 head and logits. Weights, gradients and optimizer state are counted in full, activations are what the operators keep
-for backward, times the passes that the schedule has in flight (`schedule.py`, played through); workspace, what a
+for backward, times the passes that the schedule has in flight (`schedule/lists.py`, played through); workspace, what a
 kernel needs for a moment, is an estimate. Biases of linear layers are left out, less than a thousandth.
 
 What the operators of a block keep of b sequences of s tokens, h wide, with a heads over t ranks adds up to the five

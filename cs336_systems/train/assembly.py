@@ -48,7 +48,7 @@ class Assembly:
     def __init__(self, recipe: Recipe, config: ModelConfig, layout: Layout, mesh: Mesh, device: torch.device) -> None:
         self.mesh, self.layout = mesh, layout
         model = TransformerLM(config, "meta")  # a rank gives values to its part alone, one whole matrix at a time
-        self.stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks)
+        self.stage = Stage(model, mesh.pp.rank(), mesh.pp.size(), layout.chunks, layout.turn)
         self.plan = tensor_parallel(model, mesh.tp, layout.sequence, layout.vocabulary_multiple)
         self.experts = expert_parallel(model, mesh.ep, mesh.data)
         context_parallel(model, mesh.cp, layout.cp_type)
@@ -62,8 +62,8 @@ class Assembly:
         options, adamw = recipe.optimizer, MasterAdamW if recipe.model.half else AdamW
         settings: dict[str, Any] = {"betas": (options.beta1, options.beta2), "eps": options.adam_eps}
         settings["param_groups"] = partial(decay_groups, weight_decay=options.weight_decay)
-        # The tied embedding is on two stages, on which its gradients must be cut alike.
-        self.tied = config.tied_head and layout.pp > 1 and (self.stage.has_first or self.stage.has_last)
+        # The tied embedding may be on two stages, on which its gradients must be cut alike.
+        self.tied = config.tied_head and self.stage.has_first != self.stage.has_last
         apart = [model.get_parameter(TIED)] if self.tied else []
         experts = self.experts.experts()
         alone = list(experts.parameters()) if mesh.ep.size() > 1 or layout.zero == 3 else []

@@ -21,7 +21,9 @@ from cs336_systems.host.table import Table
 from cs336_systems.layout import MAPPED, Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import LEGEND, SPLIT_LEGEND, bubble_fraction, schedule, simulate
+from cs336_systems.schedule import schedule, simulate
+from cs336_systems.schedule.lists import SPLIT, bubble_fraction
+from cs336_systems.schedule.simulation import LEGEND, SPLIT_LEGEND
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.recipe import Recipe
 
@@ -177,10 +179,10 @@ def dry_run(recipe: Recipe, ranks: int) -> Stacked:
     shown.append(f"{line}{microbatches} microbatch{'es' * (microbatches > 1)} of {rows} a replica")
     if layout.pp > 1:
         plan = layout.schedule, layout.pp, microbatches, layout.chunks
-        idle, simulation = bubble_fraction(*plan), simulate(schedule(*plan))
+        idle, simulation = bubble_fraction(*plan), simulate(schedule(*plan), turn=layout.turn)
         shown.append(f"{layout.schedule}: idle {idle:.1%} of the pipeline's time, if stages are equal")
         columns = LABEL + round(2 * layout.chunks * simulation.makespan)  # two for each forward: its number fits
-        legend = SPLIT_LEGEND if layout.schedule == "zb-h1" else LEGEND
+        legend = SPLIT_LEGEND if layout.schedule in SPLIT else LEGEND
         shown += [simulation.drawing(columns), legend] if columns <= WIDEST else []
     return Stacked(*shown)
 
@@ -219,7 +221,10 @@ def traffic_table(layout: Layout, stages: Sequence[Observation]) -> Table:
             calls[transfer.axis, transfer.verb] += times
             sizes[transfer.axis, transfer.verb] += times * transfer.nbytes
         rows += [[str(stage), *each, str(calls[each]), format_bytes(sizes[each])] for each in calls]
-    note = "ends: the first and the last stage, which share the tied embedding; world: all ranks."
+    note = "ends: the first and the last stage, which share the tied embedding; " * any(
+        row[1] == "ends" for row in rows
+    )
+    note += "world: all ranks."
     if layout.ep > 1 or layout.cp > 1:
         note += " data: dp, ep and cp together."
     if layout.ep > 1:

@@ -14,7 +14,7 @@ from cs336_systems.data.corpus import DEFAULT_SPLIT
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, flag, setting
 from cs336_systems.optim.adamw import learning_rate
-from cs336_systems.schedule import ScheduleName
+from cs336_systems.schedule.lists import ScheduleName
 
 COUNT = click.IntRange(1)
 NATURAL = click.IntRange(0)
@@ -191,6 +191,10 @@ class ParallelOptions:
     chunks: int = setting(1, "Groups of blocks that a pipeline stage has.", COUNT)
     pad_vocabulary: int = setting(128, "With --tp the vocabulary is padded to a multiple of it.", COUNT)
     zero: int = setting(0, "ZeRO stage: what the data-parallel ranks shard.", click.IntRange(0, 3))
+
+    def __post_init__(self) -> None:
+        if self.schedule == "zbv" and self.chunks == 1:
+            object.__setattr__(self, "chunks", 2)  # all that it can have
 
     @property
     def schedule_name(self) -> str:

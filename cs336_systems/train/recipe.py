@@ -15,6 +15,7 @@ from cs336_systems.host.console import flag
 from cs336_systems.layout import Layout
 from cs336_systems.optim.loss_scaler import DynamicLossScaler, LossScaler
 from cs336_systems.presets import ModelConfig
+from cs336_systems.schedule.lists import SPLIT
 from cs336_systems.train import options
 
 # What makes a decoder's shape BERT's (arXiv:1810.04805), with the pre-norm of Megatron-LM.
@@ -107,7 +108,8 @@ class Recipe:
         batch = self.data.batch_size or (micro_batch * data if micro_batch else self.model.preset.batch_size)
         if micro_batch is None:
             most = batch // data if parallel.pp == 1 else max(1, batch // data // (4 * parallel.pp))
-            in_turn = parallel.pp if parallel.chunks > 1 else 1  # interleaved: so many microbatches pass in turn
+            # Interleaved, so many microbatches pass in turn.
+            in_turn = parallel.pp if parallel.chunks > 1 and parallel.schedule_name == "interleaved" else 1
             micro_batch = next((size for size in range(most, 0, -1) if batch % (size * in_turn * data) == 0), 1)
         return Layout(
             **sizes, chunks=parallel.chunks, schedule=parallel.schedule_name, sequence=parallel.sequence_parallel,
@@ -125,10 +127,10 @@ class Recipe:
         parallel, seq = self.parallel, self.seq(config)
         if parallel.zero == 3 and parallel.chunks > 1:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
-        if parallel.schedule_name == "zb-h1" and (parallel.zero == 3 or self.model.recompute in ("segments", "nested")):
+        if parallel.schedule_name in SPLIT and (parallel.zero == 3 or self.model.recompute in ("segments", "nested")):
             cause = "ZeRO stage 3" if parallel.zero == 3 else f"--recompute {self.model.recompute}"
             reason = "the gradients of weights are computed later, from inputs that are kept"
-            raise UserError(f"--schedule zb-h1 does not go with {cause}: {reason}")
+            raise UserError(f"--schedule {parallel.schedule} does not go with {cause}: {reason}")
         if parallel.sequence_parallel and parallel.tp == 1:
             raise UserError("--sequence-parallel splits the sequence over tensor-parallel ranks; use --tp 2 or more")
         self.layout(ranks).check(config, seq)

@@ -9,7 +9,7 @@ from cs336_systems.cost import Hardware
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.layout import Layout, Observation, Work
 from cs336_systems.presets import Mixture, ModelConfig
-from cs336_systems.schedule import bubble_fraction
+from cs336_systems.schedule.lists import bubble_fraction
 from cs336_systems.train.observation import observe
 from cs336_systems.train.recipe import Recipe
 from tests.test_layout import layout_of

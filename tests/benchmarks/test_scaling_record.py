@@ -27,7 +27,8 @@ from benchmarks.scaling_show import remarks, show, summary, timer_line
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
-from cs336_systems.schedule import bubble_fraction, schedule, simulate
+from cs336_systems.schedule import schedule, simulate
+from cs336_systems.schedule.lists import bubble_fraction
 
 PEAK = {
     "rank": {"name": "device", "matmul_flops": 4e9, "bandwidth": 1e9, "source": "made by hand"},

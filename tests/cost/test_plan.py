@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.cost.plan import ORDER, Plan
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
-from cs336_systems.schedule import blocks_of
+from cs336_systems.schedule.lists import blocks_of
 
 MODEL = ModelConfig(vocab_size=64, context_length=32, d_model=48, d_ff=96, num_layers=12, num_heads=12)
 

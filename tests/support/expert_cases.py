@@ -69,8 +69,12 @@ class Layout:
         return self.ep * self.dp
 
     @property
+    def chunks(self) -> int:
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
+
+    @property
     def layers(self) -> int:
-        return 4 if self.schedule == "interleaved" else 2
+        return 2 * self.chunks
 
     @property
     def reference(self) -> str:
@@ -86,7 +90,7 @@ class Layout:
         settings |= {**places, "sequence_parallel": self.sequence_parallel, "moe": self.moe, "dropout": self.dropout}
         settings |= {"data": (f"{folder}/text",), "num_layers": self.layers, "micro_batch_size": GROUP}
         settings |= {"batch_size": BATCH, "eval_iters": EVALUATED}
-        settings |= {"chunks": 2 if self.schedule == "interleaved" else 1}
+        settings |= {"chunks": self.chunks}
         return Recipe.of(**settings | changes)
 
 
@@ -175,7 +179,7 @@ def reference_case(group, folder: str, layouts: list[dict]) -> None:
     myself = subgroup([group.rank()])
     for layout in [Layout(**each) for each in layouts][group.rank() :: group.size()]:
         alone = Layout(layout.mixture, model=layout.model, schedule=layout.schedule, dropout=layout.dropout)
-        alone = replace(alone, pp=2 if layout.schedule == "interleaved" else 1)  # for its number of layers
+        alone = replace(alone, pp=layout.chunks)  # for its number of layers
         recipe = alone.recipe(folder)
         feed = make_batches(recipe, BATCH, myself)
         result = one_process(recipe, feed, layout.data)

@@ -66,7 +66,7 @@ class Layout:
 
     @property
     def chunks(self) -> int:
-        return 2 if self.schedule == "interleaved" else 1
+        return 2 if self.schedule in ("interleaved", "zbv") else 1
 
     @property
     def layers(self) -> int:

@@ -43,6 +43,7 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
         "llama",
         "llama pp2 chunks2",
         "llama pp2 zb",
+        "llama pp2 zbv",
         "llama cp2 zero2",
         "llama tp2 sequence padded600",
     ),  # the second rank has no words
@@ -56,7 +57,12 @@ LAYOUTS = {  # each goes on from the one after it, the last from the first
     "bf16": ("bf16 dp2 zero2", "bf16", "bf16 cp2", "bf16 tp2 zero3"),
     "fp16": ("fp16 ep2 zero1", "fp16"),
 }
-CHOICES = {"gpipe": "schedule", "zb": "schedule", "segments": "recompute"}  # options whose value is a word
+CHOICES = {
+    "gpipe": "schedule",
+    "zb": "schedule",
+    "zbv": "schedule",
+    "segments": "recompute",
+}  # options whose value is a word
 WORDS = {"zb": "zb-h1"}
 ALL = tuple(layout for layouts in LAYOUTS.values() for layout in layouts)
 

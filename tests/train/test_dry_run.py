@@ -122,6 +122,10 @@ def test_the_tables_of_a_dry_run():
     assert "│ 0 │ pp │ send │ 4 │" in said
     assert "│ 1 │ ends │ all-reduce │ 1 │" in said
     assert "1f1b: idle 20.0% of the pipeline's time, if stages are equal" in said
+    in_a_v = shown(2, size="tiny", pp=2, schedule="zbv", context=16)
+    assert "zbv: idle 2.0%" in in_a_v  # 8 microbatches
+    assert "0w of weights" in in_a_v
+    assert "ends:" not in in_a_v  # one stage has both uses of the tied embedding
     recomputed = shown(1, size="tiny", recompute="segments")
     assert "collectives" not in recomputed
     assert "FLOP computed; 1 microbatch of 16 a replica" in recomputed

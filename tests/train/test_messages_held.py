@@ -16,7 +16,7 @@ def held_case(group, name: str, chunks: int) -> list[int]:
     """The most messages that this stage held in a pass of 4 and of 12 microbatches."""
     config, most = replace(next(iter(CONFIGS.values())), num_layers=4), []
     mesh = Mesh(pp=group.size())
-    stage = Stage(TransformerLM(config), group.rank(), group.size(), chunks)
+    stage = Stage(TransformerLM(config), group.rank(), group.size(), chunks, name == "zbv")
 
     class Watched(pipeline._Execution):
         def send(self, *arguments) -> None:
@@ -31,7 +31,7 @@ def held_case(group, name: str, chunks: int) -> list[int]:
     return most
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved", 2), ("zbv", 2)])
 def test_more_microbatches_hold_no_more_messages(name, chunks):
     for stage, (few, many) in enumerate(ranks.run(held_case, 2, name=name, chunks=chunks)):
         assert 0 < many <= few + 1, f"stage {stage}"
