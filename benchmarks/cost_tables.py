@@ -11,9 +11,11 @@ from statistics import mean, median, quantiles
 from typing import Any
 
 from benchmarks.records import Record, read_records
+from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.machines import CONSTANTS, SYSTEMS, Constants, System
 from cs336_systems.cost.notebook.tables import DIFFERENCES
-from cs336_systems.cost.runs import PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.host.text import markdown_row
 
@@ -41,6 +43,7 @@ def cost_tables(results: Path) -> list[str]:
     parts = [
         ("Machines", machines_table()),
         ("Constants", constants_table()),
+        ("Stacks", stacks_table()),
         ("Published runs, by family", families_table(rows, runs)),
         (
             "Those of 2020 and of Korthikanti, one by one",
@@ -93,6 +96,18 @@ def constants_table() -> str:
     return markdown(("constant", "meaning", "value"), rows, 1)
 
 
+def stacks_table() -> str:
+    """Implementations: their constants, the range of measured over predicted, and what they do to memory."""
+    rows = []
+    for each in STACKS.values():
+        own = ", ".join(f"{name} {value:g}" for name, value in each.constants.items())
+        newer = ", ".join(f"{name} x {value:g}" for name, value in each.hopper.items())
+        memory = f"state x {each.state:g}, activations x {each.activations:g}, + {each.besides:g} GiB"
+        ranges = (f"{low:.2f} to {high:.2f}" for low, high in (each.range, each.memory_range))
+        rows.append((each.name, each.about, f"{own}{f'; on H100 {newer}' if newer else ''}", memory, *ranges))
+    return markdown(("stack", "what it is", "constants of its own", "memory", "time, range", "memory, range"), rows, 4)
+
+
 def off(run: TrainingRun) -> float:
     """Predicted over measured, less one."""
     assert run.seconds is not None, f"{run.id} was not measured"
@@ -100,19 +115,26 @@ def off(run: TrainingRun) -> float:
 
 
 def families_table(rows: list[Row], runs: dict[str, TrainingRun]) -> str:
-    """The error of each family; those that constants were fitted to first."""
-    found: dict[tuple[bool, str, str, str], list[float]] = {}
+    """The error of each family; those that constants were fitted to first. Left out: by constants that were fitted
+    without the family, or where a stack has few, without the model."""
+    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    found: dict[tuple[bool, str, str, str, str], list[tuple[float, float, bool]]] = {}
     for row in rows:
         run = runs[row["id"]]
-        key = (not row["fitted"], row["family"], row["source"], run.system.name)
-        found.setdefault(key, []).append(off(run))
-    lines = [
-        (family, source, machine, "no" if new else "yes", str(len(errors)), f"{mean(map(abs, errors)):.1%}",
-         f"{mean(errors):+.1%}", f"{max(errors, key=abs):+.1%}")
-        for (new, family, source, machine), errors in sorted(found.items(), key=lambda each: each[0][0])
-    ]  # fmt: skip
-    columns = ("family", "source", "machine", "fitted", "runs", "mean size of error", "mean error", "worst")
-    return "\n\n".join([markdown(columns, lines, 4), _together(rows, runs)])
+        key = (not row["fitted"], row["family"], row["source"], run.plan.stack, run.system.name)
+        low, high = time_range(run.step())
+        found.setdefault(key, []).append((off(run), 1 / ratios[run.id] - 1, low <= row["t_iter_s"] <= high))
+    lines = []
+    for (new, family, source, stack, machine), runs_of in sorted(found.items(), key=lambda each: each[0][0]):
+        errors, out, inside = zip(*runs_of, strict=True)
+        names = family, source, stack, machine, "no" if new else "yes", str(len(errors))
+        cells = f"{mean(map(abs, out)):.1%}", f"{mean(out):+.1%}", f"{max(out, key=abs):+.1%}", f"{mean(inside):.0%}"
+        lines.append((*names, *cells, f"{mean(map(abs, errors)):.1%}"))
+    columns = (
+        "family", "source", "stack", "machine", "fitted", "runs", "error, left out", "mean", "worst", "in range",
+        "error, fitted",
+    )  # fmt: skip
+    return "\n\n".join([markdown(columns, lines, 6), _together(rows, runs)])
 
 
 def _together(rows: list[Row], runs: dict[str, TrainingRun]) -> str:

@@ -56,6 +56,7 @@ SLOW = (
     "buffers/test_shard_tensor::test_penalties_that_weigh_differently_by_rank_equal_one_process[3]",
     "comm/test_faults_network",
     "comm/test_faults_ranks::test_torchrun_that_is_killed",
+    "cost/test_stacks::test_runs_that_were_left_out",
     "cost/test_course::test_ends",
     "cost/test_course::test_published_numbers[pass-memory",
     "cost/test_course::test_the_page",

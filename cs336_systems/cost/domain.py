@@ -1,24 +1,25 @@
 """The domain of predictions of time, and one warning for each way in which a request lies outside.
 
-The constants in `machines.py` are fitted to published runs, those of `data/published_runs.json` that are marked as
-fitted. What these have in common is the domain. Outside it the same formulas are used, with an unknown error.
+The constants of `machines.py` and of `data/stacks.toml` are fitted to published runs, those of
+`data/published_runs.json` that are marked as fitted. What these have in common is the domain. Outside it the same
+formulas are used, with an unknown error.
 """
 
 from collections.abc import Iterator
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operator_time import timed_part
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
-from cs336_systems.cost.step_time import stage_groups, step_time
+from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.presets import ModelConfig
 
 # Ranges of the fitted runs, from the least to the most, and the features that some of them have (`features`).
-COUNT, RANKS = 122, 16384
+COUNT, RANKS = 202, 3360
 MACHINES = ("A100-40GB", "A100-80GB", "H100", "V100-32GB-DGX2")
-SEQUENCES, WIDTHS = (1024, 32768), (768, 25600)  # tokens; d_model
-NARROWEST = 512  # d_model / tp, which never left a node
+SEQUENCES, WIDTHS = (512, 65536), (768, 25600)  # tokens; d_model
+NARROWEST = 256  # d_model / tp, which never left a node
 FEATURES = (
     "ZeRO stage 1",
     "ZeRO stage 2",
@@ -28,11 +29,8 @@ FEATURES = (
     "fused attention",
     "grouped-query attention",
 )
-# Seconds of a kernel of the model, on average over a block's forward: no fitted run is quicker. Of BERT-345M on
-# ThetaGPU the model says 0.03 to 0.04 ms, and its logs say 0.07 on one A100 and 0.09 to 0.19 on more: there the host,
-# which launches kernels, decides, and computing does not matter.
-QUICK_KERNEL = 1e-4
-WAITING = 0.01  # of a step for the host: no fitted run has more
+WAITING = 0.1  # of a step for the host, from which the computer that launches kernels matters
+WIDER = 1.1  # outside, a range begins and ends this much further away: judged
 
 
 def features(config: ModelConfig, plan: Plan) -> list[str]:
@@ -62,10 +60,28 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
     """One sentence for each way in which a prediction lies outside the domain; none inside it. Raises UserError for a
     plan that does not divide the model."""
     plan.check(config, seq)
+    return [*_of_memory(config, plan, seq, system), *_outside(config, plan, seq, system)]
+
+
+def time_range(step: StepTime) -> tuple[float, float]:
+    """Seconds between which four of five runs of the plan's stack fell that nothing was fitted to, wider outside of the
+    domain."""
+    low, high = STACKS[step.plan.stack].seconds(step.total)
+    wider = WIDER if _outside(step.config, step.plan, step.seq, step.system) else 1.0
+    return low / wider, high * wider
+
+
+def describe_range(step: StepTime) -> str:
+    """The range in a sentence."""
+    low, high = map(format_seconds, time_range(step))
+    return f"{low} to {high}, as four of five runs of {step.plan.stack} that nothing was fitted to"
+
+
+def _outside(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
     return [*_of_machine(config, plan, seq, system), *_of_model(config, plan, seq, system)]
 
 
-def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
+def _of_memory(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
     stage, parts = peak_bytes(config, plan, seq)
     need, there = sum(parts.values()), usable_memory(system)
     if need > there:
@@ -73,16 +89,16 @@ def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> It
             f"stage {stage} is predicted to need {format_bytes(need)} on a rank, and {system.name} has "
             f"{format_bytes(there)} to use: as it stands it would not run at all"
         )
+
+
+def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
     step = step_time(config, plan, seq, system)
-    blocks = [group for group, _ in stage_groups(config, Plan(), 0) if group in ("dense", "sparse")]
-    ahead = [timed_part(config, plan, seq, group, system).forward for group in blocks]
-    quick = min(each.busy / each.kernels for each in ahead)
-    slow_host = 10 * system.constants.host >= quick  # unlike that of a CPU that computes itself
-    if slow_host and (quick < QUICK_KERNEL or step.parts["host"] / step.total > WAITING):
+    waits = step.parts["host"] / step.total
+    if waits > WAITING:
         yield (
-            f"a kernel of a block takes {format_seconds(quick)} on average: below {format_seconds(QUICK_KERNEL)} the "
-            "host, which gives them out, can be the slower one (BERT-345M on A100s, with kernels of 0.03 to 0.05 ms, "
-            "took 1.5 to 7.6 times as long a layer as computed)"
+            f"for {waits:.0%} of the step the device waits for the host, at {format_seconds(system.constants.host)} a "
+            "kernel: that of BERT-345M on one node of A100s, and of small models on H100s; another computer is faster "
+            "or slower, and on several nodes the same BERT took up to twice as long"
         )
     if system.name not in MACHINES:
         figures = "measured by a probe" if system.measured else "of the data sheet"

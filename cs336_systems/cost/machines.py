@@ -34,16 +34,16 @@ MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "to
 class Constants:
     """Constants that data sheets lack: one set for every machine and every run, fitted to published runs (`fit`)."""
 
-    product: float = 0.92  # rate of GEMMs, as a share of the attainable one
+    product: float = 0.93  # rate of GEMMs, as a share of the attainable one
     ramp: float = 180.0  # steps of the inner dimension that a tile takes to begin and to end
     wave: float = 0.3  # share of a wave of tiles that is empty
-    fused: float = 0.5  # rate of fused attention, as a share of that of GEMMs
+    fused: float = 0.556  # rate of fused attention, as a share of that of GEMMs
     memory: float = 0.7  # of the bandwidth of memory
     start: float = 2.6e-6  # seconds per kernel
-    host: float = 25e-6  # seconds in which the host launches a kernel of this model, with the small ones around it
+    host: float = 70e-6  # seconds in which the host launches a kernel of this model, with the small ones around it
     call: float = 8e-6  # seconds that a collective takes whatever it sends
-    inside: float = 0.78  # of a link's bandwidth within a node
-    between: float = 0.86  # and between nodes
+    inside: float = 0.716  # of a link's bandwidth within a node
+    between: float = 0.77  # and between nodes
     hidden: float = 0.16  # of a transfer behind computing: what it takes from the processors
 
 

@@ -47,6 +47,8 @@ class Plan:
     overlap: Overlap = "data"  # transfers that run while layers compute
     order: tuple[str, ...] = ORDER  # of the axes, from neighbours in a node to ranks far apart
     width: int = 2  # bytes of an activation, and of a weight in GEMMs
+    layers: tuple[int, ...] = ()  # of each part, chunk 0 of all stages first; empty: as even as they divide
+    stack: str = "megatron"  # the implementation (`stacks.py`)
 
     def __post_init__(self) -> None:
         if self.overlap not in get_args(Overlap):
@@ -116,7 +118,13 @@ class Plan:
         if seq % parts:
             over = f"cp {self.cp}" + (f" x tp {self.tp}, as sequence parallelism needs" if self.sequence else "")
             raise UserError(f"a sequence of {seq} tokens does not divide over {over}: choose degrees that divide it")
-        if config.num_layers + ENDS < self.pp * self.chunks:
+        parts = self.pp * self.chunks
+        if self.layers and (len(self.layers), sum(self.layers)) != (parts, config.num_layers):
+            raise UserError(
+                f"layers {' '.join(map(str, self.layers))}: {len(self.layers)} numbers, {sum(self.layers)} in all, but "
+                f"pp {self.pp} x chunks {self.chunks} = {parts} parts have {config.num_layers} layers"
+            )
+        if config.num_layers + ENDS < parts and not self.layers:
             raise UserError(
                 f"{config.num_layers} layers are too few for pp {self.pp} x chunks {self.chunks}: lower one of the two"
             )
@@ -124,7 +132,7 @@ class Plan:
     def stage_chunks(self, num_layers: int) -> list[list[range]]:
         """Layers of each chunk of each stage: chunk 0 of all stages comes first, then chunk 1 of all stages. Where they
         do not divide, the ends, which have embedding and head as well, are the first to have one layer less."""
-        return [list(found) for found in _chunks(num_layers, self.pp, self.chunks)]
+        return [list(found) for found in _chunks(num_layers, self.pp, self.chunks, self.layers)]
 
 
 @lru_cache
@@ -147,11 +155,11 @@ def _held(degrees: tuple[tuple[str, int], ...], node: int) -> dict[str, int]:
 
 
 @lru_cache
-def _chunks(num_layers: int, pp: int, chunks: int) -> tuple[tuple[range, ...], ...]:
+def _chunks(num_layers: int, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[tuple[range, ...], ...]:
     parts = pp * chunks
     size, rest = divmod(num_layers, parts)
     # One layer less from both ends inwards, the last part first.
     inwards = sorted(range(parts), key=lambda part: (min(part, parts - 1 - part), -part))
-    sizes = [size + (part not in inwards[: parts - rest]) for part in range(parts)]
+    sizes = list(layers) or [size + (part not in inwards[: parts - rest]) for part in range(parts)]
     found = [range(end - each, end) for end, each in zip(accumulate(sizes), sizes, strict=True)]
     return tuple(tuple(found[stage::pp]) for stage in range(pp))

@@ -15,9 +15,10 @@ from functools import lru_cache
 from math import ceil
 from typing import NamedTuple
 
-from cs336_systems.cost.machines import System
+from cs336_systems.cost.machines import GIB, System
 from cs336_systems.cost.operators import Group, Operator, Rank, operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import (
     GRADIENT,
     expert_every,
@@ -46,26 +47,27 @@ class Unit(NamedTuple):
 
 
 def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[str, float]:
-    """Bytes on a rank of a stage at its peak, by part: weights, gradients, optimizer state, activations,
-    workspace. Raises UserError for a plan that does not divide the model, and for a stage that does not exist."""
+    """Bytes on a rank of a stage at its peak, by part: weights, gradients, optimizer state, activations, workspace, and
+    what PyTorch's allocator has besides. Raises UserError for a plan that does not divide the model, and for a stage
+    that does not exist."""
     plan.check(config, seq)
     if not 0 <= stage < plan.pp:
         raise UserError(f"stage {stage} does not exist: the {plan.pp} stages are 0 to {plan.pp - 1}")
     shared, owned, _ = stage_weights(config, plan, seq, stage)
     # What a stage holds repeats after as many microbatches as there are stages: a few times that are as good as many.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
-    activations, workspace = _working(config, plan.alone(), seq, plan.pp, plan.chunks, some, stage)
-    return {
-        **_state(plan, shared, owned),
-        "activations": activations,
-        "workspace": workspace + _gathered(config, plan, seq, stage),
-    }
+    activations, workspace = _working(config, plan.alone(), seq, (plan.pp, plan.chunks, plan.layers), some, stage)
+    stack = STACKS[plan.stack]
+    found = {name: stack.state * nbytes for name, nbytes in _state(plan, shared, owned).items()}
+    found["activations"] = stack.activations * activations
+    found["workspace"] = workspace + _gathered(config, plan, seq, stage)
+    return found | ({"besides": stack.besides * GIB} if stack.besides else {})
 
 
 def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str, float]]:
     """(the stage that needs most, its `rank_bytes`). Raises UserError for a plan that does not divide the model."""
     plan.check(config, seq)
-    kinds = fullest_stages(config.num_layers, expert_every(config), plan.pp, plan.chunks)
+    kinds = fullest_stages(config, plan)
     each = {stage: rank_bytes(config, plan, seq, stage) for stage in kinds}
     fullest = max(each, key=lambda stage: sum(each[stage].values()))
     return fullest, each[fullest]
@@ -81,12 +83,16 @@ def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
     return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
 
 
-@lru_cache
-def fullest_stages(num_layers: int, expert_every: int, pp: int, chunks: int) -> tuple[int, ...]:
+def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
+    return _fullest(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)
+
+
+@lru_cache
+def _fullest(num_layers: int, every: int, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     found: dict[tuple[object, ...], int] = {}
-    for stage, layers in enumerate(Plan(pp=pp, chunks=chunks, global_batch=pp).stage_chunks(num_layers)):
-        kind = tuple((len(each), sparse_layers(each, expert_every)) for each in layers)
+    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
+        kind = tuple((len(each), sparse_layers(each, every)) for each in owned)
         found.setdefault((kind, stage == 0, stage == pp - 1), stage)
     return tuple(found.values())
 
@@ -150,19 +156,21 @@ def _recomputed(rank: Rank, operators: tuple[Operator, ...], kept: float) -> tup
 
 @lru_cache(maxsize=16384)
 def _working(
-    config: ModelConfig, alone: Plan, seq: int, pp: int, chunks: int, microbatches: int, stage: int
+    config: ModelConfig, alone: Plan, seq: int, shape: tuple[int, int, tuple[int, ...]], microbatches: int, stage: int
 ) -> tuple[float, float]:
     """Bytes of (activations, workspace of backward) on a stage. ZeRO, replicas and placement do not matter."""
-    plan = alone.override(pp=pp, chunks=chunks, global_batch=alone.micro_batch * alone.data * microbatches)
+    pp, chunks, layers = shape
+    batch = alone.micro_batch * alone.data * microbatches
+    plan = alone.override(pp=pp, chunks=chunks, layers=layers, global_batch=batch)
     head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
     embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
     parts, every = plan.stage_chunks(config.num_layers)[stage], _segment(config, plan)
     kept = []
-    for chunk, layers in enumerate(parts):
-        sparse = sparse_layers(layers, expert_every(config))
+    for chunk, owned in enumerate(parts):
+        sparse = sparse_layers(owned, expert_every(config))
         # A segment keeps the input of its first block alone.
-        share = ceil(len(layers) / every) / max(1, len(layers))
-        blocks_of: list[tuple[Group, int]] = [("dense", len(layers) - sparse), ("sparse", sparse)]
+        share = ceil(len(owned) / every) / max(1, len(owned))
+        blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]
         found = sum(share * n * unit(config, alone, seq, group).kept for group, n in blocks_of if n)
         kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == chunks - 1 else 0.0))
     live = live_passes(stage, pp, microbatches, chunks)

@@ -127,6 +127,7 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     limit: int = LIMIT,
     advance: Callable[[str], None] = lambda note: None,
+    stack: str = "megatron",
 ) -> Search:
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
@@ -138,7 +139,8 @@ def search(
         raise UserError(f"{gpus} accelerators are too many to search: take {MOST_GPUS} at most")
     if unknown := [axis for axis in fixed or {} if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
-    whole = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
+    space = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
+    whole = replace(space, stack=stack)
     space, left_out = whole.within(limit)
     trial = _Trial(Search(whole, system, left_out=left_out))
     layouts = space.layouts()

@@ -12,6 +12,7 @@ from math import isqrt, prod
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.plan import ORDER, Overlap, Plan
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, Recompute
 
@@ -67,6 +68,7 @@ class Space:
     most_chunks: int = 16
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     megatron_order: bool = False  # only that, one placement for each layout
+    stack: str = "megatron"
 
     def layouts(self) -> list[Degrees]:
         """Degrees whose product is the number of accelerators, the usual ones first."""
@@ -112,7 +114,8 @@ class Space:
     def plan(self, degrees: Degrees, choice: Choice, order: tuple[str, ...] = ORDER) -> Plan:
         """The plan of degrees, choice and order. Raises UserError for what does not divide."""
         chosen = choice.chunks, choice.sequence, choice.zero, choice.micro_batch
-        return Plan(*degrees, *chosen, self.global_batch, self.overlap, order, self.width)
+        plan = Plan(*degrees, *chosen, self.global_batch, self.overlap, order, self.width, stack=self.stack)
+        return STACKS[self.stack].shape(self.config, plan)[1] if STACKS[self.stack].balanced else plan
 
     def size(self) -> int:
         """Configurations in all; degrees that do not divide count once each."""

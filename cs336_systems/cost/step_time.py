@@ -22,6 +22,7 @@ from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
 from cs336_systems.cost.operators import Group, Rank, operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.presets import ModelConfig
 
 GRADIENT = 4  # bytes: gradients add up in 32 bits
@@ -93,12 +94,12 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
 
 def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
     """Groups of operators of a stage, and how many of each: blocks, and at the ends embedding and head."""
-    return _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)[stage]
+    return _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)[stage]
 
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
     """The first of all stages with the same groups, and how many such stages there are."""
-    stages = _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks)
+    stages = _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)
     return {stages.index(groups): count for groups, count in Counter(stages).items()}
 
 
@@ -113,9 +114,11 @@ def sparse_layers(layers: range, every: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _groups(num_layers: int, every: int, pp: int, chunks: int) -> tuple[tuple[tuple[Group, int], ...], ...]:
+def _groups(
+    num_layers: int, every: int, pp: int, chunks: int, layers: tuple[int, ...]
+) -> tuple[tuple[tuple[Group, int], ...], ...]:
     found = []
-    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, global_batch=pp).stage_chunks(num_layers)):
+    for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
         sparse = sum(sparse_layers(layers, every) for layers in owned)
         parts: list[tuple[Group, int]] = [("dense", sum(map(len, owned)) - sparse), ("sparse", sparse)]
         parts += [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
@@ -176,6 +179,11 @@ def _messages(config: ModelConfig, plan: Plan, seq: int, system: System) -> floa
     return 2 * plan.chunks * seen * message_seconds(nbytes, near, system)
 
 
+def gradient_bytes(plan: Plan) -> int:
+    """Bytes in which a gradient travels."""
+    return GRADIENT if plan.width == 4 else STACKS[plan.stack].gradient
+
+
 def bucket_size(ranks: int) -> float:
     """Gradients of a bucket: more where more ranks make each call slower, as Megatron-LM's default has it."""
     return max(40e6, 1e6 * ranks)
@@ -230,15 +238,16 @@ def data_parallel_seconds(
         return seen + system.constants.hidden * (seconds - seen)
 
     forward, backward = spent.forward, spent.backward + spent.recompute
+    reduced = gradient_bytes(plan)
     if plan.zero == 0:
-        total = exposed(send("all-reduce", GRADIENT), backward)
+        total = exposed(send("all-reduce", reduced), backward)
     else:
-        gather, scatter = send("all-gather", plan.width), send("reduce-scatter", GRADIENT)
+        gather, scatter = send("all-gather", plan.width), send("reduce-scatter", reduced)
         total = exposed(scatter, backward) + exposed(gather, forward)
         if plan.zero == 3:
             total = plan.microbatches * (exposed(gather, forward) + exposed(gather + scatter, backward))
     if plan.pp > 1 and config.tied_head:  # first and last stage have the embedding, whose gradients they sum
-        nbytes = GRADIENT * vocabulary_rows(Rank(config, plan, seq)) * config.d_model
+        nbytes = reduced * vocabulary_rows(Rank(config, plan, seq)) * config.d_model
         near = plan.local("pp", node=system.node) == plan.pp
         total += group_seconds("all-reduce", nbytes, 2, 1 + near, system)
     return total

@@ -6,10 +6,12 @@ import pytest
 
 from cs336_systems.cost import domain
 from cs336_systems.cost.__main__ import main
-from cs336_systems.cost.domain import QUICK_KERNEL, RANKS, SEQUENCES, warnings
+from cs336_systems.cost.domain import RANKS, SEQUENCES, time_range, warnings
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.runs import PUBLISHED, read_run
+from cs336_systems.cost.stacks import STACKS
+from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import model_preset
@@ -17,18 +19,18 @@ from cs336_systems.presets import model_preset
 A100, V100 = system_preset("A100-80GB"), system_preset("V100-32GB-DGX2")
 GPT = model_preset("gpt3-175b").override(d_model=6144, d_ff=24_576, num_heads=64, num_layers=48, recompute="segments")
 INSIDE = Plan(tp=8, micro_batch=4, global_batch=4)
-MEMORY = "is predicted to need"
+MEMORY, HOST = "is predicted to need", "waits for the host"
 
 
 RUNS = [read_run(row) for row in json.loads(PUBLISHED.read_text()) if row["fitted"]]
 
 
 def test_no_fitted_run_lies_outside():
-    """But for memory, which is not what was fitted."""
+    """But for memory, which is not what was fitted, and for the host, which another computer has."""
     assert len(RUNS) == domain.COUNT
     for run in RUNS:
         found = warnings(run.config, run.plan, run.seq, run.system)
-        assert [each for each in found if MEMORY not in each] == [], run.id
+        assert [each for each in found if MEMORY not in each and HOST not in each] == [], run.id
 
 
 def test_the_limits_are_those_of_the_fitted_runs():
@@ -49,7 +51,7 @@ def test_inside_there_is_nothing_to_say():
 @pytest.mark.parametrize(
     ("words", "model", "plan", "seq", "system"),
     [
-        ("512 tokens is shorter", {}, {"micro_batch": 16, "global_batch": 16}, 512, A100),
+        ("256 tokens is shorter", {}, {"micro_batch": 16, "global_batch": 16}, 256, A100),
         ("tokens is longer", {}, {"micro_batch": 1, "global_batch": 1}, 2 * SEQUENCES[1], A100),
         ("no run on B200", {}, {}, 2048, system_preset("b200")),
         (
@@ -71,6 +73,15 @@ def test_each_way_out_has_its_sentence(words, model, plan, seq, system):
     assert all("\n" not in each for each in found)
 
 
+def test_a_range_is_wider_outside():
+    inside = step_time(GPT, INSIDE, 2048, A100)
+    outside = step_time(GPT, INSIDE, 2048, system_preset("b200"))
+    stack = STACKS["megatron"]
+    assert time_range(inside) == stack.seconds(inside.total)
+    low, high = stack.seconds(outside.total)
+    assert time_range(outside) == (low / domain.WIDER, high * domain.WIDER)
+
+
 def test_a_narrow_rank_and_a_wide_model():
     narrow = GPT.override(d_model=2048, d_ff=8192, num_heads=16)
     limit = 2048 // domain.NARROWEST
@@ -82,7 +93,7 @@ def test_a_narrow_rank_and_a_wide_model():
 
 
 def test_bert_on_thetagpu_is_bound_by_its_host():
-    """The runs whose logs say that they took up to 3 times as long as computed, one GPU and many."""
+    """The runs whose logs say so, one GPU and many."""
     bert, theta = model_preset("bert-345m").override(recompute="segments"), system_preset("ThetaGPU")
     for plan in (
         Plan(micro_batch=4, global_batch=8),
@@ -93,7 +104,6 @@ def test_bert_on_thetagpu_is_bound_by_its_host():
     # With enough rows the same model's kernels are long.
     large = warnings(bert, Plan(micro_batch=128, global_batch=128), 512, theta)
     assert not any("host" in each for each in large)
-    assert QUICK_KERNEL > 5e-5
 
 
 def test_a_feature_is_new_only_where_no_fitted_run_has_it():

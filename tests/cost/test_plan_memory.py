@@ -196,7 +196,13 @@ def test_experts_are_counted_layer_by_layer():
 def test_stages_differ():
     config, plan = gpt(256, 4, 10), Plan(pp=4, global_batch=8)
     assert [len(each[0]) for each in plan.stage_chunks(10)] == [2, 3, 3, 2]
-    assert fullest_stages(10, 0, 4, 1) == (0, 1, 3)
+    assert fullest_stages(config, plan) == (0, 1, 3)
+    # Layers as somebody says, those of the last stage for its head.
+    uneven = plan.override(layers=(3, 3, 3, 1))
+    assert [len(each[0]) for each in uneven.stage_chunks(10)] == [3, 3, 3, 1]
+    assert rank_bytes(config, uneven, 128, 3)["weights"] < rank_bytes(config, plan, 128, 3)["weights"]
+    with pytest.raises(UserError, match="layers 5 5: 2 numbers, 10 in all, but pp 4 x chunks 1 = 4 parts"):
+        peak_bytes(config, plan.override(layers=(5, 5)), 128)
     each = [rank_bytes(config, plan, 128, stage) for stage in range(4)]
     stage, parts = peak_bytes(config, plan, 128)
     assert sum(parts.values()) == max(sum(one.values()) for one in each)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cs336_systems.cost.__main__ import main
+from cs336_systems.cost.plan_memory import peak_bytes
 from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, REQUIRED, read_run, read_runs
 from cs336_systems.cost.step_time import step_time
 from cs336_systems.errors import UserError
@@ -152,11 +153,15 @@ def test_json_is_one_list_and_nothing_else(capsys, tmp_path):
     file.write_text(json.dumps(rows))
     status, out, err = validate(capsys, file, "--json")
     assert (status, err.count("note: run 2: "), err.count("\n")) == (0, 2, 2)  # accelerator and their number
-    want = [step_time(run.config, run.plan, run.seq, run.system).total for run in read_runs(file)]
-    assert json.loads(out) == [
-        {"id": "mine", "t_iter_s": 2.0, "predicted_s": want[0]},
-        {"id": "run 2", "t_iter_s": None, "predicted_s": want[1]},
-    ]
+    runs, found = read_runs(file), json.loads(out)
+    want = [step_time(run.config, run.plan, run.seq, run.system).total for run in runs]
+    assert [(each["id"], each["t_iter_s"]) for each in found] == [("mine", 2.0), ("run 2", None)]
+    assert [each["predicted_s"] for each in found] == want
+    for each, run in zip(found, runs, strict=True):
+        assert each["low_s"] < each["predicted_s"] < each["high_s"]
+        assert each["low_gib"] < each["predicted_gib"] < each["high_gib"]
+        assert each["predicted_gib"] == sum(peak_bytes(run.config, run.plan, run.seq)[1].values()) / 2**30
+        assert each["stack"] == "megatron"
 
 
 def test_the_table_shows_each_run_the_total_and_notes(capsys, tmp_path):
@@ -168,9 +173,9 @@ def test_the_table_shows_each_run_the_total_and_notes(capsys, tmp_path):
     status, out, err = validate(capsys, file)
     lines = out.splitlines()
     assert status == 0
-    assert [line.split()[-2] for line in lines[2:5]] == ["+25.0%", "-50.0%", "-"]
+    assert [line.split()[-2] for line in lines[2:5]] == ["+25.0%", "-50.0%", "-"], out
     assert "[other]" in out
-    assert "all runs: 2 measured, error 37.5% on average, -50.0% at worst, -12.5% with its sign" in lines
+    assert "all runs: 2 measured, error 37.5% on average, -50.0% at worst, -12.5% with its sign; 0% in range" in lines
     assert err == "note: mine: gpus 3 is not tp x pp x dp x cp = 16, which is taken\n"
     file.write_text(json.dumps(RUN))  # one run, not in a list, and not measured
     assert "nothing was measured" in validate(capsys, file)[1]

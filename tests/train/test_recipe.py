@@ -105,7 +105,8 @@ def test_schedules_that_do_not_fit_are_refused():
     Recipe.of(**microbatches, schedule="zbv").check(TINY, 2)  # two chunks, which need not be asked for
     line = "zbv has 2 chunks per stage, not 3: use interleaved for other numbers"
     assert refusal(2, pp=2, chunks=3, schedule="zbv") == line
-    assert refusal(2, pp=2, schedule="zbv", recompute="nested").startswith("--schedule zbv does not go with --recompute")
+    line = "--schedule zbv does not go with --recompute nested"
+    assert refusal(2, pp=2, schedule="zbv", recompute="nested").startswith(line)
     line = "num_layers 6 is not a multiple of stages 2 x chunks 2 = 4: change one of the three"
     assert refusal(2, pp=2, schedule="zbv", num_layers=6) == line
 

@@ -7,13 +7,14 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
 from cs336_systems.cost.commands.request import Request
+from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
 from cs336_systems.cost.operators import Collective, Kernel, Operator
 from cs336_systems.cost.step_time import (
-    GRADIENT,
     bucket_size,
     data_parallel_seconds,
+    gradient_bytes,
     optimizer_bytes,
     stage_groups,
     stage_seconds,
@@ -78,6 +79,7 @@ def _totals(found: Derivation) -> dict[str, Any]:
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
     memory_rate, adamw_bytes, zero = system.memory_rate, optimizer_bytes(plan), plan.zero > 0
     adamw_moved = parts["optimizer"] * memory_rate
+    expected = describe_range(step)
     return locals() | {
         "forward_flops": ", ".join(f"{name} {format_count(count)}" for name, count in flops.items()),
         "all": {way: plan.microbatches * getattr(stage, way) for way in PASSES},
@@ -109,7 +111,8 @@ def _between(found: Derivation) -> dict[str, Any]:
     sends = step.parts["data-parallel"] > 0
     replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
     weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
-    gradients, verb = GRADIENT * weights, verbs.get(plan.zero, SCATTERED)
+    width = 8 * gradient_bytes(plan)
+    gradients, verb = gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
     alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)
     overlaps, bucket = plan.overlap != "none", bucket_size(plan.replicas)

@@ -10,7 +10,6 @@ from cs336_systems.cost.commands.output import Total, json_option, new_table, pr
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.plan import RECOMPUTE
 from cs336_systems.cost.plan_memory import RESERVE, fullest_stages, peak_bytes, rank_bytes, usable_memory
-from cs336_systems.cost.step_time import expert_every
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -22,7 +21,7 @@ def command(as_json: bool, **given: Any) -> None:
     """Memory of a rank of each kind of stage at the fullest moment of a step, by part, and which choices would fit."""
     request = take_request(given)
     config, plan, available = request.config, request.plan, usable_memory(request.system)
-    kinds = fullest_stages(config.num_layers, expert_every(config), plan.pp, plan.chunks)
+    kinds = fullest_stages(config, plan)
     stages = {stage: rank_bytes(config, plan, request.seq, stage) for stage in kinds}
     choices = []
     for name, recompute in RECOMPUTE.items():

@@ -10,11 +10,12 @@ import click
 
 from cs336_systems.cost import machines
 from cs336_systems.cost.domain import warnings
-from cs336_systems.cost.machines import CONSTANTS, DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
 from cs336_systems.cost.operator_time import TimedPart, timed_part
 from cs336_systems.cost.operators import Group
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE, RECOMPUTE_NAMES, Overlap, Plan
+from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, format_count, format_seconds, options, setting
@@ -22,6 +23,7 @@ from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, FeedFor
 
 COUNT, FILE = click.IntRange(1), click.Path(path_type=Path)
 MOST_TOKENS = 1e18  # of a training, that anybody asks about
+STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
 _RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
 
 
@@ -96,6 +98,8 @@ class PlanOptions:
     )
     order: str = setting(" ".join(ORDER), "Axes from neighbours in a node to ranks far apart.")
     precision: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Of activations and products.")
+    stage_layers: str = setting("", "Blocks of each stage, such as 9,9,8,6.  [default: as even as they divide]")
+    stack: StackName | None = setting(None, STACK_HELP)
 
     def plan(self, system: System | None = None) -> Plan:
         """The plan on a machine, which may decide what overlaps. Raises UserError for what does not divide."""
@@ -110,6 +114,8 @@ class PlanOptions:
             overlap=self.overlap or (system.overlap if system else "data"),
             order=tuple(self.order.replace(",", " ").split()),
             width=4 if self.precision == "fp32" else 2,
+            layers=parse_layers(self.stage_layers),
+            stack=self.stack or usual_stack(self.zero, "triton"),
         )
 
 
@@ -127,8 +133,8 @@ class MachineOptions:
         None, "Constants in a file that `fit` wrote.  [default: those of this project]", type=FILE
     )
 
-    def machine(self) -> System:
-        """The machine by the constants of the file; without one by this project's, but for those measured on the
+    def machine(self, stack: str = "megatron") -> System:
+        """The machine by the constants of the file; without one by those of the stack, but for what was measured on the
         machine itself. Raises UserError for a machine that is not known, or a file that has none."""
         name = self.system or DEFAULT_SYSTEM
         if self.machine_file and self.system:
@@ -137,8 +143,10 @@ class MachineOptions:
             found = machines.read_machine(self.machine_file)
         else:
             found = machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
-        own = machines.load_constants(self.constants) if self.constants else replace(CONSTANTS, **found.measured)
-        return replace(found, constants=own)
+        if self.constants:
+            return replace(found, constants=machines.load_constants(self.constants))
+        found = STACKS[stack].on(found)
+        return replace(found, constants=replace(found.constants, **found.measured))
 
 
 @dataclass(frozen=True)
@@ -179,6 +187,7 @@ class Request:
         config, plan = self.config, self.plan
         degrees = ("tp", "pp", "dp", "cp", "ep", "chunks")
         shown = [f"{name} {getattr(plan, name)}" for name in degrees if getattr(plan, name) > 1]
+        shown += [f"stages of {' '.join(map(str, plan.layers))} blocks"] * bool(plan.layers)
         shown += ["sequence parallel"] * plan.sequence + [f"ZeRO {plan.zero}"] * (plan.zero > 0)
         experts = f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
         return (
@@ -186,13 +195,22 @@ class Request:
             f"{config.d_model}, d_ff {config.d_ff}, {config.num_heads} heads{experts}, {config.attention} attention\n"
             f"{plan.ranks} x {self.system.name}{': ' if shown else ''}{', '.join(shown)}; "
             f"{plural(plan.global_batch, 'sequence')} of {self.seq} tokens in {plan.microbatches} x {plan.micro_batch} "
-            f"per replica; recompute {RECOMPUTE_NAMES.get(config.recompute, config.recompute)}, overlap {plan.overlap}"
+            f"per replica; recompute {RECOMPUTE_NAMES.get(config.recompute, config.recompute)}, "
+            f"overlap {plan.overlap}, stack {plan.stack}"
         )
 
     def record(self) -> dict[str, Any]:
         model = {**asdict(self.config), "parameters": self.parameters}
         name = self.title.removesuffix(", changed")
         return {"preset": name, "model": model, "plan": asdict(self.plan), "system": self.system.name}
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """`9,9,8,6` -> (9, 9, 8, 6). Raises UserError for what is no count."""
+    words = text.replace(",", " ").split()
+    if bad := [word for word in words if not word.isdecimal()]:
+        raise UserError(f"--stage-layers has {bad[0]!r}, which is no number of blocks: write 9,9,8,6 for four stages")
+    return tuple(map(int, words))
 
 
 def take(settings: type, given: dict[str, Any]) -> Any:
@@ -210,8 +228,9 @@ def take_request(given: dict[str, Any]) -> Request:
     model, plan, machine = (take(each, given) for each in (ModelOptions, PlanOptions, MachineOptions))
     config = model.model_config()
     plan.plan().check(config, config.context_length)  # a mistake here shows before a machine is measured
-    system = machine.machine()
-    return Request(model.title, config, plan.plan(system), system)
+    name = plan.stack or usual_stack(plan.zero, model.kernels)
+    system = machine.machine(name)
+    return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
 
 
 def as_options(settings: Any) -> list[str]:
@@ -233,6 +252,8 @@ def plan_options(plan: Plan, system: System, precision: Any = "bf16") -> PlanOpt
         "batch_size": plan.global_batch,
         "overlap": None if plan.overlap == system.overlap else plan.overlap,
         "order": " ".join(plan.order),
+        "stage_layers": ",".join(map(str, plan.layers)) if not STACKS[plan.stack].balanced else "",
+        "stack": plan.stack,
         "precision": precision,
     }
     return PlanOptions(**(same | renamed))

@@ -21,12 +21,13 @@ from cs336_systems.cost.commands.request import (
     tokens_option,
     training,
 )
-from cs336_systems.cost.domain import warnings
+from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Overlap
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import LIMIT, Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, Space, placement
+from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds, options, setting
 
@@ -54,6 +55,7 @@ class SearchOptions:
     overlap: Overlap | None = setting(
         None, "What travels while layers compute, as of `step`.  [default: all on H100 and newer, else data]"
     )
+    stack: StackName = setting("megatron", "Implementation that trains, as of `step`.")
     tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
     pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
     dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
@@ -82,14 +84,15 @@ class SearchOptions:
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
     model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
-    config, system = model.model_config(), machine.machine()
+    config, system = model.model_config(), machine.machine(asked.stack)
+    config = config.override(kernels=STACKS[asked.stack].kernels)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
     layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
     with console.progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
         found = search(
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
-            limit=asked.limit, advance=advance,
+            limit=asked.limit, advance=advance, stack=asked.stack,
         )  # fmt: skip
 
     request = SearchRequest(model, machine, asked.precision, tokens)
@@ -127,6 +130,7 @@ class SearchRequest:
         whole, alike = self.training(each), [(other.step.config.recompute, other.plan) for other in each.alike]
         return {
             "seconds": each.step.total,
+            **dict(zip(("low_seconds", "high_seconds"), time_range(each.step), strict=True)),
             "mfu": each.step.mfu,
             "tokens_per_second": each.rate,
             "memory_bytes": each.memory,
@@ -190,6 +194,7 @@ def print_search(screen: Console, found: Search, title: str, command: str, whole
     screen.print(LAYOUTS)
     if narrow and any(_other_order(each) for each in found.best):
         screen.print("*: nodes are filled in another order of axes than Megatron's, tp cp ep dp pp")
+    screen.print(f"The first: {describe_range(found.best[0].step)}")
     if whole:
         screen.print("The first takes {} {}.".format(*describe_training(whole)))
     screen.print("\nThe first in detail:")

@@ -16,9 +16,10 @@ from cs336_systems.cost.commands.request import (
     tokens_option,
     training,
 )
-from cs336_systems.cost.domain import DOMAIN
+from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
 from cs336_systems.cost.flops import recompute_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
@@ -60,8 +61,11 @@ def step_record(request: Request, step: StepTime) -> dict[str, Any]:
     stage, memory = peak_bytes(request.config, request.plan, request.seq)
     rate, peak = request.plan.global_batch * request.seq / step.total, step.mfu * step.total
     kernels = step.parts["forward"] + step.parts["backward"]
+    (low, high), least_and_most = time_range(step), STACKS[step.plan.stack].bytes(sum(memory.values()))
     return {
         "seconds": step.total,
+        "low_seconds": low,
+        "high_seconds": high,
         "parts": step.parts,
         "busiest_stage": step.stage,
         "tokens_per_second": rate,
@@ -72,6 +76,8 @@ def step_record(request: Request, step: StepTime) -> dict[str, Any]:
         "losses": {"at_peak": peak, "kernels": kernels - peak, "else": step.total - kernels},
         "fullest_stage": stage,
         "memory_bytes": memory,
+        "memory_low_bytes": least_and_most[0],
+        "memory_high_bytes": least_and_most[1],
         "memory_room_bytes": usable_memory(request.system),
         "warnings": request.warnings(),
     }
@@ -85,7 +91,8 @@ def _print(screen: Console, request: Request, step: StepTime, found: dict[str, A
     verb = "lose below it" if kernels >= 0 else "gain, as they skip what a causal mask hides"
     lost = f"{'+' if kernels >= 0 else '-'} {format_seconds(abs(kernels))} that kernels {verb}"
     total, least, others = map(format_seconds, (step.total, peak, rest))
-    screen.print(f"{total} = {least} at the peak {lost} + {others} of everything else.\n")
+    screen.print(f"{total} = {least} at the peak {lost} + {others} of everything else.")
+    screen.print(f"Range: {describe_range(step)}.\n")
     screen.print(_results(request, step, found))
     print_warnings(screen, found["warnings"])
 
@@ -120,7 +127,10 @@ def _results(request: Request, step: StepTime, found: dict[str, Any]) -> Table:
     table.add_row("MFU", f"{step.mfu:.1%}", f"of {format_count(peak)}FLOP/s: {counted}")
     table.add_row("HFU", f"{found['hfu']:.1%}", "with recomputation")
     where = f"on stage {found['fullest_stage']}, the fullest" if plan.pp > 1 else "on each rank"
-    verdict = "fits in" if need <= available else "does NOT fit in"
-    table.add_row("memory", format_bytes(need), f"{where}, {verdict} {format_bytes(available)} of {system.name}:")
+    least, most = found["memory_low_bytes"], found["memory_high_bytes"]
+    nearly = "nearly fits" if least <= available else "does NOT fit"
+    verdict = ("fits" if most <= available else "fits, but may not,") if need <= available else nearly
+    table.add_row("memory", format_bytes(need), f"{where}, {verdict} in {format_bytes(available)} of {system.name}:")
+    table.add_row("", "", f"range {format_bytes(least)} to {format_bytes(most)}")
     table.add_row("", "", ", ".join(f"{name} {format_bytes(count)}" for name, count in memory.items() if count))
     return table

@@ -1,17 +1,20 @@
 """`validate`: predicted beside measured, run by run and in total, for published runs or a file of one's own."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import click
 from rich.console import Console
 
 from cs336_systems.cost.commands.output import new_table, print_json
 from cs336_systems.cost.commands.request import FILE
-from cs336_systems.cost.machines import CONSTANTS, load_constants
+from cs336_systems.cost.domain import time_range, warnings
+from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory
-from cs336_systems.cost.runs import DEFAULTS, PUBLISHED, REQUIRED, TrainingRun, read_runs
+from cs336_systems.cost.runs import DEFAULTS, LEFT_OUT, PUBLISHED, REQUIRED, TrainingRun, read_runs
 from cs336_systems.cost.step_time import StepTime
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
@@ -27,24 +30,57 @@ KEYS = "\b\n" + "\n".join(
 @click.command("validate", epilog=KEYS)
 @click.argument("file", required=False, type=FILE)
 @click.option("--constants", type=FILE, help="Constants in a file that `fit` wrote.  [default: those of this project]")
-@click.option("--json", "as_json", is_flag=True, help="Print one list of {id, t_iter_s, predicted_s} instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one list of predictions with their ranges instead.")
 def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
-    """Predict the step time of the runs in FILE, a JSON list, and compare it with what was measured.
+    """Predict time and memory of the runs in FILE, a JSON list, and compare them with what was measured.
 
-    Without FILE, the published runs that this project keeps, by family, those that constants were fitted to apart.
+    Without FILE, the published runs that this project keeps, by family. The range is where four of five runs of the
+    stack fell that nothing was fitted to.
     """
-    used, runs = load_constants(constants) if constants else CONSTANTS, read_runs(file or PUBLISHED)
-    pairs = [(run, run.under(used).step()) for run in runs]
+    runs = read_runs(file or PUBLISHED)
+    if constants:
+        runs = [run.under(load_constants(constants)) for run in runs]
+    found = [Prediction(run, run.step()) for run in runs]
     remarks, screen = console.console(stderr=True), console.console()
     for run in runs:
         for note in notes(run):
             remarks.print(f"note: {run.id}: {note}")
     if as_json:
-        print_json([{"id": run.key, "t_iter_s": run.seconds, "predicted_s": step.total} for run, step in pairs])
+        print_json([each.record() for each in found])
     elif file:
-        _print_runs(screen, pairs)
+        _print_runs(screen, found)
     else:
-        _print_families(screen, pairs)
+        _print_families(screen, found)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A run and its predicted step."""
+
+    run: TrainingRun
+    step: StepTime
+
+    @property
+    def error(self) -> float | None:
+        """Predicted over measured, less one; None for a run that was not measured."""
+        return self.step.total / self.run.seconds - 1 if self.run.seconds else None
+
+    @property
+    def inside(self) -> bool:
+        """True if the measured time lies in the predicted range."""
+        low, high = time_range(self.step)
+        return self.run.seconds is not None and low <= self.run.seconds <= high
+
+    def record(self) -> dict[str, Any]:
+        low, high = time_range(self.step)
+        need = sum(peak_bytes(self.run.config, self.run.plan, self.run.seq)[1].values()) / GIB
+        least, most = self.run.stack.bytes(need)
+        return {
+            "id": self.run.key, "t_iter_s": self.run.seconds, "predicted_s": self.step.total, "low_s": low,
+            "high_s": high, "mem_gib": self.run.gib, "predicted_gib": need, "low_gib": least, "high_gib": most,
+            "stack": self.run.plan.stack,
+            "warnings": warnings(self.run.config, self.run.plan, self.run.seq, self.run.system),
+        }  # fmt: skip
 
 
 def notes(run: TrainingRun) -> list[str]:
@@ -58,48 +94,61 @@ def notes(run: TrainingRun) -> list[str]:
     return found
 
 
-def error(run: TrainingRun, step: StepTime) -> float | None:
-    """Predicted over measured, less one; None for a run that was not measured."""
-    return step.total / run.seconds - 1 if run.seconds else None
-
-
-def _print_runs(screen: Console, pairs: list[tuple[TrainingRun, StepTime]]) -> None:
+def _print_runs(screen: Console, found: list[Prediction]) -> None:
     rows = []
-    for run, step in pairs:
-        off = error(run, step)
-        measured = "-" if run.seconds is None else f"{run.seconds:.4g}"
-        names = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.short(), measured, f"{step.total:.4g}"]
-        rows.append([*names, "-" if off is None else f"{off:+.1%}", f"{step.mfu:.1%}"])
-    screen.print(new_table(["~run", "<machines", "<plan", "measured s", "predicted s", "error", "MFU"], rows))
-    screen.print(_total("all runs", pairs))
+    for each in found:
+        run, step, off = each.run, each.step, each.error
+        measured, (low, high) = "-" if run.seconds is None else f"{run.seconds:.4g}", time_range(step)
+        names = [run.id, f"{run.plan.ranks} {run.system.name}", run.plan.stack, run.plan.short(), measured]
+        names += [f"{step.total:.4g}", f"{low:.4g} to {high:.4g}", "-" if off is None else f"{off:+.1%}"]
+        rows.append([*names, f"{step.mfu:.1%}"])
+    columns = ["~run", "<machines", "<stack", "<plan", "measured s", "predicted s", "range", "error", "MFU"]
+    screen.print(new_table(columns, rows))
+    screen.print(_total("all runs", found))
 
 
-def _total(name: str, pairs: list[tuple[TrainingRun, StepTime]]) -> str:
-    errors = [off for run, step in pairs if (off := error(run, step)) is not None]
+def _total(name: str, found: list[Prediction]) -> str:
+    errors = [each.error for each in found if each.error is not None]
     if not errors:
         return f"{name}: nothing was measured, so nothing is compared"
-    worst = max(errors, key=abs)
     return (
-        f"{name}: {len(errors)} measured, error {mean(map(abs, errors)):.1%} on average, {worst:+.1%} at worst, "
-        f"{mean(errors):+.1%} with its sign"
+        f"{name}: {len(errors)} measured, error {mean(map(abs, errors)):.1%} on average, {max(errors, key=abs):+.1%} "
+        f"at worst, {mean(errors):+.1%} with its sign; {mean(each.inside for each in found if each.error):.0%} in range"
     )
 
 
-def _print_families(screen: Console, pairs: list[tuple[TrainingRun, StepTime]]) -> None:
-    """A row for each family of published runs."""
+def _print_families(screen: Console, found: list[Prediction]) -> None:
+    """A row for each family of published runs; "left out" are the errors by constants fitted without the family."""
+    ratios = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
     rows = {row["id"]: row for row in json.loads(PUBLISHED.read_text())}
-    families: dict[tuple[bool, str, str], list[float]] = {}
-    for run, step in pairs:
-        row, off = rows[run.id], error(run, step)
-        if off is not None:
-            families.setdefault((row["fitted"], row["family"], run.system.name), []).append(off)
+    families: dict[tuple[bool, str, str, str], list[Prediction]] = {}
+    for each in found:
+        row = rows[each.run.id]
+        families.setdefault((row["fitted"], each.run.plan.stack, row["family"], each.run.system.name), []).append(each)
     lines: list[list[str] | None] = []
     for fitted in (True, False):
-        for (used, family, machine), found in families.items():
+        for (used, stack, family, machine), some in families.items():
             if used == fitted:
-                shown = f"{mean(map(abs, found)):.1%}", f"{mean(found):+.1%}", f"{max(found, key=abs):+.1%}"
-                lines.append([family, machine, str(len(found)), "yes" if fitted else "no", *shown])
+                off = [each.error or 0.0 for each in some]
+                shown = [f"{mean(map(abs, off)):.1%}", f"{mean(off):+.1%}", f"{max(off, key=abs):+.1%}"]
+                shown.append(f"{mean(each.inside for each in some):.0%}")
+                out = [1 / ratios[each.run.id] - 1 for each in some]
+                shown += [f"{mean(map(abs, out)):.1%}", f"{max(out, key=abs):+.1%}"]
+                lines.append([family, stack, machine, str(len(some)), "yes" if fitted else "no", *shown])
         lines.append(None)
-    screen.print(new_table(["family", "<machine", "runs", "fitted", "mean |error|", "mean", "worst"], lines))
+    columns = [
+        "~family",
+        "<stack",
+        "<machine",
+        "runs",
+        "fitted",
+        "mean |error|",
+        "mean",
+        "worst",
+        "in range",
+        "left out",
+        "worst",
+    ]
+    screen.print(new_table(columns, lines))
     for name, fitted in (("fitted", True), ("not fitted", False)):
-        screen.print(_total(name, [pair for pair in pairs if rows[pair[0].id]["fitted"] == fitted]))
+        screen.print(_total(name, [each for each in found if rows[each.run.id]["fitted"] == fitted]))

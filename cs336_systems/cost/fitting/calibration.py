@@ -3,11 +3,13 @@
 A few runs do not determine ten constants. So each has a prior: the logarithm of a constant lies around that of its
 value before the fit, with a stated standard deviation, its width. The fit is the most probable set of constants,
 
-    minimise over x:  sum over data (log(predicted / measured) / noise)^2  +  sum over constants (x / width)^2,
+    minimise over x:  sum over data weight (log(predicted / measured) / noise)^2  +  sum over constants (x / width)^2,
 
 with x the logarithm of a constant over its prior value, found by the method of Levenberg and Marquardt (Marquardt,
 SIAM J. 11(2), 1963). Relative errors count alike for a short step and a long one. A constant that the data do not
-determine stays at its prior value, with the prior's uncertainty.
+determine stays at its prior value, with the prior's uncertainty. A run that is further off than FAR times what is usual
+of the others weighs less, by the square of how much further: something else slowed it down (iteratively reweighted
+least squares; Holland and Welsch, Comm. Stat. A6(9), 1977).
 
 The curvature at the minimum gives the uncertainty of each constant (Laplace's approximation), and the error of each
 prediction had its own measurement been left out: r / (1 - h), for a residual r and its leverage h, exact where the
@@ -30,6 +32,7 @@ Residuals = Callable[[Array], Array]
 
 WIDTH = 0.5  # a prior's: two thirds of constants lie within a factor of 1.6 of it
 NOISE = 0.03  # the least relative error that a model of this kind is believed to have
+FAR, ENOUGH = 3.0, 5  # times the usual error, from which a run weighs less; runs that tell what is usual
 TOLD = 0.1  # data that take away less than this share of the prior's variance do not determine a constant
 SHARES = ("product", "fused", "memory", "inside", "between", "hidden")  # constants that are shares of a ceiling
 ROUNDED = 0.005  # a share above 1 by less than this is shown as 1
@@ -80,33 +83,41 @@ def fit(
     if not observations:
         raise UserError("there is nothing to fit to: no run has a measured time")
     names, least, count = _fitted(prior, which), noise, len(observations)
+    weights = np.ones(count)
 
     def constants(x: Array) -> Constants:
         return replace(prior, **{name: getattr(prior, name) * exp(value) for name, value in zip(names, x, strict=True)})
 
     def weighted(x: Array) -> Array:
-        """log(predicted / measured) over the noise by observation, then x over the prior's width by constant."""
-        at = constants(x)
-        return np.concatenate([np.array([log_ratio(each, at) for each in observations]) / noise, x / width])
+        """Roots of the summands, by observation and then by constant."""
+        return np.concatenate([np.sqrt(weights) * logs(x) / noise, x / width])
 
     def logs(x: Array) -> Array:
-        return noise * weighted(x)[:count]
+        at = constants(x)
+        return np.array([log_ratio(each, at) for each in observations])
 
     before, x = logs(np.zeros(len(names))), _minimum(weighted, len(names), width)
     for _ in range(REPEATS):
         r, slopes = logs(x), _slopes(weighted, x)
         covariance = np.linalg.inv(slopes.T @ slopes)
         leverage = np.einsum("ij,jk,ik->i", slopes[:count], covariance, slopes[:count])
-        free = count - float(leverage.sum())
-        scatter = max(least, float(np.sqrt(r @ r / free))) if free > 1 else least
-        if abs(scatter / noise - 1) < 0.01:
+        new = _weights(r, least)
+        free = float(new.sum() - leverage.sum())
+        scatter = max(least, float(np.sqrt(new @ r**2 / free))) if free > 1 else least
+        if abs(scatter / noise - 1) < 0.01 and np.abs(new - weights).max() < 0.01:
             break
-        noise = scatter
+        noise, weights = scatter, new
         x = _descend(weighted, x)
     spreads = dict(zip(names, np.sqrt(np.diag(covariance)).tolist(), strict=True))
     residuals = before.tolist(), r.tolist(), (r / (1.0 - leverage)).tolist()
     zeros = tuple(name for name in NAMES if name in which and name not in names)
     return Calibration(prior, constants(x), names, width, noise, spreads, *residuals, zeros)
+
+
+def _weights(r: Array, least: float) -> Array:
+    """Weights of observations with these errors: 1, or less for those that are far from what is usual."""
+    usual = max(least, 1.4826 * float(np.median(np.abs(r)))) if len(r) >= ENOUGH else np.inf
+    return np.minimum(1.0, (FAR * usual / np.maximum(np.abs(r), CLOSE)) ** 2)
 
 
 def _fitted(prior: Constants, which: Sequence[str]) -> tuple[str, ...]:

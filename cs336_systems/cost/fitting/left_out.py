@@ -1,0 +1,73 @@
+"""Errors on runs that were left out: each stack's constants fitted to all of its published runs but one group's, which
+is then predicted. A group is a family of runs from one source or, where a stack has few, all runs of one model.
+
+`python -m cs336_systems.cost.fitting.left_out` writes `data/left_out.json`, after a change of runs or constants.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from math import exp
+from typing import Any
+
+import numpy as np
+
+from cs336_systems.cost.fitting.calibration import fit
+from cs336_systems.cost.fitting.observations import Observation
+from cs336_systems.cost.runs import LEFT_OUT, PUBLISHED, TrainingRun, read_run
+from cs336_systems.cost.stacks import STACKS, Stack
+
+FAMILIES = 3  # that a stack needs to have them left out one by one
+SHARE = 0.8  # of left-out runs that a range contains
+
+
+def published() -> dict[str, list[tuple[dict[str, Any], TrainingRun]]]:
+    """The published runs with their rows, by stack."""
+    found = defaultdict(list)
+    for row in json.loads(PUBLISHED.read_text()):
+        run = read_run(row)
+        found[run.plan.stack].append((row, run))
+    return dict(found)
+
+
+def observed(run: TrainingRun) -> Observation:
+    """The step of a measured run."""
+    assert run.seconds is not None
+    return Observation(run.id, "step", run.seconds, lambda constants: run.under(constants).step().total)
+
+
+def left_out(stack: Stack, runs: Sequence[tuple[dict[str, Any], TrainingRun]]) -> dict[str, float]:
+    """Measured over predicted of each run, by its id, from a fit without its group; of stacks to which nothing is
+    fitted, as they are."""
+    groups = {row["family"] for row, _ in runs}
+    by_family = len(groups) >= FAMILIES
+
+    def group(row: dict[str, Any]) -> object:
+        return row["family"] if by_family else (row["h"], row["L"])
+
+    found = {}
+    for name in dict.fromkeys(group(row) for row, _ in runs):
+        others = [observed(run) for row, run in runs if row["fitted"] and group(row) != name]
+        constants = stack.own()
+        if stack.fitted and others:
+            constants = fit(others, constants, stack.fitted).constants
+        for row, run in runs:
+            if group(row) == name and run.seconds:
+                found[run.id] = run.seconds / run.under(constants).step().total
+    return found
+
+
+def central(ratios: Sequence[float]) -> tuple[float, float]:
+    """The range that four of five ratios fall into, a tenth below and a tenth above."""
+    low, high = np.quantile(np.log(ratios), [(1 - SHARE) / 2, (1 + SHARE) / 2])
+    return exp(low), exp(high)
+
+
+if __name__ == "__main__":
+    found: dict[str, float] = {}
+    for name, of_stack in published().items():
+        ratios = left_out(STACKS[name], of_stack)
+        low, high = central(list(ratios.values()))
+        print(f"{name}: four of five took {low:.3f} to {high:.3f} of the prediction")
+        found |= {run: round(ratio, 4) for run, ratio in ratios.items()}
+    LEFT_OUT.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")

@@ -1,0 +1,94 @@
+"""Stacks: implementations of training, such as Megatron-LM or PyTorch's FSDP, which take unlike times and memory for
+one plan on one machine. Each has constants, what it keeps in memory, and a range that four of five runs fall into.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from cs336_systems.cost.machines import CONSTANTS, Constants, System
+from cs336_systems.cost.operators import Group, Rank, operators_of
+from cs336_systems.cost.plan import Plan
+from cs336_systems.presets import ModelConfig
+
+StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]
+HOPPER = ("H100", "H200", "B200")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An implementation: constants that are its own, factors of its memory, and the range of measured over predicted
+    that four of five runs fall into that nothing was fitted to."""
+
+    name: str
+    about: str
+    range: tuple[float, float]
+    memory_range: tuple[float, float]
+    memory_basis: str
+    constants: Mapping[str, float] = field(default_factory=dict)
+    hopper: Mapping[str, float] = field(default_factory=dict)  # factors of constants on H100 and newer
+    fitted: tuple[str, ...] = ()  # constants that its published runs determine
+    kernels: Literal["torch", "triton"] | None = None
+    gradient: int = 4  # bytes in which gradients travel
+    balanced: bool = False  # stages have layers by FLOPs, not by number
+    state: float = 1.0  # of weights, gradients and optimizer state
+    activations: float = 1.0
+    besides: float = 0.0  # GiB
+
+    def own(self) -> Constants:
+        return replace(CONSTANTS, **self.constants)
+
+    def on(self, system: System, constants: Constants | None = None) -> System:
+        """The machine by this stack's constants, or by others, with the factors of newer accelerators."""
+        used = constants or self.own()
+        factors = self.hopper if system.name.startswith(HOPPER) else {}
+        return replace(system, constants=replace(used, **{k: v * getattr(used, k) for k, v in factors.items()}))
+
+    def shape(self, config: ModelConfig, plan: Plan) -> tuple[ModelConfig, Plan]:
+        """Model and plan as this stack runs them: its kernels, and its way to spread layers over stages."""
+        config = config.override(kernels=self.kernels) if self.kernels else config
+        balanced = self.balanced and plan.pp > 1 and plan.chunks == 1 and not plan.layers
+        layers = balanced_layers(config, plan) if balanced else plan.layers
+        return config, plan.override(stack=self.name, layers=layers)
+
+    def seconds(self, predicted: float) -> tuple[float, float]:
+        """The range of a predicted time."""
+        return predicted * self.range[0], predicted * self.range[1]
+
+    def bytes(self, predicted: float) -> tuple[float, float]:
+        """The range of predicted memory."""
+        return predicted * self.memory_range[0], predicted * self.memory_range[1]
+
+
+def _read() -> dict[str, Stack]:
+    rows = tomllib.loads((Path(__file__).parent / "data" / "stacks.toml").read_text(encoding="utf-8"))
+    found = {}
+    for name, row in rows.items():
+        if "like" in row:  # its constants, which no run of this stack was used for
+            row = rows[row["like"]] | {"fitted": ()} | {key: value for key, value in row.items() if key != "like"}
+        row |= {key: tuple(row[key]) for key in ("range", "memory_range", "fitted") if key in row}
+        found[name] = Stack(name, **row)
+    return found
+
+
+STACKS = _read()
+
+
+def usual_stack(zero: int, kernels: str = "triton") -> StackName:
+    """The stack of a run that does not say: sharded weights came with plain PyTorch."""
+    return "fsdp" if zero == 3 else "other" if kernels == "torch" else "megatron"
+
+
+def balanced_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    """Layers of each stage where the last, which has the head, has as many fewer as the head has FLOPs of them."""
+    rank = Rank(config, plan.alone(), config.context_length)
+
+    def flops(group: Group) -> float:
+        return sum(kernel.flops for each in operators_of(rank, group) for kernel in each.forward)
+
+    head, total = flops("head") / flops("dense"), config.num_layers
+    last = min(max(0, round((total + head) / plan.pp - head)), total)
+    each, rest = divmod(total - last, plan.pp - 1)
+    return (*(each + (stage < rest) for stage in range(plan.pp - 1)), last)
