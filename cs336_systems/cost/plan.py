@@ -25,6 +25,8 @@ Overlap = Literal["none", "data", "all"]
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
 RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items()}
 
+MOST_LAYERS = 100_000
+
 # Chunks of a pipeline that may go without a layer: the first has the embedding, the last the head.
 ENDS = 2
 
@@ -106,6 +108,8 @@ class Plan:
 
     def check(self, config: ModelConfig, seq: int) -> None:
         """Raises UserError, in one line with the numbers, for a model or a sequence that does not divide over it."""
+        if config.num_layers > MOST_LAYERS:
+            raise UserError(f"{config.num_layers} layers are more than the {MOST_LAYERS} that are counted: use fewer")
         check_experts(config, self.ep)
         sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
         # Fewer key/value heads than ranks are held by several ranks each.

@@ -112,6 +112,7 @@ BAD_FITS = [
     ({"tp": 12}, {"num_kv_heads": 4}, None),  # a head of keys for three ranks
     ({"pp": 14, "global_batch": 14}, {}, None),  # the ends go without a layer
     ({"pp": 15, "global_batch": 15}, {}, "12 layers are too few for pp 15"),
+    ({}, {"num_layers": 10**8}, "100000000 layers are more than the 100000 that are counted"),  # at once
 ]
 
 
