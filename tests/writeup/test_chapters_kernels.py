@@ -222,7 +222,9 @@ def test_a_pass_of_a_published_model_is_predicted():
 
     assert seconds("forward") < seconds("backward")
     assert seconds("forward") + seconds("backward") == pytest.approx(seconds("forward-backward"))
-    assert seconds("step") > seconds("forward-backward") > seconds("forward-backward", seq=64)
+    assert seconds("step") > seconds("forward-backward")
+    # A short pass waits for the host, which launches as many kernels for half the tokens; a long one does not.
+    assert seconds("forward-backward") == seconds("forward-backward", seq=64) < seconds("forward-backward", seq=512)
     assert seconds("forward-backward", "bf16", 512) < seconds("forward-backward", "fp32", 512)
 
 

@@ -63,11 +63,16 @@ def central(ratios: Sequence[float]) -> tuple[float, float]:
     return exp(low), exp(high)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the file, and print the range of each stack."""
     found: dict[str, float] = {}
     for name, of_stack in published().items():
         ratios = left_out(STACKS[name], of_stack)
         low, high = central(list(ratios.values()))
         print(f"{name}: four of five took {low:.3f} to {high:.3f} of the prediction")
         found |= {run: round(ratio, 4) for run, ratio in ratios.items()}
-    LEFT_OUT.write_text(json.dumps(found, indent=0) + "\n", encoding="utf-8")
+    LEFT_OUT.write_text(json.dumps(found, indent=0, allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
