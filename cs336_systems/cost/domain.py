@@ -74,7 +74,7 @@ def time_range(step: StepTime) -> tuple[float, float]:
 def describe_range(step: StepTime) -> str:
     """The range in a sentence."""
     low, high = map(format_seconds, time_range(step))
-    return f"{low} to {high}, as four of five runs of {step.plan.stack} that nothing was fitted to"
+    return f"{low} to {high}: so four of five {step.plan.stack} runs fell when they were left out of the fit"
 
 
 def _outside(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:

@@ -32,7 +32,7 @@ MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "to
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants that data sheets lack: one set for every machine and every run, fitted to published runs (`fit`)."""
+    """Constants that data sheets lack, fitted to runs of Megatron-LM; other stacks replace some (`stacks.py`)."""
 
     product: float = 0.93  # rate of GEMMs, as a share of the attainable one
     ramp: float = 180.0  # steps of the inner dimension that a tile takes to begin and to end

@@ -43,7 +43,7 @@ class Stack:
     def on(self, system: System, constants: Constants | None = None) -> System:
         """The machine by this stack's constants, or by others, with the factors of newer accelerators."""
         used = constants or self.own()
-        factors = self.hopper if system.name.startswith(HOPPER) else {}
+        factors = self.hopper if any(word in system.name.upper() for word in HOPPER) else {}
         return replace(system, constants=replace(used, **{k: v * getattr(used, k) for k, v in factors.items()}))
 
     def shape(self, config: ModelConfig, plan: Plan) -> tuple[ModelConfig, Plan]:

@@ -125,7 +125,7 @@ class Recipe:
                 raise UserError(f"{flag(name)} needs a folder for the checkpoints: name one with --out DIR")
         self.optimizer.learning_rate(0)
         parallel, seq = self.parallel, self.seq(config)
-        if parallel.zero == 3 and parallel.chunks > 1:
+        if parallel.zero == 3 and parallel.chunks > 1 and parallel.schedule_name not in SPLIT:
             raise UserError("ZeRO stage 3 gathers a stage's layers in one order; use --zero 0, 1 or 2 with --chunks")
         if parallel.schedule_name in SPLIT and (parallel.zero == 3 or self.model.recompute in ("segments", "nested")):
             cause = "ZeRO stage 3" if parallel.zero == 3 else f"--recompute {self.model.recompute}"

@@ -85,6 +85,25 @@ def test_the_hosts_time_is_that_of_bert_on_one_node(degrees, batch, seconds):
     assert slow < 0.76 * seconds  # as it was, far too fast
 
 
+def test_constants_of_a_file_mean_the_same_to_step_and_validate(capsys, tmp_path):
+    """On an H100, where attention has a factor of its own; and a run that takes just as long as predicted."""
+    constants, runs = tmp_path / "constants.json", tmp_path / "runs.json"
+    constants.write_text(json.dumps({"constants": {"product": 0.8}}))
+    row = {"h": 4096, "a": 32, "kv": 8, "ffn": 14336, "L": 32, "s": 8192, "V": 128256, "gpu": "H100", "mbs": 1}
+    row |= {"tp": 1, "pp": 1, "dp": 8, "gbs": 8, "zero": 3, "stack": "fsdp"}
+    runs.write_text(json.dumps([row]))
+    plan = ["--size", "llama-8b", "--dp", "8", "--zero", "3", "--batch-size", "8", "--system", "H100", "--json"]
+    given = ["--constants", str(constants)]
+    assert run_command(main, ["step", *plan, *given]) == 0
+    seconds = json.loads(capsys.readouterr().out)["seconds"]
+    assert run_command(main, ["validate", str(runs), "--json", *given]) == 0
+    predicted = json.loads(capsys.readouterr().out)[0]["predicted_s"]
+    assert seconds == pytest.approx(predicted, rel=0.01)
+    runs.write_text(json.dumps([row | {"t_iter_s": predicted}]))
+    assert run_command(main, ["validate", str(runs), *given]) == 0
+    assert "1 measured, error 0.0% on average" in capsys.readouterr().out
+
+
 def test_one_bad_row_changes_little():
     fitted = [run for row, run in RUNS["megatron"] if row["fitted"]][:20]
     good = fit([observed(run) for run in fitted], which=("product", "inside")).constants

@@ -144,7 +144,7 @@ class MachineOptions:
         else:
             found = machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
         if self.constants:
-            return replace(found, constants=machines.load_constants(self.constants))
+            return STACKS[stack].on(found, machines.load_constants(self.constants))
         found = STACKS[stack].on(found)
         return replace(found, constants=replace(found.constants, **found.measured))
 

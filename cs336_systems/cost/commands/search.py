@@ -55,7 +55,7 @@ class SearchOptions:
     overlap: Overlap | None = setting(
         None, "What travels while layers compute, as of `step`.  [default: all on H100 and newer, else data]"
     )
-    stack: StackName = setting("megatron", "Implementation that trains, as of `step`.")
+    stack: StackName = setting("megatron", "Implementation by which all layouts, of all ZeRO stages, are compared.")
     tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
     pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
     dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)

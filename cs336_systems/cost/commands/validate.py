@@ -109,11 +109,12 @@ def _print_runs(screen: Console, found: list[Prediction]) -> None:
 
 def _total(name: str, found: list[Prediction]) -> str:
     errors = [each.error for each in found if each.error is not None]
+    inside = [each.inside for each in found if each.error is not None]
     if not errors:
         return f"{name}: nothing was measured, so nothing is compared"
     return (
         f"{name}: {len(errors)} measured, error {mean(map(abs, errors)):.1%} on average, {max(errors, key=abs):+.1%} "
-        f"at worst, {mean(errors):+.1%} with its sign; {mean(each.inside for each in found if each.error):.0%} in range"
+        f"at worst, {mean(errors):+.1%} with its sign; {mean(inside):.0%} in range"
     )
 
 
