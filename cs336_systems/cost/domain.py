@@ -64,8 +64,8 @@ def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
 
 
 def time_range(step: StepTime) -> tuple[float, float]:
-    """Seconds between which four of five runs of the plan's stack fell that nothing was fitted to, wider outside of the
-    domain."""
+    """Seconds between which four of five runs of the plan's stack fell when they were left out of the fit; wider
+    outside of the domain."""
     low, high = STACKS[step.plan.stack].seconds(step.total)
     wider = WIDER if _outside(step.config, step.plan, step.seq, step.system) else 1.0
     return low / wider, high * wider

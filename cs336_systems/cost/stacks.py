@@ -20,7 +20,7 @@ HOPPER = ("H100", "H200", "B200")
 @dataclass(frozen=True)
 class Stack:
     """An implementation: constants that are its own, factors of its memory, and the range of measured over predicted
-    that four of five runs fall into that nothing was fitted to."""
+    that four of five of its runs fell into when they were left out of the fit."""
 
     name: str
     about: str

@@ -35,7 +35,7 @@ def command(file: Path | None, constants: Path | None, as_json: bool) -> None:
     """Predict time and memory of the runs in FILE, a JSON list, and compare them with what was measured.
 
     Without FILE, the published runs that this project keeps, by family. The range is where four of five runs of the
-    stack fell that nothing was fitted to.
+    stack fell when they were left out of the fit; "in range" is about predictions by the constants as they are.
     """
     runs = read_runs(file or PUBLISHED)
     if constants:
@@ -148,7 +148,7 @@ def _print_families(screen: Console, found: list[Prediction]) -> None:
         "worst",
         "in range",
         "left out",
-        "worst",
+        "its worst",
     ]
     screen.print(new_table(columns, lines))
     for name, fitted in (("fitted", True), ("not fitted", False)):
