@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
+from cs336_systems.cost.shape import latent_of
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.host.console import format_bytes, format_seconds
@@ -43,6 +44,10 @@ def features(config: ModelConfig, plan: Plan) -> list[str]:
         "fused attention": config.attention != "naive",
         "experts": bool(config.num_experts),
         "32-bit products": plan.width == 4,
+        "8-bit products": plan.fp8,
+        "latent attention": latent_of(config) is not None,
+        "ZeRO over fewer than all replicas": plan.shard not in (0, plan.replicas),
+        "recomputation of modules, or of every n-th block": bool(plan.recompute_modules) or plan.recompute_nth > 1,
     }
     return [name for name, there in named.items() if there]
 
@@ -84,10 +89,12 @@ def _outside(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[
 def _of_memory(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
     stage, parts = peak_bytes(config, plan, seq)
     need, there = sum(parts.values()), usable_memory(system)
+    low, high = STACKS[plan.stack].bytes(need)
     if need > there:
+        verdict = "would run out of memory" if low > there else "may run out of memory"
         yield (
-            f"stage {stage} is predicted to need {format_bytes(need)} on a rank, and {system.name} has "
-            f"{format_bytes(there)} to use: as it stands it would not run at all"
+            f"stage {stage} is predicted to need {format_bytes(need)} on a rank ({format_bytes(low)} to "
+            f"{format_bytes(high)}), and {system.name} has {format_bytes(there)} to use: it {verdict}"
         )
 
 
@@ -102,6 +109,7 @@ def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> It
         )
     if system.name not in MACHINES:
         figures = "measured by a probe" if system.measured else "of the data sheet"
+        figures = "partly those given here" if system.name.endswith(", changed") else figures
         yield f"no run on {system.name} was fitted, only on {', '.join(MACHINES)}: its figures are {figures}"
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
-from cs336_systems.cost.operators import Group, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.presets import ModelConfig
 
 StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]

@@ -11,8 +11,9 @@ import pytest
 
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops
-from cs336_systems.cost.operators import Operator, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Operator, Rank
 from cs336_systems.cost.step_time import stage_groups, stage_weights
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig

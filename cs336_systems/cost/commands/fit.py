@@ -12,7 +12,8 @@ from click.core import ParameterSource
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.commands.request import FILE, MachineOptions, ModelOptions, PlanOptions, take
+from cs336_systems.cost.commands.request import take
+from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured

@@ -2,7 +2,7 @@
 and why the rest lose."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import click
 from rich.console import Console
@@ -10,9 +10,6 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_warnings
 from cs336_systems.cost.commands.request import (
-    COUNT,
-    MachineOptions,
-    ModelOptions,
     as_options,
     describe_training,
     plan_options,
@@ -21,6 +18,7 @@ from cs336_systems.cost.commands.request import (
     tokens_option,
     training,
 )
+from cs336_systems.cost.commands.settings import COUNT, PRECISION_HELP, MachineOptions, ModelOptions, Precision
 from cs336_systems.cost.domain import describe_range, time_range, warnings
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Overlap
@@ -51,7 +49,7 @@ class SearchOptions:
 
     gpus: int = setting(64, "Accelerators, all of which a layout uses.", type=click.IntRange(1, MOST_GPUS))
     batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
-    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Of activations and products.")
+    precision: Precision = setting("bf16", PRECISION_HELP)
     overlap: Overlap | None = setting(
         None, "What travels while layers compute, as of `step`.  [default: all on H100 and newer, else data]"
     )

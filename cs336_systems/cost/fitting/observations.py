@@ -129,8 +129,8 @@ def observe_timers(
         """One all-reduce after backward of the last stage's weights, which has those of the head."""
         shared, owned, _ = stage_weights(*last)
         return sum(
-            group_seconds("all-reduce", gradient_width * weights, ranks, local, run.under(constants).system)
-            for weights, ranks, local in replica_groups(plan, shared, owned, run.system.node)
+            group_seconds("all-reduce", gradient_width * each.weights, *each.near, run.under(constants).system)
+            for each in replica_groups(plan, shared, owned, run.system.node)
         )
 
     ahead, back = (milliseconds.get(f"{way}-compute", 0.0) for way in ("forward", "backward"))
