@@ -57,7 +57,9 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.most:
-            raise UserError(f"a token is sent to 1 or {self.most} experts, not {self.top_k}")
+            raise UserError(
+                f"a token is sent to {'1 or 2' if self.most == 2 else f'1 to {self.most}'} experts, not {self.top_k}"
+            )
         _check_choices(self)
         for name in ("expert_d_ff", "capacity_factor", "aux_weight"):
             if not 0 <= getattr(self, name) < float("inf"):

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from cs336_systems.cost.closed_forms import Link
-from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.plan import Overlap
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
 from cs336_systems.host.text import regular, strict_json
@@ -115,9 +115,9 @@ def system_preset(name: str) -> System:
     return SYSTEMS[name.lower()]
 
 
-def check_fp8(plan: Plan, system: System) -> None:
-    """Raises UserError for a plan in FP8 on a machine without 8-bit GEMMs."""
-    if plan.fp8 and not system.narrow_flops:
+def check_fp8(fp8: bool, system: System) -> None:
+    """Raises UserError for FP8 on a machine without 8-bit GEMMs."""
+    if fp8 and not system.narrow_flops:
         raise UserError(f"{system.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
 
 

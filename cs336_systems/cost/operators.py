@@ -96,7 +96,8 @@ def _latent(rank: Rank, latent: Latent) -> Iterator[Operator]:
     yield rank.linear("latents", own, d, narrow, kept=rank.resting)
     share = own / tokens
     normed = rank.bytes_of(latent.query + latent.key_value) * share
-    yield Operator("norms of latents", (sweep(2 * normed, 2),), (sweep(3 * normed, 4),), kept=normed)
+    scales = latent.query + latent.key_value
+    yield Operator("norms of latents", (sweep(2 * normed, 2),), (sweep(3 * normed, 4),), scales, kept=normed)
     if latent.query:
         entered = _entered(rank, rank.bytes_of(latent.query))
         yield rank.linear("queries", tokens, latent.query, query, kept=rank.bytes_of(latent.query) * share, **entered)

@@ -161,6 +161,7 @@ def _working(
     plan = alone.override(pp=pp, chunks=chunks, layers=layers, global_batch=batch, recompute_nth=nth)
     head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
     embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
+    plain = config if config.recompute == "none" else config.override(recompute="none")
     parts, every = plan.stage_chunks(config.num_layers)[stage], _segment(config, plan)
     kept = []
     for chunk, owned in enumerate(parts):
@@ -169,7 +170,7 @@ def _working(
         share = ceil(len(owned) / every) / max(1, len(owned))
         blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]
         found = sum(
-            share * n * unit(config.override(recompute=recompute), alone, seq, group).kept
+            share * n * unit(plain if recompute == "none" else config, alone, seq, group).kept
             for group, count in blocks_of
             for recompute, n in recomputed(config, plan, group, count)
         )

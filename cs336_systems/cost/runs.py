@@ -149,12 +149,12 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
     try:
         row, notes = tidy(given)
         system = _system(row, notes)
+        check_fp8(row.get("fp8", False), system)
         stack = STACKS[row.get("stack", usual_stack(row.get("zero", 0)))]
         system, config = stack.on(system), _config(row, system)
         plan, seq = _plan(row, config, system, stack), config.context_length
         config, plan = stack.shape(config, plan)
         plan.check(config, seq)
-        check_fp8(plan, system)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
     if row.get("gpus", plan.ranks) != plan.ranks:

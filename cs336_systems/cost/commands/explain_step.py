@@ -77,7 +77,7 @@ def _totals(found: Derivation) -> dict[str, Any]:
     rerun = ", ".join(modules) if request.config.recompute == "attention" else "whole blocks"
     collectives = "" if found.axes else None
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
-    memory_rate, adamw_bytes, zero = system.memory_rate, optimizer_bytes(plan), plan.zero > 0
+    shard, memory_rate, adamw_bytes, zero = plan.shards[0], system.memory_rate, optimizer_bytes(plan), plan.zero > 0
     adamw_moved = parts["optimizer"] * memory_rate
     expected = describe_range(step)
     return locals() | {
@@ -95,6 +95,7 @@ def _product(found: Derivation) -> dict[str, Any]:
     waves = product.number * product.rows * product.columns / (TILE * system.processors)
     full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)
     rate, kernel = product_rate(product, system), timing([product], [], found.plan, system)
+    attainable = system.rate(product.width) / system.peak(product.width)
     rate_share, compute = rate / found.peak, product.flops / rate
     moving, compute_bound = product.nbytes / system.memory_rate, kernel.compute > 0
     return locals()
@@ -111,7 +112,8 @@ def _between(found: Derivation) -> dict[str, Any]:
     sends = step.parts["data-parallel"] > 0
     replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
     weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
-    width = 8 * gradient_bytes(plan)
+    width, alike = 8 * gradient_bytes(plan), plan.replicas // plan.shards[0]
+    sharded = "" if sends and alike > 1 else None
     gradients, verb = gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
     alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)

@@ -16,7 +16,7 @@ from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
 from cs336_systems.cost.stacks import STACKS, usual_stack
-from cs336_systems.cost.step_time import StepTime, step_time
+from cs336_systems.cost.step_time import StepTime, recomputed, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, format_count, format_seconds, options
 from cs336_systems.presets import ModelConfig
@@ -43,10 +43,15 @@ class Request:
     def parameters(self) -> int:
         return sum(count_parameters(self.config).values())
 
-    def timed(self, groups: Iterable[tuple[Group, float]]) -> list[TimedPart]:
-        """Some parts of the model, and how many of each, on one rank for one microbatch."""
+    def timed(self, groups: Iterable[tuple[Group, int]]) -> list[TimedPart]:
+        """Some parts of the model, and how many of each, on one rank for one microbatch; blocks that recompute apart
+        from those that do not."""
         config, plan, seq, system = self.args
-        return [timed_part(config, plan, seq, group, system, times) for group, times in groups]
+        return [
+            timed_part(config.override(recompute=recompute), plan, seq, group, system, times)
+            for group, count in groups
+            for recompute, times in recomputed(config, plan, group, count)
+        ]
 
     def step(self) -> StepTime:
         return step_time(*self.args)
@@ -105,7 +110,7 @@ def take_request(given: dict[str, Any]) -> Request:
             f"--recompute-modules are those of --recompute selective, not {model.recompute}: drop one of them"
         )
     system = machine.machine(name)
-    machines.check_fp8(checked, system)
+    machines.check_fp8(checked.fp8, system)
     return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
 
 

@@ -45,6 +45,7 @@ class Observation:
     predict: Callable[[Constants], float]
     machine: str = ""
     notes: tuple[str, ...] = ()
+    stack: str = ""
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
@@ -147,7 +148,7 @@ def observe_timers(
 
 
 def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
-    return Observation(run.id, what, seconds, predict, run.system.name, run.notes)
+    return Observation(run.id, what, seconds, predict, run.system.name, run.notes, run.plan.stack)
 
 
 def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:
