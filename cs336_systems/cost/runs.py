@@ -151,9 +151,8 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
         system = _system(row, notes)
         check_fp8(row.get("fp8", False), system)
         stack = STACKS[row.get("stack", usual_stack(row.get("zero", 0)))]
-        system, config = stack.on(system), _config(row, system)
+        system, config = stack.on(system), _config(row, system).override(kernels=stack.kernels)
         plan, seq = _plan(row, config, system, stack), config.context_length
-        config, plan = stack.shape(config, plan)
         plan.check(config, seq)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
@@ -219,7 +218,7 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
 
     def plan(micro: int) -> Plan:
         interleaves = filling and pp > 1 and batch // (dp * micro) % pp == 0
-        return Plan(
+        asked = Plan(
             tp=tp,
             pp=pp,
             dp=dp // ep,
@@ -235,6 +234,7 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
             shard=row.get("shard", 0),
             fp8=row.get("fp8", False),
         )
+        return stack.shape(config, asked)[1]
 
     if "mbs" in row:
         return plan(row["mbs"])
