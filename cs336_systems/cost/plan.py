@@ -141,6 +141,10 @@ class Plan:
         if config.num_layers > MOST_LAYERS:
             raise UserError(f"{config.num_layers} layers are more than the {MOST_LAYERS} that are counted: use fewer")
         check_experts(config, self.ep)
+        dense, sparse = config.num_layers - config.expert_layers, config.expert_layers
+        absent = {"mlp": not dense, "moe": not sparse, "moe_act": not sparse}
+        if idle := [name for name in self.recompute_modules if absent.get(name)]:
+            raise UserError(f"no block of this model has {', '.join(idle)} to recompute: leave it out")
         sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
         # Fewer key/value heads than ranks are held by several ranks each.
         sizes += [("key/value heads", config.kv_heads)] if self.tp % config.kv_heads else []

@@ -143,7 +143,8 @@ def read_shape(path: Path) -> ModelConfig:
     try:
         given = strict_json(regular(path).read_text("utf-8-sig"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a config.json: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} cannot be read as a config.json: {reason}") from None
     if not isinstance(given, dict):
         raise UserError(f"{path} is no config.json, which is one JSON object")
     given = given.get("text_config") or given  # a model of pictures and text has its sizes in there

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from click.testing import CliRunner
 
 from cs336_systems.cost import count_parameters
+from cs336_systems.cost.commands import memory
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions
 from cs336_systems.cost.domain import time_range
 from cs336_systems.cost.machines import changed, system_preset
@@ -77,6 +79,13 @@ def test_gradients_are_scattered_in_the_node_and_summed_between_nodes():
     assert optimizer_seconds(LLAMA, plan, SEQ, 0, H100) == 2 * optimizer_seconds(LLAMA, EIGHT, SEQ, 0, H100)
 
 
+def test_memory_compares_zero_stages_of_a_shard():
+    arguments = ["--size", "llama-8b", "--system", "H100", "--zero", "1", "--dp", "8", "--shard", "4", "--json"]
+    record = json.loads(CliRunner().invoke(memory.command, arguments, catch_exceptions=False).output)
+    peaks = {(each["recompute"], each["zero"]): each["peak_bytes"] for each in record["choices"]}
+    assert peaks["none", 0] > peaks["none", 1] == record["peak_bytes"] > peaks["none", 2]
+
+
 # Partial recomputation
 def test_every_second_block_costs_and_saves_half():
     config = {name: LLAMA.override(recompute=name) for name in ("none", "segments")}
@@ -114,6 +123,12 @@ def test_modules_run_again_and_free_what_they_keep():
     assert both.dropped == sizes["moe"][2], "an activation is part of the experts"
     core = repeated(Rank(plain, Plan().alone(), SEQ), "dense", "attention")
     assert core.dropped == sizes["core_attn"][2]
+
+
+def test_a_model_without_the_module_is_told_so():
+    for config, module in ((LLAMA, "moe"), (LLAMA, "moe_act"), (wider(MOE, expert_every=1), "mlp")):
+        with pytest.raises(UserError, match=f"no block of this model has {module} to recompute"):
+            Plan(recompute_modules=(module,)).check(config, SEQ)
 
 
 # Machines

@@ -26,7 +26,7 @@ def command(as_json: bool, **given: Any) -> None:
     choices = []
     for name, recompute in RECOMPUTE.items():
         for zero in range(4) if plan.replicas > 1 else (0,):
-            other = config.override(recompute=recompute), plan.override(zero=zero)
+            other = config.override(recompute=recompute), plan.override(zero=zero, shard=plan.shard if zero else 0)
             need = sum(peak_bytes(*other, request.seq)[1].values())
             choices.append({"recompute": name, "zero": zero, "peak_bytes": need, "fits": need <= available})
     fullest, parts = peak_bytes(config, plan, request.seq)
