@@ -34,6 +34,7 @@ class Stack:
     kernels: Literal["torch", "triton"] | None = None
     gradient: int = 4  # bytes in which gradients travel
     balanced: bool = False  # stages have layers by FLOPs, not by number
+    own_port: bool = False  # ZeRO 3 sends between nodes as if each accelerator received all through its own port
     state: float = 1.0  # of weights, gradients and optimizer state
     activations: float = 1.0
     besides: float = 0.0  # GiB

@@ -225,24 +225,25 @@ class Replicas(NamedTuple):
     shard: int
 
     @property
-    def near(self) -> tuple[int, int]:
-        """(ranks of a shard, of these in one node)."""
+    def near(self) -> tuple[int, int]:  # ranks of a shard, of these in one node
         return self.shard, gcd(self.shard, self.local)
 
     @property
-    def far(self) -> tuple[int, int]:
-        """(ranks that have the same part of a weight, of these in one node)."""
+    def far(self) -> tuple[int, int]:  # ranks that have the same part of a weight, of these in one node
         return self.ranks // self.shard, max(1, self.local // self.shard)
 
 
 def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[Replicas]:
     """Replicas of dense weights and of a rank's experts; without ZeRO a shard is all of them."""
     groups = (shared, plan.replicas, ("cp", "ep", "dp")), (owned, plan.cp * plan.dp, ("cp", "dp"))
-    return [
+    found = [
         Replicas(weights, ranks, plan.local(*axes, node=node), shard)
         for (weights, ranks, axes), shard in zip(groups, plan.shards, strict=True)
         if weights and ranks > 1
     ]
+    if plan.zero < 3 or not STACKS[plan.stack].own_port:
+        return found
+    return [each._replace(local=1) if each.local < each.shard else each for each in found]
 
 
 def data_parallel_seconds(
