@@ -18,7 +18,7 @@ $(VENV)/.installed: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.installed ## train a small language model and print a benchmark table (half a minute)
-	$(RUN) -m cs336_systems.train --size tiny --steps 150 --decay-steps 150
+	$(RUN) -m cs336_systems.train --size tiny --steps 150 --decay-steps 150 --log-file runs/demo/train.jsonl
 	$(RUN) -m benchmarks.e2e --size tiny --results runs/demo
 
 # The version of the GPU machines, for the test that reads kernels' generated code; there is none but for Linux.
@@ -73,5 +73,6 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what checkpoints --write docs/checkpoints.md
 	$(RUN) -m benchmarks.tables --what context --write docs/long_sequences.md
 
-clean: ## remove the environment and what the demo wrote
-	rm -rf $(VENV) runs build *.egg-info
+clean: ## remove the environment and what the demo and the write-up wrote; other runs stay
+	rm -rf $(VENV) runs/demo build *.egg-info
+	@rmdir runs 2>/dev/null || true

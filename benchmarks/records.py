@@ -1,9 +1,10 @@
 """Records: one JSON line a measurement, the only bridge between measuring and reporting."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +21,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Status = Literal["ok", "out-of-memory", "unsupported"]
 KINDS = {"benchmark": str, "config": dict, "environment": dict, "samples_ms": list, "metrics": dict}
 KINDS |= {"predicted": dict, "flags": list}
+unwritten: dict[Path, list[str]] = {}  # reasons, by file, until `appended` tells them
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,28 @@ def open_records(folder: Path, benchmark: str) -> Path:
 
 
 def append_record(record: Record, path: Path) -> None:
-    """Append one line. Not-a-number is refused, since JSON has none."""
-    line = json.dumps(asdict(record), allow_nan=False)
-    with path.open("a", encoding="utf-8") as file:
-        print(line, file=file)
+    """Append one line, whole or not at all. A disk that is full does not end the measurement: `appended`, which comes
+    after the table, raises for it. Not-a-number is refused, since JSON has none."""
+    line, size = json.dumps(asdict(record), allow_nan=False), path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    except OSError as error:
+        unwritten.setdefault(path, []).append(error.strerror)
+        with suppress(OSError):  # half a line would spoil the file
+            os.truncate(path, size)
+
+
+def require_written(path: Path) -> None:
+    """Raises UserError if this process could not append records. To be called after the table is printed."""
+    if lost := unwritten.pop(path, []):
+        missing = f"{len(lost)} record{'s' * (len(lost) > 1)} could not be appended to {path}: {lost[0]}; the figures"
+        raise UserError(f"{missing} are in the table alone; next time name another folder with --results DIR")
 
 
 def appended(count: int, path: Path) -> str:
-    """Line to print about so many new records."""
+    """Line to print about so many new records. Raises UserError if some could not be written."""
+    require_written(path)
     return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
 
 

@@ -248,7 +248,8 @@ class FSDP(Wrapper):
         return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + whole
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """A copy of the whole state, as the unwrapped `module.state_dict()` had it. Every rank must call this."""
+        """A copy of the whole state, as the unwrapped `module.state_dict()` had it, to save or load elsewhere: that of
+        the wrapped one is refused on more than one rank. Every rank must call this."""
         sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
         values = dict.fromkeys(state.values())  # tied ones are one tensor under each name
         copies = {value: sharded[value].gather() if value in sharded else value.detach().clone() for value in values}

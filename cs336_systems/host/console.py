@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
+from io import TextIOWrapper
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -42,7 +43,11 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
-    that it is about; control characters in them are shown. Returns the exit status: 0, 2, or 130 for ^C."""
+    that it is about; control characters in them are shown, and what the terminal or pipe cannot encode as Python writes
+    it. Returns the exit status: 0, 2, or 130 for ^C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:

@@ -97,7 +97,7 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
     if run.weights and not done:
         load_weights(trainer, run.weights)
         say(f"begins with the parameters of {run.weights}")
-    with open_log(run.log_path, world, done) as log:
+    with open_log(run.log_path, world, done, named=bool(run.log_file or run.out)) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
         # Ranks of one machine share its cores on a CPU.
@@ -119,7 +119,7 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
             return stopped
         final = final_record(trainer, loop.done, time.perf_counter() - start, peak)
         write_line(final, log)
-    say(conclude(trainer, final, done))
+    say(conclude(trainer, final, log.name, done))
     return final
 
 
