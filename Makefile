@@ -59,7 +59,7 @@ format: $(VENV)/.installed ## rewrite the files in the project's format
 types: $(VENV)/.installed ## type-check the packages
 	$(RUN) -m mypy
 
-bench: $(VENV)/.installed ## benchmark every model size of the course on this machine (long: it says how long first)
+bench: $(VENV)/.installed ## benchmark every model size of the course on this machine, into runs/results (long)
 	$(RUN) -m benchmarks.e2e --all-sizes
 
 readme: $(VENV)/.installed ## write the measured tables of README and docs/ from benchmarks/results/

@@ -54,7 +54,7 @@ class AllReduceSettings:
     link: str | None = setting(
         None, "What joins the ranks, in words for the record, where this machine's own links do not."
     )
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: 2 ranks, small, no record.")

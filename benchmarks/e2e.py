@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.plan import Bench, PassSettings, make_bench, peak_of
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts, require_fit
@@ -138,7 +138,7 @@ def run(settings: PassSettings) -> list[Record]:
         case = cases[settings.size]
         seq = case.config.context_length
         require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "e2e")
     bench = make_bench(settings, device, usable)
     total = sum(show_plan(bench, size, case) for size, case in cases.items())

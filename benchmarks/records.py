@@ -17,7 +17,7 @@ from cs336_systems.host.machine import device_name
 from cs336_systems.host.text import printable, regular, strict_json
 
 SCHEMA = 1
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"  # the committed records, by machine
 Status = Literal["ok", "out-of-memory", "unsupported"]
 KINDS = {"benchmark": str, "config": dict, "environment": dict, "samples_ms": list, "metrics": dict}
 KINDS |= {"predicted": dict, "flags": list}
@@ -49,6 +49,11 @@ def machine_name(device: torch.device, override: str | None = None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
 
 
+def results_folder(chosen: Path | None, machine: str | None, device: torch.device) -> Path:
+    """The folder that a benchmark writes to: as chosen, or one of this machine in the current folder."""
+    return chosen or Path("runs/results", machine_name(device, machine))
+
+
 def open_records(folder: Path, benchmark: str) -> Path:
     """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain.
 
@@ -69,7 +74,7 @@ def append_record(record: Record, path: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
             print(line, file=file)
     except OSError as error:
-        unwritten.setdefault(path, []).append(error.strerror)
+        unwritten.setdefault(path, []).append(error.strerror or str(error))
         with suppress(OSError):  # half a line would spoil the file
             os.truncate(path, size)
 

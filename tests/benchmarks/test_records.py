@@ -170,7 +170,7 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     assert insert(once, "new") == once
     with pytest.raises(UserError, match="the file needs one line"):
         insert("no marks", "new")
-    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda what: "new")
+    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda results, what: "new")
     (tmp_path / "page.md").write_text(page)
     assert run_command(main, ["--write", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == once
