@@ -7,8 +7,8 @@ import cs336_systems
 
 if (_found := Path(str(cs336_systems.__file__)).parent).parent != Path(__file__).parents[1]:
     _line = (
-        f"`cs336_systems` is found in {_found}, and that is not the package of this name beside {Path(__file__).parent}: "
-        "rename that folder, or start from another one"
+        f"`cs336_systems` is found in {_found}, and that is not the package of this name beside {Path(__file__).parent}"
+        ": rename that folder, or start from another one"
     )
     if sys.argv[:1] == ["-m"]:  # Python looks for the command that it is to run
         print(f"error: {_line}", file=sys.stderr)
