@@ -5,7 +5,8 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,6 +14,7 @@ import torch
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
+from cs336_systems.host.load import busy, note_if_busy
 from cs336_systems.host.machine import device_name
 from cs336_systems.host.text import printable, regular, strict_json
 
@@ -55,10 +57,10 @@ def results_folder(chosen: Path | None, machine: str | None, device: torch.devic
 
 
 def open_records(folder: Path, benchmark: str) -> Path:
-    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain.
-
-    Raises UserError where it cannot be written.
+    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain. Says if the machine is
+    too busy. Raises UserError where it cannot be written.
     """
+    say_once()
     path = folder / f"{benchmark}.jsonl"
     with os_errors(f"write {path}", "name another folder with --results DIR"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,9 +68,14 @@ def open_records(folder: Path, benchmark: str) -> Path:
     return path
 
 
+say_once = cache(note_if_busy)
+
+
 def append_record(record: Record, path: Path) -> None:
-    """Append one line, whole or not at all. A disk that is full does not end the measurement: `appended`, which comes
-    after the table, raises for it. Not-a-number is refused, since JSON has none."""
+    """Append one line, whole or not at all, with a flag if the machine was busy at the start. A disk that is full does
+    not end the measurement: `appended`, which comes after the table, raises for it. Not-a-number is refused, since JSON
+    has none."""
+    record = replace(record, flags=[*record.flags, *filter(None, [busy()])])
     line, size = json.dumps(asdict(record), allow_nan=False), path.stat().st_size if path.exists() else 0
     try:
         with path.open("a", encoding="utf-8") as file:

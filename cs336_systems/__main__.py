@@ -52,7 +52,7 @@ def command(words: tuple[str, ...]) -> None:
         out.print(table)
         return
     name = full_name(words[0])
-    sys.argv[1:] = words[1:]
+    sys.argv[:] = ["-m", *words[1:]]  # as Python has it until it has found the module
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 

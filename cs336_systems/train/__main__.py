@@ -23,6 +23,7 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console, machine
 from cs336_systems.host.console import flag, format_count
+from cs336_systems.host.load import note_if_busy
 from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig
@@ -217,6 +218,7 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
         console.console().print(dry_run(recipe, ranks))
         return
     require_fit(recipe, ranks, usable_by_rank(recipe, ranks))
+    note_if_busy()
     patience = SAVE_SECONDS if recipe.run.out else 2.0
     start_ranks(work, recipe.launch.device, recipe.launch.nproc, recipe, patience=patience)
 
