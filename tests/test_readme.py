@@ -218,4 +218,4 @@ def test_what_becomes_of_a_command_is_said_and_nothing_runs_on(tmp_path, text, c
     outcome = run(Command(text, 1), tmp_path, {"PATH": "/usr/bin:/bin"}, limit)
     assert outcome.code == code
     assert outcome.output == ("said\n" if "said" in text else "")
-    assert not processes(tmp_path.name)
+    assert not processes(str(tmp_path))
