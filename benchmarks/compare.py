@@ -22,6 +22,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, usable_memory
+from cs336_systems.presets import with_edition
 
 CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
 
@@ -74,7 +75,8 @@ def compare(benches: dict[str, Bench], cases: dict[str, Case], mode: Mode) -> li
 def show(records: list[Record]) -> None:
     """Time, prediction and ratio to the first of each variant."""
     first = records[0].config
-    title = f"{first['size']} {first['mode']}, batch {first['batch_size']} x {first['context']}"
+    size = with_edition(first["size"], first["year"])
+    title = f"{size} {first['mode']}, batch {first['batch_size']} x {first['context']}"
     table = Table(title=title, title_justify="left")
     for head in ("variant", "mean", "± std", "median", "predicted", "time / first's", "quartiles"):
         table.add_column(head, justify="left" if head == "variant" else "right")

@@ -27,7 +27,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import PATIENCE, format_bytes, format_count, format_seconds, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset, with_edition
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class ParallelRun:
         shape = f"batch {self.settings.batch_size} x {config.context_length} a rank"
         words = f"; {self.settings.link}" if self.settings.link else ""
         link = f"link {format_seconds(self.link.latency)} + size / {format_bytes(self.link.bandwidth)}/s"
-        return f"{parameters} parameters, {shape}, {where}; {link}{words}"
+        size = with_edition(self.settings.size, self.settings.year)
+        return f"{size}: {parameters} parameters, {shape}, {where}; {link}{words}"
 
     def compute_seconds(self) -> dict[str, float]:
         """Seconds predicted for forward, backward and optimizer, without communication."""

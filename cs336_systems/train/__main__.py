@@ -26,7 +26,7 @@ from cs336_systems.host.console import flag, format_count
 from cs336_systems.host.load import note_if_busy
 from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
 from cs336_systems.layout import Layout
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, with_edition
 from cs336_systems.train.batches import most_tokens
 from cs336_systems.train.loop import STEPS_AHEAD, Loop, StopSignal
 from cs336_systems.train.megatron import translate
@@ -55,7 +55,7 @@ def require_one_recipe(recipe: Recipe, world: Group) -> None:
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
     """Lines that say what is about to be trained, and on what."""
     recipe, config, layout = trainer.recipe, trainer.config, trainer.part.layout
-    text = f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: "
+    text = f"{with_edition(recipe.model.name, recipe.model.year)}{' (BERT)' if recipe.model.is_bert else ''}: "
     text += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
     text += f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
     text += f", batch {trainer.batch} x {trainer.seq}"
