@@ -222,6 +222,13 @@ class FSDP(Wrapper):
             weight.deliver_gradient()
         self.end_synchronisation()
 
+    def extra_repr(self) -> str:
+        """How much is sharded, as `print(model)` shows it."""
+        split = sum(weight.shape.numel() for weight in self.sharded)
+        whole = sum(p.numel() for p in self.guard.replicas.names)
+        kept = whole + sum(weight.shard.numel() for weight in self.sharded)
+        return f"shards {split:,} of {split + whole:,} parameters: this rank keeps {kept:,}"
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. After an interrupted backward every rank must call it."""
         if not self.guard.synchronised:

@@ -28,6 +28,7 @@ def test_all_commands_are_listed(capsys):
 
 def test_a_command_is_run_by_its_name(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["cs336"])
+    monkeypatch.delitem(sys.modules, "cs336_systems.checkpoint.__main__", raising=False)
     with pytest.raises(SystemExit) as ended:
         run_command(commands.command, ["checkpoint", "show", "nowhere"])
     assert ended.value.code == 2

@@ -196,6 +196,17 @@ def save_case(group) -> None:
     assert model.module.norm.state_dict().keys() == {"weight", "bias"}  # which are whole
 
 
+def said_case(group) -> str:
+    model = FSDP(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5)))
+    kept = sum(p.numel() for p in model.parameters())
+    assert f"shards 256 of 285 parameters: this rank keeps {kept}\n" in repr(model)
+    return str(kept)
+
+
+def test_a_model_says_how_much_of_it_is_sharded():
+    assert ranks.run(said_case, 2) == [str(29 + 108 + 24), str(29 + 108 + 16)]
+
+
 def test_a_state_of_rows_is_refused():
     ranks.run(save_case, 2)
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.buffers.bucket import SHARDED
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.ddp import BucketedDDP
 from cs336_systems.host.machine import allowed_cores
 from cs336_systems.sharded_optimizer import ShardedOptimizer
-from cs336_systems.zero import zero
+from cs336_systems.zero import WRAPPERS, zero
 from tests.support import ranks
 from tests.support.parallel_cases import batch, rows_of, spread
 from tests.support.tolerances import bound
@@ -138,7 +138,7 @@ class Run:
 
 
 Program = Callable[[Run], Iterator[None]]
-ALL = ("naive", "flat", "overlapped", "bucketed", "stage 0", "stage 1", "stage 2", "stage 2, small", "stage 3")
+ALL = (*WRAPPERS, "stage 0", "stage 1", "stage 2", "stage 2, small", "stage 3")
 REDUCES_EARLY = ("overlapped", "bucketed", "stage 0", "stage 1")
 FEW = ("flat", "bucketed", "stage 2, small", "stage 3")  # one of each kind
 SCATTERS = ("stage 2", "stage 2, small", "stage 3")
@@ -183,9 +183,7 @@ def wrapped(wrapper: Callable, module: nn.Module, cls: type, group, **options) -
 
 
 MODES = {
-    "naive": partial(wrapped, NaiveDDP),
-    "flat": partial(wrapped, FlatDDP),
-    "overlapped": partial(wrapped, OverlappedDDP),
+    **{name: partial(wrapped, kind) for name, kind in WRAPPERS.items()},
     "bucketed": partial(wrapped, partial(BucketedDDP, bucket_size_mb=SMALL)),
     "stage 0": partial(zero, stage=0),
     "stage 1": partial(zero, stage=1),
