@@ -20,7 +20,7 @@ from benchmarks.collective import (
     size_name,
     work,
 )
-from benchmarks.records import RESULTS, Record, machine_name, open_records, read_records
+from benchmarks.records import Record, open_records, read_records, results_folder
 from cs336_systems.comm import CommError, Place, find_place
 from cs336_systems.comm.backend import can_share
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
@@ -93,7 +93,7 @@ def measure(settings: AllReduceSettings, here: Place, scratch: Path) -> list[Pat
     for device, backend in combinations(settings):
         paths = [scratch]
         if here.rank == 0 and not settings.smoke:
-            folder = settings.results or RESULTS / machine_name(torch.device(device), settings.machine)
+            folder = results_folder(settings.results, settings.machine, torch.device(device))
             paths.append(open_records(folder, "allreduce"))
         job = AllReduceJob(settings, backend, device, sizes, tuple(paths))
         for place in todo:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.harness import WrongResultError, noise, require_close, summarise
 from benchmarks.rank_times import time_ranks
-from benchmarks.records import Record, append_record
+from benchmarks.records import Record, append_record, require_written
 from cs336_systems.comm import Group, Place, agree, all_reduce, all_to_all, broadcast, distributed, subgroup
 from cs336_systems.comm.backend import shared_empty
 from cs336_systems.comm.startup import TIMEOUT, Backend
@@ -54,7 +54,7 @@ class AllReduceSettings:
     link: str | None = setting(
         None, "What joins the ranks, in words for the record, where this machine's own links do not."
     )
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: 2 ranks, small, no record.")
@@ -247,3 +247,5 @@ def work(place: Place, job: AllReduceJob) -> None:
             if first:
                 times, copies = found or (None, None)
                 job.keep(finished(job.record(place, nbytes, stamp), times, link, usable, copies))
+    for path in job.paths:
+        require_written(path)

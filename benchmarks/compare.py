@@ -14,7 +14,7 @@ from rich.table import Table
 from benchmarks.gate import check
 from benchmarks.harness import interleave, ratios
 from benchmarks.plan import Bench, PassSettings, make_bench
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import Mode
 from cs336_systems.cost.capacity import require_fit
@@ -22,6 +22,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.machine import choose_device, usable_memory
+from cs336_systems.presets import with_edition
 
 CHOICES = ("norm", "attention", "kernels", "precision", "compile", "recompute", "recompute-every")
 
@@ -74,7 +75,8 @@ def compare(benches: dict[str, Bench], cases: dict[str, Case], mode: Mode) -> li
 def show(records: list[Record]) -> None:
     """Time, prediction and ratio to the first of each variant."""
     first = records[0].config
-    title = f"{first['size']} {first['mode']}, batch {first['batch_size']} x {first['context']}"
+    size = with_edition(first["size"], first["year"])
+    title = f"{size} {first['mode']}, batch {first['batch_size']} x {first['context']}"
     table = Table(title=title, title_justify="left")
     for head in ("variant", "mean", "± std", "median", "predicted", "time / first's", "quartiles"):
         table.add_column(head, justify="left" if head == "variant" else "right")
@@ -104,7 +106,7 @@ def main(variants: tuple[str, ...], **options: Any) -> None:
     for name, case in cases.items():
         seq = case.config.context_length
         require_fit(f"{settings.size} {name}", case.config, case.batch, seq, mode, case.needs, usable)
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "compare")
     benches = {name: make_bench(each, device, usable) for name, each in chosen.items()}
     records = compare(benches, cases, mode)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.gate import check
 from benchmarks.plan import Bench, PassSettings, make_bench, peak_of
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from benchmarks.workload import PHASES, Case, Workload
 from cs336_systems.cost import MODES, Hardware, Mode, count_parameters
 from cs336_systems.cost.capacity import describe_parts, require_fit
@@ -19,7 +19,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.machine import choose_device, out_of_memory, usable_memory
-from cs336_systems.presets import course_sizes
+from cs336_systems.presets import course_sizes, with_edition
 
 COLUMNS = ("size", "pass", "mean", "± std", "median", "predicted", "tokens/s", "FLOP/s", "MFU", "peak", "predicted")
 
@@ -32,8 +32,8 @@ def show_plan(bench: Bench, size: str, case: Case) -> float:
     seconds = sum(bench.passes(case, mode) * bench.seconds(case, mode) for mode in runs)
     shown = [mode for modes in runs.values() for mode in modes]
     table = Table(
-        title=f"{size}: {parameters} parameters, batch {case.batch} x {seq}, {case.precision}; "
-        f"{format_bytes(bench.usable)} usable",
+        title=f"{with_edition(size, settings.year)}: {parameters} parameters, batch {case.batch} x {seq}, "
+        f"{case.precision}; {format_bytes(bench.usable)} usable",
         title_justify="left",
     )
     for column in ("pass", "needs", "of which", "predicted", ""):
@@ -109,7 +109,8 @@ def show_records(records: list[Record], hardware: Hardware) -> None:
     for head in COLUMNS:
         table.add_column(head, justify="left" if head in ("size", "pass") else "right")
     for record in records:
-        name, mode, metrics = record.config["size"], record.config["mode"], record.metrics
+        config, metrics = record.config, record.metrics
+        name, mode = with_edition(config["size"], config["year"]), config["mode"]
         predicted = record.predicted
         expected = [format_seconds(predicted["mean_ms"] / 1e3), format_bytes(predicted["peak_memory_bytes"])]
         if record.status != "ok":
@@ -138,7 +139,7 @@ def run(settings: PassSettings) -> list[Record]:
         case = cases[settings.size]
         seq = case.config.context_length
         require_fit(settings.size, case.config, case.batch, seq, settings.mode, case.needs, usable)
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "e2e")
     bench = make_bench(settings, device, usable)
     total = sum(show_plan(bench, size, case) for size, case in cases.items())

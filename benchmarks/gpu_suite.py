@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 
 from benchmarks.gpu_steps import STEPS, GPUStep
-from benchmarks.records import RESULTS, machine_name
+from benchmarks.records import results_folder
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, setting
@@ -44,7 +44,7 @@ class SuiteSettings:
     only: tuple[str, ...] = setting((), "Only this step; may be repeated.")
     logs: Path = setting(Path("runs/gpu_suite"), "Folder of the steps' output.")
     pack: Path | None = setting(None, "Also write records and logs as one .tar.gz file.")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: every benchmark with --smoke, on a CPU too, no record.")
@@ -209,7 +209,7 @@ def main(**options: Any) -> None:
         raise UserError("gpu_suite needs a CUDA device, and torch finds none here; --smoke shows that it works")
     steps = chosen(settings)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    results = (settings.results or RESULTS / machine_name(device, settings.machine)).resolve()
+    results = results_folder(settings.results, settings.machine, device).resolve()
     settings = replace(settings, logs=settings.logs.resolve())
     prepare_folders(settings)
     total = min(60 * settings.minutes, sum(step.seconds for step in steps))

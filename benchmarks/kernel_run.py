@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.contest import OURS, Patience, Refusal, Stopwatch, UnavailableError, format_ms
 from benchmarks.harness import WrongResultError
 from benchmarks.plan import measure_once
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -47,7 +47,7 @@ class KernelSettings:
     )
     budget: float | None = setting(None, "Seconds after which no other shape is begun.", type=click.FloatRange(0))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, two rounds, no record.")
@@ -127,7 +127,7 @@ def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Se
     """
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke or idle else open_records(folder, benchmark)
     stamp, patience = environment(device, settings.commit), Patience(settings.patience)
     return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path, idle)

@@ -20,7 +20,7 @@ from benchmarks.contest import OURS, UnavailableError, compiled, format_ms, ran_
 from benchmarks.harness import summarise, suspicions
 from benchmarks.leaderboard_step import BATCH, FULL, LAPTOP, TINY, gate_step, largest_step, time_step
 from benchmarks.plan import measure_once
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.cost import Hardware
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
@@ -53,7 +53,7 @@ class LeaderboardSettings:
     seconds: float = setting(10.0, "Seconds for which the attention task is repeated.", type=click.FloatRange(0.1))
     steps: int = setting(3, "Training steps that count, after two that do not.", type=click.IntRange(1))
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
@@ -155,7 +155,7 @@ def run(settings: LeaderboardSettings) -> list[Record]:
     does not fit."""
     device = choose_device(settings.device)
     set_matmul_precision(device, "fp32")
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "leaderboard")
     hardware = measure_once(device, "bf16", 0.02 if settings.smoke else 0.5)
     stamp, records, faults = environment(device, settings.commit), [], []

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
 from benchmarks.harness import WrongResultError, noise, ratios, summarise
 from benchmarks.parallel_tables import markdown
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records, read_records
+from benchmarks.records import Record, append_record, appended, open_records, read_records, results_folder
 from benchmarks.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
 from benchmarks.scaling_record import Layout, affinity, gate, predict
 from cs336_systems.comm import Place, find_place
@@ -57,7 +57,7 @@ class LongContextSettings:
     threads: int = setting(1, "Threads of each CPU rank.", type=COUNT)
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: 64 tokens, 2 ranks, one round, no record.")
@@ -230,7 +230,7 @@ def main(**options: Any) -> None:
     for layout in layouts:
         choose_backend(settings.backend, torch.device(kind), Place(0, layout.ranks, 0, layout.ranks))
     if not settings.smoke:
-        folder = settings.results or RESULTS / machine_name(torch.device(kind), settings.machine)
+        folder = results_folder(settings.results, settings.machine, torch.device(kind))
         path = open_records(folder, "long_context")
     play(layouts, settings, launcher)
     budget = 0.02 if settings.smoke else 0.3

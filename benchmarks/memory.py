@@ -20,7 +20,7 @@ from click.core import ParameterSource
 from benchmarks.memory_tables import sheets
 from benchmarks.model_options import ModelOptions, model_config
 from benchmarks.plan import Bench, PassSettings, make_bench
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from benchmarks.residuals import model_residuals
 from benchmarks.segments import Strategy, best, neighbours, square_root_rule, strategy, sweep
 from benchmarks.workload import Case, Workload
@@ -55,7 +55,7 @@ class MemorySettings(ModelOptions):
     mode: Pass | None = setting(None, "One pass only.  [default: both]")
     residuals: bool = setting(False, "Instead: what is kept for backward, block by block.")
     segments: bool = setting(False, "Instead: the best length of recomputed segments.")
-    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one sequence, no record.")
@@ -256,7 +256,7 @@ def run(settings: MemorySettings) -> list[Record]:
     if settings.smoke:
         settings = replace(settings, size="tiny", all_sizes=False, batch_size=1)
         cases = settings.cases(device)
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "memory")
     benches: dict[Precision, Bench] = {}
     for precision in dict.fromkeys(case.precision for _, case in cases):

@@ -25,7 +25,7 @@ from benchmarks.mixed_precision_parts import (
     Parts,
     documented_for_cuda,
 )
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
@@ -51,7 +51,7 @@ class MixedPrecisionSettings:
 
     precision: Format | None = setting(None, "Only this precision of autocast, in `dtypes`.  [default: all three]")
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Write no record.")
@@ -206,7 +206,7 @@ def main(lesson: str, **options: Any) -> None:
     if settings.precision and lesson == ACCUMULATION:
         raise UserError("--precision chooses the autocast of `dtypes`; accumulation shows every format")
     device = choose_device(settings.device)
-    folder = settings.results or RESULTS / machine_name(device, settings.machine)
+    folder = results_folder(settings.results, settings.machine, device)
     path = None if settings.smoke else open_records(folder, "mixed_precision")
     stamp, records = environment(device, settings.commit), []
     if lesson != DTYPES_LESSON:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.moe_blocks import Blocks, load_blocks
 from benchmarks.moe_words import How
-from benchmarks.records import RESULTS, machine_name
+from benchmarks.records import results_folder
 from cs336_systems.comm import mesh_sizes
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
@@ -63,7 +63,7 @@ class MoEEvalSettings(ExpertOptions):
     device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: a tiny model, one batch, no record.")
@@ -120,4 +120,4 @@ class MoEEvalSettings(ExpertOptions):
 
     def results_folder(self, device: torch.device) -> Path:
         """Where the record goes."""
-        return self.results or RESULTS / machine_name(device, self.machine)
+        return results_folder(self.results, self.machine, device)

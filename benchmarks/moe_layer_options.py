@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from benchmarks.moe_layer_run import DEVICE
-from benchmarks.records import RESULTS, machine_name
+from benchmarks.records import results_folder
 from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.host.console import PATIENCE, setting
 
@@ -22,10 +22,10 @@ class LayerSettings:
     d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
     threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
 
     def folder(self) -> Path:
         """Where the records go."""
-        return self.results or RESULTS / machine_name(DEVICE, self.machine)
+        return results_folder(self.results, self.machine, DEVICE)

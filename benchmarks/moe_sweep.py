@@ -31,7 +31,7 @@ from benchmarks.moe_layer_run import (
 from benchmarks.moe_layer_turns import Contender, play
 from benchmarks.moe_sweep_plot import save
 from benchmarks.moe_sweep_table import show
-from benchmarks.records import Record, append_record, appended, open_records, read_records
+from benchmarks.records import Record, append_record, appended, open_records, read_records, require_written
 from benchmarks.scaling_plot import SUFFIXES
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
@@ -157,6 +157,8 @@ def work(place: Place, job: SweepJob) -> None:
                 record = each.record("moe_sweep", cell.sort, found[id(each)], said[id(each)], stamp, about)
                 for path in job.paths:
                     append_record(record, path)
+    for path in job.paths:
+        require_written(path)
 
 
 def places(settings: MoESweepSettings, here: Place) -> list[Place]:
@@ -214,7 +216,7 @@ def run(settings: MoESweepSettings) -> None:
     if settings.from_records:
         if not path.exists():
             raise UserError(f"no records in {path}: measure first, or name their folder with --results")
-        records = newest(read_records(path))
+        show(records := newest(read_records(path)))
     else:
         with TemporaryDirectory(prefix="moe-sweep-") as folder:
             scratch = Path(folder, "moe_sweep.jsonl")
@@ -223,10 +225,11 @@ def run(settings: MoESweepSettings) -> None:
                 measure(settings, here, scratch)
             except CommError as error:
                 raise UserError(str(error)) from None
-            records = read_records(scratch)
+            finally:
+                if here.rank == 0 and (records := read_records(scratch)):
+                    show(records)
         if here.rank > 0:
             return
-    show(records)
     if not settings.smoke and not settings.from_records:
         print(appended(len(records), path))
     if picture:

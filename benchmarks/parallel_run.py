@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.collective import probe as probe_link
 from benchmarks.collective import room
 from benchmarks.peers import Build
-from benchmarks.records import RESULTS, Record, append_record, appended, machine_name, open_records
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from benchmarks.turns import UNTIMED, Arena, Turns, check
 from cs336_systems.buffers.flat import plan_buckets
 from cs336_systems.comm import Group, Place, backend_of, distributed, find_place
@@ -27,7 +27,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import PATIENCE, format_bytes, format_count, format_seconds, setting
 from cs336_systems.host.machine import choose_device, device_name, environment
-from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, ModelConfig, preset, with_edition
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ParallelSettings:
     steps: int = setting(3, "Steps that count in a turn.", type=click.IntRange(1))
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     link: str | None = setting(None, "What joins the ranks, in words for the record, if not this machine itself.")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one round, no record.")
@@ -66,7 +66,7 @@ class ParallelSettings:
 
     def folder(self, device: torch.device) -> Path:
         """Where the records go."""
-        return self.results or RESULTS / machine_name(device, self.machine)
+        return results_folder(self.results, self.machine, device)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class ParallelRun:
         shape = f"batch {self.settings.batch_size} x {config.context_length} a rank"
         words = f"; {self.settings.link}" if self.settings.link else ""
         link = f"link {format_seconds(self.link.latency)} + size / {format_bytes(self.link.bandwidth)}/s"
-        return f"{parameters} parameters, {shape}, {where}; {link}{words}"
+        size = with_edition(self.settings.size, self.settings.year)
+        return f"{size}: {parameters} parameters, {shape}, {where}; {link}{words}"
 
     def compute_seconds(self) -> dict[str, float]:
         """Seconds predicted for forward, backward and optimizer, without communication."""

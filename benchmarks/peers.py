@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cs336_systems.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.ddp import BucketedDDP, DataParallel
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.sharded_optimizer import ShardedOptimizer
-from cs336_systems.zero import zero
+from cs336_systems.zero import WRAPPERS, zero
 
 
 @dataclass
@@ -110,12 +110,8 @@ TORCH_ZERO, TORCH_FSDP = "torch ZeroRedundancyOptimizer", "torch FSDP2"
 
 
 def ddp_candidates(bucket_sizes: list[float]) -> dict[str, Build]:
-    """The four wrappers, bucketed once for each size in MB, after computing alone and PyTorch's own."""
-    ours: dict[str, Build] = {
-        "naive": wrapped(NaiveDDP),
-        "flat": wrapped(FlatDDP),
-        "overlapped": wrapped(OverlappedDDP),
-    }
+    """All wrappers, bucketed once for each size in MB, after computing alone and PyTorch's own."""
+    ours = {name: wrapped(kind) for name, kind in WRAPPERS.items() if name != "bucketed"}
     for size in bucket_sizes:
         ours[f"bucketed {size:g} MB"] = wrapped(partial(BucketedDDP, bucket_size_mb=size))
     return {ALONE: alone, TORCH_DDP: torch_ddp, **ours}

@@ -41,7 +41,7 @@ class PassSettings(ModelOptions):
     steps: int | None = setting(
         None, "Passes that count.  [default: 5, or as few as 2 where 5 would take minutes]", type=click.IntRange(1)
     )
-    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one pass, no record.")

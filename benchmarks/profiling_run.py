@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import click
 import torch
@@ -21,7 +21,7 @@ from benchmarks.model_options import ModelOptions
 from benchmarks.peers import Build, alone, stage, torch_ddp, wrapped
 from benchmarks.profiling_pictures import leave_pictures, memory_snapshot
 from benchmarks.profiling_record import beside_measured, make_record, predicted
-from benchmarks.records import RESULTS, append_record, appended, machine_name, open_records
+from benchmarks.records import append_record, appended, open_records, results_folder
 from benchmarks.turns import ADAMW, check
 from benchmarks.workload import Case, compile_model
 from cs336_systems.comm import Event, Group, Place, agree, distributed, find_place, record
@@ -29,7 +29,6 @@ from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.cost.capacity import require_fit
 from cs336_systems.cost.probe import probe
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import PATIENCE, setting
@@ -39,9 +38,11 @@ from cs336_systems.model.transformer import lm_loss
 from cs336_systems.profiling import Capture, read_trace, trace_files
 from cs336_systems.profiling.report import write_report
 from cs336_systems.train.timers import Timers, timer_line
+from cs336_systems.zero import WRAPPERS
 
 SNAPSHOT = "memory_snapshot.bin"  # on a GPU, for https://pytorch.org/memory_viz
-Wrapper = Literal["none", "naive", "flat", "overlapped", "bucketed", "zero1", "zero2", "zero3", "torch-ddp"]
+BUILDS: dict[str, Build] = {"none": alone} | {name: wrapped(kind) for name, kind in WRAPPERS.items()}
+BUILDS |= {f"zero{number}": stage(number) for number in (1, 2, 3)} | {"torch-ddp": torch_ddp}
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class ProfilingSettings(ModelOptions):
     size: str = setting("tiny", "Model preset.")
     # fp16 is missing because its gradients need loss scaling, which this loop does not have.
     precision: Literal["fp32", "tf32", "bf16"] = setting("fp32", "Precision of matrix products; bf16 is mixed.")
-    wrapper: Wrapper | None = setting(
-        None, "What joins the ranks.  [default: bucketed, or none for one rank]", type=click.Choice(get_args(Wrapper))
+    wrapper: str | None = setting(
+        None, "What joins the ranks.  [default: bucketed, or none for one rank]", type=click.Choice(list(BUILDS))
     )
     bucket_size_mb: float = setting(1.0, "Size of a bucket in MB.", type=click.FloatRange(0))
     nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=click.IntRange(1))
@@ -63,14 +64,14 @@ class ProfilingSettings(ModelOptions):
     stack: bool = setting(False, "Record Python's frames, too; slower.")
     nvtx: bool = setting(False, "Ranges of the same names for nsys (CUDA).")
     out: Path | None = setting(None, "Folder of what comes out.  [default: runs/profile/<size>-<wrapper>]")
-    results: Path | None = setting(None, "Folder of the record.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(False, "Only show that it works: tiny, one step, no record.")
 
-    def chosen(self, ranks: int) -> Wrapper:
+    def chosen(self, ranks: int) -> str:
         """The wrapper. Raises UserError for ranks that nothing would join, or for what cannot be combined."""
-        wrapper: Wrapper = self.wrapper or ("bucketed" if ranks > 1 else "none")
+        wrapper = self.wrapper or ("bucketed" if ranks > 1 else "none")
         if wrapper == "none" and ranks > 1:
             raise UserError(f"--wrapper none joins no ranks, and there are {ranks}: choose another, or start one rank")
         if self.nvtx and (self.device == "cpu" or not torch.cuda.device_count()):
@@ -86,19 +87,11 @@ class ProfilingSettings(ModelOptions):
         return self.out or Path("runs/profile") / f"{self.size}-{self.chosen(ranks)}"
 
 
-def builder(wrapper: Wrapper, bucket_size_mb: float) -> Build:
+def builder(wrapper: str, bucket_size_mb: float) -> Build:
     """Return the function that wraps a model for training."""
-    return {
-        "none": alone,
-        "naive": wrapped(NaiveDDP),
-        "flat": wrapped(FlatDDP),
-        "overlapped": wrapped(OverlappedDDP),
-        "bucketed": wrapped(partial(BucketedDDP, bucket_size_mb=bucket_size_mb)),
-        "zero1": stage(1),
-        "zero2": stage(2),
-        "zero3": stage(3),
-        "torch-ddp": torch_ddp,
-    }[wrapper]
+    if wrapper == "bucketed":
+        return wrapped(partial(WRAPPERS[wrapper], bucket_size_mb=bucket_size_mb))
+    return BUILDS[wrapper]
 
 
 def take_steps(case: Case, build: Build, settings: ProfilingSettings, group: Group, folder: Path) -> list[Event]:
@@ -176,7 +169,7 @@ def work(place: Place, settings: ProfilingSettings) -> None:
             write_report(folder, traces, console.console())
             if not settings.smoke:
                 stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend}
-                path = (settings.results or RESULTS / machine_name(device, settings.machine)) / "profiling.jsonl"
+                path = results_folder(settings.results, settings.machine, device) / "profiling.jsonl"
                 beside = predicted(case, hardware, wrapper, link, events, group.size())
                 record = make_record(vars(settings), wrapper, case, traces, beside, stamp)
                 console.console().print(beside_measured(record))
@@ -199,7 +192,7 @@ def main(**options: Any) -> None:
     with console.os_errors(f"write to {folder}", "name another folder with --out DIR"):
         folder.mkdir(parents=True, exist_ok=True)
     if here.rank == 0 and not settings.smoke:
-        open_records(settings.results or RESULTS / machine_name(torch.device(name), settings.machine), "profiling")
+        open_records(results_folder(settings.results, settings.machine, torch.device(name)), "profiling")
     start_ranks(work, settings.device, settings.nproc, settings)
 
 

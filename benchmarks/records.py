@@ -1,10 +1,12 @@
 """Records: one JSON line a measurement, the only bridge between measuring and reporting."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -12,14 +14,16 @@ import torch
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
+from cs336_systems.host.load import busy, note_if_busy
 from cs336_systems.host.machine import device_name
 from cs336_systems.host.text import printable, regular, strict_json
 
 SCHEMA = 1
-RESULTS = Path(__file__).resolve().parent / "results"
+RESULTS = Path(__file__).resolve().parent / "results"  # the committed records, by machine
 Status = Literal["ok", "out-of-memory", "unsupported"]
 KINDS = {"benchmark": str, "config": dict, "environment": dict, "samples_ms": list, "metrics": dict}
 KINDS |= {"predicted": dict, "flags": list}
+unwritten: dict[Path, list[str]] = {}  # reasons, by file, until `appended` tells them
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,16 @@ def machine_name(device: torch.device, override: str | None = None) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"
 
 
-def open_records(folder: Path, benchmark: str) -> Path:
-    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain.
+def results_folder(chosen: Path | None, machine: str | None, device: torch.device) -> Path:
+    """The folder that a benchmark writes to: as chosen, or one of this machine in the current folder."""
+    return chosen or Path("runs/results", machine_name(device, machine))
 
-    Raises UserError where it cannot be written.
+
+def open_records(folder: Path, benchmark: str) -> Path:
+    """The file `folder`/<benchmark>.jsonl, made if needed, before anything is measured in vain. Says if the machine is
+    too busy. Raises UserError where it cannot be written.
     """
+    say_once()
     path = folder / f"{benchmark}.jsonl"
     with os_errors(f"write {path}", "name another folder with --results DIR"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -59,15 +68,34 @@ def open_records(folder: Path, benchmark: str) -> Path:
     return path
 
 
+say_once = cache(note_if_busy)
+
+
 def append_record(record: Record, path: Path) -> None:
-    """Append one line. Not-a-number is refused, since JSON has none."""
-    line = json.dumps(asdict(record), allow_nan=False)
-    with path.open("a", encoding="utf-8") as file:
-        print(line, file=file)
+    """Append one line, whole or not at all, with a flag if the machine was busy at the start. A disk that is full does
+    not end the measurement: `appended`, which comes after the table, raises for it. Not-a-number is refused, since JSON
+    has none."""
+    record = replace(record, flags=[*record.flags, *filter(None, [busy()])])
+    line, size = json.dumps(asdict(record), allow_nan=False), path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            print(line, file=file)
+    except OSError as error:
+        unwritten.setdefault(path, []).append(error.strerror or str(error))
+        with suppress(OSError):  # half a line would spoil the file
+            os.truncate(path, size)
+
+
+def require_written(path: Path) -> None:
+    """Raises UserError if this process could not append records. To be called after the table is printed."""
+    if lost := unwritten.pop(path, []):
+        missing = f"{len(lost)} record{'s' * (len(lost) > 1)} could not be appended to {path}: {lost[0]}; the figures"
+        raise UserError(f"{missing} are in the table alone; next time name another folder with --results DIR")
 
 
 def appended(count: int, path: Path) -> str:
-    """Line to print about so many new records."""
+    """Line to print about so many new records. Raises UserError if some could not be written."""
+    require_written(path)
     return printable(f"{count} record{'s' * (count != 1)} appended to {path}")
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import click
 import torch
 
-from benchmarks.records import RESULTS, machine_name
+from benchmarks.records import results_folder
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, setting
@@ -58,7 +58,7 @@ class ScalingSettings:
     backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
     timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
     plot: Path | None = setting(None, "Picture to draw: .png, .svg or .pdf.")
-    results: Path | None = setting(None, "Folder of the records.  [default: benchmarks/results/<machine>]")
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
     machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
     commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
     smoke: bool = setting(
@@ -103,7 +103,7 @@ class ScalingSettings:
 
     def folder(self, device: torch.device) -> Path:
         """Where the records go."""
-        return self.results or RESULTS / machine_name(device, self.machine)
+        return results_folder(self.results, self.machine, device)
 
 
 def parse_grid(text: str) -> list[tuple[int, int, int]]:

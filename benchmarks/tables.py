@@ -126,16 +126,22 @@ def insert(text: str, tables: str) -> str:
     default="e2e",
     help="Whole passes, several ranks, kernels, memory, layouts, experts, the cost model, checkpoints, or sequences.",
 )
-def main(write: Path | None, what: str) -> None:
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=RESULTS,
+    help="Folder of records by machine, such as runs/results.  [default: the project's]",
+)
+def main(write: Path | None, what: str, results: Path) -> None:
     """Print the measured tables as Markdown, or write them into a file."""
     if write is None:
-        print(measured_tables(what=what))
+        print(measured_tables(results, what))
     else:
         try:
             text = write.read_text()
         except UnicodeDecodeError as error:
             raise UserError(f"{write} is not UTF-8 text at byte {error.start}") from None
-        write.write_text(insert(text, measured_tables(what=what)))
+        write.write_text(insert(text, measured_tables(results, what)))
 
 
 if __name__ == "__main__":

@@ -222,6 +222,13 @@ class FSDP(Wrapper):
             weight.deliver_gradient()
         self.end_synchronisation()
 
+    def extra_repr(self) -> str:
+        """How much is sharded, as `print(model)` shows it."""
+        split = sum(weight.shape.numel() for weight in self.sharded)
+        whole = sum(p.numel() for p in self.guard.replicas.names)
+        kept = whole + sum(weight.shard.numel() for weight in self.sharded)
+        return f"shards {split:,} of {split + whole:,} parameters: this rank keeps {kept:,}"
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients. After an interrupted backward every rank must call it."""
         if not self.guard.synchronised:
@@ -248,7 +255,8 @@ class FSDP(Wrapper):
         return [LocalGradient(shard, gradient, True) for shard, gradient in kept] + whole
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """A copy of the whole state, as the unwrapped `module.state_dict()` had it. Every rank must call this."""
+        """A copy of the whole state, as the unwrapped `module.state_dict()` had it, to save or load elsewhere: that of
+        the wrapped one is refused on more than one rank. Every rank must call this."""
         sharded, state = {weight.shard: weight for weight in self.sharded}, self.module.state_dict(keep_vars=True)
         values = dict.fromkeys(state.values())  # tied ones are one tensor under each name
         copies = {value: sharded[value].gather() if value in sharded else value.detach().clone() for value in values}

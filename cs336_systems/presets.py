@@ -217,6 +217,11 @@ def course_sizes(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
     return tuple(_COURSE_SHAPES[year])
 
 
+def with_edition(name: str, year: int) -> str:
+    """A name for headings: `xl (2024)` for a size of the course, whose editions differ."""
+    return f"{name} ({year})" if name.lower() in map(str.lower, course_sizes(year)) else name
+
+
 def preset_names(year: int = DEFAULT_YEAR) -> tuple[str, ...]:
     """Every name that `model_preset` knows in one year."""
     return ("tiny", *course_sizes(year), *(name for name in _PRESETS if name != "tiny"))

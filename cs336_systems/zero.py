@@ -20,12 +20,19 @@ from cs336_systems.buffers.bucket import REPLICATED, SHARDED, Placement
 from cs336_systems.buffers.flat import refuse_shared_memory
 from cs336_systems.buffers.guards import Parameters
 from cs336_systems.comm import Group
-from cs336_systems.ddp import BucketedDDP, DataParallel
+from cs336_systems.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.optim.elementwise import require_elementwise
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 
+# The data-parallel wrappers by name, for whatever treats them alike: tests, observed traffic, benchmarks, the profiler.
+WRAPPERS: dict[str, Callable[..., DataParallel]] = {
+    "naive": NaiveDDP,
+    "flat": FlatDDP,
+    "overlapped": OverlappedDDP,
+    "bucketed": BucketedDDP,
+}
 R, S = REPLICATED, SHARDED
 STAGES: tuple[tuple[Placement, Placement, Placement], ...] = ((R, R, R), (R, R, S), (R, S, S), (S, S, S))
 

@@ -155,7 +155,7 @@ def prepare(folder: Path, page: Page) -> dict[str, str]:
 
 def run(command: Command, folder: Path, environment: dict[str, str], limit: float) -> Outcome:
     """Type one command and wait for its end, which is forced after `limit` seconds; nothing of it runs on."""
-    mark, start = f"{folder.name}.{command.line}.", time.monotonic()
+    mark, start = f"{folder}.{command.line}.", time.monotonic()
     with tempfile.TemporaryFile("w+", errors="replace", dir=folder) as output:
         words = ["bash", "-c", command.text]
         where = {"cwd": folder / "project", "env": environment | {MARK: mark}, "start_new_session": True}

@@ -175,7 +175,7 @@ def test_benchmarks_hide_no_other_module():
 
 def test_environment_variables_are_read_at_the_doors_only():
     for path in FILES:
-        if ids(path) != "cs336_systems/comm/startup.py":
+        if ids(path) not in ("cs336_systems/comm/startup.py", "cs336_systems/host/load.py"):
             assert "os.environ" not in path.read_text(), ids(path)
             assert "os.getenv" not in path.read_text(), ids(path)
 

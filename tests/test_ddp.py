@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cs336_systems.comm import Event, all_reduce, record, shared_verbs
 from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
 from cs336_systems.fsdp import FSDP
+from cs336_systems.zero import WRAPPERS as BY_NAME
 from cs336_systems.zero import zero
 from tests.support import ranks
 from tests.support.fault_cases import MODES, full_parameters
@@ -21,10 +22,7 @@ from tests.support.parallel_cases import loss_of, make, naive_mean, spread
 from tests.support.tolerances import bound
 
 WRAPPERS = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlapped": OverlappedDDP,
-    "bucketed": BucketedDDP,
+    **BY_NAME,
     "bucketed-small": lambda module: BucketedDDP(module, bucket_size_mb=0.0005),
     "bucketed-one": lambda module: BucketedDDP(module, bucket_size_mb=None),
 }

@@ -230,7 +230,8 @@ def assigned_state(run: Run):
     run.backward(0)
     yield
     run.step()
-    run.module.load_state_dict({name: value.clone() for name, value in run.module.state_dict().items()}, assign=True)
+    state = run.module.state_dict(keep_vars=True)
+    run.module.load_state_dict({name: value.detach().clone() for name, value in state.items()}, assign=True)
     run.remember()
     yield from steps(2)(run)
 

@@ -12,7 +12,7 @@ from cs336_systems.fsdp import FSDP
 from cs336_systems.model.transformer import TransformerLM, lm_loss
 from cs336_systems.presets import ModelConfig
 from tests.support import ranks
-from tests.support.parallel_cases import batch, loss_of, make, one_process, rows_of
+from tests.support.parallel_cases import batch, loss_of, make, one_process, own_rows, rows_of
 from tests.support.tolerances import bound
 
 TOY = ModelConfig(vocab_size=19, context_length=7, d_model=24, d_ff=40, num_layers=3, num_heads=4)
@@ -187,10 +187,34 @@ def test_whole_state_goes_out_and_in(world_size):
     ranks.run(state_case, world_size)
 
 
+def save_case(group) -> None:
+    """Neither the wrapper's state nor that of a layer inside is saved as if this rank's rows were all."""
+    model, first = FSDP(make(seed=0)), f"rows {6 * group.rank()} to {5 * group.rank() + 6} of 11 of embedding.weight"
+    for module in (model, model.module, model.module.embedding):
+        with pytest.raises(UserError, match=f"^state_dict.. would have {first}: call gather_full_params.. on every"):
+            module.state_dict()
+    assert model.module.norm.state_dict().keys() == {"weight", "bias"}  # which are whole
+
+
+def said_case(group) -> str:
+    model = FSDP(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 5)))
+    kept = sum(p.numel() for p in model.parameters())
+    assert f"shards 256 of 285 parameters: this rank keeps {kept}\n" in repr(model)
+    return str(kept)
+
+
+def test_a_model_says_how_much_of_it_is_sharded():
+    assert ranks.run(said_case, 2) == [str(29 + 108 + 24), str(29 + 108 + 16)]
+
+
+def test_a_state_of_rows_is_refused():
+    ranks.run(save_case, 2)
+
+
 def load_case(group) -> None:
     """Each rank takes its rows of whole weights, and its own rows from the rows that it saved."""
     want, model = make(seed=7), FSDP(make(seed=0))
-    own = {name: value.clone() for name, value in model.state_dict().items()}
+    own = {name: value.clone() for name, value in own_rows(model).items()}
     model.module.load_state_dict(want.state_dict())
     for name, value in model.gather_full_params().items():
         assert torch.equal(value, want.state_dict()[name]), name
@@ -208,7 +232,7 @@ def foreign_case(group, marked: bool, folder: str) -> None:
     """Rank 0's rows on every rank, and rows of which nothing says whose they are."""
     model = FSDP(make(seed=0))
     if group.rank() == 0:
-        torch.save(model.state_dict(), f"{folder}/saved")
+        torch.save(own_rows(model), f"{folder}/saved")
     dist.barrier(group)
     state = torch.load(f"{folder}/saved", weights_only=True)
     model.load_state_dict(state if marked else {name: value.clone() for name, value in state.items()})

@@ -9,8 +9,10 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,16 +108,42 @@ def test_launches_leave_nothing_however_they_end():
     assert ranks.run_alone(launch_often, 1) == [{}]
 
 
+@contextmanager
+def sleeping(**options: Any) -> Iterator[subprocess.Popen]:
+    """A child that is ended with the block, however that ends. The block begins when /proc is complete: Popen returns
+    while exec is under way, when the command and the environment are empty or still those of this process."""
+    with subprocess.Popen(["sleep", "60"], **options) as child:
+        try:
+            deadline = time.monotonic() + SETTLING
+            while not known(child):
+                assert time.monotonic() < deadline
+            yield child
+        finally:
+            child.kill()
+
+
+def known(child: subprocess.Popen) -> bool:
+    """True once a child's command and environment can be read."""
+    command, environment = (Path(f"/proc/{child.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+    return command == b"sleep\x0060\x00" and environment != b""
+
+
+def test_a_child_is_known_when_it_is_looked_for_and_ends_with_its_test():
+    for _ in range(100):  # a third of them would not be known at once
+        with suppress(KeyError), sleeping() as child:
+            assert known(child)
+            raise KeyError
+        assert child.poll() is not None
+
+
 def test_a_leak_is_seen():
     before = held()
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
     reading, writing = os.pipe()
-    child = subprocess.Popen(["sleep", "60"])
-    found = more(held(), before)
-    child.kill()
-    child.wait()
+    with sleeping():
+        found = more(held(), before)
     os.close(reading)
     os.close(writing)
     stop.set()
@@ -135,13 +163,11 @@ def test_a_run_of_the_suite_sees_what_it_leaves(tmp_path, monkeypatch):
     run = leftovers.Run()
     before = run.leftovers()  # what the server of tests/support/ranks.py is, for one
     assert all(line.startswith("process") for line in before)
-    child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-    (tmp_path / "new.txt").touch()
-    folder = tempfile.mkdtemp()
-    found = set(run.leftovers()) - set(before)
+    with sleeping(start_new_session=True) as child:
+        (tmp_path / "new.txt").touch()
+        folder = tempfile.mkdtemp()
+        found = set(run.leftovers()) - set(before)
     assert found >= {f"process {child.pid}: sleep 60 ", f"temporary file: {folder}", "in the project: new.txt"}
     assert len(found) == 3
-    child.kill()
-    child.wait()
     run.end()
     assert not run.folder.exists()

@@ -5,7 +5,15 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.errors import UserError
-from cs336_systems.presets import COURSE_YEARS, ModelConfig, course_sizes, model_preset, preset, preset_names
+from cs336_systems.presets import (
+    COURSE_YEARS,
+    ModelConfig,
+    course_sizes,
+    model_preset,
+    preset,
+    preset_names,
+    with_edition,
+)
 
 # (d_model, d_ff, layers, heads) as the handouts' tables print them.
 HANDOUT = {
@@ -91,3 +99,8 @@ def test_impossible_shapes_are_refused(changes, message):
     config = ModelConfig(**SOUND)
     with pytest.raises(UserError, match=message):
         replace(config, **changes)
+
+
+def test_headings_name_the_edition_of_a_size_of_the_course():
+    named = [with_edition(*each) for each in (("xl", 2024), ("XL", 2026), ("2.7B", 2024), ("tiny", 2026))]
+    assert named == ["xl (2024)", "XL (2026)", "2.7B (2024)", "tiny"]

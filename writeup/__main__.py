@@ -35,16 +35,16 @@ def require_extra() -> None:
 @click.option(
     "--results",
     type=click.Path(path_type=Path, file_okay=False),
-    default=RESULTS,
-    help="Folder of records.  [default: the project's]",
+    help="Folder of records by machine.  [default: the project's; with --run runs/results]",
 )
 @click.option("--run", "run_first", is_flag=True, help="First run every benchmark that this machine can run.")
 @click.option("--only", multiple=True, help="With --run: this benchmark alone (may be given several times).")
-def main(out: Path, machine: str | None, results: Path, run_first: bool, only: tuple[str, ...]) -> None:
+def main(out: Path, machine: str | None, results: Path | None, run_first: bool, only: tuple[str, ...]) -> None:
     """Write the write-up: one HTML page and one PDF, made from records and from nothing else."""
     require_extra()
     if only and not run_first:
         raise UserError("--only says what --run runs; without --run nothing is measured")
+    results = results or (Path("runs/results") if run_first else RESULTS)
     if not run_first and not results.is_dir():
         raise UserError(f"{results} is no folder of records; name one with --results, or measure first with --run")
     if run_first:

@@ -100,6 +100,7 @@ def shard_weights(
         sharded_of[weight] = sharded = ShardedParameter(weight, found, name, guard.group, compute_dtype, reduce_dtype)
         for layer, key in found:
             layer.register_load_state_dict_pre_hook(partial(sharded.cut_loaded, key))
+            layer.register_state_dict_pre_hook(sharded.refuse_saved)
             if layer not in proxies:
                 layer.__dict__["_parameters"] = proxies[layer] = WeightProxy(layer, lend)
             proxies[layer].sharded[key] = sharded

@@ -205,6 +205,15 @@ class ShardedParameter:
                 f"{self.rows[0]} to {self.rows[1]}: load whole weights, as gather_full_params() gives them"
             )
 
+    def refuse_saved(self, layer: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Raise UserError for state_dict(), whose file would have these rows alone (a hook of each layer). With
+        keep_vars=True it gives parameters and no values to save."""
+        if self.group.size() > 1 and not keep_vars:
+            raise fault(
+                f"state_dict() would have rows {self.rows[0]} to {self.rows[1]} of {self.shape[0]} of {self.name}: "
+                "call gather_full_params() on every rank, and save what it returns (in save_pretrained: state_dict=)"
+            )
+
     @torch.no_grad()
     def gather(self) -> Tensor:
         """The master weight (rows ...) on every rank. Every rank must call this."""

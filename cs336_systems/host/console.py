@@ -7,14 +7,17 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import field, fields
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from io import TextIOWrapper
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 import click
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.segment import Segment
+from rich.table import Table
 
 from cs336_systems.errors import UserError
+from cs336_systems.host.narrow import fitting
 from cs336_systems.host.text import printable
 
 PLAIN_WIDTH = 140  # columns of a table in a file or a pipe
@@ -23,13 +26,27 @@ PATIENCE = click.FloatRange(0, 1e6, min_open=True)  # seconds to wait; clocks co
 
 
 class LiteralConsole(Console):
-    """A console of rich on which text is text: square brackets are no markup, and control characters are shown."""
+    """A console of rich on which text is text: square brackets are no markup, and control characters are shown. Tables
+    are not cut, and a bar of progress makes room for what is printed."""
+
+    bars: ClassVar[list[Progress]] = []  # that of this process, if it shows one
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **settings)
 
+    def print(self, *objects: Any, **settings: Any) -> None:
+        """See rich."""
+        others = [bar for bar in self.bars if bar.console is not self]
+        for bar in others:
+            bar.stop()
+        super().print(*objects, **settings)
+        for bar in others:
+            bar.start()
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """See rich; whatever is printed passes here."""
+        if isinstance(renderable, Table) and renderable.columns and renderable.show_header:
+            renderable = fitting(renderable, self, options or self.options)
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text, keep="\n"), style, control)
 
@@ -42,7 +59,11 @@ def console(stderr: bool = False, quiet: bool = False) -> Console:
 
 def run_command(command: click.Command, arguments: list[str] | None = None) -> int:
     """Run a command line; a user's error becomes one line on stderr, and so does a warning, without the line of code
-    that it is about; control characters in them are shown. Returns the exit status: 0, 2, or 130 for ^C."""
+    that it is about; control characters in them are shown, and what the terminal or pipe cannot encode as Python writes
+    it. Returns the exit status: 0, 2, or 130 for ^C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     format_of_python = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: "note: " + printable(f"{message}\n", keep="\n")
     try:
@@ -128,6 +149,7 @@ def progress(
     next_line = time.monotonic() + PLAIN_SECONDS / 2
     with Progress(*columns, console=out, transient=True, disable=quiet or not out.is_terminal) as bar:
         task = bar.add_task(label, total=total, completed=done, note="", left=left)
+        LiteralConsole.bars[:] = [] if bar.disable else [bar]
 
         def advance(note: str = "") -> None:
             nonlocal next_line
@@ -139,7 +161,10 @@ def progress(
                 line = f"{label} {done + left.done}/{total}{'' if ended else f', {left}'}  {note}"
                 print(printable(line.rstrip()), file=sys.stderr, flush=True)
 
-        yield advance
+        try:
+            yield advance
+        finally:
+            LiteralConsole.bars.clear()
 
 
 def flag(name: str) -> str:

@@ -1,1 +1,8 @@
 """A training run: recipe, trainer, loop, run folder and its command line."""
+
+import sys
+
+from cs336_systems.host.load import wait_asleep
+
+if sys.argv[:1] == ["-m"]:  # Python looks for the command that it is to run
+    wait_asleep()

@@ -23,9 +23,10 @@ from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.host import console, machine
 from cs336_systems.host.console import flag, format_count
+from cs336_systems.host.load import note_if_busy
 from cs336_systems.host.machine import PeakMemory, choose_device, device_name, out_of_memory, usable_memory
 from cs336_systems.layout import Layout
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, with_edition
 from cs336_systems.train.batches import most_tokens
 from cs336_systems.train.loop import STEPS_AHEAD, Loop, StopSignal
 from cs336_systems.train.megatron import translate
@@ -54,7 +55,7 @@ def require_one_recipe(recipe: Recipe, world: Group) -> None:
 def introduce(trainer: Trainer, hardware: Hardware) -> str:
     """Lines that say what is about to be trained, and on what."""
     recipe, config, layout = trainer.recipe, trainer.config, trainer.part.layout
-    text = f"{recipe.model.name}{' (BERT)' if recipe.model.is_bert else ''}: "
+    text = f"{with_edition(recipe.model.name, recipe.model.year)}{' (BERT)' if recipe.model.is_bert else ''}: "
     text += f"{format_count(sum(count_parameters(config).values()), billion='B')} parameters"
     text += f", {config.num_experts} experts in {config.expert_layers} layers" if config.num_experts else ""
     text += f", batch {trainer.batch} x {trainer.seq}"
@@ -97,7 +98,7 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
     if run.weights and not done:
         load_weights(trainer, run.weights)
         say(f"begins with the parameters of {run.weights}")
-    with open_log(run.log_path, world, done) as log:
+    with open_log(run.log_path, world, done, named=bool(run.log_file or run.out)) as log:
         write_line(header(trainer, done), log)
         peak, start = PeakMemory(device), time.perf_counter()
         # Ranks of one machine share its cores on a CPU.
@@ -119,7 +120,7 @@ def _train(trainer: Trainer, stopping: StopSignal, ranks_here: int) -> dict[str,
             return stopped
         final = final_record(trainer, loop.done, time.perf_counter() - start, peak)
         write_line(final, log)
-    say(conclude(trainer, final, done))
+    say(conclude(trainer, final, log.name, done))
     return final
 
 
@@ -217,6 +218,7 @@ def main(more_data: tuple[str, ...], **settings: Any) -> None:
         console.console().print(dry_run(recipe, ranks))
         return
     require_fit(recipe, ranks, usable_by_rank(recipe, ranks))
+    note_if_busy()
     patience = SAVE_SECONDS if recipe.run.out else 2.0
     start_ranks(work, recipe.launch.device, recipe.launch.nproc, recipe, patience=patience)
 

@@ -20,7 +20,7 @@ from cs336_systems.host.observe import Counts, Observer
 from cs336_systems.host.table import Table
 from cs336_systems.layout import MAPPED, Layout, Observation, Transfer, Work
 from cs336_systems.model.heads import Losses
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, with_edition
 from cs336_systems.schedule import schedule, simulate
 from cs336_systems.schedule.lists import SPLIT, bubble_fraction
 from cs336_systems.schedule.simulation import LEGEND, SPLIT_LEGEND
@@ -208,7 +208,7 @@ def memory_table(recipe: Recipe, config: ModelConfig, layout: Layout, stages: Se
     for stage, seen in enumerate(stages):
         cells = map(format_bytes, (*seen.memory().values(), sum(seen.peak.values())))
         rows.append([str(stage), format_count(seen.parameters, "B"), *cells])
-    title = f"{recipe.model.name}: parameters and memory of a rank"
+    title = f"{with_edition(recipe.model.name, recipe.model.year)}: parameters and memory of a rank"
     return Table(title, ["stage", "count", *stages[0].memory(), "memory"], rows, note)
 
 

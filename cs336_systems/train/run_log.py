@@ -1,5 +1,6 @@
 """The log of a run: JSON lines in a file, with a sample of text at the end, and Megatron-LM's line for people."""
 
+import fcntl
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,29 +28,52 @@ TEMPERATURE = 0.8  # of a sample
 
 
 @contextmanager
-def open_log(path: Path, group: Group, done: int = 0) -> Iterator[IO[str]]:
-    """Rank 0's log file, its folders made; nowhere on other ranks. Every rank must enter. A run that goes on after
-    `done` steps appends to it, less what was written of later steps, which will be taken again. Raises UserError, on
-    every rank, where it cannot be written."""
+def open_log(path: Path, group: Group, done: int = 0, named: bool = True) -> Iterator[IO[str]]:
+    """Rank 0's log file, its folders made, for this run alone; nowhere on other ranks. Every rank must enter. A run
+    that goes on after `done` steps appends to it, less what was written of later steps, which will be taken again.
+    Raises UserError, on every rank, where it cannot be written. While another run has the file, it is an error if the
+    user `named` it, and else this run's gets a number."""
     path, opened = path if group.rank() == 0 else Path(os.devnull), list[IO[str]]()
 
     def begin() -> None:
         with os_errors(f"write the log {path}", "name another with --log-file FILE"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if done and path.is_file():
-                draft = path.with_name(f".{path.name}")
-                if draft.is_symlink():  # whose target, any file, would be overwritten
-                    raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
-                draft.write_text(_up_to(path.read_text(errors="replace"), done))
-                draft.replace(path)  # a log of many hours is never half there
-            opened.append(path.open("a" if done else "w"))
+            opened.append(log := _locked(path, named))
+            if not path.is_file():  # a device
+                return
+            if not done:
+                log.truncate(0)
+                return
+            draft = path.with_name(f".{path.name}")
+            if draft.is_symlink():  # whose target, any file, would be overwritten
+                raise UserError(f"{draft} is a symbolic link; delete it, or name another log with --log-file FILE")
+            draft.write_text(_up_to(path.read_text(errors="replace"), done))
+            draft.replace(path)  # a log of many hours is never half there
+            opened.append(_locked(path, named))
 
-    together("log", begin, path, group)
     try:
-        yield opened[0]
+        together("log", begin, path, group)
+        yield opened[-1]
     finally:
-        with suppress(OSError):  # `write_line` has warned of it
-            opened[0].close()
+        for log in opened:
+            with suppress(OSError):  # `write_line` has warned of it
+                log.close()
+
+
+def _locked(path: Path, named: bool) -> IO[str]:
+    """The file to append to, for as long as it is open that of this process alone; if another has one that was not
+    `named`, the next one with a number. Raises UserError for one that was, and OSError."""
+    for number in count(1):
+        file = (path.with_stem(f"{path.stem}-{number}") if number > 1 else path).open("a")
+        try:
+            if path.is_file():  # a device may be everybody's
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            file.close()
+            if named:
+                raise UserError(f"another run writes its log to {path}: name another with --log-file FILE") from None
+    raise AssertionError
 
 
 def _up_to(text: str, done: int) -> str:
@@ -138,7 +163,7 @@ def sample(trainer: Trainer) -> dict[str, str]:
     return {"sample": sample_text(logits, trainer.device, trainer.seq, run.prompt, run.sample_bytes, run.seed)}
 
 
-def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
+def conclude(trainer: Trainer, final: dict[str, Any], log: str, done: int = 0) -> str:
     """Lines that say what came of a run, which may have begun after some steps of an earlier one."""
     recipe, loss, (least, most) = trainer.recipe, final["validation_loss"], final["peak_memory"]
     text = f"{final['steps'] - done} steps{f' after {done}' if done else ''} in {format_seconds(final['seconds'])}; "
@@ -149,7 +174,7 @@ def conclude(trainer: Trainer, final: dict[str, Any], done: int = 0) -> str:
     of_bytes = list(recipe.data.data) != ["random"] and not recipe.model.is_bert
     text += f" (guessing: {math.log(256 if of_bytes else trainer.batches.vocab_size):.3f}); "
     text += f"peak memory of a rank {format_bytes(least)} to {format_bytes(most)}; " if most > least else ""
-    text += f"log: {recipe.run.log_path}"
+    text += f"log: {log}"
     if trainer.skipped:
         why = "their gradients were inf or NaN"
         if recipe.model.precision == "fp16":

@@ -261,11 +261,10 @@ def test_what_does_not_fit_is_planned_and_recorded(in_tmp, monkeypatch):
         ),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_run, "RESULTS", in_tmp / "results")
+def test_bad_input_is_one_line_and_exit_code_2(arguments, line, in_tmp, capsys):
     (in_tmp / "file").write_text("")
     assert run_command(fused.main, ["--device", "cpu", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert errors[0].startswith(line)
-    assert not (in_tmp / "results").exists()
+    assert not (in_tmp / "runs").exists()

@@ -256,14 +256,13 @@ def test_our_kernels_wrong_result_in_the_interpreter_is_an_error(in_tmp, monkeyp
         (attention, ("--dim", "0"), "error: Invalid value for '--dim': 0 is not in the range x>=1."),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_run, "RESULTS", in_tmp / "results")
+def test_bad_input_is_one_line_and_exit_code_2(command, arguments, line, in_tmp, capsys):
     (in_tmp / "file").write_text("")
     assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert errors[0].startswith(line)
-    assert not (in_tmp / "results").exists()
+    assert not (in_tmp / "runs").exists()
 
 
 def test_what_does_not_fit_is_recorded(in_tmp, monkeypatch, capsys):

@@ -60,9 +60,8 @@ def test_a_run_that_leaves_everything_out_says_so_and_is_no_error(in_tmp, capsys
         ),
     ],
 )
-def test_nothing_to_measure_is_one_line_that_says_why(command, arguments, line, in_tmp, monkeypatch, capsys):
-    monkeypatch.setattr(kernel_run, "RESULTS", in_tmp / "results")
+def test_nothing_to_measure_is_one_line_that_says_why(command, arguments, line, in_tmp, capsys):
     assert run_command(command.main, ["--device", "cpu", *arguments]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith(line)
-    assert not (in_tmp / "results").exists()
+    assert not (in_tmp / "runs").exists()

@@ -1,14 +1,17 @@
 """Records: the line that is written is the record that is read, and the tables are made from nothing else."""
 
 import json
+import resource
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks.records import SCHEMA, Record, append_record, machine_name, open_records, read_records
+from benchmarks import e2e
+from benchmarks.records import SCHEMA, Record, append_record, appended, machine_name, open_records, read_records
 from benchmarks.tables import BEGIN, END, insert, main, measured_tables
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
@@ -49,6 +52,30 @@ def test_what_is_written_is_read(tmp_path):
     assert set(json.loads(path.read_text().splitlines()[0])) == {
         "schema", "benchmark", "config", "samples_ms", "metrics", "predicted", "environment", "flags", "status",
     }  # fmt: skip
+
+
+def test_a_full_disk_costs_records_and_not_the_table(tmp_path, capsys, monkeypatch):
+    path = open_records(tmp_path, "e2e")
+    append_record(record(), path)
+    before, limit = path.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limit[1]))  # a part of a line is written
+    try:
+        monkeypatch.setattr(e2e, "measure_size", lambda *_: iter([record("step"), record("backward")]))
+        monkeypatch.setattr(e2e, "make_bench", lambda *_: SimpleNamespace(hardware=None))
+        monkeypatch.setattr(e2e, "show_plan", lambda *_: 0.0)
+        monkeypatch.setattr(e2e, "show_records", lambda records, _: print(len(records), "in the table"))
+        assert run_command(e2e.main, ["--device", "cpu", "--results", str(tmp_path)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    shown = capsys.readouterr()
+    assert shown.out == "2 in the table\n"
+    assert shown.err == (
+        f"error: 2 records could not be appended to {path}: File too large; the figures are in the table alone; "
+        "next time name another folder with --results DIR\n"
+    )
+    assert path.read_text() == before
+    append_record(record("step"), path)
+    assert appended(1, path) == f"1 record appended to {path}"
 
 
 def test_the_newest_record_of_a_configuration_wins(tmp_path):
@@ -143,7 +170,7 @@ def test_tables_are_inserted_between_their_marks(tmp_path, monkeypatch):
     assert insert(once, "new") == once
     with pytest.raises(UserError, match="the file needs one line"):
         insert("no marks", "new")
-    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda what: "new")
+    monkeypatch.setattr("benchmarks.tables.measured_tables", lambda results, what: "new")
     (tmp_path / "page.md").write_text(page)
     assert run_command(main, ["--write", str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == once

@@ -9,10 +9,11 @@ from torch import nn
 from cs336_systems import comm
 from cs336_systems.buffers import replicas
 from cs336_systems.comm import agree, all_reduce, subgroup
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP
+from cs336_systems.ddp import BucketedDDP, NaiveDDP
 from cs336_systems.errors import UserError
 from cs336_systems.fsdp import FSDP
 from cs336_systems.sharded_optimizer import ShardedOptimizer
+from cs336_systems.zero import WRAPPERS as BY_NAME
 from tests.support import ranks
 from tests.support.fault_cases import MODES, Case, Net, compare, drive, oracle, start
 from tests.test_faults_ddp import steps
@@ -56,7 +57,7 @@ DIFFERENCES = {
     "tied on one rank": (untied, "head.weight (11, 6) torch.float64 trainable tied to", "head.weight (11, 6)"),
     "another buffer": (longer_buffer, "buffer calls (3,)", "buffer calls (4,)"),
 }
-WRAPPERS = {"NaiveDDP": NaiveDDP, "FlatDDP": FlatDDP, "BucketedDDP": BucketedDDP, "FSDP": FSDP}
+WRAPPERS = {kind.__name__: kind for kind in (*BY_NAME.values(), FSDP)}
 
 
 def structure_case(group) -> None:

@@ -97,3 +97,8 @@ def spread(group, tensors: list[Tensor]) -> float:
         dist.all_gather(everyone, tensor.detach().contiguous(), group=group)
         worst = max([worst, *((each - everyone[0]).abs().max().item() for each in everyone if each.numel())])
     return worst
+
+
+def own_rows(model) -> dict[str, torch.Tensor]:
+    """A sharded model's state with this rank's rows, as files of earlier versions have it."""
+    return {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cs336_systems.comm import Mesh, record
-from cs336_systems.ddp import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.ddp import BucketedDDP
 from cs336_systems.fsdp import FSDP
 from cs336_systems.host.observe import Observer
 from cs336_systems.layout import Layout, Transfer
@@ -19,7 +19,7 @@ from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.train.assembly import Assembly
 from cs336_systems.train.observation import RankStep, observe_traffic
 from cs336_systems.train.recipe import Recipe
-from cs336_systems.zero import zero
+from cs336_systems.zero import WRAPPERS, zero
 from tests.support.parallel_cases import loss_of, make
 
 SEQ = 8
@@ -102,10 +102,7 @@ def run_turns(model: nn.Module, turns: str, group) -> None:
 
 
 LADDER = {
-    "naive": NaiveDDP,
-    "flat": FlatDDP,
-    "overlapped": OverlappedDDP,
-    "bucketed": BucketedDDP,
+    **WRAPPERS,
     "bucketed-small": lambda module: BucketedDDP(module, 0.0005),
     "bucketed-one": lambda module: BucketedDDP(module, None),
 }

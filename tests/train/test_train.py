@@ -1,7 +1,10 @@
 """Training, run as a user runs it."""
 
+import fcntl
+import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -317,6 +320,22 @@ def test_a_base_without_rotary_positions_is_refused(in_tmp, capsys):
     assert "--rotary-base is about rotary positions, and these are learned" in capsys.readouterr().err
 
 
+def test_a_run_shares_its_log_with_no_other(in_tmp, capsys, quick_probe):
+    short = ("--steps", "1", "--num-layers", "1", "--eval-iters", "1", "--sample-bytes", "2")
+    Path("runs").mkdir()
+    with Path("runs/train.jsonl").open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write("of another\n")
+        assert run(*short) == 0
+        assert "log: runs/train-2.jsonl\n" in capsys.readouterr().out
+        assert run(*short, "--log-file", "runs/train.jsonl") == 2
+        line = "error: another run writes its log to runs/train.jsonl: name another with --log-file FILE\n"
+        assert capsys.readouterr().err.endswith(line)
+    assert Path("runs/train.jsonl").read_text() == "of another\n"
+    assert run(*short) == 0
+    assert "log: runs/train.jsonl\n" in capsys.readouterr().out
+
+
 def test_a_log_that_goes_on_is_not_written_through_a_link(in_tmp, capsys, quick_probe):
     line = ("--data", "random", "--out", "run", "--eval-iters", "1")
     assert run(*line, "--steps", "1") == 0
@@ -325,6 +344,15 @@ def test_a_log_that_goes_on_is_not_written_through_a_link(in_tmp, capsys, quick_
     assert run(*line, "--steps", "2", "--resume") == 2
     assert "error: run/.train.jsonl is a symbolic link; delete it, or name another log" in capsys.readouterr().err
     assert (in_tmp / "other").read_text() == "of another"
+
+
+def test_a_terminal_that_is_not_utf_8_ends_no_training(in_tmp, quick_probe, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    tiny = ("--steps", "1", "--num-layers", "1", "--eval-iters", "1", "--sample-bytes", "2", "--prompt", "ä→")
+    assert run(*tiny) == 0
+    sys.stdout.flush()
+    assert b"\n\\xe4\\u2192" in written.getvalue()
 
 
 @pytest.mark.parametrize(("kind", "shown"), [("none", False), ("max", True), ("minmax", True), ("waits", True)])

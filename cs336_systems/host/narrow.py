@@ -1,0 +1,65 @@
+"""Tables on narrow terminals: nothing is cut; a table that does not fit is turned, or written row by row.
+
+as it is       with words wrapped, but neither words nor numbers cut
+turned         a column for each row, if there are few
+row by row     one line for each cell: its column's head, and the cell
+"""
+
+from typing import Any
+
+from rich.console import Console, ConsoleOptions
+from rich.measure import Measurement
+from rich.table import Table
+
+
+def fitting(table: Table, console: Console, options: ConsoleOptions) -> Table:
+    """The table, or one of the same cells that fits into the options' width."""
+    texts = _texts(table)
+    if any(not isinstance(text, str) for row in texts for text in row):
+        return table  # tables in tables are laid out by whoever made them
+    for form in (table, _turned(table, texts)):
+        lines = [[line for text in column for line in text.split("\n")] for column in zip(*_texts(form), strict=True)]
+        whole = [max(map(len, each), default=0) for each in lines]
+        for column, words in zip(form.columns, lines, strict=True):
+            breaks = column.justify == "left" and not column.no_wrap
+            unbroken = " ".join(words if breaks else words[:1]).split() + ([] if breaks else words[1:])
+            column.min_width = max(map(len, unbroken), default=1)  # heads may break between words, numbers not
+        frame = Measurement.get(console, options.update(width=10_000, max_width=10_000), form).maximum - sum(whole)
+        if sum(column.min_width or 0 for column in form.columns) + frame <= options.max_width:
+            return form
+    return _row_by_row(table, texts)
+
+
+def _texts(table: Table) -> list[list[Any]]:
+    """The heads, and then the cells of each row."""
+    columns = ((column.header, *column.cells) for column in table.columns)
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _like(table: Table, head: bool) -> Table:
+    """An empty table with the same words above and below."""
+    found = Table(title=table.title, caption=table.caption, show_header=head, title_justify="left")
+    found.title_style, found.caption_style, found.caption_justify = table.title_style, table.caption_style, "left"
+    return found
+
+
+def _turned(table: Table, texts: list[list[Any]]) -> Table:
+    heads, *rows = zip(*texts, strict=True)
+    found = _like(table, head=True)
+    for number, head in enumerate(heads):
+        found.add_column(head, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def _row_by_row(table: Table, texts: list[list[Any]]) -> Table:
+    heads, *rows = texts
+    found = _like(table, head=False)
+    found.add_column(overflow="fold")
+    found.add_column(overflow="fold", ratio=1)
+    for row in rows:
+        pairs = [(head, cell) for head, cell in zip(heads, row, strict=True) if cell]
+        for number, pair in enumerate(pairs, 1):
+            found.add_row(*pair, end_section=number == len(pairs))
+    return found

@@ -1,0 +1,57 @@
+"""More text from a saved model: `python -m cs336_systems.train.sample runs/mine --prompt "def "`, on one device."""
+
+import sys
+from pathlib import Path
+
+import click
+import torch
+
+from cs336_systems.checkpoint.__main__ import find
+from cs336_systems.checkpoint.disk import refusing
+from cs336_systems.checkpoint.folder import open_checkpoint
+from cs336_systems.checkpoint.tensors import VALUE, Box, Checkpoint
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+from cs336_systems.host.machine import choose_device
+from cs336_systems.model.transformer import TransformerLM
+from cs336_systems.train.recipe import OPTIONS, Recipe
+from cs336_systems.train.run_log import sample_text
+
+
+def read_model(checkpoint: Checkpoint) -> tuple[TransformerLM, Recipe]:
+    """The whole model of a checkpoint, of whatever layout, with the recipe that trained it. Raises UserError for one
+    that cannot write text."""
+    folder = checkpoint.folder
+    with refusing(str(folder), f"{folder} does not say what model it is of"):
+        saved = {name: value for name, value in checkpoint.state["recipe"].items() if name in OPTIONS}
+    recipe = Recipe.of(**saved)
+    if recipe.model.is_bert or list(recipe.data.data) == ["random"]:
+        raise UserError(f"{folder} is of a model that has not learned to write text")
+    model = TransformerLM(recipe.model_config())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            found = checkpoint.tensors.get(name, {}).get(VALUE)
+            if found is None or tuple(found.shape) != tuple(parameter.shape):
+                raise UserError(f"{folder} has no {name} of shape {tuple(parameter.shape)}")
+            parameter.copy_(checkpoint.read(name, VALUE, Box.whole(found.shape)))
+    return model.eval(), recipe
+
+
+@click.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--prompt", default="def ", show_default=True, help="Start of the text.")
+@click.option("--bytes", "length", type=click.IntRange(1), default=300, show_default=True, help="Length of the text.")
+@click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), default=0, show_default=True, help="Another seed, another text."
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run.  [default: cuda if there is one]")
+def main(path: Path, prompt: str, length: int, seed: int, device: str | None) -> None:
+    """Write text with the model of the checkpoint at PATH, or of the newest one of the run in that folder."""
+    model, recipe = read_model(open_checkpoint(find(path)[-1]))
+    where = choose_device(device)
+    context = recipe.seq(model.config)
+    console.console().print(sample_text(model.to(where), where, context, prompt, length, seed), soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,58 @@
+"""The Makefile's targets, in an empty folder: what they remove, and what they would type."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Run make in a folder that has nothing but the Makefile."""
+    for name in ("Makefile", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+
+    def run(*words: str) -> str:
+        done = subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_clean_leaves_the_users_runs(tmp_path, make):
+    kept = tmp_path / "runs/mine/checkpoints/step-00000010"
+    gone = [tmp_path / name for name in ("runs/demo", ".venv", "build", "cs336_systems.egg-info")]
+    for folder in (kept, *gone):
+        folder.mkdir(parents=True)
+    make("clean")
+    assert kept.is_dir()
+    assert not any(folder.exists() for folder in gone)
+    shutil.rmtree(tmp_path / "runs/mine")
+    make("clean")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "pyproject.toml"]
+
+
+def test_the_demo_writes_where_clean_removes(make):
+    commands = make("--dry-run", "demo").splitlines()
+    written = [line.split()[-1] for line in commands if " -m cs336_systems.train " in line or " -m benchmarks." in line]
+    assert written == ["runs/demo/train.jsonl", "runs/demo"]
+
+
+def test_what_runs_is_installed_apart_from_what_develops(make):
+    demo, test, writeup = (make("--dry-run", target) for target in ("demo", "test", "writeup"))
+    assert "--editable . " in demo
+    assert "dev" not in "".join(line for line in demo.splitlines() if "pip install" in line)
+    assert "--editable '.[dev,writeup]'" in test  # so that the same tests run before and after `make writeup`
+    assert "--editable '.[writeup]'" in writeup
+    assert "--editable '.[dev" not in writeup
+
+
+def test_torch_may_come_from_another_index(make):
+    lines = make("--dry-run", "demo", "TORCH_INDEX=file:///nowhere").splitlines()
+    first, second = (line for line in lines if "pip install" in line)
+    assert "--index-url file:///nowhere torch" in first
+    assert "--index-url" not in second
