@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
@@ -52,7 +53,7 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
     try:
         with plain_settings():
             content: dict[str, Any] = import_module(f"writeup.chapters.{file}").content(book)
-            text = _environment().get_template(f"{file}.md").render(content)
+            text = _environment(book).get_template(f"{file}.md").render(content)
     except UndefinedError as error:
         raise CitationError(f"chapter {name}: {error.message}") from None
     except CitationError as error:
@@ -85,10 +86,26 @@ def _figures(values: Any) -> list[Figure]:
     return found
 
 
-def _environment() -> Environment:
+def claim(book: Book, condition: object, caller: Callable[[], str]) -> str:
+    """A sentence that a person wrote, if its condition holds of the records.
+
+    Of the committed records it must: raises CitationError with the sentence. Of another machine's the text says that it
+    does not hold there.
+    """
+    said = caller().strip()
+    if condition:
+        return said
+    if book.is_edition:
+        raise CitationError(f"the records do not bear out this sentence, write it anew: {said}")
+    return f"*Not so in these records:* {said}"
+
+
+def _environment(book: Book) -> Environment:
     # The text is Markdown, in which what is foreign was escaped where it was put into a cell or a sentence. `{#` begins
     # the name of a heading there, and so no comment here.
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, comment_start_string="{##", comment_end_string="##}",
     )  # fmt: skip
+    environment.globals["claim"] = partial(claim, book)
+    return environment

@@ -18,7 +18,7 @@ from writeup.catalogue import RUNS, benchmark
 from writeup.cells import mean_and_deviation, prediction, quartiles, timing
 from writeup.contents import CHAPTERS
 from writeup.errors import CitationError
-from writeup.exercised import ROOT, exercised
+from writeup.freshness import ROOT, exercised
 from writeup.tables import Table
 from writeup.words import differ, faster, from_which, hours_apart, joined, pair_ratios, prediction_error
 
