@@ -160,6 +160,11 @@ class Book:
         """The median, in milliseconds, of every run of a record's configuration, its own among them."""
         return self._runs.get((record.benchmark, identity(record)), [metric(record, "median_ms")])
 
+    def history(self, name: str) -> list[Record]:
+        """Every record of a benchmark on this machine, oldest first."""
+        path = self.results / (self.machine or "") / f"{name}.jsonl"
+        return every_record(path) if self.machine and path.exists() else []
+
     @property
     def between_runs(self) -> list[float]:
         """Highest over lowest median, for every configuration that was measured more than once; ascending."""
@@ -173,8 +178,8 @@ class Book:
     @cached_property
     def _runs(self) -> dict[tuple[str, str], list[float]]:
         found: dict[tuple[str, str], list[float]] = {}
-        for path in sorted((self.results / (self.machine or "")).glob("*.jsonl")) if self.machine else ():
-            for record in every_record(path):
+        for name in dict.fromkeys(run.name for run in RUNS):
+            for record in self.history(name):
                 if record.status == "ok" and record.metrics.get("median_ms"):
                     key = record.benchmark, identity(record)
                     found.setdefault(key, []).append(float(record.metrics["median_ms"]))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,6 +16,7 @@ from writeup.book import Book
 from writeup.contents import PARTS
 from writeup.errors import CitationError
 from writeup.figures import Figure, plain_settings
+from writeup.tables import Table
 
 FOLDER = Path(__file__).parent / "chapters"
 # What a chapter's code raises when a record is not as its benchmark writes it today.
@@ -64,7 +65,7 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
         raise CitationError(f"chapter {name}: {_misfit(error)}") from error
     if not re.match(rf"## .*\{{#{re.escape(name)}[ }}]", text):
         raise CitationError(f"chapter {name} must begin with its heading, '## Title {{#{name}}}'")
-    return text, {figure.name: figure.svg for figure in _figures(content.values()) if str(figure) in text + "\n"}
+    return text, {figure.name: figure.svg for figure in _figures(content.values()) if f"figures/{figure.name}.svg" in text}
 
 
 def _misfit(error: Exception) -> str:
@@ -94,10 +95,22 @@ def claim(book: Book, condition: object, caller: Callable[[], str]) -> str:
     """
     said = caller().strip()
     if condition:
-        return said
+        return f"{said}\n"
     if book.is_edition:
         raise CitationError(f"the records do not bear out this sentence, write it anew: {said}")
-    return f"*Not so in these records:* {said}"
+    return f"*Not so in these records:* {said}\n"
+
+
+def finding(book: Book, figure: Figure, condition: object, title: str) -> str:
+    """A figure under the title that says what it shows, held to the records as `claim` does."""
+    words = claim(book, condition, lambda: title).strip()
+    return str(replace(figure, caption=f"**{words}** {figure.caption}"))
+
+
+def captioned(table: Table, title: str, name: str) -> str:
+    """A table with a caption, which `[](#table-NAME)` refers to by its number."""
+    table.caption = f"[]{{#table-{name}}}{title}"
+    return str(table)
 
 
 def _environment(book: Book) -> Environment:
@@ -107,5 +120,6 @@ def _environment(book: Book) -> Environment:
         loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, comment_start_string="{##", comment_end_string="##}",
     )  # fmt: skip
-    environment.globals["claim"] = partial(claim, book)
+    environment.globals |= {"claim": partial(claim, book), "finding": partial(finding, book), "captioned": captioned}
+    environment.globals["code"] = lambda path: f"`{path}`"
     return environment

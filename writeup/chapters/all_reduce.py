@@ -9,11 +9,12 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.traffic import sent
 from writeup.beside import Beside, beside
-from writeup.book import Book, Citation, metric
+from writeup.book import Book, Citation, facts, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
 from writeup.rank_runs import PLACES, Group, group_of, line_of, link_rate, link_title
+from writeup.schematics import all_reduces
 from writeup.tables import Table
 from writeup.words import error_of, hours_apart, joined, times
 
@@ -38,9 +39,21 @@ def content(book: Book) -> dict[str, Any]:
         "published_picture": published_picture(theirs),
         "students": students(book, one),
         "empty": book.published.table(ORIGINAL, TWO).note,
-        "said": commentary(one, two),
+        "f": facts(lambda: spoken(one)),
+        "rings": all_reduces(),
         "original": original(theirs),
     }
+
+
+def spoken(cited: Citation) -> dict[str, Any]:
+    """Times of 16 KB, rates of 1 GB, and the range of predicted over measured time, on two ranks."""
+    small = {name: median_ms(cited.need(ranks=2, backend=name, bytes=16_000)) for name in ("gloo", "shm")}
+    large = [median_ms(cited.need(ranks=2, backend=name, bytes=1_000_000_000)) for name in ("gloo", "shm")]
+    shares = [(predicted_ms(each) or 0.0) / median_ms(each) for each in cited.measured]
+    return {
+        "small_gloo": small["gloo"], "small_shm": small["shm"], "large": large[0] / large[1], "low": min(shares),
+        "factor": max(max(shares), 1 / min(shares)),
+    }  # fmt: skip
 
 
 def has_link(cited: Citation) -> bool:
@@ -71,8 +84,8 @@ def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
         else:
             cells += [NONE] * 3
         rows.append([*cells, theirs.cell(**config)])
-    columns = ("<ranks", "size", "median (quartiles)", "predicted (of measured)", "algorithm", "bus", "rank spread",
-               "Rød, mean")  # fmt: skip
+    columns = ("<ranks", "size", "median", "predicted (of measured)", "algorithm", "bus", "rank spread",
+               "2024, mean")  # fmt: skip
     return Table(book, columns, rows, cited)
 
 

@@ -50,6 +50,7 @@ def content(book: Book) -> dict[str, Any]:
         "cold_setup": setup(cold),
         "cold": passes(book, cold, COLD),
         "picture": picture(warm) if warm.measured else None,
+        "cold_published": cold_published(book),
         "students": students(book),
         "students_setup": students_setup(book),
         "students_said": students_said(book),
@@ -77,12 +78,22 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
                 quoted(book, theirs, "ms") + wanted,
             ]
         )
-    columns = ("<size", "<pass", "n", "mean ± deviation", "median (quartiles)", "predicted (of measured)")
+    columns = ("<size", "<pass", "n", "mean ± deviation", "median", "predicted (of measured)")
     notes = [
-        f"n: samples; of fewer than {FEW} there is no deviation. Rød's cells are predicted by the large cost model, "
+        f"n: samples; of fewer than {FEW} there is no deviation. 2024's cells are predicted by the large cost model, "
         "for an H100 with products in TF32."
     ]
-    return Table(book, (*columns, "Rød, one GPU (predicted)"), rows, cited, notes=notes if rows else [])
+    return Table(book, (*columns, "2024, one GPU (predicted)"), rows, cited, notes=notes if rows else [])
+
+
+def cold_published(book: Book) -> Table:
+    """The published times without warm-up beside those with it, every size and pass."""
+    rows = []
+    for row in book.published.table(SOURCE, COLD).rows:
+        both = [book.published.value(SOURCE, name, column, **row.keys) for name in (COLD, WARM) for column in ("mean", "std")]
+        rows.append([str(row.keys["size"]), str(row.keys["pass"]), *(quoted(book, each, "ms") for each in both)])
+    heads = ("<size", "<pass", "no warm-up, mean", "deviation", "one step, mean", "deviation")
+    return Table(book, heads, rows, always=True)
 
 
 def mean(book: Book, record: Record) -> str:

@@ -16,7 +16,7 @@ from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
-from writeup.chapters.ddp import ALONE
+from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.line_fit import Line, fit
 from writeup.publications import ORIGINAL
@@ -101,7 +101,7 @@ def sweep(book: Book, run: Citation) -> Table:
         exposed = format_seconds(metric(record, "exposed_ms") / 1e3)
         size = size_name(bucket_bytes(record) or 0.0)
         rows.append([size, str(buckets), timing(book, record), prediction(record), ratio(record), exposed, *said])
-    columns = ("bucket", "collectives", "step, median (quartiles)", "predicted (of measured)", "over torch DDP",
+    columns = ("bucket", "collectives", "step", "predicted (of measured)", "over torch DDP",
                "exposed", "T(n)", "with backward's length")  # fmt: skip
     return Table(book, columns, rows, run)
 

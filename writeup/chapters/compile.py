@@ -89,7 +89,7 @@ def original_norms(book: Book, what: str) -> Table:
         ]
         ratios = [f"{original_gains(book, what, name)[columns]:.2f}" for name in ("eager", "Triton")]
         rows.append([f"{columns:,}", format_seconds(floor), *cells, *ratios])
-    heads = ("<Rød, one GPU: columns", f"least on an {GPU}", "compiled", "Triton", "eager / compiled")
+    heads = ("<2024, one GPU: columns", f"least on an {GPU}", "compiled", "Triton", "eager / compiled")
     note = f"Of {COURSE_ROWS:,} rows; in brackets the least time over the published one."
     return Table(book, (*heads, "Triton / compiled"), rows, notes=[note])
 
@@ -155,7 +155,7 @@ def picture(book: Book, cited: dict[str, Citation]) -> Figure:
             here = {
                 int(size): median(pair_ratios(eager[size], compiled[size])) for size in compiled.keys() & eager.keys()
             }
-            for place, (who, gains) in enumerate({"here": here, "Rød": original_gains(book, what, "eager")}.items()):
+            for place, (who, gains) in enumerate({"here": here, "2024": original_gains(book, what, "eager")}.items()):
                 if gains:
                     sizes = sorted(gains)
                     label = f"{who}, {what}"
@@ -198,7 +198,7 @@ def original_table(book: Book) -> Table:
     for (size, what), factor in original_models_gains(book).items():
         both = [quoted(book, table.value(size=size, pass_=what, compile=each), "ms") for each in (False, True)]
         rows.append([size, what, both[0], format_seconds(original_seconds(size, what)), both[1], f"{factor:.2f}"])
-    heads = ("<Rød, one GPU", "<pass", "eager", "predicted (eager, an H100)", "compiled", "eager / compiled")
+    heads = ("<2024, one GPU", "<pass", "eager", "predicted (eager, an H100)", "compiled", "eager / compiled")
     return Table(book, heads, rows)
 
 

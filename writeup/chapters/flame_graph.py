@@ -52,7 +52,7 @@ def shares(book: Book, cited: Citation) -> Table:
             cells = [f"{row['of_forward']:.2%}", f"{row['of_step']:.2%}"] if row else [NONE, NONE]
             rows.append([ours, record.config["size"], *cells, f"{theirs.shown('%')}%" if theirs else NONE])
     return Table(
-        book, ("<part", "<size", "of the forward pass", "of the step", "Rød, one GPU: of the step"), rows, cited
+        book, ("<part", "<size", "of the forward pass", "of the step", "2024, one GPU: of the step"), rows, cited
     )
 
 

@@ -100,7 +100,7 @@ def steps(book: Book, run: Citation) -> Table:
             ]
         name = markdown_text(str(record.config["candidate"]))
         rows.append([name, timing(book, record), prediction(record), ratio(record, "fsdp_ratio"), *cells])
-    columns = ("<stage", "step, median (quartiles)", "predicted (of measured)", "over FSDP2", "reductions alone",
+    columns = ("<stage", "step", "predicted (of measured)", "over FSDP2", "reductions alone",
                "gathers alone (of step)", "sent (in 4P(N-1)/N)")  # fmt: skip
     return Table(book, columns, rows, run)
 
@@ -134,10 +134,10 @@ def picture(runs: list[Citation]) -> Figure:
 
 
 def traffic(book: Book) -> Table:
-    """A step's collectives on 2 and on 8 ranks for the course's xl, as the library is observed to send them."""
+    """A step's collectives on 8 ranks for the course's xl, as the library is observed to send them."""
     config = model_preset(SIZE, YEAR)
     nbytes, rows = 4 * sum(count_parameters(config).values()), []
-    for ranks in (2, 8):
+    for ranks in (8,):
         for name, stage in STAGES.items():
             layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
             found = observe_traffic(Recipe.of(context=1), config, layout)

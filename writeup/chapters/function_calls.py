@@ -69,7 +69,7 @@ def agreement(book: Book, cited: Citation) -> Table:
     )
     if profiled and timed:
         ratio = f"{profiled.value / timed.value:.2f}"
-        rows.append(["xl, Rød, one GPU", profiled.text, timed.text, ratio, NONE])
+        rows.append(["xl, 2024, one GPU", profiled.text, timed.text, ratio, NONE])
     columns = ("<size", "in the profile", "benchmark", "profile / benchmark", "predicted (of the profile)")
     return Table(book, columns, rows, sources)
 
@@ -120,7 +120,7 @@ def shares(book: Book, cited: Citation) -> Table:
         book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
     ]
     forward, step = (f"{each.shown('%')}%" if each else NONE for each in theirs)
-    rows.append(["Rød, one GPU", forward, NONE, step, NONE])
+    rows.append(["2024, one GPU", forward, NONE, step, NONE])
     columns = ("<size", "of the forward pass", "predicted", "of the step", "predicted")
     return Table(book, columns, rows, cited)
 

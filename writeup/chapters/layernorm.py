@@ -99,9 +99,9 @@ def alone(book: Book, norms: Citation) -> Table:
             mean, printed = (book.published.value(ROD, "norms", column, **keys) for column in ("mean", "ratio"))
             theirs = [quoted(book, mean, "ms"), printed.shown("x") if printed else NONE]
         rows.append([f"{record.config['rows']} x {columns}", NORMS[name], *cells, *theirs])
-    heads = ("<rows x columns", "<norm", "median (quartiles)", "least: a copy in turn (of measured)", "over LayerNorm")
-    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. Rød's rows are 50,000."
-    return Table(book, (*heads, "Rød, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
+    heads = ("<rows x columns", "<norm", "median", "least: a copy in turn (of measured)", "over LayerNorm")
+    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. 2024's rows are 50,000."
+    return Table(book, (*heads, "2024, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
 
 
 def rates(cited: Citation) -> str:
@@ -207,7 +207,7 @@ def original_table(book: Book) -> Table:
             cells.append(f"{published} ({wanted}; {shares.get((size, what), NONE)})")
         rows.append([size, *cells])
     note = "In brackets: predicted for an H100; the original's time with RMSNorm over it."
-    return Table(book, ("<Rød, one GPU: LayerNorm", *MODES), rows, notes=[note])
+    return Table(book, ("<2024, one GPU: LayerNorm", *MODES), rows, notes=[note])
 
 
 def norms_share(profiled: Citation) -> str:

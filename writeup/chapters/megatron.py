@@ -96,7 +96,7 @@ def layouts(book: Book, cited: Citation) -> Table:
         cells += [f"{span(memory, '{:.0f}')} MiB" if memory else NONE, percent(metric(record, "mfu"))]
         rows.append(name + cells)
     columns = (
-        "<layout", "ranks", "batch", "step, median (quartiles)", "predicted (of measured)", "efficiency",
+        "<layout", "ranks", "batch", "step", "predicted (of measured)", "efficiency",
         "predicted", "bubble", "ideal", "peak memory", "MFU",
     )  # fmt: skip
     return Table(book, columns, rows, cited)

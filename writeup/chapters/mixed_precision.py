@@ -13,7 +13,7 @@ from writeup.chapters.precision_published import SOURCE, original_shares, publis
 from writeup.model_pairs import Pairs, as_preset, cite, in_turn, predicted_ratio, said, setup, size_and_pass, twins
 from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
-from writeup.words import differ, joined, pair_ratios, times
+from writeup.words import joined, pair_ratios, times
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
 MODES = ("forward", "backward", "forward-backward", "step")
@@ -98,7 +98,7 @@ def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
         ours = record.metrics["parts"][part][way] if record else NONE
         cells = [markdown_text(ours), markdown_text(documented or NONE), published_dtype(book, theirs)]
         rows.append([theirs, *cells])
-    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "Rød, one GPU")
+    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "2024, one GPU")
     return Table(book, columns, rows, cited.only(model=TOY, precision="fp16"))
 
 
@@ -174,14 +174,11 @@ def timings(book: Book, cited: Citation, together: list[tuple[Record, Record]]) 
 
 
 def expected(both: Pairs) -> str:
-    """How far the predicted factor is from the measured one: a clause, or nothing."""
-    ratios = {}
-    for (size, mode), (high, low) in both.items():
-        wanted = predicted_ratio(high, low)
-        if wanted and differ(high, low):
-            ratios[size, mode] = wanted / median(pair_ratios(high, low))
-    if not ratios:
-        return ""
-    (size, mode), worst = max(ratios.items(), key=lambda item: max(item[1], 1 / item[1]))
-    which = "too large" if worst > 1 else "too small"
-    return f"the predicted factor is {times(max(worst, 1 / worst))} {which} at worst, for {mode} at `{size}`"
+    """Predicted over measured factor of every pair, as a sentence; nothing without a prediction."""
+    ratios = {
+        where: wanted / median(pair_ratios(high, low))
+        for where, (high, low) in both.items()
+        if (wanted := predicted_ratio(high, low))
+    }
+    named = [f"{ratio:.2f} for {mode} at `{size}`" for (size, mode), ratio in ratios.items()]
+    return f"Predicted over measured factor: {joined(named)}." if named else ""

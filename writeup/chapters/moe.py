@@ -10,7 +10,7 @@ from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from writeup.book import Book, Citation, metric
+from writeup.book import Book, Citation, facts, metric, Unmeasured
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
 from writeup.figures import Figure, drawn
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
@@ -52,7 +52,7 @@ def content(book: Book) -> dict[str, Any]:
         "same_calls": same_calls(counted),
         "sweep": sweep_table(book, chosen),
         "sweep_picture": sweep_picture(sweep) if sweep.measured else None,
-        "sweep_said": sweep_said(sweep),
+        "f": facts(lambda: spoken(sweep)),
         "layer_shape": _layer_shape(layer),
         "layer_counts": layer_counts(layer),
         "widths": [model_preset(name).d_model for name in ("fairseq-moe-15b", "fairseq-moe-twin")],
@@ -73,7 +73,7 @@ def layer_table(book: Book, cited: Citation) -> Table:
         for record in cited.measured
     ]  # fmt: skip
     columns = (
-        "<formulation", "CPU time, median (quartiles)", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
+        "<formulation", "CPU time, median", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
         "rows sent (predicted)", "bytes of an all-to-all (predicted)", "memory",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
@@ -109,7 +109,7 @@ def evaluation_table(book: Book, cited: Citation) -> Table:
             f"{sum(waits) / len(waits):.0%}", f"{found['loss']:.6f}",
         ])  # fmt: skip
     columns = (
-        "ranks", "tp x ep", "<formulation", "<words", "blocks", "a batch, median (quartiles)", "tokens/s",
+        "ranks", "tp x ep", "<formulation", "<words", "blocks", "a batch, median", "tokens/s",
         "CPU an expert layer", "all-to-all (predicted)", "waiting", "loss, base 2",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
@@ -198,23 +198,16 @@ def sweep_picture(cited: Citation) -> Figure:
     )  # fmt: skip
 
 
-def sweep_said(cited: Citation) -> list[str]:
-    """Findings of the sweep on the two formulations, a sentence each without a full stop."""
-    both = [(cell["sort"], cell["einsum"]) for cell in sweep_cells(cited.measured.records) if "einsum" in cell]
-    if not both:
-        return []
-    found = sorted(float(metric(einsum, "ratio_median")) for _, einsum in both)
-    slower = sum(float(metric(einsum, "ratio_low")) > 1 for _, einsum in both)
-    said = [
-        f"Over {len(both)} cells with both, one-hot takes {found[0]:.2g} to {times(found[-1])} the CPU time of sort, "
-        f"and more in {slower} of them beyond the quartiles of the pairs"
+def spoken(cited: Citation) -> dict[str, Any]:
+    """CPU time of one-hot over sort, over all settings of the sweep. Raises Unmeasured without any."""
+    found = [
+        float(metric(cell["einsum"], "ratio_median"))
+        for cell in sweep_cells(cited.measured.records)
+        if {"sort", "einsum"} <= cell.keys()
     ]
-    said.append(f"Of CPU time, {error_of(cited)}")
-    sent = [r for r in cited.measured if r.config["ranks"] > 1 and not metric(r, "dropped_share")]
-    if sent:
-        same = sum(abs(metric(r, "all_to_all_bytes") - r.predicted["all_to_all_bytes"]) < 0.5 for r in sent)
-        said.append(f"Where nothing is dropped, {same} of {len(sent)} all-to-alls have the predicted bytes exactly")
-    return said
+    if not found:
+        raise Unmeasured(cited.command)
+    return {"cells": len(found), "more": sum(each > 1 for each in found), "low": min(found), "high": max(found)}
 
 
 def layer_said(cited: Citation) -> str:

@@ -30,12 +30,10 @@ def content(book: Book) -> dict[str, Any]:
         "course": published.course(book),
         "parts": published.parts(book),
         "students": published.students(book),
-        "students_said": published.students_said(book),
         "their_times": published.their_times(book),
         "collectives": published.collectives(book),
         "shares": published.shares(book),
         "said": [line for run in runs for line in commentary(run)],
-        "their_said": published.their_said(book),
         "command": ZERO,
     }
 
@@ -71,7 +69,7 @@ def measured_times(book: Book, run: Citation) -> Table:
             alone[1] = f"{format_seconds(found['gathers_ms'] / 1e3)} ({found['update_share']:.0%})"
         name = markdown_text(str(record.config["candidate"]))
         rows.append([name, timing(book, record), prediction(record), ratio(record, "zero_ratio"), *alone])
-    columns = ("<optimizer", "step, median (quartiles)", "predicted (of measured)", "over torch's", "all-reduces alone",
+    columns = ("<optimizer", "step", "predicted (of measured)", "over torch's", "all-reduces alone",
                "gathers alone (of step)", "sent")  # fmt: skip
     return Table(book, columns, rows, run)
 

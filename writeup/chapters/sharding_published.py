@@ -59,7 +59,7 @@ def course(book: Book) -> Table:
             rows.append([size, "whole" if stage == 0 else "sharded", *cells])
     columns = ["<size", "<state"]
     for moment in MOMENTS:
-        columns += [f"{moment}, predicted", "Rød"]
+        columns += [f"{moment}, predicted", "2024"]
     return Table(book, columns, rows, notes=theirs.notes, always=True)
 
 
@@ -72,7 +72,7 @@ def parts(book: Book) -> Table:
         expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
         which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
         rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
-    return Table(book, ("<part, xl", "<state", "Rød", "predicted"), rows, always=True)
+    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows, always=True)
 
 
 def students(book: Book) -> Table:
@@ -100,8 +100,7 @@ def students_said(book: Book) -> str:
         theirs = book.published.table(source, "sharding")
         whole, sharded = (theirs.value("time", candidate=name, size="xl") for name in (WHOLE, SHARDED))
         if whole and sharded and sharded.value > whole.value:
-            calls = len(next(iter(schemes("xl", year).values()))[1])
-            how = f" ({theirs.note}: {calls} calls)" if theirs.note else ""
+            how = f" ({theirs.note})" if theirs.note else ""
             said.append(f"{source}'s step takes {sharded.value / whole.value - 1:.0%} longer{how}")
     if not said:
         return "None of these steps got slower with a sharded state."
