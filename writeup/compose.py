@@ -65,7 +65,9 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
         raise CitationError(f"chapter {name}: {_misfit(error)}") from error
     if not re.match(rf"## .*\{{#{re.escape(name)}[ }}]", text):
         raise CitationError(f"chapter {name} must begin with its heading, '## Title {{#{name}}}'")
-    return text, {figure.name: figure.svg for figure in _figures(content.values()) if f"figures/{figure.name}.svg" in text}
+    return text, {
+        figure.name: figure.svg for figure in _figures(content.values()) if f"figures/{figure.name}.svg" in text
+    }
 
 
 def _misfit(error: Exception) -> str:

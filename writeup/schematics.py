@@ -1,4 +1,4 @@
-"""Explanatory pictures, each computed by the code that it explains: order of reductions, schedules, ZeRO, tiles, rings."""
+"""Explanatory pictures, each from the code that it explains: reductions, schedules, ZeRO, tiles, rings."""
 
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ def wrapper_order(wrap: Any) -> str:
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(LAYERS)))
         order: list[tuple[int, str]] = []
         for index, parameter in enumerate(model.parameters()):
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: order.append((len(events), f"g{index}")))
+            parameter.register_post_accumulate_grad_hook(lambda _, name=f"g{index}": order.append((len(events), name)))
         wrapped = wrap(model)
         events.clear()
         wrapped(torch.ones(1, 4)).sum().backward()
@@ -75,8 +75,8 @@ def wrappers() -> Figure:
         axes.set_xlabel("order of events; the stroke is the end of backward")
 
     return draw(
-        "schematic-wrappers", "**Four wrappers differ in when a reduction (R) starts, not in what is computed.** Observed: "
-        "gradients g7 to g0 of eight layers and the reductions that each wrapper launches.",
+        "schematic-wrappers", "**Four wrappers differ in when a reduction (R) starts, not in what is computed.** "
+        "Observed: gradients g7 to g0 of eight layers and the reductions that each wrapper launches.",
         "Four rows of boxes, gradients and reductions in the order in which each wrapper has them", into, height=2.2,
     )  # fmt: skip
 
@@ -93,7 +93,8 @@ def schedules() -> Figure:
             for row, actions in enumerate(played.timeline):
                 for each in actions:
                     axes.barh(row, each.end - each.start, left=each.start, height=0.85, edgecolor="white",
-                              linewidth=0.4, color=colours[each.action.kind], alpha=1 - 0.35 * each.action.chunk)  # fmt: skip
+                              linewidth=0.4, color=colours[each.action.kind],
+                              alpha=1 - 0.35 * each.action.chunk)  # fmt: skip
             axes.set_title(f"{name}: ends at {max(a.end for row in played.timeline for a in row):g}", fontsize=8)
             _lanes(axes, [f"stage {row}" for row in range(STAGES)])
         for kind, colour in colours.items():
@@ -101,8 +102,8 @@ def schedules() -> Figure:
         panels[0].figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
 
     return draw(
-        "schematic-schedules", "**Computing the weights' gradients apart fills a pipeline's bubble.** Four stages, eight "
-        "microbatches, a backward of twice a forward's time; played by `cs336_systems/schedule`.",
+        "schematic-schedules", "**Computing the weights' gradients apart fills a pipeline's bubble.** Four stages, "
+        "eight microbatches, a backward of twice a forward's time; played by `cs336_systems/schedule`.",
         "Three pipeline timelines with forward, backward and weight gradients as boxes", into, columns=3, width=9.0,
         height=2.2,
     )  # fmt: skip
@@ -130,8 +131,8 @@ def resting() -> Figure:
         axes.legend(loc="lower right")
 
     return draw(
-        "schematic-zero", f"**Each ZeRO stage divides one more part of the state.** Bytes per parameter on one of {RANKS} "
-        "ranks, in float32 with AdamW, by `closed_forms.zero_memory`.",
+        "schematic-zero", "**Each ZeRO stage divides one more part of the state.** Bytes per parameter on one of "
+        f"{RANKS} ranks, in float32 with AdamW, by `closed_forms.zero_memory`.",
         "Stacked bars of bytes per parameter for ZeRO stages 0 to 3", into, height=2.0,
     )  # fmt: skip
 
@@ -154,7 +155,7 @@ def tiles() -> Figure:
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
     return draw(
-        "schematic-tiles", "**A program owns one row of tiles and keeps three things: the maximum, the sum, the output.** "
+        "schematic-tiles", "**A program owns one row of tiles and keeps three things: maximum, sum, output.** "
         "With a causal mask nearly half of the tiles are never read.",
         "A grid of tiles of queries and keys, of which the upper triangle is never read", into, height=2.4,
     )  # fmt: skip
@@ -177,7 +178,7 @@ def all_reduces() -> Figure:
             _lanes(each, [f"rank {rank}" for rank in range(RANKS)])
 
     return draw(
-        "schematic-all-reduce", "**A ring sends 2 (N - 1)/N of the tensor in 2 (N - 1) steps; memory that all ranks see "
+        "schematic-all-reduce", "**A ring sends 2 (N - 1)/N of the tensor in 2 (N - 1) steps; memory that all see "
         "needs two.** Red: reducing, blue: gathering.",
-        "Two grids of steps by rank: a ring all-reduce and a two-shot all-reduce", into, columns=2, width=8.0, height=2.2,
+        "Two grids of steps by rank: a ring all-reduce and a two-shot all-reduce", into, 2, 8.0, 2.2,
     )  # fmt: skip

@@ -61,7 +61,7 @@ def winners(book: Book, found: dict[Case, Search]) -> Table:
 
 
 def losses(book: Book, found: dict[Case, Search]) -> Table:
-    """What the best layout with another tensor-parallel degree, pipeline depth or ZeRO stage takes, over the winner's."""
+    """Time of the best layout with another degree of tp, of pp or ZeRO stage, over the winner's."""
     rows = []
     for case, each in found.items():
         for axis in ("tp", "pp", "zero"):

@@ -23,7 +23,8 @@ def spoken(book: Book) -> dict[str, Any]:
     found = {}
     for backend in ("gloo", "shm"):
         naive, flat, overlapped = (
-            steps.need(backend=backend, candidate=name).metrics["exposed_ms"] for name in ("naive", "flat", "overlapped")
+            steps.need(backend=backend, candidate=name).metrics["exposed_ms"]
+            for name in ("naive", "flat", "overlapped")
         )
         found[backend] = {"naive": naive, "flat": flat, "overlapped": overlapped}
     slow = book.cite("ddp", link=bool, backend="gloo")

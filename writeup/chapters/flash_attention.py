@@ -12,7 +12,7 @@ from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, li
 from writeup.figures import Figure, draw, logarithmic
 from writeup.schematics import tiles
 from writeup.tables import Table
-from writeup.words import joined, pair_ratios, prediction_error
+from writeup.words import joined, pair_ratios
 
 BOTH = "forward-backward"
 NAMES = {
@@ -40,7 +40,6 @@ def content(book: Book) -> dict[str, Any]:
         "course": sweep(book, course),
         "measured": measured_cells(course),
         "limits": limits(),
-        "kept_error": kept_error([*course.measured, *flash.measured]),
         "flash": kernels(book, shown),
         "ours": "" if ours.measured else kernels(book, ours),  # which are in the other table where there are any
         "picture": picture(shown) if shown.measured else None,
@@ -49,19 +48,6 @@ def content(book: Book) -> dict[str, Any]:
         "students": students(book),
         "boards": boards(book),
     }
-
-
-def kept_error(records: list[Record]) -> str:
-    """How far the prediction of what is kept is off, over both sweeps."""
-    pairs = [
-        (kept_bytes(r.config), r.metrics.get("before_backward_bytes")) for r in records if r.config["pass"] == FORWARD
-    ]
-    known = [(float(one), float(other)) for one, other in pairs if one and other]
-    if not known:
-        return ""
-    if all(one == other for one, other in known):
-        return f"the prediction of what is kept is right to the byte, in all {len(known)} cases"
-    return f"of what is kept, {prediction_error(known)}"
 
 
 def narrowed(cited: Citation) -> Citation:
@@ -83,7 +69,15 @@ def kernels(book: Book, cited: Citation) -> Table:
         back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
         cells = [median(book, record), median(book, back), timing(book, both), prediction(both), kept(book, record)]
         rows.append([f"{config['seq']:,}", name, *cells])
-    heads = ("<tokens", "<kernel", "forward", "backward", "both", "lower bound (of both)", "kept (predicted / measured)")
+    heads = (
+        "<tokens",
+        "<kernel",
+        "forward",
+        "backward",
+        "both",
+        "lower bound (of both)",
+        "kept (predicted / measured)",
+    )
     note = f"Not supported on this device: {joined(dict.fromkeys(left))}." if left else ""
     used = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
     return Table(book, heads, rows, used, notes=[note] if note else [])
@@ -134,7 +128,7 @@ def picture(cited: Citation) -> Figure:
 
 
 def spoken(cited: Citation) -> dict[str, Any]:
-    """Growth of what is kept from the shortest to the longest length, and times over eager attention's at the longest."""
+    """Growth of what is kept from the shortest to the longest length, and times over eager's at the longest."""
     found = {name: by_tokens(cited, name) for name in ("eager", "sdpa-flash", "tiled")}
     shared = sorted(set.intersection(*(set(each) for each in found.values())))
     if len(shared) < 2:

@@ -24,7 +24,6 @@ def content(book: Book) -> dict[str, Any]:
     """A table for each kernel, and the largest shape of each in one."""
     cited = {kernel: book.cite("fused", kernel=kernel) for kernel in KERNELS}
     return {
-        "tables": [(name, table(book, cited[kernel])) for kernel, name in KERNELS.items()],
         "all": largest(book, list(cited.values())),
     }
 

@@ -18,16 +18,16 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(book: Book) -> dict[str, Any]:
-    """What a norm takes against LayerNorm and against a copy, with pages kept; and how far a mean with fresh pages is."""
+    """What a norm takes against LayerNorm and against a copy, with pages kept; and with fresh pages."""
     norms = book.cite("norms", dtype="fp32", columns=4096, **{"pass": "forward"})
     fused_norm, eager, compiled = (norms.need(candidate=name) for name in ("layernorm", "eager", "compiled"))
-    fresh = {each.config["candidate"]: each for each in book.history("norms") if each.config == {
-        **fused_norm.config, "candidate": each.config["candidate"]} and "pages_kept" not in each.environment}  # fmt: skip
+    earlier = [each for each in book.history("norms") if "pages_kept" not in each.environment]
+    fresh = [each for each in earlier if each.config == fused_norm.config]
     return {
         "kept": bool(fused_norm.environment.get("pages_kept")),
         "eager": median(pair_ratios(eager, fused_norm)),
         "compiled": median(pair_ratios(compiled, fused_norm)),
         "of_copy": fused_norm.metrics["copy_fraction_median"],
         "eager_copy": eager.metrics["copy_fraction_median"],
-        "fresh_copy": fresh["layernorm"].metrics["copy_fraction_median"] if "layernorm" in fresh else 1.0,
+        "fresh_copy": fresh[-1].metrics["copy_fraction_median"] if fresh else 1.0,
     }

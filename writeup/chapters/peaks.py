@@ -3,7 +3,6 @@
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.cost.parameters import largest_parameter
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text, plot_text
 from cs336_systems.presets import course_sizes, preset
@@ -30,7 +29,6 @@ def content(book: Book) -> dict[str, Any]:
         "memory", year=YEAR, mode=MODES, recompute="none", command="python -m benchmarks.memory --all-sizes"
     )
     full = peaks.only(precision="fp32")
-    half = list(peaks.only(precision="bf16"))
     kept = book.cite(
         "memory", mode="residuals", recompute="none", command="python -m benchmarks.memory --size 2.7B --residuals"
     )
@@ -47,14 +45,8 @@ def content(book: Book) -> dict[str, Any]:
         "peaks": peak_table(book, full),
         "picture": picture(book, full) if full else None,
         "half": peak_table(book, peaks.only(precision="bf16")),
-        "casts": [casts(low, full) for low in half],
         "streams": streams(book),
         "tensors": tensors(book, kept),
-        "weight": format_bytes(4 * largest_parameter(preset("2.7B", YEAR).model)),
-        "their_weight": mebibytes(book.published.value(SOURCE, "tensors", size="2.7B", tensor="largest")),
-        "error": error(peaks),
-        "moments": moments(peaks),
-        "theirs": original_difference(book, full),
     }  # fmt: skip
 
 
@@ -175,28 +167,3 @@ def moments(cited: Citation) -> list[str]:
         named = joined(f"{', '.join(sizes)} in {precision}" for precision, sizes in found.items())
         said.append(f"A step of {named} {when[has]}.")
     return said
-
-
-def original_difference(book: Book, cited: Citation) -> str:
-    """The original's peaks over the predicted ones, by pass: a clause."""
-    said = []
-    for mode in MODES:
-        pairs = [
-            (published_peak(book, record), record.predicted["peak_memory_bytes"]) for record in cited.only(mode=mode)
-        ]
-        ratios = sorted(theirs.value / expected for theirs, expected in pairs if theirs)
-        if ratios:
-            said.append(f"{ratios[0]:.2f} to {ratios[-1]:.2f} of those predicted here for a {PASSES[mode]}")
-    return joined(said) if said else ""
-
-
-def casts(low: Record, full: Citation) -> str:
-    """Effect of mixed precision on the peak of a pass: a sentence."""
-    size, mode = low.config["size"], low.config["mode"]
-    high = full.one({key: value for key, value in low.config.items() if key != "precision"})
-    if high is None:
-        return ""
-    over, under = ((r.metrics.get("peak_memory_bytes") or r.predicted["peak_memory_bytes"]) for r in (low, high))
-    moved = "more" if over > under else "less"
-    whence = "" if low.status == high.status == "ok" else ", as predicted"
-    return f"A {PASSES[mode]} of `{size}` needs {format_bytes(abs(over - under))} {moved} in bf16 than in fp32{whence}."

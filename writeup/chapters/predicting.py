@@ -1,4 +1,4 @@
-"""Predicting a step: how far off the cost model is for runs that it was not fitted to, and what a roofline leaves out."""
+"""Predicting a step: the cost model's error on runs left out of its fit, and what a roofline leaves out."""
 
 import json
 from statistics import mean, median

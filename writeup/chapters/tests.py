@@ -22,7 +22,6 @@ def content(book: Book) -> dict[str, Any]:
         "functions": [_shown(report, function, proofs) for function, proofs in functions.items()],
         "count": len(functions),
         "runs": sum(map(len, functions.values())),
-        "stale": STALE,
         "source": provenance(report),
         "command": markdown_code(COMMAND),
     }

@@ -4,16 +4,16 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.host.console import format_seconds
-from cs336_systems.host.text import markdown_code, markdown_text, plot_text
+from cs336_systems.host.text import markdown_text, plot_text
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, quartiles, ratio, timing
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, link_title, link_words, runs_of, title
+from writeup.rank_runs import DDP, THROTTLED, link_title, runs_of, title
 from writeup.tables import Table, missing
-from writeup.words import differ, error_of, faster, in_turn, joined
+from writeup.words import in_turn, joined
 
 ALONE, TORCH = "no communication", "torch DDP"
 RUNGS = ("naive", "flat", "overlapped")
@@ -37,13 +37,8 @@ def content(book: Book) -> dict[str, Any]:
         "picture": picture(runs) if runs else None,
         "overlaps": overlaps(book, traced),
         "traces": traces(book, traced),
-        "traced_command": traced.command,
         "published": published(book),
-        "published_notes": beside(book, ORIGINAL, "flat again", "ms").notes,
-        "published_said": published_said(book),
         "students": students(book),
-        "said": [line for run in runs for line in commentary(run)],
-        "overlap_said": overlap_said(traced),
         "commands": [DDP, THROTTLED, f"{TRACE} naive", f"{TRACE} overlapped"],
     }
 
@@ -174,73 +169,3 @@ def students(book: Book) -> Table:
             rows.append([source, table.table.hardware, wrapper, table.cell(**row.keys), f"{time:.2f}", share])
     columns = ("<source", "<on", "<wrapper", "step", "over naive", "communication, of step")
     return Table(book, columns, rows, always=True)
-
-
-def published_said(book: Book) -> str:
-    """On how many sizes of the original overlapping is faster than one flat buffer, on one node and on two."""
-    flat, overlapped = (book.published.table(ORIGINAL, name) for name in ("flat", "overlapped"))
-    said = []
-    for nodes, where in ((1, "one node"), (2, "two nodes")):
-        sizes = [row.keys["size"] for row in flat.rows if row.keys["nodes"] == nodes]
-        pairs = [(overlapped.value(size=size, nodes=nodes), flat.value(size=size, nodes=nodes)) for size in sizes]
-        won = [str(size) for size, (a, b) in zip(sizes, pairs, strict=True) if a and b and a.value < b.value]
-        which = f" ({joined(won)})" if won else ""
-        said.append(f"on {where} in {len(won)} of {len(sizes)} sizes{which}")
-    return f"In the original, overlapping is faster than one flat buffer {joined(said)}; it gives no spread."
-
-
-def commentary(run: Citation) -> list[str]:
-    """The rungs against each other, the share of communication, and how right the prediction is."""
-    by_name = {record.config["candidate"]: record for record in run}
-    where = f"Over {markdown_text(link_words(run.records[0])) or OWN}"
-    parts = []
-    if (naive := by_name.get("naive")) and "communication_share" in naive.metrics:
-        share = metric(naive, "communication_share")
-        parts.append(f"the naive wrapper's collectives alone would take {share:.0%} of its step")
-    for one, other in (("flat", "naive"), ("overlapped", "flat"), ("overlapped", TORCH)):
-        if one in by_name and other in by_name:
-            parts.append(faster(one, by_name[one], other, by_name[other]))
-    said = [f"{where}, {'; '.join(parts)}."] if parts else []
-    return [*said, *least_exposed(run), f"Of these steps, {error_of(run)}."]
-
-
-def least_exposed(run: Citation) -> list[str]:
-    """Which wrapper adds least to a step, how much of its communication shows, and which ones are no worse."""
-    shown = [record for record in run if "communication_ms" in record.metrics]
-    if not shown:
-        return []
-    least = min(shown, key=lambda record: float(metric(record, "exposed_ms")))
-    exposed, spent = metric(least, "exposed_ms"), metric(least, "communication_ms")
-    alone, share = format_seconds(spent / 1e3), exposed / spent
-    if share < 1 - MARGIN:
-        hides = f"{share:.0%} of the {alone} that its communication takes alone is not hidden"
-    elif share <= 1 + MARGIN:
-        hides = f"about what its communication takes alone, {alone}: none of it is seen to hide"
-    else:
-        hides = f"more than its communication takes alone, {alone}: computing was slowed down, too"
-    said = [f"Least exposed is {_name(least)}, {format_seconds(exposed / 1e3)}; {hides}."]
-    if alike := [_name(record) for record in shown if record is not least and not differ(record, least)]:
-        said.append(f"{joined(alike)} cannot be told apart from it.")
-    return [" ".join(said)]
-
-
-def _name(record: Record) -> str:
-    return markdown_text(str(record.config["candidate"]))
-
-
-def overlap_said(traced: Citation) -> str:
-    """Check that wrappers without overlap hide nothing, and name the one that hides most."""
-    late = [r for r in traced.measured if r.config["wrapper"] in ("naive", "flat")]
-    if not late:
-        return ""
-    worst = max(max(metric(record, "overlap")) for record in late)
-    names = joined(markdown_code(str(record.config["wrapper"])) for record in late)
-    said = (
-        f"The overlap of {names} is 0 on every rank, as it must be: they start when backward has ended."
-        if worst == 0
-        else f"The overlap of {names} reaches {worst:.1%}, and it should be 0: they start when backward has ended."
-    )
-    best = max(traced.measured, key=lambda record: float(max(metric(record, "overlap"))))
-    if max(metric(best, "overlap")) > 0:
-        said += f" It is largest with {markdown_code(str(best.config['wrapper']))}, {max(metric(best, 'overlap')):.0%}."
-    return said
