@@ -14,7 +14,7 @@ from writeup import book as books
 from writeup import compose as composing
 from writeup import freshness
 from writeup.book import Book, Citation, choose_machine, metric
-from writeup.catalogue import RUNS, benchmark
+from writeup.catalogue import benchmark
 from writeup.cells import mean_and_deviation, prediction, quartiles, timing
 from writeup.contents import CHAPTERS
 from writeup.errors import CitationError
@@ -117,7 +117,10 @@ def test_rows_of_several_commits_bear_letters(book):
 
 def test_a_sentence_that_the_records_do_not_bear_out_stops_the_build(monkeypatch, tmp_path):
     assert composing.claim(Book(tmp_path), True, lambda: " It is so. ") == "It is so.\n"
-    assert composing.claim(Book(tmp_path, "another"), False, lambda: "It is so.") == "*Not so in these records:* It is so.\n"
+    assert (
+        composing.claim(Book(tmp_path, "another"), False, lambda: "It is so.")
+        == "*Not so in these records:* It is so.\n"
+    )
     with pytest.raises(CitationError, match="do not bear out this sentence, write it anew: It is so"):
         composing.claim(Book(machine="amd-epyc"), False, lambda: "It is so.")
 
@@ -182,7 +185,10 @@ def test_pairs_are_compared_turn_by_turn():
     a_little_slower = made([x * 1.1 for x in drifting.samples_ms])  # quartiles overlap, and every pair says the same
     assert faster("A", a_little_slower, "B", drifting) == "B is 1.1 times as fast as A"
     noise = made([x * (1.1 if turn % 2 else 0.9) for turn, x in enumerate(drifting.samples_ms)])
-    assert faster("A", noise, "B", drifting) == "A against B is undecided: A was slower in 4 of 8 turns (ratio 1.00 in the median)"
+    assert (
+        faster("A", noise, "B", drifting)
+        == "A against B is undecided: A was slower in 4 of 8 turns (ratio 1.00 in the median)"
+    )
     few = made((10.0, 10.0, 10.0)), made((5.0, 5.0, 5.0))  # three turns on one side are chance once in four times
     assert not differ(*few)
 
@@ -192,9 +198,7 @@ def test_records_of_two_runs_are_compared_only_if_nothing_overlaps_and_soon_afte
     soon = replace(fast, environment=WHERE | {"date": "2026-01-02T03:20:00"})
     late = replace(fast, environment=WHERE | {"date": "2026-01-02T09:04:05"})
     assert faster("A", slow, "B", soon) == "B is 2 times as fast as A"
-    assert faster("A", slow, "B", replace(soon, samples_ms=[*FAST[:4], 10.0])).startswith(
-        "A against B is undecided"
-    )
+    assert faster("A", slow, "B", replace(soon, samples_ms=[*FAST[:4], 10.0])).startswith("A against B is undecided")
     assert not differ(slow, replace(soon, samples_ms=[*FAST[:3]]))
     said = "A and B were not measured together (6 hours apart), so they are not compared"
     assert faster("A", slow, "B", late) == said
