@@ -72,8 +72,9 @@ def appended(count: int, path: Path) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest record of each configuration in one file, oldest configuration first. Raises as `every_record` does."""
-    return list({json.dumps(each.config, sort_keys=True, allow_nan=False): each for each in every_record(path)}.values())
+    """Newest record of each configuration in one file, oldest configuration first. Raises as `every_record` does."""
+    newest = {json.dumps(each.config, sort_keys=True, allow_nan=False): each for each in every_record(path)}
+    return list(newest.values())
 
 
 def every_record(path: Path) -> list[Record]:

@@ -69,7 +69,7 @@ def wrappers() -> Figure:
                 if word == "|":
                     axes.plot([place + 0.5] * 2, [row - 0.45, row + 0.45], color="black", linewidth=2)
                 else:
-                    boxes.append((place, 1.0, word, RED if word == "R" else BLUE))
+                    boxes.append((float(place), 1.0, word, RED if word == "R" else BLUE))
             _boxes(axes, row, boxes)
         _lanes(axes, list(kinds))
         axes.set_xlabel("order of events; the stroke is the end of backward")

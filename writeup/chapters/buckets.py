@@ -59,7 +59,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "fits": fits(book, models, single, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
-        "picture": picture(models) if models else None,
+        "picture": picture(models if len(models) < 2 else [models[0], models[-1]]) if models else None,
         "published": published(book),
     }
 
@@ -166,7 +166,8 @@ def picture(models: list[Model]) -> Figure:
             link = plot_text(link_title(model.run.records[0]))
             place.set(xscale="log", xlabel="buckets", ylabel="exposed, milliseconds", title=link)
             place.set_ylim(bottom=0)
-            place.legend(fontsize=7)
+            if place is (axes[0] if len(models) > 1 else axes):
+                place.legend(fontsize=7)
 
     return draw(
         "buckets-exposed", "What the reductions of n buckets leave after backward: measured, and by the equation.",

@@ -8,9 +8,9 @@ from cs336_systems.host.console import format_seconds
 from writeup.book import Book, Citation
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, over, prediction, quoted, timing
-from writeup.chapters.layernorm import MODEL, ROD, by_columns, least
+from writeup.chapters.layernorm import ROD, by_columns, least
 from writeup.figures import Figure, draw, logarithmic
-from writeup.model_pairs import as_preset, cite, in_turn
+from writeup.model_pairs import cite, in_turn
 from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
 from writeup.words import pair_ratios
@@ -26,16 +26,6 @@ COLUMNS = (1024, 2048, 4096, 8192)
 def content(book: Book) -> dict[str, Any]:
     """The tables of (a), (b), (c) and of attention, the picture, and the commentary's clauses."""
     cited = {what: book.cite("norms", candidate=SHOWN, dtype="fp32", **{"pass": what}) for what in (FORWARD, BOTH)}
-    models = {
-        compiled: as_preset(
-            book.cite(
-                "e2e",
-                MODEL | {"compile": compiled, "norm": "rmsnorm"},
-                command=f"python -m benchmarks.e2e --size small{' --compile' * compiled}",
-            )
-        )
-        for compiled in (False, True)
-    }
     compared = cite(book, "compile")
     pairs = in_turn(compared, "compile")
     course = {"grid": "course", "dtype": "fp32", "batch": 8, "causal": False, "keeps": True}

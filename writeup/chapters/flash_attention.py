@@ -5,10 +5,11 @@ from statistics import median as middle
 from typing import Any
 
 from benchmarks.records import Record
-from writeup.book import Book, Citation, Unmeasured, facts
+from writeup.book import Book, Citation, facts
 from writeup.cells import marks, median_ms, prediction, timing
 from writeup.chapters.flash_published import boards, students
 from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, limits, measured_cells, sweep
+from writeup.errors import Unmeasured
 from writeup.figures import Figure, draw, logarithmic
 from writeup.schematics import tiles
 from writeup.tables import Table

@@ -11,7 +11,7 @@ from writeup.book import Book, Citation, metric
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing
 from writeup.figures import Figure, draw, logarithmic
-from writeup.model_pairs import as_preset, cite, in_turn, size_and_pass, table
+from writeup.model_pairs import cite, in_turn, size_and_pass, table
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import from_which, joined, pair_ratios, span
@@ -40,12 +40,6 @@ EAGER_TRIPS, FUSED_TRIPS = 7, 2
 def content(book: Book) -> dict[str, Any]:
     """Both tables, the picture, and what the commentary is chosen from."""
     norms = book.cite("norms", candidate=tuple(NORMS), dtype="fp32", **{"pass": "forward"})
-    models = {
-        norm: as_preset(
-            book.cite("e2e", MODEL, norm=norm, command=f"python -m benchmarks.e2e --size small --norm {norm}")
-        )
-        for norm in ("rmsnorm", "layernorm")
-    }
     compared = cite(book, "norm=layernorm")
     pairs = in_turn(compared, "norm=layernorm")
     profiled = book.cite("profiling", wrapper="none", ranks=1, norm="rmsnorm", command=PROFILE)

@@ -8,7 +8,7 @@ from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE
 from writeup.chapters.precision_published import SOURCE, original_shares, published
-from writeup.model_pairs import Pairs, as_preset, cite, in_turn, predicted_ratio
+from writeup.model_pairs import Pairs, cite, in_turn, predicted_ratio
 from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
 from writeup.words import joined, pair_ratios
@@ -35,7 +35,6 @@ def content(book: Book) -> dict[str, Any]:
     sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
     dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
     command = "python -m benchmarks.e2e --size small --precision bf16"
-    timed = as_preset(book.cite("e2e", PLAIN, mode=MODES, precision=("fp32", "bf16"), command=command))
     compared = cite(book, "precision=bf16")
     pairs = in_turn(compared, "precision=bf16")
     toy = dtypes.one(model=TOY, precision="fp16")

@@ -8,8 +8,9 @@ from benchmarks.moe_sweep_table import cells as sweep_cells
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from writeup.book import Book, Citation, Unmeasured, facts, metric
+from writeup.book import Book, Citation, facts, metric
 from writeup.cells import NONE, prediction, ratio, timing
+from writeup.errors import Unmeasured
 from writeup.figures import Figure, drawn
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
 from writeup.narrow import narrowed

@@ -32,7 +32,7 @@ def content(book: Book) -> dict[str, Any]:
     here = book.cite("norms", {"candidate": (*OURS, "copy"), "dtype": "fp32", "pass": (FORWARD, BOTH)})
     kernel = here.only(candidate="ours")
     return {
-        "kernel": "" if kernel.measured else not_measured(SUITE),
+        "kernel": ours(book, here) if kernel.measured else not_measured(SUITE),
         "floors": floors(),
         "forward": forward(book, system),
         "both": both(book, system),

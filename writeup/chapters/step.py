@@ -3,9 +3,10 @@
 from statistics import median
 from typing import Any
 
-from writeup.book import Book, Unmeasured, facts
+from writeup.book import Book, facts
 from writeup.cells import median_ms, predicted_ms
 from writeup.chapters import benchmarking, flame_graph, function_calls, mixed_precision
+from writeup.errors import Unmeasured
 from writeup.model_pairs import in_turn
 from writeup.words import pair_ratios
 

@@ -34,7 +34,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "steps": [(title(run), steps(book, run)) for run in runs],
         "missing": missing([plain, slow]),
-        "picture": picture(runs) if runs else None,
+        "picture": picture(list({id(run): run for run in (runs[0], runs[-1])}.values())) if runs else None,
         "overlaps": overlaps(book, traced),
         "traces": traces(book, traced),
         "published": published(book),
