@@ -34,7 +34,6 @@ def content(book: Book) -> dict[str, Any]:
     """Sums, dtypes, timings, and what the commentary is made of."""
     sums = book.cite("mixed_precision", lesson="accumulation", command=LESSONS.format(lesson="accumulation"))
     dtypes = book.cite("mixed_precision", lesson="dtypes", command=LESSONS.format(lesson="dtypes"))
-    command = "python -m benchmarks.e2e --size small --precision bf16"
     compared = cite(book, "precision=bf16")
     pairs = in_turn(compared, "precision=bf16")
     toy = dtypes.one(model=TOY, precision="fp16")
