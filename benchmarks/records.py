@@ -100,11 +100,17 @@ def appended(count: int, path: Path) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest record of each configuration in one file, oldest configuration first.
+    """Newest record of each configuration in one file, oldest configuration first. Raises as `every_record` does."""
+    newest = {json.dumps(each.config, sort_keys=True, allow_nan=False): each for each in every_record(path)}
+    return list(newest.values())
+
+
+def every_record(path: Path) -> list[Record]:
+    """All records of one file, oldest first.
 
     Raises UserError for a file that cannot be read and a line that is no record of this schema.
     """
-    newest: dict[str, Record] = {}
+    found = []
     try:
         with os_errors(f"read {path}"):
             lines = regular(path).read_text(encoding="utf-8").splitlines()
@@ -116,8 +122,8 @@ def read_records(path: Path) -> list[Record]:
         except (ValueError, KeyError, TypeError) as error:
             what = f"misses {error}" if isinstance(error, KeyError) else f"is no record: {error}"
             raise UserError(f"{path}:{number} {what}") from None
-        newest[json.dumps(record.config, sort_keys=True, allow_nan=False)] = record
-    return list(newest.values())
+        found.append(record)
+    return found
 
 
 @contextmanager

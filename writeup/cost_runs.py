@@ -26,6 +26,8 @@ REASONS = {
     "Narayanan 2021, ZeRO-3": "ZeRO 3 as DeepSpeed had it: each accelerator received all weights through its own port",
     "500 W": "without torch.compile; with it, within a hundredth",
     "Pythia": "narrower models than those that deepspeed was fitted to",
+    "128 experts": "many small experts: kernels are small, rows are copied and the host does not keep up",
+    "NeMo 25.02": "the software of the B200's first months",
     "GPT-NeoX": "narrower than the models that deepspeed was fitted to",
 }
 
