@@ -1,5 +1,7 @@
 """Shared parts of the kernel benchmarks: options, the machine, records, a budget of time."""
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -129,8 +131,19 @@ def open_session(benchmark: str, settings: KernelSettings, idle: str = "") -> Se
     set_matmul_precision(device, "fp32")
     folder = settings.results or RESULTS / machine_name(device, settings.machine)
     path = None if settings.smoke or idle else open_records(folder, benchmark)
-    stamp, patience = environment(device, settings.commit), Patience(settings.patience)
+    stamp, patience = environment(device, settings.commit) | keep_pages(device), Patience(settings.patience)
     return Session(benchmark, settings, device, Stopwatch(device), patience, usable_memory(device), stamp, path, idle)
+
+
+def keep_pages(device: torch.device) -> dict[str, bool]:
+    """Let glibc keep freed memory, so that a CPU's kernel is not timed with Linux zeroing fresh pages for its outputs.
+
+    Returns what to add to the records' environment: nothing on a GPU, or where there is no glibc.
+    """
+    if device.type != "cpu" or sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        return {}
+    m_trim_threshold, m_mmap_max = -1, -4
+    return {"pages_kept": bool(libc.mallopt(m_mmap_max, 0) and libc.mallopt(m_trim_threshold, 2**31 - 1))}
 
 
 def check_interpreted(session: Session, candidates: Iterable[str], check: Callable[[], str]) -> None:

@@ -72,11 +72,16 @@ def appended(count: int, path: Path) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The newest record of each configuration in one file, oldest configuration first.
+    """The newest record of each configuration in one file, oldest configuration first. Raises as `every_record` does."""
+    return list({json.dumps(each.config, sort_keys=True, allow_nan=False): each for each in every_record(path)}.values())
+
+
+def every_record(path: Path) -> list[Record]:
+    """All records of one file, oldest first.
 
     Raises UserError for a file that cannot be read and a line that is no record of this schema.
     """
-    newest: dict[str, Record] = {}
+    found = []
     try:
         with os_errors(f"read {path}"):
             lines = regular(path).read_text(encoding="utf-8").splitlines()
@@ -88,8 +93,8 @@ def read_records(path: Path) -> list[Record]:
         except (ValueError, KeyError, TypeError) as error:
             what = f"misses {error}" if isinstance(error, KeyError) else f"is no record: {error}"
             raise UserError(f"{path}:{number} {what}") from None
-        newest[json.dumps(record.config, sort_keys=True, allow_nan=False)] = record
-    return list(newest.values())
+        found.append(record)
+    return found
 
 
 @contextmanager

@@ -1,52 +1,16 @@
-"""Basics before the first table: how to read a cell, the machine's rates, the names of the models."""
+"""Basics before the first table: the machine's rates, the names of the models."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_text, printable
 from cs336_systems.presets import COURSE_YEARS, course_sizes, preset
-from writeup.book import Book, Citation
-from writeup.cells import DOUBTFUL, FEW, NOISY, NONE, STALE, marks, median_ms, predicted_ms, prediction, timing
+from writeup.book import Book
+from writeup.cells import NONE
 from writeup.tables import Table
-
-
-def example(book: Book, cited: Citation) -> dict[str, Any]:
-    """A measured cell and the predicted one beside it, and what each of their parts means; empty without a record.
-
-    The one with the most marks is taken, since those are what is to be explained.
-    """
-    known = [record for record in cited.measured if predicted_ms(record)]
-    if not known:
-        return {}
-    record = max(known, key=lambda each: (len(marks(book, each)), len(each.samples_ms)))
-    expected, count = predicted_ms(record) or 0.0, len(record.samples_ms)
-    spread = f"all of them lie between the two in brackets (of fewer than {FEW} the range is shown)"
-    if count >= FEW:
-        spread = "half of them lie between the two in brackets, which are their quartiles"
-    said = [f"the middle one of {count} samples is {timing(book, record).partition(' (')[0]}, and {spread}"]
-    old = book.stale(record) or []
-    if old:
-        changed = f"{len(old)} files of it have changed since" if len(old) > 1 else f"{old[0]} has changed since"
-        said.append(f"{STALE} the code that was measured is not today's: {markdown_text(changed)}")
-    said += [f"{DOUBTFUL} {markdown_text(each.why)}" for each in book.suspicions(record)]
-    if record.flags:
-        said.append(f"{NOISY} it was flagged: {markdown_text(record.flags[0])}")
-    said.append(
-        f"the cost model said {format_seconds(expected / 1e3)}, which is {expected / median_ms(record):.2f} of what "
-        "was measured"
-    )
-    config = record.config
-    what = f"{config['mode']} of {config['size']}, {config['precision']}, {config['batch_size']} x {config['context']}"
-    return {
-        "what": f"{markdown_text(what)} tokens",
-        "measured": timing(book, record),
-        "predicted": prediction(record),
-        "said": said,
-    }
 
 
 def machine_rates(records: Iterable[Record]) -> dict[str, dict[str, list[float]]]:

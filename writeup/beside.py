@@ -43,7 +43,7 @@ class Beside:
         lines = [markdown_text(f"{DOUBTFUL} {each.text} {KINDS[each.kind]}: {each.why}") for each in first]
         more = len(self.suspects) - LISTED
         rest = f" {more} more are in the chapter on [plausibility](#plausibility)." if more > 0 else ""
-        source = f"{self.table.source.author}, {self.table.where or self.table.name}"
+        source = f"Write-up of {self.table.source.when}, {self.table.where or self.table.name}"
         return ["::: source\n" + f"{source}: " + ".\n".join(lines) + f".{rest}\n:::"]
 
 

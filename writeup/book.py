@@ -1,21 +1,21 @@
 """Sources that a chapter may cite: records of one machine, published figures, predictions. Nothing here measures."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import RESULTS, Record, read_records
+from benchmarks.records import RESULTS, Record, every_record, read_records
 from cs336_systems.errors import UserError
 from writeup.catalogue import RUNS
 from writeup.catalogue import benchmark as catalogued
-from writeup.errors import CitationError
-from writeup.exercised import exercised
-from writeup.freshness import changed_since
+from writeup.errors import CitationError, Unmeasured
 from writeup.plausibility import Suspect, suspects_of_published, suspects_of_records
 from writeup.publications import Publications, Published, publications
 
+EDITION = "amd-epyc"  # the machine whose records the write-up's sentences speak of
 Wanted = Any  # a value; several to choose from, in a tuple, list or set; or a function that says whether one is wanted
 
 
@@ -54,6 +54,13 @@ class Citation:
             )
         return found.records[0] if found else None
 
+    def need(self, config: Mapping[str, Wanted] | None = None, /, **more: Wanted) -> Record:
+        """The measured one with these settings. Raises Unmeasured where there is none."""
+        found = self.measured.one(config, **more)
+        if found is None:
+            raise Unmeasured(self.command)
+        return found
+
     def values(self, key: str) -> list[Any]:
         """The different values of a setting, in the order of the records."""
         self.only({key: lambda value: True})
@@ -71,6 +78,20 @@ def _is(value: Any, wanted: Wanted) -> bool:
     if isinstance(wanted, tuple | list | set | frozenset):
         return value in wanted
     return bool(value == wanted)
+
+
+def identity(record: Record) -> str:
+    """What a record measured: its settings, and whether the allocator kept its pages."""
+    settings = [record.config, record.environment.get("pages_kept", False)]
+    return json.dumps(settings, sort_keys=True)
+
+
+def facts(of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a chapter's sentences speak of; empty where a record that they need was not measured."""
+    try:
+        return of()
+    except Unmeasured:
+        return {}
 
 
 def metric(record: Record, name: str) -> Any:
@@ -135,9 +156,34 @@ class Book:
             self.cited.setdefault(self.chapter, {})[id(record)] = (record, citation.command)
         return citation
 
-    def stale(self, record: Record) -> list[str] | None:
-        """Files that the record's benchmark exercises and that changed since; None if git cannot tell."""
-        return changed_since(str(record.environment.get("commit")), exercised(catalogued(record.benchmark).source))
+    def runs(self, record: Record) -> list[float]:
+        """The median, in milliseconds, of every run of a record's configuration, its own among them."""
+        return self._runs.get((record.benchmark, identity(record)), [metric(record, "median_ms")])
+
+    def history(self, name: str) -> list[Record]:
+        """Every record of a benchmark on this machine, oldest first."""
+        path = self.results / (self.machine or "") / f"{name}.jsonl"
+        return every_record(path) if self.machine and path.exists() else []
+
+    @property
+    def between_runs(self) -> list[float]:
+        """Highest over lowest median, for every configuration that was measured more than once; ascending."""
+        return sorted(max(found) / min(found) for found in self._runs.values() if len(found) > 1)
+
+    @property
+    def is_edition(self) -> bool:
+        """True for the committed records that the hand-written sentences are about."""
+        return self.machine == EDITION and self.results == RESULTS
+
+    @cached_property
+    def _runs(self) -> dict[tuple[str, str], list[float]]:
+        found: dict[tuple[str, str], list[float]] = {}
+        for name in dict.fromkeys(run.name for run in RUNS):
+            for record in self.history(name):
+                if record.status == "ok" and record.metrics.get("median_ms"):
+                    key = record.benchmark, identity(record)
+                    found.setdefault(key, []).append(float(record.metrics["median_ms"]))
+        return found
 
     def suspicions(self, record: Record) -> list[Suspect]:
         """Why a record is implausible."""

@@ -66,6 +66,6 @@ def original(book: Book) -> str:
     """Meaning of the original's name in tables, and its GPU: a sentence, from the source's own note."""
     source = book.published.sources[ORIGINAL]
     return (
-        f"Rød is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "
+        f"2024 is the write-up that this one replaces ({markdown_text(source.author)}, {source.year}; "
         f"{markdown_text(source.where)}); {markdown_text(source.note)}."
     )

@@ -10,8 +10,7 @@ from writeup.book import Book, metric
 from writeup.publications import Published
 
 NONE = "-"
-STALE, DOUBTFUL, NOISY = "†", "⚠", "\\*"
-FEW = 5  # samples below which quartiles say nothing
+DOUBTFUL, NOISY = "⚠", "\\*"
 STATUS = {"out-of-memory": "does not fit", "unsupported": "not supported here"}
 
 
@@ -29,10 +28,9 @@ def median_ms(record: Record) -> float:
 
 
 def marks(book: Book, record: Record) -> str:
-    """Signs behind a figure, which the table's note explains: older than the code, implausible, noisy."""
-    old = book.stale(record)
-    signs = [STALE] * bool(old) + [DOUBTFUL] * bool(book.suspicions(record)) + [NOISY] * bool(record.flags)
-    return "".join(signs)
+    """Signs behind a figure, which the table explains: its commit (which becomes a letter), implausible, noisy."""
+    signs = [DOUBTFUL] * bool(book.suspicions(record)) + [NOISY] * bool(record.flags)
+    return "".join([f"⟦{str(record.environment.get('commit'))[:7]}⟧", *signs])
 
 
 def age(book: Book, record: Record) -> str:
@@ -41,15 +39,15 @@ def age(book: Book, record: Record) -> str:
 
 
 def timing(book: Book, record: Record | None) -> str:
-    """`22.1 ms (21.2 to 24.0)`: median, quartiles or, of few samples, range, marks; or why there is none."""
+    """`22.1 ms (21.2 to 24.0)`: the newest run's median, the lowest and the highest of all runs of the same settings if
+    there were several, and marks; or why there is none."""
     if record is None:
         return NONE
     if record.status != "ok":
         return STATUS[record.status]
-    few = len(record.samples_ms) < FEW
-    low, high = (min(record.samples_ms), max(record.samples_ms)) if few else quartiles(record.samples_ms)
-    middle, unit = _digits(median_ms(record))
-    return f"{middle} {unit} ({_digits(low, unit)[0]} to {_digits(high, unit)[0]}){marks(book, record)}"
+    runs, (middle, unit) = book.runs(record), _digits(median_ms(record))
+    spread = f" ({_digits(min(runs), unit)[0]} to {_digits(max(runs), unit)[0]})" if len(runs) > 1 else ""
+    return f"{middle} {unit}{spread}{marks(book, record)}"
 
 
 def mean_and_deviation(book: Book, record: Record | None) -> str:

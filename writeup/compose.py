@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
@@ -15,6 +16,7 @@ from writeup.book import Book
 from writeup.contents import PARTS
 from writeup.errors import CitationError
 from writeup.figures import Figure, plain_settings
+from writeup.tables import Table
 
 FOLDER = Path(__file__).parent / "chapters"
 # What a chapter's code raises when a record is not as its benchmark writes it today.
@@ -52,7 +54,7 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
     try:
         with plain_settings():
             content: dict[str, Any] = import_module(f"writeup.chapters.{file}").content(book)
-            text = _environment().get_template(f"{file}.md").render(content)
+            text = _environment(book).get_template(f"{file}.md").render(content)
     except UndefinedError as error:
         raise CitationError(f"chapter {name}: {error.message}") from None
     except CitationError as error:
@@ -63,7 +65,9 @@ def chapter(book: Book, name: str) -> tuple[str, dict[str, str]]:
         raise CitationError(f"chapter {name}: {_misfit(error)}") from error
     if not re.match(rf"## .*\{{#{re.escape(name)}[ }}]", text):
         raise CitationError(f"chapter {name} must begin with its heading, '## Title {{#{name}}}'")
-    return text, {figure.name: figure.svg for figure in _figures(content.values()) if str(figure) in text + "\n"}
+    return text, {
+        figure.name: figure.svg for figure in _figures(content.values()) if f"figures/{figure.name}.svg" in text
+    }
 
 
 def _misfit(error: Exception) -> str:
@@ -85,10 +89,39 @@ def _figures(values: Any) -> list[Figure]:
     return found
 
 
-def _environment() -> Environment:
+def claim(book: Book, condition: object, caller: Callable[[], str]) -> str:
+    """A sentence that a person wrote, if its condition holds of the records.
+
+    Of the committed records it must: raises CitationError with the sentence. Of another machine's the text says that it
+    does not hold there.
+    """
+    said = caller().strip()
+    if condition:
+        return f"{said}\n"
+    if book.is_edition:
+        raise CitationError(f"the records do not bear out this sentence, write it anew: {said}")
+    return f"*Not so in these records:* {said}\n"
+
+
+def finding(book: Book, figure: Figure, condition: object, title: str) -> str:
+    """A figure under the title that says what it shows, held to the records as `claim` does."""
+    words = claim(book, condition, lambda: title).strip()
+    return str(replace(figure, caption=f"**{words}** {figure.caption}"))
+
+
+def captioned(table: Table, title: str, name: str) -> str:
+    """A table with a caption, which `[](#table-NAME)` refers to by its number."""
+    table.caption = f"[]{{#table-{name}}}{title}"
+    return str(table)
+
+
+def _environment(book: Book) -> Environment:
     # The text is Markdown, in which what is foreign was escaped where it was put into a cell or a sentence. `{#` begins
     # the name of a heading there, and so no comment here.
-    return Environment(
+    environment = Environment(
         loader=FileSystemLoader(FOLDER), undefined=StrictUndefined, autoescape=False,
         trim_blocks=True, lstrip_blocks=True, comment_start_string="{##", comment_end_string="##}",
     )  # fmt: skip
+    environment.globals |= {"claim": partial(claim, book), "finding": partial(finding, book), "captioned": captioned}
+    environment.globals["code"] = lambda path: f"`{path}`"
+    return environment

@@ -1,23 +1,11 @@
-"""The chapters of the write-up, in order: how to find what, the course, three other systems, and the proof."""
+"""The chapters of the write-up, in order: what proves it, one device, many devices, what to conclude."""
 
 PARTS = {
-    "": ("introduction", "course-map"),
-    "One device": (
-        "benchmarking",
-        "function-calls",
-        "flame-graph",
-        "mixed-precision",
-        "layernorm",
-        "rmsnorm",
-        "compile",
-        "flash-attention",
-        "fused",
-        "memory",
-        "activation-checkpointing",
-    ),
-    "Many devices": ("all-reduce", "ddp", "buckets", "optimizer-sharding", "fsdp", "arithmetic"),
-    "Three other systems": ("megatron", "moe", "roofline"),
-    "What it rests on": ("checkpoints", "equality", "gallery", "plausibility"),
-    "Appendix": ("tests", "sources"),
+    "": ("introduction",),
+    "What it rests on": ("equality", "gallery"),
+    "One device": ("step", "norms", "flash-attention", "memory"),
+    "Many devices": ("all-reduce", "ddp", "sharding", "model-parallelism", "moe", "long-context"),
+    "Conclusions": ("predicting", "plausibility", "choosing"),
+    "Appendix": ("course-map", "sources"),
 }
 CHAPTERS = tuple(name for names in PARTS.values() for name in names)

@@ -1,11 +1,13 @@
-"""Is a record older than the code it measured? Asked of git."""
+"""Files that have changed since a commit, as git knows them."""
 
 import re
 import subprocess
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 
-from writeup.exercised import ROOT
+ROOT = Path(__file__).resolve().parents[1]
+STALE = "†"  # beside a test or file that has changed since the report of tests
 
 
 @cache

@@ -42,11 +42,12 @@ def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTim
             f"{step.total * 1e3:.0f} ms ({step.total * 1e3 / run.iteration_ms:.2f})",
         ]
         cells += [scaled, percent(bubble(run)), percent(ideal_bubble(run)), percent(utilisation(run, model_only=True))]
-        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", found.get(index, "")]
+        held = f"{run.gpu_memory[0] / 1024:.1f} to {run.gpu_memory[1] / 1024:.1f} GiB" if run.gpu_memory else NONE
+        cells += [NONE if run.gpu_util is None else f"{run.gpu_util:.0f}%", held, found.get(index, "")]
         rows.append(cells)
     columns = (
         "GPUs", "tp/pp/dp", "batch", "a sample", "iteration", "predicted (of it)", f"efficiency vs {base.world}",
-        "bubble", "ideal", "MFU", "nvidia-smi", "see",
+        "bubble", "ideal", "MFU", "nvidia-smi", "memory", "see",
     )  # fmt: skip
     return Table(book, columns, rows, always=True)
 

@@ -79,7 +79,7 @@ def table(
             ]
         )
     ratio = " / ".join(names)
-    heads = ("<size", "<pass", *names, f"{ratio}, in turn (quartiles)", "predicted", "Rød, one GPU")
+    heads = ("<size", "<pass", *names, f"{ratio}, in turn (quartiles)", "predicted", "2024, one GPU")
     used = [r for pair in pairs.values() for r in pair]
     kept = tuple(r for r in cited if any(r.samples_ms == each.samples_ms for each in used))
     return Table(book, heads, rows, replace(cited, records=kept))

@@ -12,7 +12,7 @@ from cs336_systems.errors import UserError
 from writeup.compose import Manuscript
 
 HERE = Path(__file__).parent
-TITLE = "cs336_systems: measured, predicted, proven"
+TITLE = "Training systems, measured and predicted: CPU edition"
 # A pipe table whose lines are longer than this gets columns of fixed shares of the page: none shall.
 COMMON = [
     "--columns=100000",

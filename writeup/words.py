@@ -49,6 +49,16 @@ def differ(a: Record, b: Record) -> bool:
     return max(a.samples_ms) < min(b.samples_ms) or max(b.samples_ms) < min(a.samples_ms)
 
 
+def turns(ratios: Sequence[float], name: str = "") -> str:
+    """`4 of 5 turns` in which the first of two took longer, or less; with a name, `A slower in 4 of 5 turns, ...`."""
+    above, count = sum(ratio > 1 for ratio in ratios), len(ratios)
+    most = max(above, count - above)
+    if not name:
+        return f"{most} of {count} turns"
+    side = "slower" if most == above else "faster"
+    return f"{name} was {side} in {most} of {count} turns (ratio {median(ratios):.2f} in the median)"
+
+
 def _by_chance(ratios: Sequence[float]) -> float:
     """How probable it is that so many ratios, or more, lie on one side of 1 if either side is as likely."""
     above = sum(ratio > 1 for ratio in ratios)
@@ -70,9 +80,7 @@ def faster(name_a: str, a: Record, name_b: str, b: Record) -> str:
     if differ(a, b) and abs(median(ratios) - 1) < 0.01:
         return f"{name_a} and {name_b} take the same time, within 1%"
     if not differ(a, b):
-        low, high = quartiles(ratios)
-        shown = f"{median(ratios):.2f}" + (f", {low:.2f} to {high:.2f}" if len(ratios) > 1 else "")
-        return f"{name_a} and {name_b} cannot be told apart (ratio {shown})"
+        return f"{name_a} against {name_b} is undecided: {turns(ratios, name_a)}"
     first, second, factor = name_b, name_a, median(ratios)
     if factor < 1:
         first, second, factor = name_a, name_b, 1 / factor
@@ -93,7 +101,7 @@ def from_which(
     if all(loses):
         return f"{name_b} is faster than {name_a} at every size measured"
     if not any(wins) and not any(loses):
-        return f"{name_a} and {name_b} cannot be told apart at any size measured"
+        return f"{name_a} against {name_b} is undecided at every size measured"
     for place, size in enumerate(sizes):
         if all(wins[place:]) and not any(wins[:place]):
             return f"{name_a} is faster than {name_b} from {what.format(size)} on, and not below"
@@ -110,9 +118,7 @@ def prediction_error(pairs: Sequence[tuple[float, float]]) -> str:
         return "nothing was measured"
     ratios = sorted(predicted / measured for predicted, measured in pairs)
     middle = median(ratios)
-    side = "below" if middle < 1 else "above"
-    where = f"lies {abs(middle - 1):.0%} {side} the measurement" if abs(middle - 1) >= 0.005 else "hits the measurement"
-    return f"the prediction {where} in the median; single ones are {ratios[0]:.2f} to {ratios[-1]:.2f} of it"
+    return f"predicted over measured time is {middle:.2f} in the median, {ratios[0]:.2f} to {ratios[-1]:.2f} over all"
 
 
 def error_of(records: Iterable[Record]) -> str:

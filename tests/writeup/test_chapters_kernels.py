@@ -13,9 +13,7 @@ from cs336_systems.presets import model_preset
 from writeup import book as books
 from writeup.book import Book, Citation
 from writeup.ceilings import attention_flops, norm_floor, pass_seconds, peak_share
-from writeup.chapters import benchmarking, flash_published, flash_sweep, layernorm, rmsnorm
-from writeup.chapters import compile as compiling
-from writeup.chapters.flash_attention import kept_error
+from writeup.chapters import flash_published, flash_sweep, layernorm
 from writeup.compose import chapter
 from writeup.model_pairs import BASE, in_turn, setup, twins
 from writeup.publications import publications
@@ -126,14 +124,6 @@ def test_what_backward_needs_is_counted():
     assert flash_sweep.kept_bytes(config | {"candidate": "compiled"}) is None
 
 
-def test_a_prediction_to_the_byte_is_said_only_where_it_is_one():
-    exact = attention("eager", "forward", 64, 1.0, "course")
-    exact = replace(exact, metrics={**exact.metrics, "before_backward_bytes": flash_sweep.kept_bytes(exact.config)})
-    off = replace(exact, metrics={**exact.metrics, "before_backward_bytes": 1})
-    assert "to the byte, in all 2 cases" in kept_error([exact, exact])
-    assert "to the byte" not in kept_error([exact, off])
-
-
 def test_shares_of_the_ceilings():
     h100 = system_preset("H100")
     assert norm_floor(8192, "forward", h100) == pytest.approx(2 * 4 * 50_000 * 8192 / 3.35e12, rel=1e-3)
@@ -154,28 +144,6 @@ def test_measurements_far_apart_are_not_compared():
         assert (
             faster("A", early, "B", other) == f"A and B were not measured together ({said}), so they are not compared"
         )
-
-
-def test_what_is_said_of_the_published_figures():
-    book = Book(machine=None)
-    assert rmsnorm.repeated(book) == "12 of 12"
-    assert rmsnorm.impossible(book, system_preset("H100"), "2.3.1").startswith("0 of")
-    assert rmsnorm.again(book).startswith("4 of 15 of its times")
-    assert "at most 129% of the mean (forward at `small`)" in benchmarking.original_cold(book)
-    assert "at 1,024 columns and 0.9417 ms at 2,048" in compiling.shrinking(book)
-    assert "slower in `large` forward" in compiling.original_models(book)
-    assert flash_published.programs(book).startswith("On an H100 a student's kernel")
-    assert layernorm.original_model(book).startswith("faster in 15 of 15 cells")
-
-
-def test_what_one_call_is_worth_is_judged_by_its_time():
-    def said(own: float) -> str:
-        records = (norm("eager", "forward", 1024, 4.0), norm("torch", "forward", 1024, own))
-        return layernorm.torch_own(Citation("norms", "", records))
-
-    assert said(4.0).endswith("does not make it one pass over memory.")
-    assert said(9.0).endswith("does not make it one pass over memory.")
-    assert said(1.0) == "torch's own `rms_norm` is faster than the one written out at every size measured."
 
 
 def test_only_variants_of_one_run_are_compared():
@@ -234,16 +202,3 @@ def test_which_cells_of_the_grid_were_measured():
     assert said.startswith("Measured are 2 of the 20 cells of the course's grid: widths 64 at 256 and 1,024 tokens.")
     table = str(flash_sweep.sweep(Book(machine=None), Citation("attention", "", tuple(cells))))
     assert "| 128 | 16,384 | - |" in table
-
-
-def test_the_first_pass_is_held_against_the_median_of_the_others():
-    record = replace(e2e("rmsnorm", False, 1.0), samples_ms=[8.0, 1.0, 2.0, 3.0, 20.0])
-    assert (
-        "took 8 ms, later ones 2.5 ms, 3.2 times as long" in benchmarking.first_steps(Citation("e2e", "", (record,)))[0]
-    )
-    few = replace(record, samples_ms=[8.0, 1.0])
-    assert benchmarking.first_steps(Citation("e2e", "", (few,))) == []
-    assert benchmarking.mean(Book(machine=None), replace(few, metrics={"mean_ms": 4.5, "std_ms": 4.9})).startswith(
-        "4.5 ms"
-    )
-    assert "±" not in benchmarking.mean(Book(machine=None), few)

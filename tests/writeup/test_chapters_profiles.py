@@ -12,8 +12,8 @@ from cs336_systems.presets import preset
 from writeup.book import Book, Citation
 from writeup.chapters.activation_checkpointing import best, more_work, one_shape
 from writeup.chapters.function_calls import command_of
-from writeup.chapters.memory import casts, error, moments
 from writeup.chapters.mixed_precision import stuck, verdicts
+from writeup.chapters.peaks import error, moments
 from writeup.operators import OUTSIDE, answers, changed, counted, flops_ratio
 from writeup.profiles import profile_picture, with_tables, without_tables
 
@@ -100,14 +100,6 @@ def test_a_sum_that_stops():
     assert stuck(record) == "in bfloat16 the sum of 1,000 terms stops at 4"
     sums["bf16 += bf16"]["added"] = 0.01
     assert stuck(record) == stuck(None) == ""
-
-
-def test_mixed_precision_may_need_more_memory():
-    full = Record("memory", SHAPE | {"mode": "step"}, {}, metrics={"peak_memory_bytes": 2**30})
-    low = Record("memory", full.config, {}, predicted={"peak_memory_bytes": 3 * 2**30}, status="out-of-memory")
-    assert casts(low, cited(full)) == "A step of `small` needs 2.0 GiB more in bf16 than in fp32, as predicted."
-    measured = replace(full, metrics={"peak_memory_bytes": 2**29})
-    assert casts(measured, cited(full)) == "A step of `small` needs 512.0 MiB less in bf16 than in fp32."
 
 
 def test_the_best_segment():

@@ -8,12 +8,11 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from writeup.book import Citation
-from writeup.chapters.all_reduce import more_ranks, slower_link
 from writeup.chapters.buckets import bound, fastest, model_of, nearest
-from writeup.chapters.ddp import commentary, least_exposed, overlap_said, whiskers
 from writeup.chapters.sharding_published import schemes, traffic_bytes
+from writeup.chapters.wrappers import whiskers
 from writeup.line_fit import fit
-from writeup.rank_runs import line_of, link_rate, link_words, runs_of
+from writeup.rank_runs import line_of, runs_of
 
 SETTINGS = {"d_model": 64, "layers": 2, "ranks": 2, "link": ""}
 STAMP = {"device": "AMD EPYC", "commit": "unknown", "date": "2026-11-22T10:00:00+00:00", "cores": 4}
@@ -75,73 +74,11 @@ def test_the_best_bucket_follows_from_the_fit() -> None:
     assert "80 ms cannot hide" in bound(model), "100 ms of bytes, 20 ms of backward"
 
 
-def test_the_commentary_says_what_the_records_do() -> None:
-    naive = step("naive", 50.0, communication_share=0.4, communication_ms=20.0, exposed_ms=20.0)
-    flat = step("flat", 40.0, communication_share=0.25, communication_ms=10.0, exposed_ms=12.0)
-    said = " ".join(commentary(Citation("ddp", "", (naive, flat))))
-    assert "40% of its step" in said
-    assert "flat is 1.2 times as fast as naive" in said
-    assert "Least exposed is flat, 12 ms; more than its communication takes alone" in said
-
-
-def test_a_small_excess_has_no_cause_and_the_equals_of_the_least_are_named() -> None:
-    def said(exposed: float, flat_ms: float = 40.0) -> str:
-        least = step("naive", 40.0, communication_ms=10.0, exposed_ms=exposed)
-        flat = step("flat", flat_ms, communication_ms=10.0, exposed_ms=20.0)
-        (line,) = least_exposed(Citation("ddp", "", (least, flat)))
-        return line
-
-    assert "about what its communication takes alone" in said(10.1)
-    assert "computing was slowed down" in said(11.5)
-    assert "68% of the 10 ms that its communication takes alone is not hidden" in said(6.8)
-    assert said(6.8).endswith("flat cannot be told apart from it.")
-    assert "cannot be told apart" not in said(6.8, flat_ms=60.0)
-
-
 def test_a_spread_is_that_of_the_pairs() -> None:
     alone, with_it = step("no communication", 1.0), step("naive", 1.0, exposed_ms=5.0)
     alone.samples_ms[:], with_it.samples_ms[:] = [10.0, 20.0, 30.0, 40.0], [14.0, 25.0, 35.0, 46.0]
     assert whiskers(with_it, alone) == pytest.approx((0.25, 0.25))
     assert whiskers(with_it, None) == (0.0, 0.0)
-
-
-def test_a_link_that_was_limited_is_said_in_words() -> None:
-    limited, own, other = step("flat", 1.0), step("flat", 1.0), step("flat", 1.0)
-    limited.config["link"], other.config["link"] = "loopback of one node, 2.5gbit tbf", "a <cable>"
-    assert link_words(limited) == "loopback of one node, a link of 2.5 Gbit/s (a token bucket)"
-    assert link_rate(limited) == 2.5e9 / 8
-    assert (link_words(own), link_rate(own), link_words(other)) == ("", None, "a <cable>")
-    assert "a &lt;cable>" in commentary(Citation("ddp", "", (other, step("naive", 2.0, communication_share=0.5))))[0]
-
-
-def test_an_overlap_that_cannot_be_is_named() -> None:
-    def traced(wrapper: str, overlap: list[float]) -> Record:
-        return Record("profiling", {"wrapper": wrapper}, {}, [1.0], {"overlap": overlap})
-
-    right = Citation("profiling", "", (traced("naive", [0.0, 0.0]), traced("bucketed", [0.3, 0.5])))
-    wrong = Citation("profiling", "", (traced("naive", [0.0, 0.2]),))
-    assert "0 on every rank" in overlap_said(right)
-    assert "largest with `bucketed`, 50%" in overlap_said(right)
-    assert "reaches 20.0%, and it should be 0" in overlap_said(wrong)
-    assert overlap_said(Citation("profiling", "")) == ""
-
-
-def test_more_ranks_and_a_slower_link() -> None:
-    def reduced(ranks: int, nodes: int, ms: float, link: str = "", backend: str = "gloo") -> Record:
-        config = {"ranks": ranks, "nodes": nodes, "bytes": 10**8, "backend": backend, "device": "cpu", "link": link}
-        return Record("allreduce", config, STAMP, [ms], {"median_ms": ms, "mean_ms": 9 * ms})
-
-    one = Citation("allreduce", "", (reduced(2, 1, 100.0), reduced(4, 1, 150.0), reduced(8, 1, 700.0)))
-    two = Citation("allreduce", "", (reduced(2, 2, 1000.0, "simulated, 1gbit tbf"),))
-    (said,) = more_ranks(one)
-    assert "7 times as long on 8 ranks as on 2" in said
-    assert "would make 1.8 times" in said
-    assert "8 ranks share 4 cores" in said
-    assert more_ranks(Citation("allreduce", "", (reduced(2, 1, 1.0), reduced(4, 1, 2.0, backend="nccl")))) == []
-    assert slower_link(one, two) == [
-        "Between the two nodes the bus bandwidth reaches 100 MB/s, 80% of the link's rate.",
-        "100 MB on 2 ranks takes 10 times as long as on one node.",
-    ]
 
 
 def test_runs_are_told_apart_by_their_settings() -> None:

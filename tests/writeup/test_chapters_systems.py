@@ -10,9 +10,9 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from cs336_systems.cost.course import question
 from writeup import cost_runs
-from writeup.basis import example, machine_rates, sizes_table
+from writeup.basis import machine_rates, sizes_table
 from writeup.book import Book, Citation
-from writeup.chapters import arithmetic, checkpoints, introduction, megatron, moe, roofline
+from writeup.chapters import arithmetic, introduction, megatron, roofline
 from writeup.cost_runs import Published, published_runs
 from writeup.megatron_study import host, predicted_step, study_table, without_recipe
 from writeup.moe_profile import published_shares, same_calls
@@ -41,57 +41,11 @@ def save(candidate: str, ms: float, said: float | None = None, nbytes: int = 2**
     )  # fmt: skip
 
 
-def test_which_checkpoint_is_faster_is_read_from_the_records():
-    slow = citation(save("save", 30.0), save("DCP save", 10.0), save("torch.save", 30.0))
-    assert checkpoints.comparisons(slow, "tiny") == [
-        "tiny: DCP save is 3 times as fast as this project's save",
-        "tiny: this project's save and `torch.save` cannot be told apart (ratio 1.00, 1.00 to 1.00)",
-    ]
-    fast = citation(save("save", 10.0), save("DCP save", 30.0))
-    assert checkpoints.comparisons(fast, "tiny") == ["tiny: this project's save is 3 times as fast as DCP save"]
-
-
-def test_what_a_background_save_leaves_and_how_far_a_prediction_falls_short():
-    small = citation(save("save", 40.0, said=20.0), save("save in the background", 10.0))
-    large = citation(save("save", 90.0, said=30.0, nbytes=2**30, size="small"))
-    assert checkpoints.stands_still({"tiny": small, "small": large}) == ["25.0% at tiny"]
-    said = "a save of 1.0 MiB takes 2 times what is predicted, one of 1.0 GiB 3 times"
-    assert checkpoints.shortfall([large, small]) == said
-    assert checkpoints.shortfall([small]) == ""
-
-
-def test_states_are_told_apart_by_ranks_and_shape():
-    names = checkpoints.by_state(citation(save("save", 1.0), save("load", 2.0)))
-    assert {name: len(group) for name, group in names.items()} == {"tiny": 2}
-    names = checkpoints.by_state(citation(save("save", 1.0), save("save", 2.0, ranks=4), save("save", 3.0, d_model=16)))
-    assert list(names) == ["tiny, 2 ranks", "tiny, 4 ranks", "tiny, 2 ranks (16 x 1, 2024)"]
-    assert [len(group) for group in names.values()] == [1, 1, 1]
-
-
 def test_what_is_said_of_gpus_follows_from_the_records():
     here, there = record("e2e", {}, (1, 2, 3)), record("e2e", {}, (1, 2, 3), environment=CPU | {"device_type": "cuda"})
     assert introduction.gpu([here], [here]).startswith("No record of any machine is from a GPU")
     assert introduction.gpu([here], [here, there]).startswith("No record of this machine is from a GPU; 1 of other")
     assert introduction.gpu([here, there], []) == "1 of these 2 records were measured on a GPU."
-
-
-def test_pairs_of_predictions_leave_out_what_lacks_one_side():
-    both = record("e2e", {}, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0, "peak_bytes": 6}, metrics={"peak_bytes": 8})
-    alone, failed = record("e2e", {}, (1, 2, 3)), record("e2e", {}, status="out-of-memory", predicted={"mean_ms": 1.0})
-    assert introduction.time_pairs([both, alone, failed]) == [(1.0, 2.0)]
-    assert introduction.memory_pairs([both, alone, failed]) == [(6.0, 8.0)]
-    assert introduction.shares([(1.0, 2.0), (1.0, 1.0), (3.0, 2.0)]) == "1.00 (0.75 to 1.25)"
-    assert introduction.shares([]) == "-"
-    assert introduction.refused([both, failed]) == "1 do not fit into memory (`e2e`)"
-    assert introduction.refused([both]) == ""
-
-
-def test_the_nearest_benchmark_is_the_one_whose_median_is_nearest_to_1():
-    said = introduction.extremes({"a": [(1.0, 10.0)], "b": [(4.0, 3.0)], "c": [(3.0, 1.0)]})
-    assert (
-        said == "the nearest are those of `b` (1.33 in the median), the furthest off those of `a` (0.10 in the median)"
-    )
-    assert introduction.extremes({"a": [(1.0, 2.0)]}) == ""
 
 
 def test_the_three_answers_of_students_are_the_readings_of_one_question():
@@ -114,23 +68,6 @@ def evaluation(moe_kind: str, sent: float, dropped: float, loss: float, **config
     metrics = {"bytes_per_all_to_all": sent, "dropped": dropped, "loss": loss, "tokens": 64}
     shape = {"moe": moe_kind, **config}
     return record("moe_eval", shape, (1, 2, 3), metrics=metrics, predicted={"bytes_per_all_to_all": 1000})
-
-
-def test_bytes_of_an_all_to_all_are_compared_with_what_was_kept():
-    exact = [evaluation("einsum", 1000.0, 0.0, 2.0), evaluation("sort", 900.0, 0.1, 2.0)]
-    one_hot, sort = moe.bytes_said(exact)
-    assert one_hot == "one-hot: equal to the prediction, to the byte"
-    assert sort.startswith("sort: 0.900 to 0.900 of the prediction")
-    assert sort.endswith("is what was sent, to the byte")
-    one_hot, sort = moe.bytes_said([evaluation("einsum", 1100.0, 0.0, 2.0), evaluation("sort", 950.0, 0.1, 2.0)])
-    assert one_hot == "one-hot: 100 bytes off"
-    assert sort.endswith("is off by 50 bytes")
-
-
-def test_losses_are_compared_for_the_same_tokens_only():
-    pair = [evaluation("einsum", 1000.0, 0.0, 2.0), evaluation("sort", 900.0, 0.1, 2.002)]
-    assert moe.agreement(pair) == ["2 evaluations (einsum and sort) of 64 tokens: losses apart by 1.0e-03 at most"]
-    assert moe.agreement(pair[:1]) == []
 
 
 def test_the_published_profile_says_that_the_host_decides():
@@ -217,18 +154,6 @@ def test_rates_of_a_machine_are_counted_once_a_run():
         "copies, read and written": {"B/s": [1e9]},
         "between 2 ranks, 1 Gbit/s link": {"B/s": [1e8], "latency": [0.5]},
     }
-
-
-def test_an_example_explains_the_cell_that_it_shows():
-    config = {"mode": "step", "size": "tiny", "precision": "fp32", "batch_size": 2, "context": 8}
-    noisy = record("e2e", config, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0}, flags=["noisy: 50%"])
-    plain = record("e2e", config, (1.0, 2.0, 4.0), predicted={"mean_ms": 1.0})
-    found = example(Book(machine=None), citation(plain, noisy))
-    assert found["measured"].startswith("2.00 ms (1.00 to 4.00)")
-    assert found["said"][0].startswith("the middle one of 3 samples is 2.00 ms, and all of them lie between")
-    assert any("it was flagged" in line for line in found["said"])
-    assert found["said"][-1].endswith("which is 0.50 of what was measured")
-    assert example(Book(machine=None), citation(record("e2e", config, (1.0, 2.0, 4.0)))) == {}
 
 
 def test_sizes_of_two_editions_share_a_row_only_if_they_are_one_model():

@@ -21,7 +21,7 @@ from cs336_systems.host.text import markdown_text
 from writeup import build as building
 from writeup.book import Book
 from writeup.compose import Manuscript, compose
-from writeup.exercised import ROOT
+from writeup.freshness import ROOT
 from writeup.profiles import BELOW
 from writeup.render import typst_of, write_figures, write_html, write_pdf
 

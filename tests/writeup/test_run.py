@@ -9,7 +9,7 @@ import pytest
 from cs336_systems.errors import UserError
 from writeup import run as running
 from writeup.catalogue import RUNS, Benchmark
-from writeup.exercised import ROOT
+from writeup.freshness import ROOT
 
 BODY = """import sys
 from pathlib import Path

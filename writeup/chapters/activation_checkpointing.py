@@ -8,7 +8,7 @@ from cs336_systems.cost import backward_flops, forward_flops, recompute_flops
 from cs336_systems.host.console import format_bytes
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import ModelConfig, preset
-from writeup.book import Book, Citation, metric
+from writeup.book import Book, Citation
 from writeup.cells import NONE, memory, predicted_memory
 from writeup.figures import COLOURS, Figure, draw
 from writeup.tables import Table
@@ -27,15 +27,10 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "kept": residuals(book, kept),
         "inside": inside(book, kept),
-        "what": what(kept),
         "swept": sweep_table(book, swept),
         "what_swept": what(swept),
         "picture": picture(swept, plain) if plain else None,
         "rule": rule(plain) if plain else {},
-        "saved": saved(kept),
-        "best": best(swept),
-        "theirs": theirs(book),
-        "short": shortest(book, swept),
     }
 
 
@@ -182,13 +177,3 @@ def theirs(book: Book) -> str:
     place = f"`{table.rows[0].keys['size']}` of {table.source.year}, context {table.fixed['context']}, {table.hardware}"
     more = f", and {markdown_text(table.note)}" if table.note else ""
     return f"{' and '.join(rows)}{more} ({place})" if rows else NONE
-
-
-def shortest(book: Book, swept: Citation) -> str:
-    """That both sweeps, ours and the student's, need least with the shortest segment; nothing if one does not."""
-    rows = book.published.table(STUDENT, "activation checkpointing").rows
-    needs = {int(row.keys["recompute_every"]): row.values["peak"].value for row in rows}
-    ours = {r.config["recompute_every"]: metric(r, "peak_bytes") for r in swept.measured.only(recompute="segments")}
-    if not all(len(each) > 1 and min(each) == min(each, key=lambda length: each[length]) for each in (needs, ours)):
-        return ""
-    return "In both the shortest segment needs least: a block keeps much more than its input."

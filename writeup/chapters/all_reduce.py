@@ -9,13 +9,14 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.traffic import sent
 from writeup.beside import Beside, beside
-from writeup.book import Book, Citation, metric
+from writeup.book import Book, Citation, facts, metric
 from writeup.cells import NONE, median_ms, predicted_ms, prediction, timing
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import PLACES, Group, group_of, line_of, link_rate, link_title
+from writeup.rank_runs import PLACES, Group, group_of, line_of, link_title
+from writeup.schematics import all_reduces
 from writeup.tables import Table
-from writeup.words import error_of, hours_apart, joined, times
+from writeup.words import joined, times
 
 ONE, TWO = "all-reduce", "all-reduce, two nodes"
 STUDENTS = ("brandon-snider", "damek", "sidsoc12", "enzo-ding", "students")
@@ -37,10 +38,21 @@ def content(book: Book) -> dict[str, Any]:
         "published": published(book, theirs),
         "published_picture": published_picture(theirs),
         "students": students(book, one),
-        "empty": book.published.table(ORIGINAL, TWO).note,
-        "said": commentary(one, two),
+        "f": facts(lambda: spoken(one)),
+        "rings": all_reduces(),
         "original": original(theirs),
     }
+
+
+def spoken(cited: Citation) -> dict[str, Any]:
+    """Times of 16 KB, rates of 1 GB, and the range of predicted over measured time, on two ranks."""
+    small = {name: median_ms(cited.need(ranks=2, backend=name, bytes=16_000)) for name in ("gloo", "shm")}
+    large = [median_ms(cited.need(ranks=2, backend=name, bytes=1_000_000_000)) for name in ("gloo", "shm")]
+    shares = [(predicted_ms(each) or 0.0) / median_ms(each) for each in cited.measured]
+    return {
+        "small_gloo": small["gloo"], "small_shm": small["shm"], "large": large[0] / large[1], "low": min(shares),
+        "factor": max(max(shares), 1 / min(shares)),
+    }  # fmt: skip
 
 
 def has_link(cited: Citation) -> bool:
@@ -71,8 +83,8 @@ def measured(book: Book, cited: Citation, theirs: Beside) -> Table:
         else:
             cells += [NONE] * 3
         rows.append([*cells, theirs.cell(**config)])
-    columns = ("<ranks", "size", "median (quartiles)", "predicted (of measured)", "algorithm", "bus", "rank spread",
-               "Rød, mean")  # fmt: skip
+    columns = ("<ranks", "size", "median", "predicted (of measured)", "algorithm", "bus", "rank spread",
+               "2024, mean")  # fmt: skip
     return Table(book, columns, rows, cited)
 
 
@@ -186,64 +198,6 @@ def students(book: Book, one: Citation) -> Table:
         rows.append(["this write-up, median", where, size_name(10**9), "2", timing(book, record), rate(bus(record))])
     columns = ("<source", "<on", "size", "ranks", "mean", "bus bandwidth")
     return Table(book, columns, rows, ours if ours else (), always=True)
-
-
-def commentary(one: Citation, two: Citation) -> list[str]:
-    """Findings: predictions, the size from which bytes dominate, the effect of more ranks and a slower link."""
-    said = []
-    for cited, where in ((one, "On one node"), (two, "On two nodes")):
-        if cited.measured:
-            said.append(f"{where}, {error_of(cited)}.")
-    for name, records in families(one).items():
-        if line := line_of(records):
-            half = line.overhead * line.bandwidth / sent("all-reduce", records[0].config["ranks"])
-            sizes = [record.config["bytes"] for record in records]
-            beyond = "" if min(sizes) <= half <= max(sizes) else " (extrapolated: no such size was measured)"
-            said.append(
-                f"With {name.words} the latency is the larger part below "
-                f"{size_name(float(f'{half:.2g}'))}{beyond}, above it the bytes."
-            )
-    return said + more_ranks(one) + slower_link(one, two)
-
-
-def more_ranks(cited: Citation) -> list[str]:
-    """The largest size on few and on many ranks, against what a ring's bytes would make of it."""
-    ends: dict[tuple[str, str], list[Record]] = {}
-    for group, records in families(cited).items():
-        ends.setdefault((group.backend, group.device), []).append(records[-1])
-    pairs = [(found[0], found[-1]) for found in ends.values() if len(found) > 1]
-    return [line for few, many in pairs if (line := _of_ranks(few, many))]
-
-
-def _of_ranks(few: Record, many: Record) -> str:
-    """One size on two numbers of ranks; nothing if they were measured apart."""
-    if few.config["bytes"] != many.config["bytes"] or hours_apart(few, many) > TOGETHER:
-        return ""
-    a, b = few.config["ranks"], many.config["ranks"]
-    ring = sent("all-reduce", b) / sent("all-reduce", a)
-    cores = many.environment["cores"]
-    shared = f" Here {b} ranks share {cores} cores, so that they also wait for each other's turn." if b > cores else ""
-    return (
-        f"{size_name(few.config['bytes'])} takes {times(median_ms(many) / median_ms(few))} as long on {b} ranks as on "
-        f"{a}; the bytes of a ring alone would make {times(ring)}.{shared}"
-    )
-
-
-def slower_link(one: Citation, two: Citation) -> list[str]:
-    """The bus bandwidth over the link against its rate, and the same all-reduce on one node."""
-    if not two.measured:
-        return []
-    best = max(two.measured, key=lambda record: (record.config["bytes"], bus(record)))  # past what a link lets burst
-    full = link_rate(best)
-    share = f", {bus(best) / full:.0%} of the link's rate" if full else ""
-    said = [f"Between the two nodes the bus bandwidth reaches {rate(bus(best))}{share}."]
-    same = {name: best.config[name] for name in ("ranks", "bytes", "backend", "device")}
-    alone = one.measured.one(same)
-    if alone and hours_apart(best, alone) <= TOGETHER:
-        factor = median_ms(best) / median_ms(alone)
-        slower = f"{times(factor)} as long as" if factor >= 1 else f"{factor:.2f} of the time"
-        said.append(f"{size_name(same['bytes'])} on {same['ranks']} ranks takes {slower} on one node.")
-    return said
 
 
 def original(theirs: Beside) -> str:

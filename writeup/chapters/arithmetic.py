@@ -25,7 +25,6 @@ def content(book: Book) -> dict[str, Any]:
         "n": {name.replace("-", "_"): answer.texts for name, answer in answers.items()},
         "limits": limits(book, answers),
         "readings": readings(book, answers["xxl-batch"]),
-        "picture": picture(answers),
     }
 
 

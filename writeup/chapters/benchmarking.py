@@ -1,7 +1,6 @@
 """How long a forward pass, a backward pass and a step take, with and without warm-up."""
 
 from dataclasses import replace
-from statistics import median
 from typing import Any
 
 from matplotlib.ticker import StrMethodFormatter
@@ -12,7 +11,7 @@ from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book, Citation, metric
-from writeup.ceilings import original, original_seconds, pass_seconds
+from writeup.ceilings import original_seconds, pass_seconds
 from writeup.cells import (
     NONE,
     STATUS,
@@ -29,7 +28,7 @@ from writeup.figures import Figure, draw
 from writeup.model_pairs import as_preset, setup
 from writeup.publications import ORIGINAL, PublishedTable
 from writeup.tables import Table
-from writeup.words import error_of, joined, span, times
+from writeup.words import joined
 
 PASSES = ("forward", "backward", "forward-backward")
 MODES = (*PASSES, "step")
@@ -44,18 +43,13 @@ def content(book: Book) -> dict[str, Any]:
     warm = as_preset(book.cite("e2e", PLAIN, warmup=2, mode=MODES, command=f"{command} --all-sizes"))
     cold = as_preset(book.cite("e2e", PLAIN, warmup=0, mode=MODES, command=f"{command} --size small --warmup 0"))
     return {
-        "original": original(book),
-        "warm_setup": setup(warm),
         "warm": passes(book, warm, WARM),
         "cold_setup": setup(cold),
         "cold": passes(book, cold, COLD),
         "picture": picture(warm) if warm.measured else None,
+        "cold_published": cold_published(book),
         "students": students(book),
         "students_setup": students_setup(book),
-        "students_said": students_said(book),
-        "error": error_of(warm.measured) if warm.measured else "",
-        "backward": backward(warm),
-        "first": first_steps(cold),
         "rod_cold": original_cold(book),
     }
 
@@ -77,12 +71,26 @@ def passes(book: Book, cited: Citation, table: str) -> Table:
                 quoted(book, theirs, "ms") + wanted,
             ]
         )
-    columns = ("<size", "<pass", "n", "mean ± deviation", "median (quartiles)", "predicted (of measured)")
+    columns = ("<size", "<pass", "n", "mean ± deviation", "median", "predicted (of measured)")
     notes = [
-        f"n: samples; of fewer than {FEW} there is no deviation. Rød's cells are predicted by the large cost model, "
+        f"n: samples; of fewer than {FEW} there is no deviation. 2024's cells are predicted by the large cost model, "
         "for an H100 with products in TF32."
     ]
-    return Table(book, (*columns, "Rød, one GPU (predicted)"), rows, cited, notes=notes if rows else [])
+    return Table(book, (*columns, "2024, one GPU (predicted)"), rows, cited, notes=notes if rows else [])
+
+
+def cold_published(book: Book) -> Table:
+    """The published times without warm-up beside those with it, every size and pass."""
+    rows = []
+    for row in book.published.table(SOURCE, COLD).rows:
+        both = [
+            book.published.value(SOURCE, name, column, **row.keys)
+            for name in (COLD, WARM)
+            for column in ("mean", "std")
+        ]
+        rows.append([str(row.keys["size"]), str(row.keys["pass"]), *(quoted(book, each, "ms") for each in both)])
+    heads = ("<size", "<pass", "no warm-up, mean", "deviation", "one step, mean", "deviation")
+    return Table(book, heads, rows, always=True)
 
 
 def mean(book: Book, record: Record) -> str:
@@ -182,17 +190,6 @@ def expected(table: PublishedTable) -> list[float | None]:
     return found
 
 
-def students_said(book: Book) -> str:
-    """Which share of the published times the prediction explains: a clause."""
-    shares = [
-        wanted / row.values["mean"].value
-        for table in student_tables(book)
-        for row, wanted in zip(table.rows, expected(table), strict=True)
-        if wanted
-    ]
-    return f"the predictions are {span(shares, '{:.2f}')} of the published times"
-
-
 def backward(cited: Citation) -> str:
     """How many forward passes a backward pass takes, by size, where neither time is noisy."""
     shares = []
@@ -201,23 +198,6 @@ def backward(cited: Citation) -> str:
         if one and other and not one.flags and not other.flags:
             shares.append(f"{median_ms(other) / median_ms(one):.1f} at `{size}`")
     return joined(shares) if shares else ""
-
-
-def first_steps(cited: Citation) -> list[str]:
-    """For each size without warm-up: the first sample of a whole pass against the median of those after it."""
-    said = []
-    for record in cited.measured.only(mode="forward-backward"):
-        if len(record.samples_ms) < FEW:
-            continue
-        first, later = record.samples_ms[0], median(record.samples_ms[1:])
-        deviation = metric(record, "std_ms") / metric(record, "mean_ms")
-        said.append(f"`{record.config['size']}`: {_first(first, later)}; the deviation is {deviation:.0%} of the mean")
-    return said
-
-
-def _first(first: float, later: float) -> str:
-    said = f"the first pass took {format_seconds(first / 1e3)}, later ones {format_seconds(later / 1e3)}"
-    return f"{said}, {times(first / later)} as long" if first > later else f"{said}: no warm-up to see"
 
 
 def original_cold(book: Book) -> str:

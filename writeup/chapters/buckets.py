@@ -16,13 +16,12 @@ from cs336_systems.traffic import sent
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, median_ms, prediction, ratio, timing
-from writeup.chapters.ddp import ALONE
+from writeup.chapters.wrappers import ALONE
 from writeup.figures import COLOURS, Figure, draw
 from writeup.line_fit import Line, fit
 from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, line_of, link_title, link_words, runs_of, title
-from writeup.tables import Table, missing
-from writeup.words import differ, joined
+from writeup.rank_runs import DDP, THROTTLED, line_of, link_title, link_words, runs_of
+from writeup.tables import Table
 
 BACKWARD = 2 / 3  # of a step: a backward pass is two products for each one of forward
 
@@ -58,15 +57,10 @@ def content(book: Book) -> dict[str, Any]:
     runs = [*runs_of(plain), *runs_of(slow)]
     models = [model for run in runs if (model := model_of(run))]
     return {
-        "sweeps": [(title(run), sweep(book, run)) for run in runs],
-        "missing": missing([plain, slow]),
         "fits": fits(book, models, single, [plain, slow]),
         "best": best_sizes(book, models, [plain, slow]) if models else "",
         "picture": picture(models) if models else None,
         "published": published(book),
-        "published_said": published_said(book),
-        "said": [line for model in models for line in commentary(model)],
-        "commands": [DDP, THROTTLED],
     }
 
 
@@ -101,7 +95,7 @@ def sweep(book: Book, run: Citation) -> Table:
         exposed = format_seconds(metric(record, "exposed_ms") / 1e3)
         size = size_name(bucket_bytes(record) or 0.0)
         rows.append([size, str(buckets), timing(book, record), prediction(record), ratio(record), exposed, *said])
-    columns = ("bucket", "collectives", "step, median (quartiles)", "predicted (of measured)", "over torch DDP",
+    columns = ("bucket", "collectives", "step", "predicted (of measured)", "over torch DDP",
                "exposed", "T(n)", "with backward's length")  # fmt: skip
     return Table(book, columns, rows, run)
 
@@ -194,49 +188,6 @@ def published(book: Book) -> Table:
         for backend, size in models
     ]
     return Table(book, ("<original", *(f"{each} MB" for each in sizes)), rows, notes=theirs.notes, always=True)
-
-
-def published_said(book: Book) -> str:
-    """How far the original's sweep of each backend and size spreads, and where its best is."""
-    theirs, said = beside(book, ORIGINAL, "bucketed", "ms"), []
-    for backend in dict.fromkeys(str(row.keys["backend"]) for row in theirs.table.rows):
-        of_size: dict[str, dict[int, float]] = {}
-        for row in theirs.table.rows:
-            if row.keys["backend"] == backend:
-                line = of_size.setdefault(str(row.keys["size"]), {})
-                line[int(row.keys["bucket_size_mb"])] = row.values["time"].value
-        spreads = [max(line.values()) / min(line.values()) - 1 for line in of_size.values()]
-        best = joined(f"{min(line, key=lambda key: line[key])} MB for {size}" for size, line in of_size.items())
-        said.append(f"over {backend} the slowest size takes {min(spreads):.0%} to {max(spreads):.0%} more than the "
-                    f"fastest, which is {best}")  # fmt: skip
-    return f"In the original, {'; '.join(said)}."
-
-
-def commentary(model: Model) -> list[str]:
-    """Which sizes are told apart, where the equation puts the best, and how right it is."""
-    run, records = model.run, sweep_of(model.run)
-    if not records:
-        return []
-    link = markdown_text(link_words(run.records[0])) or "the machine's own link"
-    best = min(records, key=median_ms)
-    apart = [size_name(bucket_bytes(each) or 0.0) for each in records if each is not best and differ(each, best)]
-    slower = f"slower beyond the quartiles: {joined(apart)}" if apart else "no other size can be told apart from it"
-    near = nearest(model) or 0.0
-    agrees = (
-        "the same size"
-        if near == bucket_bytes(best)
-        else f"the fastest measured is {size_name(bucket_bytes(best) or 0.0)}"
-    )
-    said = [
-        f"Over {link}: the equation's best bucket has {size_name(float(f'{model.best:.2g}'))}; of the sizes measured "
-        f"{size_name(near)} is nearest; {agrees}; {slower}."
-    ]
-    factors = [metric(r, "exposed_ms") / 1e3 / model.general(metric(r, "collectives")) for r in records]
-    said.append(
-        f"What is exposed is {min(factors):.2g} to {max(factors):.2g} times what the fitted equation leaves with "
-        f"backward's length; {bound(model)}."
-    )
-    return said
 
 
 def bound(model: Model) -> str:

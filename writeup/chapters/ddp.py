@@ -1,246 +1,34 @@
-"""Cost of averaging gradients, and how much of it backward hides: four wrappers and PyTorch's."""
+"""Data parallelism: when gradients are reduced, how much of it backward hides, and buckets."""
 
 from typing import Any
 
-from benchmarks.records import Record
-from cs336_systems.host.console import format_seconds
-from cs336_systems.host.text import markdown_code, markdown_text, plot_text
-from writeup.beside import beside
-from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, predicted_ms, prediction, quartiles, ratio, timing
-from writeup.figures import COLOURS, Figure, draw
-from writeup.profiles import profile_picture
-from writeup.publications import ORIGINAL
-from writeup.rank_runs import DDP, THROTTLED, link_title, link_words, runs_of, title
-from writeup.tables import Table, missing
-from writeup.words import differ, error_of, faster, in_turn, joined
-
-ALONE, TORCH = "no communication", "torch DDP"
-RUNGS = ("naive", "flat", "overlapped")
-WRAPPERS = ("naive", "flat", "overlapped", "bucketed", "torch-ddp")
-STUDENTS = ("brandon-snider", "damek", "enzo-ding")
-TRACE = "python -m benchmarks.profiling_run --nproc 2 --wrapper"
-SHARE = "communication share"
-OWN = "the machine's own link"
-MARGIN = 0.1  # by which communication must be shorter or longer before a sentence says so
+from writeup.book import Book, facts
+from writeup.chapters import buckets, wrappers
+from writeup.schematics import wrappers as wrappers_picture
 
 
 def content(book: Book) -> dict[str, Any]:
-    """The steps over each link, traces with their overlap, published figures, and the commentary's sentences."""
-    plain = book.cite("ddp", link="", command=DDP)
-    slow = book.cite("ddp", link=bool, command=THROTTLED)
-    traced = book.cite("profiling", ranks=lambda n: n > 1, wrapper=WRAPPERS, command=f"{TRACE} naive")
-    runs = [*runs_of(plain), *runs_of(slow)]
-    return {
-        "steps": [(title(run), steps(book, run)) for run in runs],
-        "missing": missing([plain, slow]),
-        "picture": picture(runs) if runs else None,
-        "overlaps": overlaps(book, traced),
-        "traces": traces(book, traced),
-        "traced_command": traced.command,
-        "published": published(book),
-        "published_notes": beside(book, ORIGINAL, "flat again", "ms").notes,
-        "published_said": published_said(book),
-        "students": students(book),
-        "said": [line for run in runs for line in commentary(run)],
-        "overlap_said": overlap_said(traced),
-        "commands": [DDP, THROTTLED, f"{TRACE} naive", f"{TRACE} overlapped"],
-    }
-
-
-def steps(book: Book, run: Citation) -> Table:
-    """Every candidate's step, its communication alone, and what of it shows."""
-    rows = []
-    for record in run:
-        found, name = record.metrics, markdown_text(str(record.config["candidate"]))
-        alone = calls = NONE
-        if "communication_ms" in found:
-            alone = f"{format_seconds(found['communication_ms'] / 1e3)} ({found['communication_share']:.0%})"
-            calls = str(found["collectives"])
-        exposed = format_seconds(found["exposed_ms"] / 1e3) if "exposed_ms" in found else NONE
-        hidden = expected_exposed(run, record)
-        rows.append([name, timing(book, record), prediction(record), calls, alone, exposed, hidden, ratio(record)])
-    columns = ("<wrapper", "step, median (quartiles)", "predicted (of measured)", "collectives",
-               "alone (of step)", "exposed", "exposed, predicted", "over torch DDP")  # fmt: skip
-    return Table(book, columns, rows, run)
-
-
-def expected_exposed(run: Citation, record: Record) -> str:
-    """Predicted communication that backward does not hide."""
-    alone, mine = run.one(candidate=ALONE), predicted_ms(record)
-    base = predicted_ms(alone) if alone else None
-    if base is None or mine is None or record is alone:
-        return NONE
-    return format_seconds((mine - base) / 1e3)
-
-
-def picture(runs: list[Citation]) -> Figure:
-    """Steps as bars: what a step without communication takes, and what is exposed on top of it."""
-
-    def into(axes: Any) -> None:
-        for place, run in zip(axes if len(runs) > 1 else [axes], runs, strict=True):
-            base = run.one(candidate=ALONE)
-            shown = [record for record in run if record is not base]
-            names = [plot_text(str(record.config["candidate"])) for record in shown]
-            exposed = [metric(record, "exposed_ms") for record in shown]
-            spread = [whiskers(record, base) for record in shown]
-            place.barh(names, [median_ms(base) if base else 0.0] * len(shown), color=COLOURS[7], label="computing")
-            left = median_ms(base) if base else 0.0
-            place.barh(names, exposed, left=left, color=COLOURS[1], label="exposed communication",
-                       xerr=[*zip(*spread, strict=True)], ecolor="0.4", capsize=2)  # fmt: skip
-            place.plot([predicted_ms(r) for r in shown], names, "k|", markersize=12, label="predicted")
-            width = f"width {run.records[0].config['d_model']}"
-            place.set_title(plot_text(f"{width},\n{link_title(run.records[0])}"), fontsize=9)
-            place.set_xlabel("milliseconds")
-            place.invert_yaxis()
-            place.grid(axis="y", visible=False)
-        first = axes[0] if len(runs) > 1 else axes
-        first.figure.legend(*first.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-
-    return draw(
-        "ddp-steps",
-        "A step without communication, and what each wrapper adds, with its quartiles; a stroke is the prediction.",
-        "Bars of training steps, split into computing and exposed communication, for each data-parallel wrapper",
-        into, columns=len(runs), height=3.6,
-    )  # fmt: skip
-
-
-def whiskers(record: Record, base: Record | None) -> tuple[float, float]:
-    """How far the quartiles of what is exposed lie below and above its median, turn by turn; 0 without turns."""
-    if base is None or not in_turn(record, base):
-        return 0.0, 0.0
-    low, high = quartiles([with_it - alone for with_it, alone in zip(record.samples_ms, base.samples_ms, strict=True)])
-    exposed = float(metric(record, "exposed_ms"))
-    return max(0.0, exposed - low), max(0.0, high - exposed)
-
-
-def overlaps(book: Book, traced: Citation) -> Table:
-    """For each traced wrapper the share of communication behind which its rank computed, by rank."""
-    theirs, rows = beside(book, ORIGINAL, "overlap", "%"), []
-    for record in ordered(traced):
-        wrapper, shares = record.config["wrapper"], metric(record, "overlap")
-        said = record.predicted
-        spent, shown = said.get("communication_ms"), said.get("exposed_ms")
-        expected = f"{1 - shown / spent:.0%}" if spent and shown is not None else NONE
-        quoted = [theirs.cell(candidate=wrapper, rank=rank) for rank in range(2)] if wrapper in RUNGS else []
-        rows.append([
-            markdown_text(str(wrapper)), ", ".join(f"{share:.1%}" for share in shares), expected,
-            ", ".join(format_seconds(each / 1e3) for each in metric(record, "communication_ms")),
-            ", ".join(each for each in quoted if each != NONE) or NONE,
-        ])  # fmt: skip
-    columns = ("<wrapper", "overlap, by rank", "predicted", "communication, by rank", "Rød, by rank")
-    return Table(book, columns, rows, traced)
-
-
-def ordered(traced: Citation) -> list[Record]:
-    """From the plainest wrapper on."""
-    return sorted(traced.measured, key=lambda record: WRAPPERS.index(record.config["wrapper"]))
-
-
-def traces(book: Book, traced: Citation) -> list[Figure]:
-    """The timelines of this project's wrappers, as far as the profiles left them."""
-    found = []
-    for record in ordered(traced):
-        wrapper = record.config["wrapper"]
-        share = joined(f"{each:.0%}" for each in metric(record, "overlap"))
-        caption = f"`{wrapper}`: {share} of the communication overlaps computing, by rank, over all steps profiled."
-        alt = f"Timeline of a training step under the {wrapper} wrapper: computing and collectives of each rank"
-        picture = profile_picture(book, record, "timeline", caption, alt) if wrapper != "torch-ddp" else None
-        found += [picture] if picture else []
+    """Tables and pictures of the sections, and what the sentences speak of."""
+    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "orders": wrappers_picture()}
+    for part in (wrappers, buckets):
+        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
     return found
 
 
-def published(book: Book) -> Table:
-    """The original's tables of three problems side by side."""
-    tables = [beside(book, ORIGINAL, name, "ms") for name in (*RUNGS[:2], "flat again", RUNGS[2])]
-    rows = [
-        [str(row.keys["size"]), str(row.keys["nodes"]), *(table.cell(**row.keys) for table in tables)]
-        for row in sorted(tables[0].table.rows, key=lambda row: int(row.keys["nodes"]))
-    ]
-    return Table(book, ("<size", "nodes", "naive", "flat", "flat, again", "overlapped"), rows, always=True)
-
-
-def students(book: Book) -> Table:
-    """Others' steps of the xl model, each with its ratio to the naive one, and its communication where they give it."""
-    rows = []
-    for source in STUDENTS:
-        table = beside(book, source, "ddp", "ms")
-        naive = next(row.values["time"].value for row in table.table.rows if row.keys["candidate"] == "naive")
-        for row in table.table.rows:
-            time = row.values["time"].value / naive
-            wrapper, share = str(row.keys["candidate"]), NONE
-            if (source, SHARE) in book.published.tables:
-                share = beside(book, source, SHARE, "%").cell(**row.keys)
-            rows.append([source, table.table.hardware, wrapper, table.cell(**row.keys), f"{time:.2f}", share])
-    columns = ("<source", "<on", "<wrapper", "step", "over naive", "communication, of step")
-    return Table(book, columns, rows, always=True)
-
-
-def published_said(book: Book) -> str:
-    """On how many sizes of the original overlapping is faster than one flat buffer, on one node and on two."""
-    flat, overlapped = (book.published.table(ORIGINAL, name) for name in ("flat", "overlapped"))
-    said = []
-    for nodes, where in ((1, "one node"), (2, "two nodes")):
-        sizes = [row.keys["size"] for row in flat.rows if row.keys["nodes"] == nodes]
-        pairs = [(overlapped.value(size=size, nodes=nodes), flat.value(size=size, nodes=nodes)) for size in sizes]
-        won = [str(size) for size, (a, b) in zip(sizes, pairs, strict=True) if a and b and a.value < b.value]
-        which = f" ({joined(won)})" if won else ""
-        said.append(f"on {where} in {len(won)} of {len(sizes)} sizes{which}")
-    return f"In the original, overlapping is faster than one flat buffer {joined(said)}; it gives no spread."
-
-
-def commentary(run: Citation) -> list[str]:
-    """The rungs against each other, the share of communication, and how right the prediction is."""
-    by_name = {record.config["candidate"]: record for record in run}
-    where = f"Over {markdown_text(link_words(run.records[0])) or OWN}"
-    parts = []
-    if (naive := by_name.get("naive")) and "communication_share" in naive.metrics:
-        share = metric(naive, "communication_share")
-        parts.append(f"the naive wrapper's collectives alone would take {share:.0%} of its step")
-    for one, other in (("flat", "naive"), ("overlapped", "flat"), ("overlapped", TORCH)):
-        if one in by_name and other in by_name:
-            parts.append(faster(one, by_name[one], other, by_name[other]))
-    said = [f"{where}, {'; '.join(parts)}."] if parts else []
-    return [*said, *least_exposed(run), f"Of these steps, {error_of(run)}."]
-
-
-def least_exposed(run: Citation) -> list[str]:
-    """Which wrapper adds least to a step, how much of its communication shows, and which ones are no worse."""
-    shown = [record for record in run if "communication_ms" in record.metrics]
-    if not shown:
-        return []
-    least = min(shown, key=lambda record: float(metric(record, "exposed_ms")))
-    exposed, spent = metric(least, "exposed_ms"), metric(least, "communication_ms")
-    alone, share = format_seconds(spent / 1e3), exposed / spent
-    if share < 1 - MARGIN:
-        hides = f"{share:.0%} of the {alone} that its communication takes alone is not hidden"
-    elif share <= 1 + MARGIN:
-        hides = f"about what its communication takes alone, {alone}: none of it is seen to hide"
-    else:
-        hides = f"more than its communication takes alone, {alone}: computing was slowed down, too"
-    said = [f"Least exposed is {_name(least)}, {format_seconds(exposed / 1e3)}; {hides}."]
-    if alike := [_name(record) for record in shown if record is not least and not differ(record, least)]:
-        said.append(f"{joined(alike)} cannot be told apart from it.")
-    return [" ".join(said)]
-
-
-def _name(record: Record) -> str:
-    return markdown_text(str(record.config["candidate"]))
-
-
-def overlap_said(traced: Citation) -> str:
-    """Check that wrappers without overlap hide nothing, and name the one that hides most."""
-    late = [r for r in traced.measured if r.config["wrapper"] in ("naive", "flat")]
-    if not late:
-        return ""
-    worst = max(max(metric(record, "overlap")) for record in late)
-    names = joined(markdown_code(str(record.config["wrapper"])) for record in late)
-    said = (
-        f"The overlap of {names} is 0 on every rank, as it must be: they start when backward has ended."
-        if worst == 0
-        else f"The overlap of {names} reaches {worst:.1%}, and it should be 0: they start when backward has ended."
-    )
-    best = max(traced.measured, key=lambda record: float(max(metric(record, "overlap"))))
-    if max(metric(best, "overlap")) > 0:
-        said += f" It is largest with {markdown_code(str(best.config['wrapper']))}, {max(metric(best, 'overlap')):.0%}."
-    return said
+def spoken(book: Book) -> dict[str, Any]:
+    """Overlap by the traces of `overlapped`, and what its step exposes, over gloo and over shared memory."""
+    traced = book.cite("profiling", ranks=2, wrapper="overlapped").need()
+    where = {"d_model": 512, "context": 32, "link": ""}
+    steps = book.cite("ddp", where)
+    found = {}
+    for backend in ("gloo", "shm"):
+        naive, flat, overlapped = (
+            steps.need(backend=backend, candidate=name).metrics["exposed_ms"]
+            for name in ("naive", "flat", "overlapped")
+        )
+        found[backend] = {"naive": naive, "flat": flat, "overlapped": overlapped}
+    slow = book.cite("ddp", link=bool, backend="gloo")
+    naive, overlapped = (slow.need(candidate=name).metrics["exposed_ms"] for name in ("naive", "overlapped"))
+    return found | {"overlap": min(traced.metrics["overlap"]), "most": max(traced.metrics["overlap"]),
+                    "alone": steps.need(backend="gloo", candidate="overlapped").metrics["communication_ms"],
+                    "slow": 1 - overlapped / naive}  # fmt: skip

@@ -4,9 +4,9 @@ from typing import Any
 
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
-from writeup.cells import NONE, STALE
+from writeup.cells import NONE
 from writeup.equality import BITS, PROPERTIES, Row, matrix
-from writeup.freshness import changed_since
+from writeup.freshness import STALE, changed_since
 from writeup.proofs import COMMAND, Report, read_report
 from writeup.tables import markdown
 from writeup.words import joined

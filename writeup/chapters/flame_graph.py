@@ -4,11 +4,10 @@ import re
 from typing import Any
 
 from benchmarks.records import Record
-from cs336_systems.host.text import markdown_code
 from writeup.book import Book, Citation
 from writeup.cells import NONE
 from writeup.chapters.function_calls import COMMAND, SOURCE, largest
-from writeup.profiles import profile_picture, tables, with_tables, without_tables
+from writeup.profiles import profile_picture, tables, with_tables
 from writeup.tables import Table
 from writeup.words import joined
 
@@ -33,12 +32,7 @@ def content(book: Book) -> dict[str, Any]:
             "up.",
             "An icicle of one step: forward, backward and optimizer, below them modules and their operators",
         ),
-        "size": main.config["size"] if main else "",
-        "bare": without_tables(book, profiled),
-        "shares": shares(book, cited),
         "parts": parts(book, cited, main, profile),
-        "surprises": surprises(main, profile) if main and profile else [],
-        "original": original(book),
     }
 
 
@@ -52,7 +46,7 @@ def shares(book: Book, cited: Citation) -> Table:
             cells = [f"{row['of_forward']:.2%}", f"{row['of_step']:.2%}"] if row else [NONE, NONE]
             rows.append([ours, record.config["size"], *cells, f"{theirs.shown('%')}%" if theirs else NONE])
     return Table(
-        book, ("<part", "<size", "of the forward pass", "of the step", "Rød, one GPU: of the step"), rows, cited
+        book, ("<part", "<size", "of the forward pass", "of the step", "2024, one GPU: of the step"), rows, cited
     )
 
 
@@ -73,32 +67,6 @@ def parts(book: Book, cited: Citation, main: Record | None, profile: dict[str, A
 def total(row: dict[str, Any]) -> int:
     """Nanoseconds of a part."""
     return int(row["forward"] + row["recomputed"] + row["backward"] + row["other"])
-
-
-def surprises(record: Record, profile: dict[str, Any]) -> list[str]:
-    """Unexpected parts: those whose share of the time is far from their share of the FLOPs, which is zero."""
-    metrics, found = record.metrics, []
-    phases = {name: time / sum(profile["phases"].values()) for name, time in profile["phases"].items()}
-    longest = joined(f"{name} {share:.0%}" for name, share in phases.items() if share >= 0.005)
-    found.append(f"By phase: {longest}.")
-    rest = 1 - metrics["share_matrix_products"] - metrics.get("share_fused_attention", 0.0)
-    found.append(
-        f"What makes no product takes {rest:.0%} of the step, although it makes next to none of the FLOPs; faster "
-        "products would leave it as it is."
-    )
-    rows = [row for row in profile["operators"]["step"] if ACTIVATION.search(row["name"])]
-    if rows:
-        share = sum(row[f"{profile['clock']}_self_share"] for row in rows)
-        named = joined(f"{markdown_code(row['name'])}" for row in rows)
-        found.append(f"The activation function alone takes {share:.1%} of the step ({named}).")
-    outside = [row for row in profile["parts"] if row["name"].startswith("outside modules: backward")]
-    share = sum(row["share"] for row in outside)
-    found.append(
-        f"{share:.1%} of the step is backward that belongs to no module: accumulating gradients, and the loss."
-        if share
-        else "Nothing of backward is left without its module."
-    )
-    return found
 
 
 def original(book: Book) -> str:

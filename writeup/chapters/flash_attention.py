@@ -5,13 +5,14 @@ from statistics import median as middle
 from typing import Any
 
 from benchmarks.records import Record
-from writeup.book import Book, Citation
+from writeup.book import Book, Citation, Unmeasured, facts
 from writeup.cells import marks, median_ms, prediction, timing
-from writeup.chapters.flash_published import boards, programs, students
+from writeup.chapters.flash_published import boards, students
 from writeup.chapters.flash_sweep import BACKWARD, FORWARD, kept, kept_bytes, limits, measured_cells, sweep
 from writeup.figures import Figure, draw, logarithmic
+from writeup.schematics import tiles
 from writeup.tables import Table
-from writeup.words import differ, faster, from_which, joined, pair_ratios, prediction_error, times
+from writeup.words import joined, pair_ratios
 
 BOTH = "forward-backward"
 NAMES = {
@@ -39,30 +40,14 @@ def content(book: Book) -> dict[str, Any]:
         "course": sweep(book, course),
         "measured": measured_cells(course),
         "limits": limits(),
-        "kept_error": kept_error([*course.measured, *flash.measured]),
         "flash": kernels(book, shown),
         "ours": "" if ours.measured else kernels(book, ours),  # which are in the other table where there are any
         "picture": picture(shown) if shown.measured else None,
-        "said": said(shown),
-        "tiled": tiled(shown),
-        "memory_said": memory_said(shown),
+        "f": facts(lambda: spoken(shown)),
+        "tiles": tiles(),
         "students": students(book),
-        "programs": programs(book),
         "boards": boards(book),
     }
-
-
-def kept_error(records: list[Record]) -> str:
-    """How far the prediction of what is kept is off, over both sweeps."""
-    pairs = [
-        (kept_bytes(r.config), r.metrics.get("before_backward_bytes")) for r in records if r.config["pass"] == FORWARD
-    ]
-    known = [(float(one), float(other)) for one, other in pairs if one and other]
-    if not known:
-        return ""
-    if all(one == other for one, other in known):
-        return f"the prediction of what is kept is right to the byte, in all {len(known)} cases"
-    return f"of what is kept, {prediction_error(known)}"
 
 
 def narrowed(cited: Citation) -> Citation:
@@ -84,7 +69,15 @@ def kernels(book: Book, cited: Citation) -> Table:
         back, both = (cited.one(same, **{"pass": what}) for what in (BACKWARD, BOTH))
         cells = [median(book, record), median(book, back), timing(book, both), prediction(both), kept(book, record)]
         rows.append([f"{config['seq']:,}", name, *cells])
-    heads = ("<tokens", "<kernel", "forward", "backward", "both", "predicted (of both)", "kept (predicted / measured)")
+    heads = (
+        "<tokens",
+        "<kernel",
+        "forward",
+        "backward",
+        "both",
+        "lower bound (of both)",
+        "kept (predicted / measured)",
+    )
     note = f"Not supported on this device: {joined(dict.fromkeys(left))}." if left else ""
     used = replace(cited, records=tuple(record for record in cited if record.status != "unsupported"))
     return Table(book, heads, rows, used, notes=[note] if note else [])
@@ -134,47 +127,20 @@ def picture(cited: Citation) -> Figure:
     )  # fmt: skip
 
 
-def said(cited: Citation) -> list[str]:
-    """How each kernel of FlashAttention's kind stands to eager attention."""
-    eager = by_tokens(cited, "eager")
-    names = [name for name in ("ours", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn") if by_tokens(cited, name)]
-    clauses = [
-        from_which(NAMES[name], by_tokens(cited, name), "eager attention", eager, "{:,g} tokens") for name in names
-    ]
-    return clauses if eager else []
+def spoken(cited: Citation) -> dict[str, Any]:
+    """Growth of what is kept from the shortest to the longest length, and times over eager's at the longest."""
+    found = {name: by_tokens(cited, name) for name in ("eager", "sdpa-flash", "tiled")}
+    shared = sorted(set.intersection(*(set(each) for each in found.values())))
+    if len(shared) < 2:
+        raise Unmeasured(cited.command)
+    short, long = shared[0], shared[-1]
 
+    def growth(name: str) -> float:
+        first, last = (float(found[name][size].metrics["before_backward_bytes"]) for size in (short, long))
+        return last / first
 
-def tiled(cited: Citation) -> str:
-    """Effect of the algorithm without a kernel, against eager attention: a sentence."""
-    slow, eager = by_tokens(cited, "tiled"), by_tokens(cited, "eager")
-    sizes = sorted(slow.keys() & eager.keys())
-    if not sizes:
-        return ""
-    one, other = slow[sizes[-1]], eager[sizes[-1]]
-    factor = middle(pair_ratios(one, other))
-    if not differ(one, other):
-        return f"Tile by tile in plain torch, {faster('it', one, 'eager attention', other)} at {sizes[-1]:,} tokens."
-    if factor <= 1:
-        return f"Tile by tile in plain torch, it takes {factor:.2f} of eager attention's time at {sizes[-1]:,} tokens."
-    return (
-        f"The algorithm alone does not make it fast: tile by tile in plain torch, it takes {times(factor)} eager "
-        f"attention's time at {sizes[-1]:,} tokens, since each tile goes through memory once an operator. It takes a "
-        "kernel that keeps the tile on the chip."
-    )
-
-
-def memory_said(cited: Citation) -> str:
-    """How time and memory grow from the shortest to the longest sequence measured."""
-    parts = []
-    for name in ("eager", "sdpa-flash", "ours"):
-        found = by_tokens(cited, name)
-        if len(found) < 2:
-            continue
-        short, long = found[min(found)], found[max(found)]
-        first, last = (each.metrics.get("before_backward_bytes") for each in (short, long))
-        held = f"{times(last / first)} the bytes" if first and last else "bytes unknown"
-        longer = max(found) / min(found)
-        parts.append(
-            f"{NAMES[name]}: {times(longer)} the tokens, {times(median_ms(long) / median_ms(short))} the time, {held}"
-        )
-    return "; ".join(parts)
+    over_eager = {name: middle(pair_ratios(each[long], found["eager"][long])) for name, each in found.items()}
+    return {
+        "short": f"{short:,}", "long": f"{long:,}", "tokens": long / short, "eager": growth("eager"),
+        "flash": growth("sdpa-flash"), "tiled": over_eager["tiled"], "fast": over_eager["sdpa-flash"],
+    }  # fmt: skip

@@ -11,7 +11,6 @@ from cs336_systems.presets import ModelConfig
 from writeup.book import Book
 from writeup.ceilings import attention_flops, peak_share
 from writeup.cells import NONE, quoted
-from writeup.publications import Key
 from writeup.tables import Table
 
 QUERY_TILE = 128  # usual on an H100
@@ -47,28 +46,6 @@ def students(book: Book) -> Table:
             rows.append([*what, quoted(book, found, "ms"), least, share])
     heads = ("<who", "<hardware", "<kernel", "<pass", "<heads x tokens x width", "published", "least", "of peak")
     return Table(book, heads, rows)
-
-
-def programs(book: Book) -> str:
-    """Why one head is slower by the peak than the leaderboard's heads, where it is: a sentence."""
-    task, system = LEADERBOARD[0], system_preset("H100")
-    board = book.published.table("leaderboard-2025", "flash attention").value(place="1")
-    alone = book.published.table("brandon-snider", "flash attention")
-    keys: dict[str, Key] = {"candidate": "triton", "pass": BOTH, "seq": task.seq, "dim": task.dim, "dtype": task.dtype}
-    one = alone.value("", **keys)
-    if not board or not one:
-        return ""
-    of_all = peak_share(board, flops(task, BOTH), system.name)
-    of_one = peak_share(one, attention_flops({**alone.fixed, **keys}), system.name)
-    if of_one >= of_all:
-        return ""
-    tiles = task.seq // QUERY_TILE
-    return (
-        f"On an {system.name} a student's kernel ({markdown_text(alone.note)}) reaches {of_one:.0%} of the peak, "
-        f"forward and backward, where the best of the leaderboard reaches {of_all:.0%} at the same length. The "
-        f"student has one head: in tiles of {QUERY_TILE} queries, {tiles} programs for {system.processors} "
-        f"multiprocessors. The leaderboard's {task.batch} heads are {task.batch * tiles:,}."
-    )
 
 
 def boards(book: Book) -> Table:

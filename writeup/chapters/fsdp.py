@@ -17,13 +17,13 @@ from cs336_systems.train.observation import observe_traffic
 from cs336_systems.train.recipe import Recipe
 from writeup.beside import beside
 from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, age, median_ms, prediction, ratio, timing
+from writeup.cells import NONE, age, prediction, ratio, timing
 from writeup.chapters.sharding_published import PARTS
 from writeup.figures import COLOURS, Figure, draw
 from writeup.profiles import profile_picture
 from writeup.rank_runs import ZERO, model_of, runs_of
 from writeup.tables import Table, missing
-from writeup.words import error_of, faster, joined
+from writeup.words import joined
 
 STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
 FULL, TORCH = "stage 3", "torch FSDP2"
@@ -43,15 +43,11 @@ def content(book: Book) -> dict[str, Any]:
         "memory": [(model_of(run), memory(book, run)) for run in runs],
         "steps": [(model_of(run), steps(book, run)) for run in runs],
         "missing": missing([cited]),
-        "picture": picture(runs) if runs else None,
         "traffic": traffic(book),
         "ahead": AHEAD,
-        "traces": [found for record in traced.measured if (found := trace(book, record))],
-        "overlap": overlap(traced),
         "traced_command": traced.command,
         "accounting": accounting(book),
         "answer": answer(),
-        "said": [line for run in runs for line in commentary(run)],
         "student_said": student_said(book),
         "command": ZERO,
     }
@@ -100,7 +96,7 @@ def steps(book: Book, run: Citation) -> Table:
             ]
         name = markdown_text(str(record.config["candidate"]))
         rows.append([name, timing(book, record), prediction(record), ratio(record, "fsdp_ratio"), *cells])
-    columns = ("<stage", "step, median (quartiles)", "predicted (of measured)", "over FSDP2", "reductions alone",
+    columns = ("<stage", "step", "predicted (of measured)", "over FSDP2", "reductions alone",
                "gathers alone (of step)", "sent (in 4P(N-1)/N)")  # fmt: skip
     return Table(book, columns, rows, run)
 
@@ -134,10 +130,10 @@ def picture(runs: list[Citation]) -> Figure:
 
 
 def traffic(book: Book) -> Table:
-    """A step's collectives on 2 and on 8 ranks for the course's xl, as the library is observed to send them."""
+    """A step's collectives on 8 ranks for the course's xl, as the library is observed to send them."""
     config = model_preset(SIZE, YEAR)
     nbytes, rows = 4 * sum(count_parameters(config).values()), []
-    for ranks in (2, 8):
+    for ranks in (8,):
         for name, stage in STAGES.items():
             layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
             found = observe_traffic(Recipe.of(context=1), config, layout)
@@ -198,25 +194,6 @@ def accounting(book: Book) -> Table:
 def answer() -> str:
     """The course's question in one line: what full sharding saves beyond sharded state, for the xl of its year."""
     return question("fsdp-memory").result
-
-
-def commentary(run: Citation) -> list[str]:
-    """Memory saved and time added by stage 3 in one run."""
-    none, full, torch = (run.one(candidate=name) for name in ("stage 0", FULL, TORCH))
-    if not none or not full:
-        return []
-    width, equal = f"At width {full.config['d_model']}", total(none) / full.config["ranks"]
-    reductions = metric(full, "reductions_ms") / median_ms(full)
-    said = [
-        f"{width}, stage 3 has {format_bytes(total(full))} a rank at rest, stage 0 {format_bytes(total(none))}: "
-        f"{format_bytes(abs(total(full) - equal))} {'more' if total(full) >= equal else 'less'} than an equal share.",
-        f"{width}, {faster('stage 3', full, 'stage 0', none)}. Of stage 3's step, its gathers alone take "
-        f"{metric(full, 'update_share'):.0%}, its reductions {reductions:.0%}.",
-    ]
-    if torch:
-        said.append(f"{width}, {faster('stage 3', full, 'FSDP2', torch)}.")
-    said.append(f"{width}, over all stages, {error_of(run)}.")
-    return said
 
 
 def student_said(book: Book) -> str:

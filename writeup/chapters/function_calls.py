@@ -8,9 +8,9 @@ from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import preset
 from writeup.book import Book, Citation
-from writeup.cells import NONE, marks, median_ms, quartiles
-from writeup.operators import Profile, answers, by_own_time, changed, clocked, config_of, flops_ratio
-from writeup.profiles import tables, with_tables, without_tables
+from writeup.cells import NONE, median_ms, quartiles
+from writeup.operators import Profile, by_own_time, clocked, config_of, flops_ratio
+from writeup.profiles import tables, with_tables
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
 from writeup.words import joined, times
@@ -29,49 +29,17 @@ def content(book: Book) -> dict[str, Any]:
     main = largest(cited)
     profile = tables(book, main) if main else None
     return {
-        "size": main.config["size"] if main else "",
-        "agreement": agreement(book, cited),
         "forward": operators(book, cited, main, profile, "forward"),
         "step": operators(book, cited, main, profile, "step"),
         "shares": shares(book, cited),
         "softmax": softmax(book, cited),
-        "bare": without_tables(book, profiled),
-        "answers": answers(main, profile) if main and profile else [],
-        "agree": agree(cited, book),
         "more": more_time_than_flops(cited, book),
-        "theirs": original_share(book),
-        "original": original_kernels(book),
     }
 
 
 def largest(cited: Citation) -> Record | None:
     """The profile whose step took longest: the one in which operators, not their starts, take the time."""
     return max(cited, key=median_ms, default=None)
-
-
-def agreement(book: Book, cited: Citation) -> Table:
-    """The forward pass in the profile and in the benchmark of the same model, and what the original says of its own."""
-    rows, sources = [], [cited]
-    for record in cited:
-        found = benchmarked(book, record)
-        other = next(iter(found), None)
-        sources.append(found)
-        seen, predicted = record.metrics["forward_ms"], record.predicted.get("forward_ms")
-        rows.append([
-            record.config["size"], f"{format_seconds(seen / 1e3)}{marks(book, record)}",
-            f"{format_seconds(median_ms(other) / 1e3)}{marks(book, other)}" if other else NONE,
-            f"{seen / median_ms(other):.2f}" if other else NONE,
-            f"{format_seconds(predicted / 1e3)} ({predicted / seen:.2f})" if predicted else NONE,
-        ])  # fmt: skip
-    profiled, timed = (
-        book.published.value(SOURCE, "profiler and benchmark", size="xl", pass_="forward", tool=tool)
-        for tool in ("profiler", "benchmark")
-    )
-    if profiled and timed:
-        ratio = f"{profiled.value / timed.value:.2f}"
-        rows.append(["xl, Rød, one GPU", profiled.text, timed.text, ratio, NONE])
-    columns = ("<size", "in the profile", "benchmark", "profile / benchmark", "predicted (of the profile)")
-    return Table(book, columns, rows, sources)
 
 
 def benchmarked(book: Book, record: Record) -> Citation:
@@ -120,7 +88,7 @@ def shares(book: Book, cited: Citation) -> Table:
         book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
     ]
     forward, step = (f"{each.shown('%')}%" if each else NONE for each in theirs)
-    rows.append(["Rød, one GPU", forward, NONE, step, NONE])
+    rows.append(["2024, one GPU", forward, NONE, step, NONE])
     columns = ("<size", "of the forward pass", "predicted", "of the step", "predicted")
     return Table(book, columns, rows, cited)
 
@@ -142,14 +110,6 @@ def softmax(book: Book, cited: Citation) -> Table:
             ])  # fmt: skip
     columns = ("<size", "softmax", "both products", "ratio of times", "ratio of FLOPs, counted", "predicted")
     return Table(book, columns, rows, cited)
-
-
-def original_share(book: Book) -> str:
-    """Change of the matrix products' share in the original: a clause, or nothing if it does not give both."""
-    ahead, whole = (
-        book.published.value(SOURCE, "operator shares", pass_=name, operator="aten::mm") for name in ("forward", "step")
-    )
-    return changed(ahead.value, whole.value) if ahead and whole else ""
 
 
 def more_time_than_flops(cited: Citation, book: Book) -> str:
@@ -175,19 +135,3 @@ def agree(cited: Citation, book: Book) -> str:
             inside = low <= record.metrics["forward_ms"] <= high
             found.append(f"{'within its quartiles' if inside else f'{ratio:.2f} of it'} at {record.config['size']}")
     return joined(found) if found else ""
-
-
-def original_kernels(book: Book) -> str:
-    """How many calls a block the original's two kernels have: from its own counts and the 48 blocks of its model."""
-    blocks = preset("xl", 2024).model.num_layers
-    said = []
-    for row in book.published.table(SOURCE, "kernels").rows:
-        calls, time = row.values["calls_per_step"], row.values["per_step"]
-        said.append(f"{calls.shown('1')} calls and {time.shown('ms')} ms in a {pass_name(str(row.keys['pass']))}, "
-                    f"{calls.value / blocks:.0f} a block")  # fmt: skip
-    return joined(said)
-
-
-def pass_name(name: str) -> str:
-    """A pass in a sentence."""
-    return "whole step" if name == "step" else f"{name} pass"

@@ -1,5 +1,6 @@
 """The other fused kernels: head with loss, gate, norm with addition, AdamW."""
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.records import Record
@@ -7,7 +8,7 @@ from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation
 from writeup.cells import NONE, over, prediction, timing
 from writeup.tables import Table
-from writeup.words import error_of, faster, joined, pair_ratios
+from writeup.words import joined, pair_ratios
 
 KERNELS = {
     "cross-entropy": "Head and loss",
@@ -20,13 +21,10 @@ BASE = "torch"
 
 
 def content(book: Book) -> dict[str, Any]:
-    """A table for each kernel, and which candidate is the fastest where that can be told."""
+    """A table for each kernel, and the largest shape of each in one."""
     cited = {kernel: book.cite("fused", kernel=kernel) for kernel in KERNELS}
     return {
-        "tables": [(name, table(book, cited[kernel])) for kernel, name in KERNELS.items()],
-        "error": error_of([record for each in cited.values() for record in each]),
-        "fastest": [line for kernel, name in KERNELS.items() for line in fastest(name, cited[kernel])],
-        "measured": any(each.measured for each in cited.values()),
+        "all": largest(book, list(cited.values())),
     }
 
 
@@ -49,22 +47,26 @@ def table(book: Book, cited: Citation) -> Table:
         beside = over(pair_ratios(record, base)) if base and record.status == "ok" else NONE
         words = [shape(record), f"{record.config['pass']}, {record.config['dtype']}", record.config["candidate"]]
         rows.append([*map(markdown_text, words), timing(book, record), prediction(record), beside])
-    heads = ("<shape", "<pass", "<candidate", "median", "predicted (of measured)", "over plain torch")
+    heads = ("<shape", "<pass", "<candidate", "median", "lower bound (of measured)", "over plain torch")
     absent = sorted({markdown_text(str(record.config["candidate"])) for record in cited if record.status != "ok"})
     notes = [f"Not supported on this machine: {joined(absent)}."] if absent and cited.measured else []
     return Table(book, heads, rows, cited, notes)
 
 
-def fastest(name: str, cited: Citation) -> list[str]:
-    """For each pass at its largest shape: the fastest candidate that computes the same against the next."""
-    said = []
-    for each in dict.fromkeys(record.config["pass"] for record in cited.measured):
-        last = list(cited.measured.only({"pass": each}))[-1]
-        same = [record for record in cited.measured if group(record) == group(last)]
-        real = [record for record in same if record.config["candidate"] not in ("copy", "matmuls")]
-        ordered = sorted(real, key=lambda record: record.metrics["median_ms"])
-        if len(ordered) > 1:
-            first, second = ordered[:2]
-            names = [markdown_text(str(record.config["candidate"])) for record in (first, second)]
-            said.append(f"{name}, {each}: {faster(names[0], first, names[1], second)}")
-    return said
+def largest(book: Book, citations: list[Citation]) -> Table:
+    """For each kernel, at its last shape with every pass: plain torch, the others' time over it, and its bound."""
+    rows, used = [], []
+    for cited, name in zip(citations, KERNELS.values(), strict=True):
+        for each in dict.fromkeys(record.config["pass"] for record in cited.measured):
+            last = list(cited.measured.only({"pass": each}))[-1]
+            same = {str(r.config["candidate"]): r for r in cited.measured if group(r) == group(last)}
+            base = same.get(BASE) or same.get("eager")
+            floor = same.get("matmuls") or same.get("copy")
+            if base and floor:
+                used += [base, floor, *([same["compiled"]] if "compiled" in same else [])]
+                faster = over(pair_ratios(base, same["compiled"])) if "compiled" in same else NONE
+                rows.append([name, shape(last), each, timing(book, base), faster, over(pair_ratios(base, floor))])
+    heads = ("<kernel", "<shape", "<pass", "written out", "written out / compiled", "written out / lower bound")
+    one = replace(citations[0], records=tuple(used)) if used else citations
+    note = "Lower bound: the matrix products alone where there are some, else a copy of the same bytes; both in turn."
+    return Table(book, heads, rows, one, notes=[note] if rows else [])

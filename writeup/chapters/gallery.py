@@ -4,9 +4,8 @@ from typing import Any
 
 from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book
-from writeup.cells import STALE
 from writeup.chapters.equality import provenance
-from writeup.freshness import changed_since
+from writeup.freshness import STALE, changed_since
 from writeup.gallery import Variant, variants
 from writeup.proofs import COMMAND, SAW, Report, read_report
 

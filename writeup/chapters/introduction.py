@@ -7,16 +7,16 @@ from typing import Any
 
 from benchmarks.records import Record, read_records
 from cs336_systems.host.text import markdown_code, markdown_text, printable
-from writeup.basis import example, rates_table, sizes_table
+from writeup.basis import rates_table, sizes_table
 from writeup.book import Book, Citation, machines
 from writeup.catalogue import RUNS
-from writeup.cells import NONE, STALE, median_ms, predicted_ms, quartiles
+from writeup.cells import NONE, median_ms, predicted_ms, quartiles
 from writeup.figures import COLOURS, Figure, draw
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import joined, prediction_error
 
-COLUMNS = ("<benchmark", "records", STALE, "<commits", "<dates", "time (predicted / measured)", "memory")
+COLUMNS = ("<benchmark", "records", "<commits", "<dates", "time (predicted / measured)", "memory")
+BOUNDS = ("norms", "attention", "fused")  # whose "predictions" are lower bounds
 MEMORY = ("peak_memory_bytes", "peak_bytes")
 Pair = tuple[float, float]  # predicted, measured
 
@@ -25,18 +25,16 @@ def content(book: Book) -> dict[str, Any]:
     """The overview of all benchmarks, and what the sentences are made of."""
     cited = {name: book.cite(name) for name in dict.fromkeys(run.name for run in RUNS)}
     records = [record for citation in cited.values() for record in citation]
-    times = {name: pairs for name, found in cited.items() if (pairs := time_pairs(found))}
+    timed = {name: found for name, found in cited.items() if name not in BOUNDS}
+    times = {name: pairs for name, found in timed.items() if (pairs := time_pairs(found))}
     return {
         "count": len(records),
         "where": described(records),
         "overview": Table(book, COLUMNS, [_row(book, name, found) for name, found in cited.items() if found], []),
         "picture": picture(times) if times else None,
-        "error": prediction_error([pair for pairs in times.values() for pair in pairs]),
-        "best": extremes(times),
+        "between": between(book.between_runs),
         "missing": [markdown_code(found.command) for found in cited.values() if not found],
-        "refused": refused(records),
         "gpu": gpu(records, elsewhere(book)),
-        "example": example(book, cited["e2e"]),
         "rates": rates_table(book, records),
         "sizes": sizes_table(book),
         "original": book.published.sources[ORIGINAL],
@@ -73,9 +71,8 @@ def _row(book: Book, name: str, found: Citation) -> list[str]:
     dates = sorted({str(record.environment.get("date"))[:10] for record in found})
     last = dates[-1].removeprefix(dates[0][:8])  # the day alone, within a month
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {last}"
-    old = sum(bool(book.stale(record)) for record in found)
     cells = [", ".join(map(markdown_text, commits)), markdown_text(span)]
-    return [name, str(len(found)), str(old), *cells, shares(time_pairs(found)), shares(memory_pairs(found))]
+    return [name, str(len(found)), *cells, shares(time_pairs(found)), shares(memory_pairs(found))]
 
 
 def described(records: list[Record]) -> list[str]:
@@ -117,24 +114,11 @@ def picture(times: dict[str, list[Pair]]) -> Figure:
     )  # fmt: skip
 
 
-def extremes(times: dict[str, list[Pair]]) -> str:
-    """Which benchmark's predictions lie nearest and which furthest, by the median of the ratios."""
-    if len(times) < 2:
-        return ""
-    middles = {name: median(said / seen for said, seen in pairs) for name, pairs in times.items()}
-    order = sorted(middles, key=lambda name: max(middles[name], 1 / middles[name]))
-    near, far = (f"`{name}` ({middles[name]:.2f} in the median)" for name in (order[0], order[-1]))
-    return f"the nearest are those of {near}, the furthest off those of {far}"
-
-
-def refused(records: list[Record]) -> str:
-    """How many configurations did not fit or are not supported, and of which benchmarks."""
-    said = []
-    for status, words in (("out-of-memory", "do not fit into memory"), ("unsupported", "are not supported here")):
-        names = [record.benchmark for record in records if record.status == status]
-        if names:
-            said.append(f"{len(names)} {words} ({joined(f'`{name}`' for name in dict.fromkeys(names))})")
-    return joined(said) if said else ""
+def between(ratios: list[float]) -> dict[str, str]:
+    """Highest over lowest median of settings measured in several runs: how many, the middle and the worst."""
+    if not ratios:
+        return {}
+    return {"count": str(len(ratios)), "middle": f"{median(ratios):.2f}", "worst": f"{max(ratios):.0f}"}
 
 
 def elsewhere(book: Book) -> list[Record]:

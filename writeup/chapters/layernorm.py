@@ -11,10 +11,10 @@ from writeup.book import Book, Citation, metric
 from writeup.ceilings import original_seconds
 from writeup.cells import NONE, median_ms, over, prediction, quoted, ratio, timing
 from writeup.figures import Figure, draw, logarithmic
-from writeup.model_pairs import as_preset, cite, in_turn, said, setup, size_and_pass, table, twins
+from writeup.model_pairs import as_preset, cite, in_turn, size_and_pass, table
 from writeup.publications import ORIGINAL
 from writeup.tables import Table
-from writeup.words import differ, from_which, joined, pair_ratios, span, times
+from writeup.words import from_which, joined, pair_ratios, span
 
 ROD = ORIGINAL
 NORMS = {
@@ -49,26 +49,13 @@ def content(book: Book) -> dict[str, Any]:
     compared = cite(book, "norm=layernorm")
     pairs = in_turn(compared, "norm=layernorm")
     profiled = book.cite("profiling", wrapper="none", ranks=1, norm="rmsnorm", command=PROFILE)
-    together = twins(models["rmsnorm"], models["layernorm"])
     return {
         "alone": alone(book, norms),
-        "rates": rates(norms),
         "picture": picture(norms) if norms.measured else None,
-        "which": which(norms),
-        "ratios": ratios(norms),
-        "torch_own": torch_own(norms),
         "trips": f"{EAGER_TRIPS / FUSED_TRIPS:.2g}",
         "eager_trips": EAGER_TRIPS,
-        "rod": original_ratios(book),
-        "setup": setup(compared),
         "turns": table(book, compared, pairs, ("RMSNorm", "LayerNorm"), original_shares(book)),
-        "model_setup": setup(models["layernorm"]) if together else "",
-        "model": model(book, models, together) if together else "",
-        "original": original_table(book),
-        "swapped": said(pairs, "the model with LayerNorm", "the model with RMSNorm"),
         "share": norms_share(profiled),
-        "explained": explained(norms),
-        "rod_model": original_model(book),
     }
 
 
@@ -99,9 +86,9 @@ def alone(book: Book, norms: Citation) -> Table:
             mean, printed = (book.published.value(ROD, "norms", column, **keys) for column in ("mean", "ratio"))
             theirs = [quoted(book, mean, "ms"), printed.shown("x") if printed else NONE]
         rows.append([f"{record.config['rows']} x {columns}", NORMS[name], *cells, *theirs])
-    heads = ("<rows x columns", "<norm", "median (quartiles)", "least: a copy in turn (of measured)", "over LayerNorm")
-    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. Rød's rows are 50,000."
-    return Table(book, (*heads, "Rød, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
+    heads = ("<rows x columns", "<norm", "median", "least: a copy in turn (of measured)", "over LayerNorm")
+    note = "A norm moves at least what a copy of x to y does. Over LayerNorm: turn by turn. 2024's rows are 50,000."
+    return Table(book, (*heads, "2024, one GPU", "over LayerNorm"), rows, cited, notes=[note] if rows else [])
 
 
 def rates(cited: Citation) -> str:
@@ -152,25 +139,6 @@ def ratios(cited: Citation) -> str:
     return span(found) if found else ""
 
 
-def torch_own(cited: Citation) -> str:
-    """How torch's own RMSNorm stands to the one written out, and what that says: a sentence."""
-    own, eager = by_columns(cited, "torch"), by_columns(cited, "eager")
-    sizes = own.keys() & eager.keys()
-    if not sizes:
-        return ""
-    said = from_which("torch's own `rms_norm`", own, "the one written out", eager, "{:,g} columns")
-    if any(median_ms(own[size]) < median_ms(eager[size]) and differ(own[size], eager[size]) for size in sizes):
-        return f"{said}."
-    return f"{said}: being one call does not make it one pass over memory."
-
-
-def original_ratios(book: Book) -> str:
-    """The original's ratios, least to most."""
-    rows = book.published.table(ROD, "norms").rows
-    found = sorted((row.values["ratio"] for row in rows if row.keys["candidate"] == "rmsnorm"), key=lambda x: x.value)
-    return f"{found[0].shown('x')} to {found[-1].shown('x')}"
-
-
 def model(book: Book, models: dict[str, Citation], together: list[tuple[Record, Record]]) -> Table:
     """Every pass of the model with either norm, where both were measured within half an hour."""
     rows = [
@@ -207,7 +175,7 @@ def original_table(book: Book) -> Table:
             cells.append(f"{published} ({wanted}; {shares.get((size, what), NONE)})")
         rows.append([size, *cells])
     note = "In brackets: predicted for an H100; the original's time with RMSNorm over it."
-    return Table(book, ("<Rød, one GPU: LayerNorm", *MODES), rows, notes=[note])
+    return Table(book, ("<2024, one GPU: LayerNorm", *MODES), rows, notes=[note])
 
 
 def norms_share(profiled: Citation) -> str:
@@ -216,30 +184,3 @@ def norms_share(profiled: Citation) -> str:
     newest = {record.config["size"]: record for record in inorder}
     shares = [f"{metric(record, 'share_RMSNorm'):.0%} at `{size}`" for size, record in newest.items()]
     return joined(shares) if shares else ""
-
-
-def explained(cited: Citation) -> str:
-    """How much of the fused norm's time its bytes explain, and what else it waits for, where that is known."""
-    measured = by_columns(cited, "layernorm").values()
-    found = [share for each in measured if (share := each.metrics.get("copy_fraction_median"))]
-    if not found:
-        return ""
-    share = f"a copy of as many bytes explains {span(found, '{:.0%}')} of LayerNorm's time here"
-    if max(found) > 0.5 or any(each.environment.get("device_type") != "cpu" for each in cited.measured):
-        return share
-    return f"{share}; on a CPU the system also hands out a result's memory page by page, which a copy need not wait for"
-
-
-def original_model(book: Book) -> str:
-    """In how many cells of the original the model with LayerNorm is faster, and by how much at most."""
-    table = book.published.table(ROD, "model with layernorm")
-    found = []
-    for row in table.rows:
-        plain = book.published.value(ROD, "benchmarking, 1 warm-up step", "", **row.keys)
-        if plain:
-            found.append((plain.value / row.values["mean"].value, row.keys))
-    wins = sorted(found, key=lambda each: each[0])
-    most, where = wins[-1]
-    less = sum(factor > 1 for factor, _ in found)
-    at = joined([str(where["size"]), str(where["pass"])], last="in")
-    return f"faster in {less} of {len(found)} cells, at most {times(most)} as fast ({at})"

@@ -1,6 +1,5 @@
 """Megatron-LM's scaling: our layouts, the published study of BERT-345M, and published runs beside predictions."""
 
-from collections.abc import Sequence
 from math import log
 from typing import Any
 
@@ -16,9 +15,8 @@ from benchmarks.scaling_table import find_base, percent
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
-from writeup.cost_runs import Published, families_table, published_runs, runs_table
 from writeup.figures import Figure, draw, drawn
-from writeup.megatron_study import host, predicted_step, study_table, without_recipe
+from writeup.megatron_study import predicted_step, study_table, without_recipe
 from writeup.narrow import narrowed
 from writeup.tables import Table
 from writeup.words import error_of, joined, span
@@ -44,22 +42,15 @@ def content(book: Book) -> dict[str, Any]:
     cited = book.cite("scaling")
     study = read_runs([STUDY])
     steps = [predicted_step(run) for run in study]
-    runs = [each for each in published_runs() if each.run.id.startswith(MEGATRON) and ZERO3 not in each.run.id]
     return {
         "ours": [_ours(book, group, place) for place, group in enumerate(apart(cited))],
         "study": study_table(book, study, steps),
-        "study_source": markdown_text(study[0].source),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
-        "base": find_base(study).world,
         "study_picture": drawn(
             "megatron-study", narrowed(draw_study(study, find_base(study))),
             "The published study: throughput, efficiency, and what an iteration is made of. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),
-        "host": host(study, steps),
-        "families": families_table(book, runs),
-        "korthikanti": runs_table(book, [each for each in runs if each.run.id.startswith(ONE_BY_ONE)]),
-        "best": closest(runs),
     }  # fmt: skip
 
 
@@ -96,7 +87,7 @@ def layouts(book: Book, cited: Citation) -> Table:
         cells += [f"{span(memory, '{:.0f}')} MiB" if memory else NONE, percent(metric(record, "mfu"))]
         rows.append(name + cells)
     columns = (
-        "<layout", "ranks", "batch", "step, median (quartiles)", "predicted (of measured)", "efficiency",
+        "<layout", "ranks", "batch", "step", "predicted (of measured)", "efficiency",
         "predicted", "bubble", "ideal", "peak memory", "MFU",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
@@ -191,9 +182,3 @@ def ours(cited: Citation) -> list[str]:
         f"{parts_ms[name] / sum(parts_ms.values()):.0%} of it is {PREDICTED.get(name, name)}"
     )
     return said
-
-
-def closest(runs: Sequence[Published]) -> str:
-    """How many of the runs are predicted within 5%."""
-    near = sum(abs(each.error) <= 0.05 for each in runs)
-    return f"{near} of these {len(runs)} runs are predicted within 5%"

@@ -1,19 +1,17 @@
 """Errors of sums in half precision, the dtype of every part of a model under autocast, and the time it saves."""
 
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
-from writeup.ceilings import original
-from writeup.cells import NONE, prediction, timing
-from writeup.chapters.precision_published import SOURCE, original_shares, published, their_ratios
-from writeup.model_pairs import Pairs, as_preset, cite, in_turn, predicted_ratio, said, setup, size_and_pass, twins
+from writeup.cells import NONE
+from writeup.chapters.precision_published import SOURCE, original_shares, published
+from writeup.model_pairs import Pairs, as_preset, cite, in_turn, predicted_ratio
 from writeup.model_pairs import table as turns_table
 from writeup.tables import Table
-from writeup.words import differ, joined, pair_ratios, times
+from writeup.words import joined, pair_ratios
 
 LESSONS = "python -m benchmarks.mixed_precision {lesson}"
 MODES = ("forward", "backward", "forward-backward", "step")
@@ -40,25 +38,15 @@ def content(book: Book) -> dict[str, Any]:
     timed = as_preset(book.cite("e2e", PLAIN, mode=MODES, precision=("fp32", "bf16"), command=command))
     compared = cite(book, "precision=bf16")
     pairs = in_turn(compared, "precision=bf16")
-    together = twins(timed.only(precision="fp32"), timed.only(precision="bf16"))
     toy = dtypes.one(model=TOY, precision="fp16")
     return {
         "sums": accumulation(book, sums),
         "toy": toy_table(book, dtypes, toy),
         "verdicts": verdicts(book, toy) if toy else [],
         "parts": transformer(book, dtypes),
-        "norms": norm_dtypes(dtypes),
-        "setup": setup(compared, vary=("precision",)),
         "turns": turns_table(book, compared, pairs, ("fp32", "bf16"), original_shares(book)),
-        "timed_setup": setup(timed.only(precision="bf16"), vary=("precision",)) if together else "",
-        "timings": timings(book, timed, together) if together else "",
         "published": published(book),
-        "original": original(book),
-        "faster": said(pairs, "bf16", "fp32"),
         "expected": expected(pairs),
-        "theirs": their_ratios(book),
-        "tf32": any("tf32" in str(row.keys["kernel"]) for row in book.published.table(SOURCE, "kernels").rows),
-        "stuck": stuck(sums.one()),
         "limits": {"largest": f"{LARGEST_FP16:,.0f}", "root": f"{LARGEST_FP16**0.5:.0f}", "fp16": f"{STEPS_FP16:,}",
                    "bf16": STEPS_BF16},
     }  # fmt: skip
@@ -98,7 +86,7 @@ def toy_table(book: Book, cited: Citation, record: Record | None) -> Table:
         ours = record.metrics["parts"][part][way] if record else NONE
         cells = [markdown_text(ours), markdown_text(documented or NONE), published_dtype(book, theirs)]
         rows.append([theirs, *cells])
-    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "Rød, one GPU")
+    columns = ("<part, autocast to fp16", "here", "a GPU, by torch's lists", "2024, one GPU")
     return Table(book, columns, rows, cited.only(model=TOY, precision="fp16"))
 
 
@@ -152,36 +140,12 @@ def ways(part: dict[str, str] | None) -> str:
     return markdown_text(" / ".join(each for each in (part or {}).values() if each) or NONE)
 
 
-def norm_dtypes(cited: Citation) -> str:
-    """In which dtype the norms compute their statistics: a clause, or nothing."""
-    found: dict[str, set[str]] = {}
-    for record in cited.only(precision=("bf16", "fp16")):
-        for name, part in record.metrics["parts"].items():
-            if "mean" in name:
-                found.setdefault(name, set()).add(part["forward"])
-    return joined(f"{name} in {joined(sorted(dtypes))}" for name, dtypes in found.items()) if found else ""
-
-
-def timings(book: Book, cited: Citation, together: list[tuple[Record, Record]]) -> Table:
-    """Every pass in either precision with its prediction, where both were measured within half an hour."""
-    rows = [
-        [*size_and_pass(low), timing(book, high), prediction(high), timing(book, low), prediction(low)]
-        for high, low in together
-    ]
-    heads = ("<size", "<pass", "fp32", "predicted (of measured)", "bf16", "predicted (of measured)")
-    used = replace(cited, records=tuple(record for pair in together for record in pair))
-    return Table(book, heads, rows, used, notes=["Each precision was measured alone; see above for which is faster."])
-
-
 def expected(both: Pairs) -> str:
-    """How far the predicted factor is from the measured one: a clause, or nothing."""
-    ratios = {}
-    for (size, mode), (high, low) in both.items():
-        wanted = predicted_ratio(high, low)
-        if wanted and differ(high, low):
-            ratios[size, mode] = wanted / median(pair_ratios(high, low))
-    if not ratios:
-        return ""
-    (size, mode), worst = max(ratios.items(), key=lambda item: max(item[1], 1 / item[1]))
-    which = "too large" if worst > 1 else "too small"
-    return f"the predicted factor is {times(max(worst, 1 / worst))} {which} at worst, for {mode} at `{size}`"
+    """Predicted over measured factor of every pair, as a sentence; nothing without a prediction."""
+    ratios = {
+        where: wanted / median(pair_ratios(high, low))
+        for where, (high, low) in both.items()
+        if (wanted := predicted_ratio(high, low))
+    }
+    named = [f"{ratio:.2f} for {mode} at `{size}`" for (size, mode), ratio in ratios.items()]
+    return f"Predicted over measured factor: {joined(named)}." if named else ""

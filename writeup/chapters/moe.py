@@ -1,22 +1,19 @@
 """A mixture of experts in evaluation: routed by a sort and by one-hot products, and where fairseq's time went."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.expert_tables import arithmetic, is_published
 from benchmarks.moe_sweep_plot import draw as draw_sweep
 from benchmarks.moe_sweep_table import cells as sweep_cells
-from benchmarks.records import Record
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset
-from writeup.book import Book, Citation, metric
-from writeup.cells import NONE, median_ms, prediction, ratio, timing
+from writeup.book import Book, Citation, Unmeasured, facts, metric
+from writeup.cells import NONE, prediction, ratio, timing
 from writeup.figures import Figure, drawn
 from writeup.moe_profile import calls_table, published_shares, published_times, same_calls
 from writeup.narrow import narrowed
 from writeup.tables import Table
-from writeup.words import error_of, joined, times
 
 # What each benchmark measures unless told otherwise.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -43,21 +40,16 @@ def content(book: Book) -> dict[str, Any]:
         "arithmetic": arithmetic().markdown(0).partition("\n\n")[2],
         "layer": layer_table(book, layer),
         "evaluation": evaluation_table(book, evaluation),
-        "agreement": agreement(evaluation.measured.records),
-        "bytes": bytes_said(evaluation.measured.records),
-        "in_turn": in_turn(evaluation.measured.records),
         "published": published_times(book),
         "shares": published_shares(book),
         "calls": calls_table(book, evaluation, counted),
         "same_calls": same_calls(counted),
         "sweep": sweep_table(book, chosen),
         "sweep_picture": sweep_picture(sweep) if sweep.measured else None,
-        "sweep_said": sweep_said(sweep),
+        "f": facts(lambda: spoken(sweep)),
         "layer_shape": _layer_shape(layer),
-        "layer_counts": layer_counts(layer),
         "widths": [model_preset(name).d_model for name in ("fairseq-moe-15b", "fairseq-moe-twin")],
         "sweep_shape": f"{chosen.values('experts')[0]} experts on {chosen.values('ranks')[0]} ranks" if chosen else "",
-        "layer_said": layer_said(layer),
     }
 
 
@@ -73,7 +65,7 @@ def layer_table(book: Book, cited: Citation) -> Table:
         for record in cited.measured
     ]  # fmt: skip
     columns = (
-        "<formulation", "CPU time, median (quartiles)", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
+        "<formulation", "CPU time, median", "predicted (of measured)", "over sort's, pair by pair", "FLOPs",
         "rows sent (predicted)", "bytes of an all-to-all (predicted)", "memory",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
@@ -109,59 +101,10 @@ def evaluation_table(book: Book, cited: Citation) -> Table:
             f"{sum(waits) / len(waits):.0%}", f"{found['loss']:.6f}",
         ])  # fmt: skip
     columns = (
-        "ranks", "tp x ep", "<formulation", "<words", "blocks", "a batch, median (quartiles)", "tokens/s",
+        "ranks", "tp x ep", "<formulation", "<words", "blocks", "a batch, median", "tokens/s",
         "CPU an expert layer", "all-to-all (predicted)", "waiting", "loss, base 2",
     )  # fmt: skip
     return Table(book, columns, rows, cited)
-
-
-def agreement(records: Sequence[Record]) -> list[str]:
-    """How far the losses of the same blocks lie apart, over layouts and formulations."""
-    groups: dict[int, list[Record]] = {}
-    for record in records:
-        groups.setdefault(int(metric(record, "tokens")), []).append(record)
-    said = []
-    for tokens, found in groups.items():
-        losses = [float(metric(record, "loss")) for record in found]
-        if len(found) > 1:
-            ways = joined(dict.fromkeys(record.config["moe"] for record in found))
-            apart = (max(losses) - min(losses)) / min(losses)
-            said.append(f"{len(found)} evaluations ({ways}) of {tokens:,} tokens: losses apart by {apart:.1e} at most")
-    return said
-
-
-def bytes_said(records: Sequence[Record]) -> list[str]:
-    """Bytes of an all-to-all: measured over predicted, and over predicted less what was dropped."""
-    einsum: list[tuple[float, float, float]] = []  # sent, predicted, share kept
-    sort: list[tuple[float, float, float]] = []
-    for record in records:
-        due, sent = record.predicted.get("bytes_per_all_to_all"), record.metrics.get("bytes_per_all_to_all")
-        if due and sent:
-            kept = 1 - record.metrics["dropped"] if record.config["moe"] == "sort" else 1.0
-            (sort if record.config["moe"] == "sort" else einsum).append((sent, due, kept))
-    said = []
-    if einsum:
-        off = max(abs(sent - due) for sent, due, _ in einsum)
-        said.append("one-hot: " + ("equal to the prediction, to the byte" if not off else f"{off:,.0f} bytes off"))
-    if sort:
-        low, high = min(s / d for s, d, _ in sort), max(s / d for s, d, _ in sort)
-        off = max(abs(sent - due * kept) for sent, due, kept in sort)
-        said.append(
-            f"sort: {low:.3f} to {high:.3f} of the prediction, which is for a balanced router; what is dropped is not "
-            "sent, and the prediction less the share that was dropped "
-            + ("is what was sent, to the byte" if off < 0.5 else f"is off by {off:,.0f} bytes")
-        )
-    return said
-
-
-def in_turn(records: Sequence[Record]) -> list[str]:
-    """One-hot over sort, of the evaluation in which both took turns."""
-    found: dict[str, float] = next((r.metrics["ratios"] for r in records if r.metrics.get("ratios")), {})
-    words = {
-        "cpu_per_layer": "the CPU time of an expert layer", "cpu_per_batch": "the CPU time of a batch",
-        "seconds": "the time by the clock", "bytes_per_all_to_all": "the bytes of an all-to-all",
-    }  # fmt: skip
-    return [f"{times(value)} {words[name]}" for name, value in found.items()]
 
 
 def sweep_table(book: Book, cited: Citation) -> Table:
@@ -198,45 +141,13 @@ def sweep_picture(cited: Citation) -> Figure:
     )  # fmt: skip
 
 
-def sweep_said(cited: Citation) -> list[str]:
-    """Findings of the sweep on the two formulations, a sentence each without a full stop."""
-    both = [(cell["sort"], cell["einsum"]) for cell in sweep_cells(cited.measured.records) if "einsum" in cell]
-    if not both:
-        return []
-    found = sorted(float(metric(einsum, "ratio_median")) for _, einsum in both)
-    slower = sum(float(metric(einsum, "ratio_low")) > 1 for _, einsum in both)
-    said = [
-        f"Over {len(both)} cells with both, one-hot takes {found[0]:.2g} to {times(found[-1])} the CPU time of sort, "
-        f"and more in {slower} of them beyond the quartiles of the pairs"
+def spoken(cited: Citation) -> dict[str, Any]:
+    """CPU time of one-hot over sort, over all settings of the sweep. Raises Unmeasured without any."""
+    found = [
+        float(metric(cell["einsum"], "ratio_median"))
+        for cell in sweep_cells(cited.measured.records)
+        if {"sort", "einsum"} <= cell.keys()
     ]
-    said.append(f"Of CPU time, {error_of(cited)}")
-    sent = [r for r in cited.measured if r.config["ranks"] > 1 and not metric(r, "dropped_share")]
-    if sent:
-        same = sum(abs(metric(r, "all_to_all_bytes") - r.predicted["all_to_all_bytes"]) < 0.5 for r in sent)
-        said.append(f"Where nothing is dropped, {same} of {len(sent)} all-to-alls have the predicted bytes exactly")
-    return said
-
-
-def layer_said(cited: Citation) -> str:
-    """One-hot against sort in a layer, in a clause."""
-    one, other = (next((r for r in cited.measured if r.config["candidate"] == n), None) for n in ("einsum", "sort"))
-    if not (one and other):
-        return ""
-    flops = one.predicted["flops"] / other.predicted["flops"]
-    share = metric(one, "system_ms") / median_ms(one)
-    return (
-        f"one-hot needs {times(metric(one, 'ratio_median'))} the CPU time of sort for {times(flops)} the FLOPs, and "
-        f"{share:.0%} of that is the operating system's, which finds new pages for large tensors"
-    )
-
-
-def layer_counts(cited: Citation) -> str:
-    """How many of a layer's counts are as predicted, beside its times: a sentence, or nothing."""
-    names = ("rows", "all_to_all_bytes")
-    pairs = [(metric(r, name), r.predicted[name]) for r in cited.measured for name in names if r.predicted.get(name)]
-    if not pairs:
-        return ""
-    same = sum(abs(seen - due) < 0.5 for seen, due in pairs if seen is not None)
-    return (
-        f"Of {len(pairs)} counts of rows and bytes {same} are as predicted, exactly; of its times, {error_of(cited)}."
-    )
+    if not found:
+        raise Unmeasured(cited.command)
+    return {"cells": len(found), "more": sum(each > 1 for each in found), "low": min(found), "high": max(found)}

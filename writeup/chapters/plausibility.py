@@ -12,7 +12,7 @@ from writeup import plausibility_rules as rules
 from writeup.book import Book
 from writeup.plausibility import KINDS, Suspect, doubtful_means, let_pass, suspects_of_published
 from writeup.plausibility_figures import label
-from writeup.publications import ORIGINAL, Publications
+from writeup.publications import ORIGINAL, Publications, publications
 from writeup.tables import markdown
 from writeup.words import joined
 
@@ -56,8 +56,24 @@ def tables_of(book: Book) -> list[Any]:
 
 def listing(suspects: Sequence[Suspect]) -> str:
     """A table of suspects: where, what, which kind, why."""
-    rows = [[markdown_text(text) for text in (each.where, each.text, KINDS[each.kind], each.why)] for each in suspects]
+    rows = [
+        [markdown_text(text) for text in (unnamed(each.where), each.text, KINDS[each.kind], each.why)]
+        for each in suspects
+    ]
     return markdown(("<where", "<what stands there", "<it", "<why"), rows)
+
+
+def unnamed(where: str) -> str:
+    """The place of a figure without the name of its author: the sources have those."""
+    source, comma, rest = where.partition(", ")
+    found = publications().sources.get(source)
+    return (
+        f"a write-up of {found.year}{comma}{rest}"
+        if found and found.year
+        else f"another write-up{comma}{rest}"
+        if found
+        else where
+    )
 
 
 def kinds(suspects: Sequence[Suspect]) -> str:
@@ -83,7 +99,7 @@ def twice(published: Publications) -> str:
     assert second is not None
     what = markdown_text(label(table.fixed))
     return (
-        f"{table.source.author} published {first.text} and then {second.text} for the same ({what}); {table.note}. No "
+        f"A student published {first.text} and then {second.text} for the same ({what}); {table.note}. No "
         "rule here would have told: it takes samples in turn, and their spread."
     )
 

@@ -46,7 +46,7 @@ def original_shares(book: Book) -> dict[tuple[str, str], str]:
 def published(book: Book) -> Table:
     """Times of the original and of a student in both precisions, with the prediction for the original."""
     rows = []
-    for who, times_of in (("Rød", original_times(book)), (STUDENT, student_times(book))):
+    for who, times_of in (("2024", original_times(book)), (STUDENT, student_times(book))):
         for (size, what), both in times_of.items():
             found, wanted = factor(both), [NONE] * 3
             if who != STUDENT:

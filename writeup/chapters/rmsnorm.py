@@ -5,22 +5,21 @@ from typing import Any
 
 from benchmarks.records import Record
 from cs336_systems.cost.machines import System, system_preset
-from cs336_systems.host.console import format_bytes, format_seconds
-from cs336_systems.host.text import markdown_text
+from cs336_systems.host.console import format_seconds
 from cs336_systems.presets import Norm
 from writeup.book import Book, Citation
-from writeup.ceilings import COURSE_ROWS, floored, norm_bytes, norm_floor, original, original_seconds
+from writeup.ceilings import floored, norm_floor, original_seconds
 from writeup.cells import NONE, median_ms, prediction, quoted, ratio, timing
 from writeup.chapters.layernorm import ROD
 from writeup.figures import Figure, draw, logarithmic
 from writeup.publications import Published
 from writeup.tables import Table, not_measured
-from writeup.words import joined, times
+from writeup.words import joined
 
 STUDENT = "go-akshit"
 NORMS = {"rmsnorm": "RMSNorm, eager", "layernorm": "LayerNorm", "rmsnorm triton": "RMSNorm, Triton"}
 OURS = {"eager": "RMSNorm, eager", "layernorm": "LayerNorm", "ours": "RMSNorm, Triton"}  # in our records
-AUTHORS = {"Rød": (ROD, "norms with triton"), STUDENT: (STUDENT, "norms")}
+AUTHORS = {"2024": (ROD, "norms with triton"), STUDENT: (STUDENT, "norms")}
 SECTIONS = {"2.2.4": "norms, forward-backward", "2.3.1": "compiled norms, forward-backward"}
 NORMED: tuple[Norm, ...] = ("rmsnorm", "layernorm")  # that the cost model predicts
 COLUMNS = (1024, 2048, 4096, 8192)
@@ -33,22 +32,10 @@ def content(book: Book) -> dict[str, Any]:
     here = book.cite("norms", {"candidate": (*OURS, "copy"), "dtype": "fp32", "pass": (FORWARD, BOTH)})
     kernel = here.only(candidate="ours")
     return {
-        "original": original(book),
-        "here": ours(book, here),
         "kernel": "" if kernel.measured else not_measured(SUITE),
         "floors": floors(),
         "forward": forward(book, system),
-        "picture": picture(book, system, here),
         "both": both(book, system),
-        "models": models(book),
-        "rows": f"{COURSE_ROWS:,}",
-        "example": example(system),
-        "best": best(book, system),
-        "crossing": crossing(book),
-        "repeated": repeated(book),
-        "again": again(book),
-        "impossible": {section: impossible(book, system, section) for section in SECTIONS},
-        "student": markdown_text(book.published.sources[STUDENT].hardware),
     }
 
 
@@ -65,7 +52,7 @@ def ours(book: Book, cited: Citation) -> Table:
             copy = cited.measured.one(where, candidate="copy")
             cells = [timing(book, record), format_seconds(median_ms(copy) / 1e3) if copy else prediction(record)]
             rows.append([f"{where['rows']} x {where['columns']}", where["pass"], name, *cells, share(record)])
-    heads = ("<rows x columns", "<pass", "<norm", "median (quartiles)", "least: a copy in turn")
+    heads = ("<rows x columns", "<pass", "<norm", "median", "least: a copy in turn")
     used = replace(cited, records=tuple(r for r in cited if r.config["candidate"] in OURS))
     return Table(book, (*heads, "of the copy's speed (quartiles)"), rows, used)
 
@@ -160,19 +147,6 @@ def _ends(found: list[Published | None]) -> tuple[Published, Published] | None:
     return (first, last) if first and last else None
 
 
-def example(system: System) -> str:
-    """The speed of light of the widest norm of the course, worked out."""
-    columns = COLUMNS[-1]
-    moved, floor = norm_bytes(columns, FORWARD, system), norm_floor(columns, FORWARD, system)
-    back = norm_floor(columns, BOTH, system)
-    return (
-        f"{COURSE_ROWS:,} rows of {columns:,} columns in float32 are {format_bytes(4 * COURSE_ROWS * columns)}; to "
-        f"read x and write y is {format_bytes(moved)}, which the {system.bandwidth / 1e9:,.0f} GB/s of an "
-        f"{system.name} move in {format_seconds(floor)}; with the backward pass, which reads x and dy and writes dx, "
-        f"{format_seconds(back)}"
-    )
-
-
 def best(book: Book, system: System) -> str:
     """The largest share that each author's kernel reaches, and whether the narrowest norm reaches the smallest."""
     said, narrow = [], True
@@ -186,30 +160,6 @@ def best(book: Book, system: System) -> str:
     return f"{joined(said, last='and')}{',' * narrow}{why}"
 
 
-def crossing(book: Book) -> str:
-    """At which sizes the original's model is faster with the Triton norm, by pass."""
-    table, said = book.published.table(ROD, "models with each norm"), []
-    for what in dict.fromkeys(row.keys["pass"] for row in table.rows):
-        gains = {}
-        for size in dict.fromkeys(row.keys["size"] for row in table.rows):
-            ends = _ends([table.value("", size=size, candidate=name, **{"pass": what}) for name in NORMS])
-            if ends:
-                gains[str(size)] = ends[0].value / ends[1].value
-        wins = [size for size, gain in gains.items() if gain > 1]
-        most = max(gains.values())
-        at = f"at {joined(wins)} (at most {times(most)} as fast)" if wins else "nowhere"
-        said.append(f"in the {what} pass the Triton norm wins {at}")
-    return joined(said)
-
-
-def repeated(book: Book) -> str:
-    """How many figures of the original's table with backward are those of its forward table."""
-    first, second = (book.published.table(ROD, name) for name in ("norms with triton", "norms, forward-backward"))
-    pairs = [(first.value("", **row.keys), row.values["mean"]) for row in second.rows]
-    same = sum(bool(a) and abs(a.value - b.value) <= 0.51 * max(a.resolution, b.resolution) for a, b in pairs if a)
-    return f"{same} of {len(pairs)}"
-
-
 def again(book: Book) -> str:
     """In how many forward cells of the original's models its two sections agree, and how far the others do not."""
     names = ("models with each norm, forward", "models with each norm")
@@ -218,10 +168,3 @@ def again(book: Book) -> str:
     same = sum(a.value == b.value for a, b in pairs)
     apart = max(abs(b.value / a.value - 1) for a, b in pairs)
     return f"{same} of {len(pairs)} of its times stand there again, and no other is more than {apart:.1%} apart"
-
-
-def impossible(book: Book, system: System, section: str) -> str:
-    """How many figures of a section with backward would need more than the bandwidth there is."""
-    rows = book.published.table(ROD, SECTIONS[section]).rows
-    short = sum(row.values["mean"].value < norm_floor(int(row.keys["columns"]), BOTH, system) for row in rows)
-    return f"{short} of {len(rows)}"

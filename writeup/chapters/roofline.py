@@ -7,14 +7,14 @@ from typing import Any
 from cs336_systems.cost.commands.notebook_page import MACHINE, compared
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.notebook.physics import Notebook
-from cs336_systems.cost.notebook.tables import COLUMNS, DIFFERENCES, UNITS, Kind, notebook_tables
+from cs336_systems.cost.notebook.tables import DIFFERENCES, UNITS, Kind
 from cs336_systems.cost.notebook.tables import Table as NotebookTable
 from cs336_systems.cost.plan import Plan
-from cs336_systems.cost.plots import breakdown, roofline
+from cs336_systems.cost.plots import roofline
 from cs336_systems.host.text import markdown_code, markdown_text
 from cs336_systems.presets import model_preset
 from writeup.book import Book
-from writeup.cost_runs import Published, by_family, error_picture, far_off, published_runs, totals
+from writeup.cost_runs import Published, by_family, error_picture, far_off, published_runs
 from writeup.figures import drawn
 from writeup.narrow import narrowed
 from writeup.tables import Table
@@ -33,30 +33,13 @@ HEADS: dict[Kind, tuple[str, ...]] = {
 def content(book: Book) -> dict[str, Any]:
     """Both tables and their sums, one layer corrected, the differences, the pictures and the published runs."""
     notebook = Notebook()
-    tables = notebook_tables(notebook)
     runs = published_runs()
     return {
         "config": notebook,
-        "tables": [(f"{each.title}, one layer, one GPU", operators(book, each)) for each in tables.values()],
-        "shares": {key: f"{each.communication:.2%}" for key, each in tables.items()},
-        "cells": sum(len(each.rows) for each in tables.values()) * len(COLUMNS),
-        "columns": len(COLUMNS),
-        "sums": sums(book, list(tables.values())),
-        "machine": MACHINE,
         "compared": corrected(book, notebook),
-        "changed": changed(notebook),
         "differences": {kind: differences(book, kind) for kind in HEADS},
-        "older": [markdown_text(each.name) for each in DIFFERENCES if each.kind == "text"],
         "roofline": picture(notebook),
-        "breakdown": drawn(
-            "roofline-breakdown", narrowed(breakdown.draw(breakdown.published())),
-            "What a step is made of, as predicted, for the runs of Korthikanti et al. (arXiv:2205.05198); marks are "
-            "their measurements.",
-            "Stacked bars of the parts of a step of published runs, with marks where they were measured",
-        ),
-        "totals": totals(runs),
         "wrong": far_off(runs),
-        "near": near(runs),
         "runs_picture": error_picture("roofline-runs", runs),
     }  # fmt: skip
 

@@ -59,7 +59,7 @@ def course(book: Book) -> Table:
             rows.append([size, "whole" if stage == 0 else "sharded", *cells])
     columns = ["<size", "<state"]
     for moment in MOMENTS:
-        columns += [f"{moment}, predicted", "Rød"]
+        columns += [f"{moment}, predicted", "2024"]
     return Table(book, columns, rows, notes=theirs.notes, always=True)
 
 
@@ -72,7 +72,7 @@ def parts(book: Book) -> Table:
         expected = zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[names[str(row.keys["part"])]]
         which = "whole" if stage == 0 else f"sharded, rank {row.keys['rank']}"
         rows.append([str(row.keys["part"]), which, theirs.cell(**row.keys), f"{expected / GIB:.2f} GiB"])
-    return Table(book, ("<part, xl", "<state", "Rød", "predicted"), rows, always=True)
+    return Table(book, ("<part, xl", "<state", "2024", "predicted"), rows, always=True)
 
 
 def students(book: Book) -> Table:
@@ -91,21 +91,6 @@ def students(book: Book) -> Table:
             share = f"{saved / GIB:.1f} GiB, predicted {expected / GIB:.1f} GiB"
             rows.append([f"{source}, xl of {year}", theirs.hardware, peaks, share, times])
     return Table(book, ("<source", "<on", "peak, whole to sharded", "saved", "step (of whole)"), rows, always=True)
-
-
-def students_said(book: Book) -> str:
-    """Whose step got slower with a sharded state, by how much, and how many calls a broadcast for each tensor makes."""
-    said = []
-    for source, year in STUDENTS.items():
-        theirs = book.published.table(source, "sharding")
-        whole, sharded = (theirs.value("time", candidate=name, size="xl") for name in (WHOLE, SHARDED))
-        if whole and sharded and sharded.value > whole.value:
-            calls = len(next(iter(schemes("xl", year).values()))[1])
-            how = f" ({theirs.note}: {calls} calls)" if theirs.note else ""
-            said.append(f"{source}'s step takes {sharded.value / whole.value - 1:.0%} longer{how}")
-    if not said:
-        return "None of these steps got slower with a sharded state."
-    return f"With a sharded state {joined(said)}: each call pays its latency, and no backward hides its bytes."
 
 
 def their_times(book: Book) -> Table:
@@ -178,22 +163,4 @@ def shares(book: Book) -> str:
     return (
         f"The original's ranks hold {shown} GiB of state; with tensors dealt out largest first they would hold "
         f"{ours} GiB, and in the flat layout the same to a few bytes."
-    )
-
-
-def their_said(book: Book) -> str:
-    """Memory that the original measured beyond the formula, at each point."""
-    theirs = book.published.table(ORIGINAL, "sharding memory")
-    beyond = []
-    for moment, alive in MOMENTS.items():
-        for name, stage in ((WHOLE, 0), (SHARDED, 1)):
-            found = theirs.value(moment=moment, candidate=name, rank=0)
-            expected = sum(zero_memory(parameters_of("xl", YEAR), 0, RANKS, stage)[part] for part in alive)
-            if found and not (name == SHARDED and moment != "after the step"):
-                state = {WHOLE: " (whole)", SHARDED: " (sharded)"}[name] if moment == "after the step" else ""
-                side = "above" if found.value >= expected else "below"
-                beyond.append(f"{abs(found.value - expected) / GIB:.2f} GiB {side} it {moment}{state}")
-    return (
-        "The formula has parameters, gradients and state, no temporaries and no activations. The original's xl lies "
-        f"{joined(beyond)}."
     )

@@ -1,4 +1,4 @@
-"""Every record that a chapter cites: where it comes from, how old it is, and how to measure it anew."""
+"""Every record that a chapter cites: where it comes from, and who published the rest; the tests that are cited."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -6,8 +6,7 @@ from typing import Any
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
-from writeup.catalogue import benchmark
-from writeup.exercised import exercised
+from writeup.chapters import tests
 from writeup.publications import Source
 from writeup.tables import markdown
 
@@ -27,7 +26,7 @@ def content(book: Book) -> dict[str, Any]:
             ("<benchmark", "records cited", "<measured at", "<on", "<chapters"),
             [_row(name, list(cited[name].values()), list(chapters[name])) for name in names],
         ),
-        "ages": [_age(book, name, list(cited[name].values())) for name in names],
+        **{f"tests_{key}": value for key, value in tests.content(book).items()},
         "published": markdown(
             ("<source", "<year", "<hardware", "<where"),
             [_published(each) for each in book.published.sources.values()],
@@ -55,15 +54,3 @@ def _row(name: str, records: list[Record], chapters: list[str]) -> list[str]:
 
 def _list(words: Iterable[str]) -> str:
     return ", ".join(map(markdown_code, words))
-
-
-def _age(book: Book, name: str, records: list[Record]) -> str:
-    """A line on one benchmark: what it exercises, and what of that has changed since the oldest record."""
-    files = exercised(benchmark(name).source)
-    ages = [book.stale(record) for record in records]
-    if any(age is None for age in ages):
-        state = "how old its records are cannot be known here"
-    else:
-        changed = sorted({file for age in ages for file in age or ()})
-        state = f"changed since: {_list(changed)}" if changed else "none of which has changed since"
-    return f"{markdown_code(name)} exercises {len(files)} files, {state}."

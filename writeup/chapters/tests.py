@@ -5,9 +5,9 @@ from typing import Any
 
 from cs336_systems.host.text import markdown_code, markdown_text
 from writeup.book import Book
-from writeup.cells import STALE
 from writeup.chapters.equality import provenance
 from writeup.equality import cited
+from writeup.freshness import STALE
 from writeup.proofs import COMMAND, Proof, Report, anchor, in_words, read_report, source_of
 
 
@@ -22,7 +22,6 @@ def content(book: Book) -> dict[str, Any]:
         "functions": [_shown(report, function, proofs) for function, proofs in functions.items()],
         "count": len(functions),
         "runs": sum(map(len, functions.values())),
-        "stale": STALE,
         "source": provenance(report),
         "command": markdown_code(COMMAND),
     }

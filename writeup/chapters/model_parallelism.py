@@ -1,0 +1,24 @@
+"""Tensor and pipeline parallelism: our layouts, a published study, and the arithmetic of their limits."""
+
+from typing import Any
+
+from writeup.book import Book, facts
+from writeup.chapters import arithmetic, megatron
+from writeup.schematics import schedules
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Tables and pictures of the sections, and what the sentences speak of."""
+    found: dict[str, Any] = {"f": facts(lambda: spoken(book)), "schedules": schedules()}
+    for part in (megatron, arithmetic):
+        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
+    return found
+
+
+def spoken(book: Book) -> dict[str, Any]:
+    """Efficiency of the three ways to use two ranks, and what the published study's model is off by."""
+    cited = book.cite("scaling")
+    two = {axis: cited.need(layout=layout) for axis, layout in {"tp": "2x1x1", "pp": "1x2x1", "dp": "1x1x2"}.items()}
+    return {axis: each.metrics["efficiency_median"] for axis, each in two.items()} | {
+        "bubble": two["pp"].metrics["bubble"], "ideal": two["pp"].predicted["bubble"]
+    }  # fmt: skip

@@ -1,0 +1,33 @@
+"""Norms and other kernels that memory bounds: written out, fused, compiled."""
+
+from statistics import median
+from typing import Any
+
+from writeup.book import Book, facts
+from writeup.chapters import compile as compiling
+from writeup.chapters import fused, layernorm, rmsnorm
+from writeup.words import pair_ratios
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Tables and pictures of the four sections, and what the sentences speak of."""
+    found: dict[str, Any] = {"f": facts(lambda: spoken(book))}
+    for name, part in {"layernorm": layernorm, "rmsnorm": rmsnorm, "compiled": compiling, "fused": fused}.items():
+        found |= {f"{name}_{key}": value for key, value in part.content(book).items()}
+    return found
+
+
+def spoken(book: Book) -> dict[str, Any]:
+    """What a norm takes against LayerNorm and against a copy, with pages kept; and with fresh pages."""
+    norms = book.cite("norms", dtype="fp32", columns=4096, **{"pass": "forward"})
+    fused_norm, eager, compiled = (norms.need(candidate=name) for name in ("layernorm", "eager", "compiled"))
+    earlier = [each for each in book.history("norms") if "pages_kept" not in each.environment]
+    fresh = [each for each in earlier if each.config == fused_norm.config]
+    return {
+        "kept": bool(fused_norm.environment.get("pages_kept")),
+        "eager": median(pair_ratios(eager, fused_norm)),
+        "compiled": median(pair_ratios(compiled, fused_norm)),
+        "of_copy": fused_norm.metrics["copy_fraction_median"],
+        "eager_copy": eager.metrics["copy_fraction_median"],
+        "fresh_copy": fresh[-1].metrics["copy_fraction_median"] if fresh else 1.0,
+    }

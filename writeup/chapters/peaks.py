@@ -1,0 +1,169 @@
+"""How much memory a forward pass and a training step need, for what, and how exactly it can be counted beforehand."""
+
+from typing import Any
+
+from benchmarks.records import Record
+from cs336_systems.host.console import format_bytes
+from cs336_systems.host.text import markdown_text, plot_text
+from cs336_systems.presets import course_sizes, preset
+from writeup.book import Book, Citation, metric
+from writeup.cells import NONE, STATUS, marks
+from writeup.chapters.function_calls import COMMAND, largest
+from writeup.figures import COLOURS, Figure, draw
+from writeup.profiles import profile_picture, with_tables
+from writeup.publications import ORIGINAL, Published
+from writeup.tables import Table
+from writeup.words import joined
+
+SOURCE, YEAR = ORIGINAL, 2024
+MODES = ("forward", "step")
+PASSES = {"forward": "forward pass", "step": "step"}
+PARTS = ("parameters", "gradients", "optimizer state", "activations", "other")
+PAINTS = (*COLOURS[:3], COLOURS[4])  # those of the timeline
+GIB = 2**30
+
+
+def content(book: Book) -> dict[str, Any]:
+    """The timeline, the peaks, the residual stream, the largest tensors."""
+    peaks = book.cite(
+        "memory", year=YEAR, mode=MODES, recompute="none", command="python -m benchmarks.memory --all-sizes"
+    )
+    full = peaks.only(precision="fp32")
+    kept = book.cite(
+        "memory", mode="residuals", recompute="none", command="python -m benchmarks.memory --size 2.7B --residuals"
+    )
+    profiles = with_tables(book, book.cite("profiling", wrapper="none", attention="naive", command=COMMAND))
+    main = largest(profiles)
+    return {
+        "timeline": profile_picture(
+            book, main, "memory",
+            "Memory alive during the profiled steps. Strips above: steps and phases; the dashed line is the peak.",
+            "Stacked areas of parameters, optimizer state, gradients, activations and the rest over time",
+        ),
+        "size": main.config["size"] if main else "",
+        "command": COMMAND,
+        "peaks": peak_table(book, full),
+        "picture": picture(book, full) if full else None,
+        "half": peak_table(book, peaks.only(precision="bf16")),
+        "streams": streams(book),
+        "tensors": tensors(book, kept),
+    }  # fmt: skip
+
+
+def published_peak(book: Book, record: Record) -> Published | None:
+    """The original's figure of the same size, pass and precision."""
+    name = "memory in mixed precision" if record.config["precision"] == "bf16" else "memory"
+    return book.published.value(SOURCE, name, size=record.config["size"], pass_=record.config["mode"])
+
+
+def peak_table(book: Book, cited: Citation) -> Table:
+    """Measured and predicted peak of every size and pass, what it consists of, and the original's."""
+    rows = []
+    for record in cited:
+        expected = record.predicted["peak_memory_bytes"]
+        parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
+        found = record.metrics.get("peak_memory_bytes")
+        theirs = published_peak(book, record)
+        rows.append([
+            record.config["size"], record.config["mode"],
+            f"{format_bytes(found)}{marks(book, record)}" if found else STATUS[record.status],
+            format_bytes(expected) + (f" ({expected / found:.3f})" if found else ""),
+            *(format_bytes(parts[name]) if parts.get(name) else NONE for name in PARTS[:4]),
+            theirs.text if theirs else NONE,
+        ])  # fmt: skip
+    columns = ("<size", "<pass", "peak", "predicted (of measured)", *PARTS[:4], "2024, one GPU")
+    return Table(book, columns, rows, cited)
+
+
+def picture(book: Book, cited: Citation) -> Figure:
+    """Predicted peaks by part, with what was measured and what the original printed."""
+    sizes = cited.values("size")
+
+    def into(panels: Any) -> None:
+        for axes, mode in zip(panels, MODES, strict=True):
+            records = {record.config["size"]: record for record in cited.only(mode=mode)}
+            places = [place for place, size in enumerate(sizes) if size in records]
+            below = [0.0] * len(places)
+            for part, colour in zip(PARTS[:4], PAINTS, strict=True):
+                heights = [records[sizes[place]].predicted["memory_by_part"].get(part, 0) / GIB for place in places]
+                if any(heights):
+                    axes.bar(places, heights, bottom=below, color=colour, width=0.6, label=f"{part}, predicted")
+                below = [low + height for low, height in zip(below, heights, strict=True)]
+            seen = [(place, records[sizes[place]].metrics.get("peak_memory_bytes")) for place in places]
+            axes.plot(*points(seen), "o", color="black", markersize=5, label="measured")
+            found = [(place, published_peak(book, records[sizes[place]])) for place in places]
+            theirs = [(place, each.value if each else None) for place, each in found]
+            axes.plot(*points(theirs), "x", color="black", markersize=7, label="2024, one GPU")
+            axes.set_xticks(range(len(sizes)), [plot_text(size) for size in sizes])
+            axes.set_title(mode)
+        panels[0].set_ylabel("GiB")
+        panels[1].legend(fontsize=8)
+
+    return draw(
+        "memory-peaks", "Peak memory: predicted by part, measured, and the original's. A bar without a black dot does "
+        "not fit this machine.", "Stacked bars of predicted memory by size, for a forward pass and for a step", into, 2,
+    )  # fmt: skip
+
+
+def points(found: list[tuple[int, float | None]]) -> tuple[list[int], list[float]]:
+    """Places and GiB of those that have a figure."""
+    there = [(place, value / GIB) for place, value in found if value]
+    return [place for place, _ in there], [value for _, value in there]
+
+
+def streams(book: Book) -> Table:
+    """One activation of the residual stream of every size of 2024: computed from the shape."""
+    rows = []
+    for size in course_sizes(YEAR):
+        chosen = preset(size, YEAR)
+        tokens = (chosen.batch_size, chosen.model.context_length)
+        stream = 4 * tokens[0] * tokens[1] * chosen.model.d_model
+        theirs = book.published.value(SOURCE, "tensors", size=size, tensor="residual stream")
+        rows.append(
+            [size, f"{tokens[0]} x {tokens[1]} x {chosen.model.d_model}", format_bytes(stream), mebibytes(theirs)]
+        )
+    return Table(book, ("<size", "batch x context x width", "in fp32, computed", "2024"), rows)
+
+
+def mebibytes(found: Published | None) -> str:
+    """A published figure in MiB, or a dash."""
+    return f"{found.shown('MiB')} MiB" if found else NONE
+
+
+def tensors(book: Book, cited: Citation) -> Table:
+    """The largest storages that one block keeps for backward."""
+    rows = [
+        [record.config["size"], markdown_text(module), " x ".join(map(str, shape)), format_bytes(nbytes), maker]
+        for record in cited
+        for module, shape, _, nbytes, maker in record.metrics["largest"]
+    ]
+    return Table(book, ("<size", "<kept by", "shape", "bytes", "<made by"), rows, cited)
+
+
+def error(cited: Citation) -> str:
+    """How far the predictions are off at most: a clause, or nothing."""
+    known = [r for r in cited.measured if r.predicted.get("peak_memory_bytes") and r.metrics.get("peak_memory_bytes")]
+    if not known:
+        return ""
+    off = [abs(r.predicted["peak_memory_bytes"] / metric(r, "peak_memory_bytes") - 1) for r in known]
+    worst, config = max(off), known[off.index(max(off))].config
+    which = f"{config['mode']} of {config['size']} in {config['precision']} is the worst"
+    return f"all {len(known)} predicted peaks are within {worst:.2%} of the measured ones ({which})"
+
+
+def moments(cited: Citation) -> list[str]:
+    """At which moment of a step its peak lies, told by whether there are gradients in it: a sentence for each."""
+    groups: dict[bool, dict[str, list[str]]] = {}
+    for record in cited.only(mode="step"):
+        parts = record.metrics.get("memory_by_part") or record.predicted["memory_by_part"]
+        sizes = groups.setdefault(bool(parts.get("gradients")), {}).setdefault(record.config["precision"], [])
+        sizes.append(record.config["size"])
+    when = {
+        False: "peaks before there is any gradient, when forward has kept all that backward needs",
+        True: "peaks with its gradients there, since these add more than backward has given back by then",
+    }
+    said = []
+    for has, found in sorted(groups.items()):
+        named = joined(f"{', '.join(sizes)} in {precision}" for precision, sizes in found.items())
+        said.append(f"A step of {named} {when[has]}.")
+    return said

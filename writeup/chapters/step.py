@@ -1,0 +1,45 @@
+"""A transformer's step: its passes, its operators, its first pass, and 16-bit numbers."""
+
+from statistics import median
+from typing import Any
+
+from writeup.book import Book, Unmeasured, facts
+from writeup.cells import median_ms, predicted_ms
+from writeup.chapters import benchmarking, flame_graph, function_calls, mixed_precision
+from writeup.model_pairs import in_turn
+from writeup.words import pair_ratios
+
+
+def content(book: Book) -> dict[str, Any]:
+    """Tables and pictures of the four sections, and what the sentences speak of."""
+    parts = (function_calls, flame_graph, mixed_precision, benchmarking)
+    found: dict[str, Any] = {}
+    for part in parts:
+        found |= {f"{part.__name__.rpartition('.')[2]}_{key}": value for key, value in part.content(book).items()}
+    return found | {"f": facts(lambda: spoken(book))}
+
+
+def spoken(book: Book) -> dict[str, Any]:
+    """Numbers of `small` that the chapter's sentences name."""
+    e2e = book.cite("e2e", benchmarking.PLAIN, size="small")
+    step, forward, backward = (e2e.need(mode=mode, warmup=2) for mode in ("step", "forward", "backward"))
+    cold = e2e.need(mode="forward-backward", warmup=0)
+    profile = function_calls.largest(book.cite("profiling", size="small", wrapper="none", attention="naive").measured)
+    if profile is None:
+        raise Unmeasured(function_calls.COMMAND)
+    pairs = in_turn(book.cite("compare"), "precision=bf16")
+    ratios = {size: pair_ratios(*pair) for (size, _), pair in pairs.items()}
+    return {
+        "seconds": median_ms(step) / 1e3,
+        "low": min(book.runs(step)) / 1e3,
+        "high": max(book.runs(step)) / 1e3,
+        "predicted": (predicted_ms(step) or 0.0) / median_ms(step),
+        "backward": median_ms(backward) / median_ms(forward),
+        "first": cold.samples_ms[0] / median(cold.samples_ms[1:]),
+        "matmuls": profile.metrics["share_matrix_products"],
+        "half": median(ratios["small"]),
+        "half_turns": sum(each > 1 for each in ratios["small"]) == len(ratios["small"]),
+        "half_tiny": median(ratios["tiny"]),
+        "tiny_turns": sum(each > 1 for each in ratios["tiny"]),
+        "turns": len(ratios["tiny"]),
+    }
