@@ -59,15 +59,14 @@ DOMAIN = (
 def warnings(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
     """One sentence for each way in which a prediction lies outside the domain; none inside it. Raises UserError for a
     plan that does not divide the model."""
-    plan.check(config, seq)
-    return [*_of_memory(config, plan, seq, system), *_outside(config, plan, seq, system)]
+    return [*_of_memory(config, plan, seq, system), *outside(step_time(config, plan, seq, system))]
 
 
 def time_range(step: StepTime) -> tuple[float, float]:
     """Seconds between which four of five runs of the plan's stack fell when they were left out of the fit; wider
     outside of the domain."""
     low, high = STACKS[step.plan.stack].seconds(step.total)
-    wider = WIDER if _outside(step.config, step.plan, step.seq, step.system) else 1.0
+    wider = WIDER if outside(step) else 1.0
     return low / wider, high * wider
 
 
@@ -77,8 +76,9 @@ def describe_range(step: StepTime) -> str:
     return f"{low} to {high}: so four of five {step.plan.stack} runs fell when they were left out of the fit"
 
 
-def _outside(config: ModelConfig, plan: Plan, seq: int, system: System) -> list[str]:
-    return [*_of_machine(config, plan, seq, system), *_of_model(config, plan, seq, system)]
+def outside(step: StepTime) -> list[str]:
+    """`warnings` of a prediction that was made, but for memory."""
+    return [*_of_machine(step), *_of_model(step.config, step.plan, step.seq, step.system)]
 
 
 def _of_memory(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
@@ -91,9 +91,8 @@ def _of_memory(config: ModelConfig, plan: Plan, seq: int, system: System) -> Ite
         )
 
 
-def _of_machine(config: ModelConfig, plan: Plan, seq: int, system: System) -> Iterator[str]:
-    step = step_time(config, plan, seq, system)
-    waits = step.parts["host"] / step.total
+def _of_machine(step: StepTime) -> Iterator[str]:
+    waits, system = step.parts["host"] / step.total, step.system
     if waits > WAITING:
         yield (
             f"for {waits:.0%} of the step the device waits for the host, at {format_seconds(system.constants.host)} a "

@@ -8,6 +8,7 @@ that a balanced router sends to them.
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 from cs336_systems.cost.experts import computed_rows, expert_flops, one_hot_flops, router_flops
 from cs336_systems.presets import ModelConfig
@@ -21,6 +22,7 @@ def forward_flops(config: ModelConfig, batch: int, seq: int, training: bool = Tr
     return {**parts, "head": head_flops(config, batch, seq)}
 
 
+@lru_cache(maxsize=256)
 def model_flops(config: ModelConfig, micro_batch: int, seq: int) -> int:
     """FLOPs of a microbatch (micro_batch seq), forward and backward, that the model asks for, whatever computes it: no
     recompute, and of experts the rows in use, neither empty slots nor one-hot products."""

@@ -1,101 +1,134 @@
 """Grid of layouts, evaluated by the cost model while the page is built, and pipelines played by `schedule.simulate`.
 
-The page only looks numbers up and never interpolates, so that there is no second implementation of the cost model that
-could differ from the first.
+The page looks numbers up and never interpolates: there is no second implementation that could differ from the first.
 """
 
 from functools import cache
 from itertools import product
 from typing import Any
 
-from cs336_systems.cost.domain import time_range
-from cs336_systems.cost.machines import GIB, system_preset
+from cs336_systems.cost.domain import outside, time_range
+from cs336_systems.cost.machines import GIB, System, system_preset
 from cs336_systems.cost.plan import RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
 from cs336_systems.cost.step_time import PARTS, step_time
 from cs336_systems.errors import UserError
-from cs336_systems.presets import model_preset
+from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.schedule import schedule, simulate
-from cs336_systems.schedule.lists import CHUNKS
+from cs336_systems.schedule.lists import NAMES
+from cs336_systems.schedule.simulation import ORDER
 
-# Axis: label, values. The order is that of the page's controls, and of the index of a cell.
-AXES: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "model": ("Model", ("2.7B", "llama-8b", "gpt3-175b")),
-    "machine": ("Machine", ("A100-80GB", "H100")),
-    "tp": ("Tensor parallel (tp)", (1, 2, 4, 8)),
-    "pp": ("Pipeline stages (pp)", (1, 2, 4, 8)),
-    "dp": ("Data parallel (dp)", (1, 4, 16, 64)),
-    "zero": ("ZeRO stage", (0, 1, 3)),
-    "recompute": ("Recompute", ("none", "selective", "full")),
-    "micro_batch": ("Microbatch (sequences)", (1, 2, 4)),
+# Axis: label, option of `cost step`, values, the one shown first. The order is that of the page's controls.
+AXES: dict[str, tuple[str, str, tuple[Any, ...], Any]] = {
+    "model": ("Model", "--preset", ("xl", "llama-8b", "llama-70b", "gpt3-175b"), "llama-8b"),
+    "machine": ("Accelerator", "--system", ("A100-80GB", "H100"), "H100"),
+    "tp": ("Tensor parallel (tp)", "--tp", (1, 2, 4, 8), 2),
+    "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 1),
+    "dp": ("Data parallel (dp)", "--dp", (1, 8, 32, 128), 8),
+    "zero": ("ZeRO stage", "--zero", (0, 1, 3), 1),
+    "recompute": ("Recompute", "--recompute", ("none", "selective", "full"), "none"),
+    "micro_batch": ("Sequences in a microbatch", "--micro-batch-size", (1, 2, 4), 1),
 }
 SEQUENCE, BATCH = 2048, 256  # tokens; sequences of a step, all ranks together
-TIMES = tuple(name for name in PARTS if name != "computing")  # that is forward and backward together
-MEMORY = ("weights", "gradients", "optimizer state", "activations", "workspace", "besides")
-LENGTHS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zbv": 2}  # schedule: chunks of a stage
-STAGES, MICROBATCHES = (2, 4, 8), (4, 8, 16)
+TIMES = tuple(name for name in PARTS if name not in ("computing", "context-parallel", "expert-parallel"))
+MEMORY = {  # in the colours of `figures.COLOURS`
+    "weights": "#0072B2", "gradients": "#E69F00", "optimizer": "#D55E00", "activations": "#009E73",
+    "workspace": "#CC79A7", "besides": "#999999",
+}  # fmt: skip
+LENGTHS = dict.fromkeys(NAMES, 1) | {"interleaved": 2, "zbv": 2}  # chunks of a stage
+STAGES, MICROBATCHES = (2, 4, 8), (2, 4, 6, 8, 16)
 FORWARD, BACKWARD = 2.0, 4.0  # time units of a stage's forward and backward, all chunks together
 
 
-def cell(values: dict[str, Any]) -> list[Any]:
-    """Of one layout [GiB of each of `MEMORY` on the fullest rank, seconds of each of `TIMES`, low and high of the step
-    in seconds, the fullest stage], or [why it cannot be]."""
-    try:
-        stack = STACKS[usual_stack(values["zero"])]
-        plan = Plan(
-            values["tp"], values["pp"], values["dp"], sequence=values["tp"] > 1, zero=values["zero"],
-            micro_batch=values["micro_batch"], global_batch=BATCH, overlap=system_preset(values["machine"]).overlap,
-        )  # fmt: skip
-        config, plan = stack.shape(_model(values["model"], RECOMPUTE[values["recompute"]]), plan)
-        step = step_time(config, plan, SEQUENCE, stack.on(system_preset(values["machine"])))
-        stage, nbytes = peak_bytes(config, plan, SEQUENCE)
-    except UserError as error:
-        return [str(error)]
-    memory = [_short(nbytes.get(name, 0.0) / GIB) for name in MEMORY]
-    return [memory, [_short(step.parts[name]) for name in TIMES], [_short(each) for each in time_range(step)], stage]
+def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], list[str]]]]:
+    """One layout. Of memory: the fullest stage, and GiB of each of `MEMORY` on a rank of it. Of each machine:
+    milliseconds of each of `TIMES`, of the step, and of the low and high end of its range, MFU in percent, and 1 if the
+    layout fits the machine, else 0; with how the prediction lies outside what was fitted. Raises UserError for a layout
+    that cannot be."""
+    stack, timed, held = STACKS[usual_stack(values["zero"])], [], (0, dict[str, float]())
+    degrees = {name: values[name] for name in ("tp", "pp", "dp", "zero", "micro_batch")}
+    for machine in AXES["machine"][2]:
+        system = _machine(machine, stack.name)
+        if not timed or plan.overlap != system.overlap:
+            plan = Plan(**degrees, sequence=values["tp"] > 1, global_batch=BATCH, overlap=system.overlap)
+            config, plan = stack.shape(_model(values["model"], values["recompute"]), plan)
+        held = held if timed else peak_bytes(config, plan, SEQUENCE)
+        step = step_time(config, plan, SEQUENCE, system)
+        seconds = [*(step.parts[name] for name in TIMES), step.total, *time_range(step)]
+        fits = sum(held[1].values()) <= usable_memory(system)
+        numbers = [*(short(1e3 * each) for each in seconds), short(100 * step.mfu), int(fits)]
+        timed.append((numbers, outside(step)))
+    return [held[0], *(short(held[1].get(name, 0.0) / GIB) for name in MEMORY)], timed
 
 
-def cells() -> list[list[Any]]:
-    """All cells of the grid; the last axis changes fastest."""
-    return [cell(dict(zip(AXES, each, strict=True))) for each in product(*(values for _, values in AXES.values()))]
-
-
-def pipelines() -> dict[str, dict[str, Any]]:
-    """`schedule stages microbatches`: for each stage its actions as [kind, microbatch, chunk, start, end]; the idle
-    share of all stages' time, and the most microbatches in flight on each stage."""
-    found = {}
-    for name, stages, microbatches in product(LENGTHS, STAGES, MICROBATCHES):
-        if name == "interleaved" and microbatches % stages:
+def layouts() -> dict[str, Any]:
+    """Tables of memory and time (`cell`) over all layouts, the last of a table's axes changing fastest; notes and
+    refusals are numbers of `texts`, and a refused layout's cell is the number alone."""
+    texts: dict[str, int] = {}
+    apart = [name for name in AXES if name != "machine"]  # memory is the same on any of these machines
+    memory, time = list[Any](), list[Any]()
+    for choice in product(*(AXES[name][2] for name in apart)):
+        try:
+            held, timed = cell(dict(zip(apart, choice, strict=True)))
+        except UserError as error:
+            refused = texts.setdefault(str(error), len(texts))
+            memory.append(refused)
+            time += [refused] * len(AXES["machine"][2])
             continue
-        lists = schedule(name, stages, microbatches, CHUNKS.get(name, LENGTHS[name]))
+        memory.append(held)
+        time += [[*numbers, *(texts.setdefault(note, len(texts)) for note in notes)] for numbers, notes in timed]
+    tables = {"memory": {"axes": apart, "cells": memory}, "time": {"axes": [*apart, "machine"], "cells": time}}
+    return tables | {"texts": list(texts)}
+
+
+def pipelines() -> dict[str, Any]:
+    """`schedule stages microbatches`: for each stage its actions as five numbers (place of the kind in `ORDER`,
+    microbatch, chunk, start, end), idle share in percent, most forwards in flight on each stage; or why there is none."""
+    found: dict[str, Any] = {}
+    for name, stages, microbatches in product(NAMES, STAGES, MICROBATCHES):
+        key = f"{name} {stages} {microbatches}"
+        try:
+            lists = schedule(name, stages, microbatches, LENGTHS[name])
+        except UserError as error:
+            found[key] = str(error)
+            continue
         played = simulate(lists, FORWARD, BACKWARD, turn=name == "zbv")
         rows = [
-            [[t.action.kind[0], t.action.microbatch, t.action.chunk, t.start, t.end] for t in row]
+            [(ORDER.index(t.action.kind), t.action.microbatch, t.action.chunk, short(t.start), short(t.end)) for t in row]
             for row in played.timeline
         ]
-        found[f"{name} {stages} {microbatches}"] = {
-            "rows": rows, "bubble": played.bubble, "live": played.peak_live, "end": played.makespan,
-        }  # fmt: skip
+        found[key] = [rows, short(100 * played.bubble), played.peak_live, short(played.makespan)]
     return found
 
 
 def grid() -> dict[str, Any]:
     """Everything about layouts and pipelines that the page shows."""
-    machines = AXES["machine"][1]
+    axes = []
+    for name, (label, option, values, first) in AXES.items():
+        options = [f"{option} {value}" + " --sequence-parallel" * (name == "tp" and value > 1) for value in values]
+        axes.append([name, label, values, options, values.index(first)])
+    command = f"python -m cs336_systems.cost step --context {SEQUENCE} --batch-size {BATCH}"
+    machines = [system_preset(name) for name in AXES["machine"][2]]
     return {
-        "axes": [[name, label, values] for name, (label, values) in AXES.items()],
-        "memory": MEMORY, "parts": [[PARTS[name]["label"], PARTS[name]["colour"]] for name in TIMES],
-        "usable": {name: usable_memory(system_preset(name)) / GIB for name in machines},
-        "cells": cells(), "pipelines": pipelines(),
+        "axes": axes, "command": command, "held": list(MEMORY.items()), **layouts(),
+        "parts": [[PARTS[name]["label"], PARTS[name]["colour"]] for name in TIMES],
+        "machines": [[short(each.memory / GIB), short(usable_memory(each) / GIB)] for each in machines],
+        "pipelines": {"names": NAMES, "stages": STAGES, "microbatches": MICROBATCHES, "played": pipelines()},
     }  # fmt: skip
 
 
+def short(number: float) -> float:
+    """Three significant digits, more than the model knows, and fewer bytes of page; all digits of whole numbers."""
+    rounded = float(f"{number:.3g}") if number < 1000 else round(number)
+    return int(rounded) if rounded == int(rounded) else rounded
+
+
 @cache
-def _model(name: str, recompute: Any) -> Any:
-    return model_preset(name).override(recompute=recompute, attention="sdpa", context_length=SEQUENCE)
+def _model(name: str, recompute: str) -> ModelConfig:
+    return model_preset(name).override(recompute=RECOMPUTE[recompute], attention="sdpa", context_length=SEQUENCE)
 
 
-def _short(number: float) -> float:
-    """Four significant digits, more than the model knows and fewer bytes of page."""
-    return float(f"{number:.4g}")
+@cache
+def _machine(name: str, stack: str) -> System:
+    return STACKS[stack].on(system_preset(name))
