@@ -42,7 +42,8 @@ FORWARD, BACKWARD = 2.0, 4.0  # time units of a stage's forward and backward, al
 
 
 def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], list[str]]]]:
-    """One layout. Of memory: the fullest stage, and GiB of each of `MEMORY` on a rank of it. Of each machine:
+    """One layout. Of memory: ranks, microbatches, the fullest stage, and GiB on a rank of it, in all and of each of
+    `MEMORY`. Of each machine:
     milliseconds of each of `TIMES`, of the step, and of the low and high end of its range, MFU in percent, and 1 if the
     layout fits the machine, else 0; with how the prediction lies outside what was fitted. Raises UserError for a layout
     that cannot be."""
@@ -59,7 +60,8 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
         fits = sum(held[1].values()) <= usable_memory(system)
         numbers = [*(short(1e3 * each) for each in seconds), short(100 * step.mfu), int(fits)]
         timed.append((numbers, outside(step)))
-    return [held[0], *(short(held[1].get(name, 0.0) / GIB) for name in MEMORY)], timed
+    nbytes = [sum(held[1].values()), *(held[1].get(name, 0.0) for name in MEMORY)]
+    return [plan.ranks, plan.microbatches, held[0], *(short(each / GIB) for each in nbytes)], timed
 
 
 def layouts() -> dict[str, Any]:
@@ -114,7 +116,10 @@ def grid() -> dict[str, Any]:
         "axes": axes, "command": command, "held": list(MEMORY.items()), **layouts(),
         "parts": [[PARTS[name]["label"], PARTS[name]["colour"]] for name in TIMES],
         "machines": [[short(each.memory / GIB), short(usable_memory(each) / GIB)] for each in machines],
-        "pipelines": {"names": NAMES, "stages": STAGES, "microbatches": MICROBATCHES, "played": pipelines()},
+        "pipelines": {
+            "names": NAMES, "stages": STAGES, "microbatches": MICROBATCHES, "played": pipelines(),
+            "first": [NAMES.index("1f1b"), STAGES.index(4), MICROBATCHES.index(8)],
+        },
     }  # fmt: skip
 
 
