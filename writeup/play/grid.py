@@ -24,11 +24,11 @@ AXES: dict[str, tuple[str, str, tuple[Any, ...], Any]] = {
     "model": ("Model", "--preset", ("xl", "llama-8b", "llama-70b", "gpt3-175b"), "llama-8b"),
     "machine": ("Accelerator", "--system", ("A100-80GB", "H100"), "H100"),
     "tp": ("Tensor parallel (tp)", "--tp", (1, 2, 4, 8), 2),
-    "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 1),
+    "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 2),
     "dp": ("Data parallel (dp)", "--dp", (1, 8, 32, 128), 8),
     "zero": ("ZeRO stage", "--zero", (0, 1, 3), 1),
     "recompute": ("Recompute", "--recompute", ("none", "selective", "full"), "none"),
-    "micro_batch": ("Sequences in a microbatch", "--micro-batch-size", (1, 2, 4), 1),
+    "micro_batch": ("Microbatch", "--micro-batch-size", (1, 2, 4), 2),
 }
 SEQUENCE, BATCH = 2048, 256  # tokens; sequences of a step, all ranks together
 TIMES = tuple(name for name in PARTS if name not in ("computing", "context-parallel", "expert-parallel"))
@@ -131,7 +131,8 @@ def short(number: float) -> float:
 
 @cache
 def _model(name: str, recompute: str) -> ModelConfig:
-    return model_preset(name).override(recompute=RECOMPUTE[recompute], attention="sdpa", context_length=SEQUENCE)
+    shape = {"attention": "sdpa", "kernels": "triton", "context_length": SEQUENCE}  # by default, those of `cost step`
+    return model_preset(name).override(recompute=RECOMPUTE[recompute], **shape)
 
 
 @cache

@@ -62,10 +62,10 @@ function layoutPart(data, into) {
     const [ranks, microbatches, stage, total, ...bytes] = held, [memory, usable] = data.machines[choice.machine];
     const times = data.parts.length, [step, low, high, mfu, fits] = timed.slice(times), notes = timed.slice(times + 5);
     const gib = number => `${digits(number)} GiB`;
-    const needs = `${gib(total)} on a rank of stage ${stage}; an accelerator of ${value("machine")} has ${gib(memory)}, ${gib(usable)} of it usable`;
+    const needs = `it needs ${gib(total)} on a rank of stage ${stage}, and of the ${gib(memory)} of an accelerator (${value("machine")}) ${gib(usable)} are usable`;
     out.replaceChildren(
       make("p", { class: fits ? "fits" : "refused" }, make("b", {}, fits ? "Fits: " : "Refused, out of memory: "),
-        `it needs ${needs}. ${ranks.toLocaleString("en")} accelerators, ${microbatches} microbatches each.`),
+        `${needs}. ${ranks.toLocaleString("en")} accelerators, ${microbatches} microbatches a replica.`),
       make("h4", {}, "Memory of the fullest rank ", make("small", {}, "line: usable")),
       ...bar(data.held.map(([label, colour], i) => [label, colour, bytes[i]]), Math.max(total, memory), gib, [[usable, usable]]),
       make("h4", {}, `${fits ? "Step" : "Step, if it fitted"}: ${duration(step)} `, make("small", {}, `line: ${duration(low)} to ${duration(high)}, as four of five runs that were left out of the fit; MFU ${digits(mfu)}%`)),
@@ -111,7 +111,7 @@ function stepsPart(data, into) {
   const { states, whole, rows } = data.steps, names = Object.keys(rows), kinds = ["parameters", "gradients", "AdamW's state"];
   const colours = ["none", "#0072B2", "#56B4E9", "#E69F00", "repeating-linear-gradient(45deg, #D55E00 0 4px, #f3b48c 4px 8px)", "#009E73"];
   let name = names[0], place = 0;
-  const list = make("select", { size: 9, "aria-label": "Events of the step" }), ranks = make("div", { class: "ranks" });
+  const list = make("select", { size: 14, "aria-label": "Events of the step" }), ranks = make("div", { class: "ranks" });
   const said = make("p", { "aria-live": "polite" });
   const box = (kind, layer, [bytes, state], before) => make("div", { class: before.join() === [bytes, state].join() ? "box" : "box changed", title: `layer ${layer}, ${kinds[kind]}: ${states[state]}` },
     make("span", { style: `height:${Math.min(100, 100 * bytes / whole[kind])}%;background:${colours[state]}` }), make("small", {}, bytes ? size(bytes) : ""));
