@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import subprocess
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,8 @@ from cs336_systems.schedule import schedule, simulate
 from writeup.play import grid, page, steps
 
 CHROMIUM, NODE = Path("/usr/bin/chromium"), shutil.which("node")
-PARTS = "".join(f'<div id="play-{name}" class="play"><p class="paper">paper</p></div>' for name in ("layout", "pipeline", "steps"))
+PART = '<div id="play-{}" class="play"><p class="paper">paper</p></div>'.format
+PARTS = "".join(map(PART, ("layout", "pipeline", "steps")))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 LOOK_UP = """
 const fs = require("fs"), vm = require("vm");
@@ -78,8 +79,11 @@ def test_the_page_shows_what_the_command_that_it_names_prints(data):
             refused += 1
             continue
         record, count = json.loads(result.stdout), len(grid.TIMES)
-        parts = record["parts"] | {"step": record["seconds"], "low": record["low_seconds"], "high": record["high_seconds"]}
-        assert timed[: count + 3] == [grid.short(1e3 * parts[name]) for name in (*grid.TIMES, "step", "low", "high")]
+        seconds = [
+            *map(record["parts"].get, grid.TIMES),
+            *(record[n] for n in ("seconds", "low_seconds", "high_seconds")),
+        ]
+        assert timed[: count + 3] == [grid.short(1e3 * each) for each in seconds]
         assert timed[count + 3] == grid.short(100 * record["mfu"])
         needed = record["memory_bytes"]
         assert held[2:] == [record["fullest_stage"]] + [
@@ -104,7 +108,7 @@ def test_pipelines_are_those_of_the_simulator(data):
         rows, idle, live, end = shown
         busy = sum(to - start for row in rows for *_, start, to in row)
         assert idle == grid.short(100 * (1 - busy / (end * int(stages))))
-        assert all(earlier[4] <= later[3] for row in rows for earlier, later in zip(row, row[1:], strict=False))
+        assert all(earlier[4] <= later[3] for row in rows for earlier, later in pairwise(row))
         played = simulate(schedule(name, int(stages), int(microbatches), grid.LENGTHS[name]), 2, 4, turn=name == "zbv")
         assert (live, end) == (played.peak_live, played.makespan)
         assert [len(row) for row in rows] == [len(row) for row in played.timeline]

@@ -12,7 +12,7 @@ from cs336_systems.cost.machines import GIB, System, system_preset
 from cs336_systems.cost.plan import RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS, usual_stack
-from cs336_systems.cost.step_time import PARTS, step_time
+from cs336_systems.cost.step_time import PARTS, StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.schedule import schedule, simulate
@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str, str, tuple[Any, ...], Any]] = {
     "tp": ("Tensor parallel (tp)", "--tp", (1, 2, 4, 8), 2),
     "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 2),
     "dp": ("Data parallel (dp)", "--dp", (1, 8, 32, 128), 8),
-    "zero": ("ZeRO stage", "--zero", (0, 1, 3), 1),
+    "zero": ("ZeRO stage", "--zero", (0, 1, 2, 3), 1),
     "recompute": ("Recompute", "--recompute", ("none", "selective", "full"), "none"),
     "micro_batch": ("Microbatch", "--micro-batch-size", (1, 2, 4), 2),
 }
@@ -47,21 +47,20 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
     milliseconds of each of `TIMES`, of the step, and of the low and high end of its range, MFU in percent, and 1 if the
     layout fits the machine, else 0; with how the prediction lies outside what was fitted. Raises UserError for a layout
     that cannot be."""
-    stack, timed, held = STACKS[usual_stack(values["zero"])], [], (0, dict[str, float]())
+    stack, steps = STACKS[usual_stack(values["zero"])], list[StepTime]()
     degrees = {name: values[name] for name in ("tp", "pp", "dp", "zero", "micro_batch")}
     for machine in AXES["machine"][2]:
         system = _machine(machine, stack.name)
-        if not timed or plan.overlap != system.overlap:
-            plan = Plan(**degrees, sequence=values["tp"] > 1, global_batch=BATCH, overlap=system.overlap)
-            config, plan = stack.shape(_model(values["model"], values["recompute"]), plan)
-        held = held if timed else peak_bytes(config, plan, SEQUENCE)
-        step = step_time(config, plan, SEQUENCE, system)
+        plan = Plan(**degrees, sequence=values["tp"] > 1, global_batch=BATCH, overlap=system.overlap)
+        steps.append(step_time(*stack.shape(_model(values["model"], values["recompute"]), plan), SEQUENCE, system))
+    stage, parts = peak_bytes(steps[0].config, steps[0].plan, SEQUENCE)
+    needed, timed = sum(parts.values()), list[tuple[list[float], list[str]]]()
+    for step in steps:
         seconds = [*(step.parts[name] for name in TIMES), step.total, *time_range(step)]
-        fits = sum(held[1].values()) <= usable_memory(system)
-        numbers = [*(short(1e3 * each) for each in seconds), short(100 * step.mfu), int(fits)]
-        timed.append((numbers, outside(step)))
-    nbytes = [sum(held[1].values()), *(held[1].get(name, 0.0) for name in MEMORY)]
-    return [plan.ranks, plan.microbatches, held[0], *(short(each / GIB) for each in nbytes)], timed
+        numbers = [*(1e3 * each for each in seconds), 100 * step.mfu, needed <= usable_memory(step.system)]
+        timed.append(([*map(short, numbers)], outside(step)))
+    nbytes = [needed, *(parts.get(name, 0.0) for name in MEMORY)]
+    return [plan.ranks, plan.microbatches, stage, *(short(each / GIB) for each in nbytes)], timed
 
 
 def layouts() -> dict[str, Any]:
@@ -86,7 +85,8 @@ def layouts() -> dict[str, Any]:
 
 def pipelines() -> dict[str, Any]:
     """`schedule stages microbatches`: for each stage its actions as five numbers (place of the kind in `ORDER`,
-    microbatch, chunk, start, end), idle share in percent, most forwards in flight on each stage; or why there is none."""
+    microbatch, chunk, start, end), idle share in percent, most forwards in flight on each stage, end; or why there is
+    none."""
     found: dict[str, Any] = {}
     for name, stages, microbatches in product(NAMES, STAGES, MICROBATCHES):
         key = f"{name} {stages} {microbatches}"
@@ -97,7 +97,7 @@ def pipelines() -> dict[str, Any]:
             continue
         played = simulate(lists, FORWARD, BACKWARD, turn=name == "zbv")
         rows = [
-            [(ORDER.index(t.action.kind), t.action.microbatch, t.action.chunk, short(t.start), short(t.end)) for t in row]
+            [(ORDER.index(a.kind), a.microbatch, a.chunk, short(start), short(end)) for _, a, start, end in row]
             for row in played.timeline
         ]
         found[key] = [rows, short(100 * played.bubble), played.peak_live, short(played.makespan)]

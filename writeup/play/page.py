@@ -11,8 +11,7 @@ HERE = Path(__file__).parent
 
 
 def with_play(page: str) -> str:
-    """An HTML page that holds `::: {.play #play-layout}` or the like, with what makes these playable; another as it is.
-    """
+    """An HTML page with what makes its `::: {.play #play-layout}` and the like playable; one without any as it is."""
     if 'class="play"' not in page:
         return page
     head, found, rest = page.partition("</head>")

@@ -52,9 +52,9 @@ function layoutPart(data, into) {
     control(label, values, first, position => { choice[name] = position; show(); }));
   const value = name => data.axes.find(each => each[0] === name)[2][choice[name]];
   function show() {
-    const command = `${data.command} ${data.axes.map(([name, , , options]) => options[choice[name]]).join(" ")}`;
+    const words = [data.command, ...data.axes.map(([name, , , options]) => options[choice[name]])];
     const held = lookup(data, "memory", choice), timed = lookup(data, "time", choice);
-    const ask = make("p", { class: "command" }, "The same from the command line: ", make("code", {}, command));
+    const ask = make("p", { class: "command" }, "The same from the command line: ", make("code", {}, ...words.flatMap(each => [make("span", {}, each), " "])));
     if (typeof held === "number") {
       out.replaceChildren(make("p", { class: "refused" }, make("b", {}, "Refused: "), `${data.texts[held]}.`), ask);
       return;

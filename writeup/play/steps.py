@@ -77,12 +77,10 @@ class Observer:
         bucket = self.wrapped.bucket_of[parameter]
         if moving := bucket.work is not None or bucket.label == launching:
             self.reduced.add(layer)
-        state = "being sent" if moving else "mean gradient" if layer in self.reduced else "own gradient"
-        gradient = parameter.grad
-        return (
-            _held(parameter.nbytes, "being sent" if launching == "updated parameters" else "whole"), _held(0 if gradient is None else gradient.nbytes, state),
-            self._of_optimizer(parameter),
-        )  # fmt: skip
+        reduced = "being sent" if moving else "mean gradient" if layer in self.reduced else "own gradient"
+        updated = "being sent" if launching == "updated parameters" else "whole"
+        gradient = _held(0 if parameter.grad is None else parameter.grad.nbytes, reduced)
+        return _held(parameter.nbytes, updated), gradient, self._of_optimizer(parameter)
 
     def _of_slices(self, layer: int, launching: str, fresh: bool) -> tuple[Held, Held, Held]:
         weight = self.sharded[layer]
@@ -128,9 +126,11 @@ def recorded(name: str, rank: int) -> list[list[Any]]:
 def steps() -> dict[str, Any]:
     """Of every wrapper what happened, bytes that each rank sends then and has sent so far, and what rank 0 and rank 1
     hold after it."""
-    found = {}
-    for name in WRAPPERS:
-        ranks = [recorded(name, rank) for rank in range(RANKS)]
+    found, threads = {}, torch.get_num_threads()
+    torch.set_num_threads(1)  # for tensors as small as these
+    both_ranks = {name: [recorded(name, rank) for rank in range(RANKS)] for name in WRAPPERS}
+    torch.set_num_threads(threads)
+    for name, ranks in both_ranks.items():
         rows, so_far = list[Any](), 0
         for both in zip(*ranks, strict=True):
             what, sent = {(each[0], each[1]) for each in both}.pop()
