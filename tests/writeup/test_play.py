@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import subprocess
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -118,11 +118,12 @@ def test_recorded_steps_send_and_hold_what_their_wrappers_say(data):
     recorded, whole, model = data["steps"]["rows"], steps.WHOLE, steps.LAYERS * steps.WHOLE
     agreement = recorded["FlatDDP"][-1][2] - model  # which parameters were used
     assert 0 < agreement < 100
-    sent = dict.fromkeys(recorded, 1.0) | {"ShardedOptimizer (ZeRO 1)": 1.5, "FSDP (ZeRO 3)": 1.5}
+    sent = dict.fromkeys(recorded, 1.0) | {"ZeRO 1 (ShardedOptimizer)": 1.5, "ZeRO 3 (FSDP)": 1.5}
     assert {name: rows[-1][2] - agreement for name, rows in recorded.items()} == {n: f * model for n, f in sent.items()}
     starts = {name: [row[0] for row in rows if "bucket" in row[0]] for name, rows in recorded.items()}
     assert [len(each) for each in starts.values()] == [4, 1, 4, 2, 2, 0]
     for name, rows in recorded.items():
+        assert [row[2] for row in rows] == list(accumulate(row[1] for row in rows))
         words, overlaps = [row[0] for row in rows], name not in ("NaiveDDP", "FlatDDP")
         first = next(i for i, row in enumerate(rows) if row[1] and ("reduce" in row[0]))
         assert (first < words.index("backward has ended")) == overlaps
@@ -132,7 +133,7 @@ def test_recorded_steps_send_and_hold_what_their_wrappers_say(data):
         averaged = rows[words.index("gradient synchronization has finished")]
         share = whole // 2 if "FSDP" in name else whole
         assert all(each == [share, steps.STATES.index("mean gradient")] for rank in averaged[3:] for each in rank[1])
-    gathered = [sum(each[0] > whole for each in rank[0]) for row in recorded["FSDP (ZeRO 3)"] for rank in row[3:]]
+    gathered = [sum(each[0] > whole for each in rank[0]) for row in recorded["ZeRO 3 (FSDP)"] for rank in row[3:]]
     assert max(gathered) == 3  # of four layers
 
 
@@ -171,11 +172,11 @@ def test_every_part_works_from_a_file_by_the_keyboard(data, width, tmp_path):
         pipeline.locator("input >> nth=1").press("ArrowLeft")  # 6 microbatches
         assert "Refused: microbatches 6 is not a multiple of stages 4" in pipeline.inner_text()
         recorded = shown.locator("#play-steps")
-        recorded.locator("select >> nth=0").select_option(label="FSDP (ZeRO 3)")
+        recorded.locator("select >> nth=0").select_option(label="ZeRO 3 (FSDP)")
         for _ in range(4):
             recorded.press("ArrowRight")
         recorded.locator("button >> nth=0").click()
-        assert f"4 of 26: {data['steps']['rows']['FSDP (ZeRO 3)'][3][0]}." in recorded.inner_text()
+        assert f"4 of 26: {data['steps']['rows']['ZeRO 3 (FSDP)'][3][0]}." in recorded.inner_text()
         assert shown.evaluate("document.documentElement.scrollWidth") <= width
         shown.emulate_media(media="print")
         assert shown.locator(".paper >> nth=0").is_visible()

@@ -87,7 +87,7 @@ function pipelinePart(data, into) {
       out.replaceChildren(make("p", { class: "refused" }, make("b", {}, "Refused: "), `${found}.`));
       return;
     }
-    const [rows, idle, live, end] = found, split = rows[0].some(each => each[0] === 2), unit = 800 / end;
+    const [rows, idle, live, end] = found, split = rows[0].some(each => each[0] === 2), chunks = rows[0].some(each => each[2]), unit = 800 / end;
     const svg = make("svg", { viewBox: `-62 0 970 ${rows.length * high}`, role: "img", "aria-label": `Timeline of ${rows.length} stages, idle for ${idle}% of the time` });
     rows.forEach((row, stage) => {
       svg.append(make("text", { x: -60, y: stage * high + 17 }, `stage ${stage}`), make("text", { x: 806, y: stage * high + 17 }, `keeps ${live[stage]}`));
@@ -100,7 +100,7 @@ function pipelinePart(data, into) {
     });
     const legend = kinds.slice(0, split ? 3 : 2).map((kind, i) => make("li", {}, make("i", { style: `background:${colours[i]}` }), split && i === 1 ? "gradients of inputs" : kind));
     out.replaceChildren(
-      make("p", {}, make("b", {}, `Idle for ${idle}% of all stages' time. `), `It ends at ${end}, where a forward through a stage takes 2 and a backward 4; a paler box is a stage's second chunk. Keeps: most forwards whose backward has not ended${rows[0].some(each => each[2]) ? ", each of a chunk, half a stage" : ""}.`),
+      make("p", {}, make("b", {}, `Idle for ${idle}% of all stages' time. `), `It ends at ${end}, where a forward through a stage takes 2 and a backward 4. Keeps: most forwards whose backward has not ended${chunks ? ", each of a chunk: half of a stage's layers, the second half in paler boxes" : ""}.`),
       make("div", { class: "wide", tabindex: 0, "aria-label": "Timeline" }, svg), make("ul", { class: "legend" }, ...legend));
   }
   into.append(make("div", { class: "controls" }, ...fields), out);

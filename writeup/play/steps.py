@@ -28,8 +28,8 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "FlatDDP": ddp.FlatDDP,
     "OverlappedDDP": ddp.OverlappedDDP,
     "BucketedDDP": BUCKETED,
-    "ShardedOptimizer (ZeRO 1)": BUCKETED,
-    "FSDP (ZeRO 3)": FSDP,
+    "ZeRO 1 (ShardedOptimizer)": BUCKETED,
+    "ZeRO 3 (FSDP)": FSDP,
 }
 STATES = ("absent", "whole", "slice", "own gradient", "being sent", "mean gradient")
 
