@@ -69,6 +69,8 @@ def machines_table() -> str:
             system.name,
             f"{system.matmul_flops / 1e12:.0f}",
             f"{system.attainable:.0%}",
+            f"{system.narrow_flops / 1e12:.0f}" if system.narrow_flops else "",
+            f"{system.narrow_attainable:.0%}" if system.narrow_flops else "",
             f"{system.bandwidth / 1e9:.0f}",
             f"{system.memory / 2**30:.0f}",
             str(system.processors),
@@ -78,8 +80,8 @@ def machines_table() -> str:
         )
 
     columns = (
-        "machine", "16-bit TFLOP/s", "attainable", "memory GB/s", "GiB", "processors", "in a node", "link GB/s",
-        "network GB/s",
+        "machine", "16-bit TFLOP/s", "attainable", "8-bit TFLOP/s", "attainable", "memory GB/s", "GiB", "processors",
+        "in a node", "link GB/s", "network GB/s",
     )  # fmt: skip
     table = markdown(columns, [row(each) for each in SYSTEMS.values()], len(columns) - 1)
     names: dict[str, list[str]] = {}

@@ -3,7 +3,7 @@ course's sizes of each year, and published models. No torch here: the cost model
 
 from dataclasses import dataclass, field, fields, replace
 from math import ceil, floor
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 from cs336_systems.errors import UserError
 
@@ -53,10 +53,13 @@ class Mixture:
     shared_expert: bool = False  # an expert of the dense width that every token passes through as well
     dispatch: Dispatch = "sort"  # einsum: the one-hot formulation, with an expert at a time
     expert_gradient: ExpertGradient = "exact"  # sqrt: larger by the root of the ranks, fairseq's heuristic
+    most: ClassVar[int] = 2  # experts that a token can be sent to
 
     def __post_init__(self) -> None:
-        if self.top_k not in (1, 2):
-            raise UserError(f"a token is sent to 1 or 2 experts, not {self.top_k}")
+        if not 1 <= self.top_k <= self.most:
+            raise UserError(
+                f"a token is sent to {'1 or 2' if self.most == 2 else f'1 to {self.most}'} experts, not {self.top_k}"
+            )
         _check_choices(self)
         for name in ("expert_d_ff", "capacity_factor", "aux_weight"):
             if not 0 <= getattr(self, name) < float("inf"):

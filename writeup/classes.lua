@@ -56,7 +56,7 @@ end
 
 local function header(element)
   if FORMAT:match("html") and element.level > 1 and element.identifier ~= "" then
-    element.content:insert(pandoc.Link({ pandoc.Str("#") }, "#" .. element.identifier, "", { class = "permalink",
+    element.content:insert(pandoc.Link({}, "#" .. element.identifier, "", { class = "permalink",
       ["aria-label"] = "Link to this section" }))
   end
   return harmless(element)

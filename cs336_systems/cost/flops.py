@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import lru_cache
 
 from cs336_systems.cost.experts import computed_rows, expert_flops, one_hot_flops, router_flops
+from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.shape import head_widths, projection_sizes, shared_width
 from cs336_systems.presets import ModelConfig
 
 
@@ -39,20 +41,17 @@ def head_flops(config: ModelConfig, batch: int, seq: int) -> int:
 
 def block_flops(config: ModelConfig, batch: int, seq: int, layer: int, training: bool = True) -> dict[str, int]:
     """FLOPs of one block forward, by part: a dense one has a feed-forward, one with experts a router and these."""
-    tokens, d = batch * seq, config.d_model
-    kv = config.kv_heads * config.head_dim
-    matrices = 3 if config.feed_forward == "swiglu" else 2
-    dense = 2 * tokens * matrices * d * config.d_ff
+    tokens, d, matrices = batch * seq, config.d_model, 3 if config.feed_forward == "swiglu" else 2
     parts = {
-        "projections": 2 * tokens * d * (2 * d + 2 * kv),
-        "scores": 4 * tokens * seq * d,  # q k^T and weights v
+        "projections": 2 * tokens * sum(inner * columns for inner, columns in projection_sizes(config)),
+        "scores": 2 * tokens * seq * config.num_heads * sum(head_widths(config)),  # q k^T and weights v
     }
     if not config.has_experts(layer):
-        return parts | {"feed-forward": dense}
+        return parts | {"feed-forward": 2 * tokens * matrices * d * config.d_ff}
     parts["router"] = router_flops(config, tokens)
     parts["experts"] = expert_flops(config, computed_rows(config, tokens, training))
     if config.mixture.shared_expert:
-        parts["shared expert"] = dense
+        parts["shared expert"] = 2 * tokens * matrices * d * shared_width(config)
     if config.mixture.dispatch == "einsum":
         parts["one-hot products"] = one_hot_flops(config, tokens, training)[0]
     return parts
@@ -86,6 +85,16 @@ def recompute_flops(config: ModelConfig, batch: int, seq: int) -> int:
         return config.num_layers * block_flops(config, batch, seq, 0)["scores"]
     again = repeated_blocks(config, range(config.num_layers))
     return sum(times * sum(block_flops(config, batch, seq, layer).values()) for layer, times in again.items())
+
+
+def repeated_flops(config: ModelConfig, plan: Plan, batch: int, seq: int) -> float:
+    """`recompute_flops` by a plan: of every n-th block, and of modules; norms and activations have none."""
+    if config.recompute != "attention" or not plan.recompute_modules:
+        return recompute_flops(config, batch, seq) / plan.recompute_nth
+    inside = {"core_attn": ("scores",), "mlp": ("feed-forward",), "moe": ("router", "experts", "shared expert")}
+    names = [name for module in plan.recompute_modules for name in inside.get(module, ())]
+    blocks = [block_flops(config, batch, seq, layer) for layer in range(config.num_layers)]
+    return sum(each.get(name, 0) for each in blocks for name in names) / plan.recompute_nth
 
 
 def repeated_blocks(config: ModelConfig, layers: range) -> Counter[int]:

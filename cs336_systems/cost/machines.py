@@ -27,7 +27,8 @@ DEFAULT_SYSTEM = "A100-80GB"
 GIB = 2**30  # what data sheets call a GB of an accelerator's memory, as its driver reports it
 HERE = "here"  # the name of this machine, to be probed, where presets have theirs
 SECONDS = 20.0  # of a probe
-MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "touch")
+LATER = ("narrow_flops", "narrow_attainable", "power", "reserve")  # figures that files of machines may lack
+MAY_BE_ZERO = ("start", "host", "call", "wave", "ramp", "hidden", "latency", "touch", *LATER)
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,18 @@ class System:
     measured: dict[str, float] = field(default_factory=dict, compare=False)  # constants that are this machine's own
     overlap: Overlap = "data"  # what the frameworks of its time send while layers compute
     constants: Constants = CONSTANTS  # by which its times are predicted; not in its file
+    narrow_flops: float = 0.0  # FLOP/s of 8-bit GEMMs; 0: it has none
+    narrow_attainable: float = 0.0  # the share of these that the largest reach
+    power: float = 0.0  # watts of its data sheet; 0: not known
+    reserve: float = 0.06  # of its memory: what context, communication library and fragmentation take
 
-    def rate(self, width: int) -> float:
-        """FLOP/s of large GEMMs on numbers of `width` bytes."""
-        return (self.wide_flops if width == 4 else self.matmul_flops) * self.attainable
+    def peak(self, number: int) -> float:
+        """FLOP/s of the data sheet for GEMMs on numbers of so many bytes."""
+        return {1: self.narrow_flops, 2: self.matmul_flops, 4: self.wide_flops}[number]
+
+    def rate(self, number: int) -> float:
+        """FLOP/s of large GEMMs on numbers of so many bytes."""
+        return self.peak(number) * (self.narrow_attainable if number == 1 else self.attainable)
 
     @property
     def memory_rate(self) -> float:
@@ -104,6 +113,41 @@ def system_preset(name: str) -> System:
         known = ", ".join(each.name for each in SYSTEMS.values())
         raise UserError(f"no machine is called {name!r}: choose from {known}")
     return SYSTEMS[name.lower()]
+
+
+def check_fp8(fp8: bool, system: System) -> None:
+    """Raises UserError for FP8 on a machine without 8-bit GEMMs."""
+    if fp8 and not system.narrow_flops:
+        raise UserError(f"{system.name} has no 8-bit floating-point GEMMs: take H100, H200 or B200, or 16 bits")
+
+
+IDLE = 1 / 7  # of an accelerator's watts: what it draws while it computes nothing; judged
+
+
+def changed(system: System, **changes: float | None) -> System:
+    """The machine with other figures: `peak` in TFLOP/s, bandwidths in GB/s, `memory` in GiB, `power` in watts.
+
+    Power above idling grows with the cube of the clock, as voltage follows it: with less of it GEMMs slow down by the
+    third root. Raises UserError for power that is not known of the machine, and for more or less than it can use.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    found = dict[str, Any]()
+    if "peak" in given:
+        ratio = given["peak"] * 1e12 / system.matmul_flops
+        found |= {name: ratio * getattr(system, name) for name in ("matmul_flops", "wide_flops", "narrow_flops")}
+    if "power" in given:
+        watts, idle = given["power"], IDLE * system.power
+        if not system.power or not idle < watts <= system.power:
+            known = f"from {idle:.0f} to {system.power:.0f} W" if system.power else "which has no figure of it"
+            raise UserError(f"--power {watts:g} W is not one of {system.name}, {known}: choose another")
+        share = ((watts - idle) / (system.power - idle)) ** (1 / 3)
+        found |= {name: share * getattr(system, name) for name in ("attainable", "narrow_attainable")}
+    for name, unit in (("bandwidth", 1e9), ("memory", GIB), ("reserve", 1), ("node", 1)):
+        found |= {name: given[name] * unit} if name in given else {}
+    for option, name in (("link", "inside"), ("network", "between")):
+        found |= {name: replace(getattr(system, name), bandwidth=given[option] * 1e9)} if option in given else {}
+    name = system.name if set(given) <= {"reserve"} else f"{system.name}, changed"
+    return replace(system, **found, name=name)
 
 
 def nearest_system(name: str) -> System | None:
@@ -157,7 +201,8 @@ def read_machine(path: Path) -> System:
     found = _read(path, "no machine", f"; `python -m cs336_systems.cost probe --out {path}` makes it")
     kinds = {each.name: each.type for each in fields(System) if each.name != "constants"}
     # Files written before machines had the field do not have it.
-    found = {"overlap": System.overlap} | found if isinstance(found, dict) else found
+    later = {name: getattr(System, name) for name in ("overlap", *LATER)}
+    found = later | found if isinstance(found, dict) else found
     if not isinstance(found, dict) or set(found) != set(kinds):
         raise UserError(f"{path} is no machine: it needs {', '.join(sorted(kinds))}, as `probe --out` writes them")
     for tier in ("inside", "between"):

@@ -15,8 +15,10 @@ from math import log2
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
-from cs336_systems.cost.operators import Collective, Group, Kernel, Operator, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.rank import Collective, Group, Kernel, Operator, Rank
+from cs336_systems.cost.recomputation import repeated
 from cs336_systems.layout import MAPPED
 from cs336_systems.presets import ModelConfig
 from cs336_systems.traffic import TRAFFIC
@@ -190,8 +192,7 @@ def timing(kernels: Iterable[Kernel], collectives: Iterable[Collective], plan: P
 @dataclass(frozen=True)
 class TimedPart:
     """A kind of block, or an end of the model, on one rank for one microbatch: how often it occurs, its operators in
-    order, and their sums. Recomputation is of nothing, of attention's core, or of all, which then sends again as well.
-    """
+    order, and their sums. What is recomputed may be sent again as well."""
 
     group: Group
     times: float
@@ -200,22 +201,27 @@ class TimedPart:
     backward: Timing
     recompute: Timing
 
+    sent_again: tuple[Collective, ...] = ()
+    recomputed: bool = True  # False: one of the blocks that recompute nothing, beside others that do
+
     @property
     def name(self) -> str:
-        return GROUPS[self.group]
+        return GROUPS[self.group] + ("" if self.recomputed else ", not recomputed")
 
 
 def timed_part(config: ModelConfig, plan: Plan, seq: int, group: Group, system: System, times: float = 1) -> TimedPart:
     """The operators of a block or an end on one rank, for one microbatch."""
+    rank = Rank(config, plan.alone(), seq)
     found = [
         TimedOperator(
             each, timing(each.forward, each.sent, plan, system), timing(each.backward, each.returned, plan, system)
         )
-        for each in operators_of(Rank(config, plan.alone(), seq), group)
+        for each in operators_of(rank, group)
     ]
     forward, backward = (sum((getattr(each, way) for each in found), Timing()) for way in ("forward", "backward"))
-    core, block = config.recompute == "attention", group in ("dense", "sparse") and config.recompute != "none"
-    again = [each.operator for each in found if block and (each.operator.core or not core)]
-    kernels = [kernel for each in again for kernel in each.forward]
-    sent = [one for each in again for one in each.sent if not core]
-    return TimedPart(group, times, found, forward, backward, timing(kernels, sent, plan, system))
+    again = repeated(rank, group, config.recompute)
+    kernels = [kernel for each in again.operators for kernel in each.forward]
+    return TimedPart(
+        group, times, found, forward, backward, timing(kernels, again.sent, plan, system), again.sent,
+        plan.recompute_nth == 1 or config.recompute != "none" or group in ("embedding", "head"),
+    )  # fmt: skip

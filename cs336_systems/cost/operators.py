@@ -1,106 +1,18 @@
 """Operators of a model on one rank: the kernels that each runs, the bytes it keeps for backward, and what it sends.
 
-An operator is one step of a layer on one rank for one microbatch, as large runs compute it: 16-bit activations, and
-fused element-wise kernels. One kernel is a norm, bias with GELU or a gate, bias with dropout and the residual stream,
+One kernel is a norm, bias with GELU or a gate, bias with dropout and the residual stream,
 softmax with scale and mask (Shoeybi et al., arXiv:1909.08053; Korthikanti et al., arXiv:2205.05198, section 4.1). What
 they keep for backward adds up to the second paper's table 2.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from cs336_systems.cost.experts import kept_rows
-from cs336_systems.cost.plan import Plan
-from cs336_systems.presets import ModelConfig
-
-Group = Literal["dense", "sparse", "embedding", "head"]  # a block without or with experts, or an end of the model
-
-
-class Kernel(NamedTuple):
-    """One kernel, or `kernels` alike: `number` GEMMs (rows inner) x (inner columns), or element-wise work."""
-
-    flops: float
-    nbytes: float  # read and written, each tensor once
-    rows: int = 0
-    columns: int = 0
-    inner: int = 0
-    number: int = 1  # of GEMMs in it
-    kernels: int = 1
-    width: int = 2  # bytes of a number
-    fused: bool = False  # attention in one kernel
-
-
-class Collective(NamedTuple):
-    """A collective along an axis of ranks ("tp", "cp", "ep"); bytes of the whole tensor."""
-
-    verb: str
-    axis: str
-    nbytes: float
-
-
-@dataclass(frozen=True)
-class Operator:
-    """One step of a layer on one rank, for one microbatch."""
-
-    name: str
-    forward: tuple[Kernel, ...] = ()
-    backward: tuple[Kernel, ...] = ()
-    weights: int = 0  # elements on this rank
-    kept: float = 0.0  # bytes for backward
-    sent: tuple[Collective, ...] = ()  # in forward
-    returned: tuple[Collective, ...] = ()  # in backward
-    core: bool = False  # selective recomputation runs it again (arXiv:2205.05198, section 5)
-    expert: bool = False  # its weights differ from rank to rank of ep
-
-
-@dataclass(frozen=True)
-class Rank:
-    """One rank of a plan, with its part of a microbatch of sequences of `seq` tokens."""
-
-    config: ModelConfig
-    plan: Plan
-    seq: int
-
-    @property
-    def tokens(self) -> int:
-        return self.plan.micro_batch * self.seq // self.plan.cp
-
-    @property
-    def stream(self) -> float:
-        """Bytes of (tokens d_model)."""
-        return float(self.plan.width * self.tokens * self.config.d_model)
-
-    @property
-    def resting(self) -> float:
-        """Bytes of the same between tensor-parallel layers, where sequence parallelism splits it."""
-        return self.stream / self.plan.tp if self.plan.sequence else self.stream
-
-    @property
-    def keys(self) -> int:
-        """Width of the keys, or of the values. With fewer such heads than ranks each rank has one whole head."""
-        return max(self.config.kv_heads // self.plan.tp, 1) * self.config.head_dim
-
-    @property
-    def fused(self) -> bool:
-        """True if neighbouring element-wise operations are one kernel; in plain torch each is a kernel of its own."""
-        return self.config.kernels == "triton"
-
-    def product(self, rows: int, inner: int, columns: int, count: int = 1) -> Kernel:
-        """`count` GEMMs (rows inner) x (inner columns) in one kernel."""
-        moved = float(self.plan.width * count * (rows * inner + inner * columns + rows * columns))
-        return Kernel(2.0 * count * rows * inner * columns, moved, rows, columns, inner, count, width=self.plan.width)
-
-    def linear(self, name: str, rows: int, inner: int, columns: int, count: int = 1, **rest: Any) -> Operator:
-        """GEMM (rows inner) x (inner columns), and in backward the gradients of both factors."""
-        back = self.product(rows, columns, inner, count), self.product(inner, rows, columns, count)
-        return Operator(name, (self.product(rows, inner, columns, count),), back, count * inner * columns, **rest)
-
-
-def sweep(nbytes: float, kernels: int = 1) -> Kernel:
-    """Element-wise kernels that move `nbytes`."""
-    return Kernel(0.0, nbytes, kernels=kernels)
+from cs336_systems.cost.rank import Collective, Group, Operator, Rank, sweep
+from cs336_systems.cost.shape import Latent, head_widths, latent_of, shared_width
 
 
 def norm(rank: Rank, name: str) -> Operator:
@@ -116,8 +28,12 @@ def norm(rank: Rank, name: str) -> Operator:
 def entry(rank: Rank) -> dict[str, Any]:
     """Collectives of the first GEMM of a branch: the gradient of its input is a sum over tensor-parallel ranks. Under
     sequence parallelism the input is gathered (arXiv:2205.05198, section 4.2.2)."""
-    reduced = {"returned": (Collective("all-reduce", "tp", rank.stream),)}
-    return _gathered("tp", rank.stream) if rank.plan.sequence else reduced
+    return _entered(rank, rank.stream)
+
+
+def _entered(rank: Rank, nbytes: float) -> dict[str, Any]:
+    reduced = {"returned": (Collective("all-reduce", "tp", nbytes),)}
+    return _gathered("tp", nbytes) if rank.plan.sequence else reduced
 
 
 def _gathered(axis: str, nbytes: float) -> dict[str, Any]:
@@ -156,59 +72,86 @@ def operators_of(rank: Rank, group: Group) -> tuple[Operator, ...]:
 
 
 def _attention(rank: Rank) -> Iterator[Operator]:
-    d, part, tokens = rank.config.d_model, rank.config.d_model // rank.plan.tp, rank.tokens
+    d, tokens, (query, key, value), latent = rank.config.d_model, rank.tokens, rank.widths, latent_of(rank.config)
     yield norm(rank, "attention norm")
-    yield rank.linear("query, key, value", tokens, d, part + 2 * rank.keys, kept=rank.resting, **entry(rank))
+    if latent:
+        yield from _latent(rank, latent)
+    else:
+        yield rank.linear("query, key, value", tokens, d, query + key + value, kept=rank.resting, **entry(rank))
     if rank.config.positions == "rotary":
         # In 32 bits if each operation is a kernel: cast, turn, cast again.
         passes, kernels = (2, 2) if rank.fused else (10, 6)
-        turned = sweep(float(passes * rank.plan.width * tokens * (part + rank.keys)), kernels)
+        turned = sweep(passes * rank.bytes_of(query + key), kernels)
         yield Operator("rotary positions", (turned,), (turned,))
     yield from _core(rank) if rank.config.attention == "naive" else _fused_core(rank)
-    yield rank.linear("attention out", tokens, part, d, kept=rank.stream / rank.plan.tp)
+    yield rank.linear("attention out", tokens, rank.mixed, d, kept=rank.bytes_of(rank.mixed))
     yield leave(rank, "attention dropout, sum")
+
+
+def _latent(rank: Rank, latent: Latent) -> Iterator[Operator]:
+    """Queries, keys and values of multi-head latent attention (arXiv:2405.04434, section 2.1). Every tensor-parallel
+    rank makes the narrow vectors, of its part of the sequence if that is split, and its own heads of them."""
+    plan, d, tokens, (query, key, value) = rank.plan, rank.config.d_model, rank.tokens, rank.widths
+    narrow, own = latent.query + latent.key_value + latent.rotary, tokens // (plan.tp if plan.sequence else 1)
+    yield rank.linear("latents", own, d, narrow, kept=rank.resting)
+    share = own / tokens
+    normed = rank.bytes_of(latent.query + latent.key_value) * share
+    scales = latent.query + latent.key_value
+    yield Operator("norms of latents", (sweep(2 * normed, 2),), (sweep(3 * normed, 4),), scales, kept=normed)
+    if latent.query:
+        entered = _entered(rank, rank.bytes_of(latent.query))
+        yield rank.linear("queries", tokens, latent.query, query, kept=rank.bytes_of(latent.query) * share, **entered)
+    else:
+        yield rank.linear("queries", tokens, d, query, kept=rank.resting, **entry(rank))
+    entered, columns = _entered(rank, rank.bytes_of(latent.key_value + latent.rotary)), key + value
+    columns -= rank.config.num_heads // plan.tp * latent.rotary
+    yield rank.linear(
+        "keys, values", tokens, latent.key_value, columns, kept=rank.bytes_of(latent.key_value) * share, **entered
+    )
 
 
 def _core(rank: Rank) -> Iterator[Operator]:
     """Attention with scores in memory: two GEMMs with softmax, and perhaps dropout, between them."""
     config, width, own = rank.config, rank.plan.width, rank.seq // rank.plan.cp
-    count = rank.plan.micro_batch * config.num_heads // rank.plan.tp
-    held = float(width * rank.tokens * rank.keys)
-    scores, queries = float(width * count * own * rank.seq), rank.stream / rank.plan.tp
-    narrow = rank.product(own, config.head_dim, rank.seq, count)
-    wide = rank.product(own, rank.seq, config.head_dim, count)
-    across = rank.product(rank.seq, own, config.head_dim, count)
-    yield Operator("scores", (narrow,), (wide, across), kept=queries + held, core=True, **_context(rank))
+    count, (wide_key, wide_value) = rank.plan.micro_batch * config.num_heads // rank.plan.tp, head_widths(config)
+    scores, (query, key, value) = float(width * count * own * rank.seq), map(rank.bytes_of, rank.widths)
+    narrow, across = rank.product(own, wide_key, rank.seq, count), rank.product(rank.seq, own, wide_key, count)
+    wide = rank.product(own, rank.seq, wide_key, count)
+    yield Operator("scores", (narrow,), (wide, across), kept=query + key, core=True, **_context(rank))
     # Plain torch scales and masks in kernels of their own.
     ahead, back = (sweep(2 * scores), sweep(3 * scores)) if rank.fused else (sweep(7 * scores, 3), sweep(5 * scores, 2))
     yield Operator("softmax", (ahead,), (back,), kept=scores, core=True)
     if config.dropout:
         mask = scores / width
         yield Operator("softmax dropout", *2 * ((sweep(2 * scores + mask),),), kept=mask + scores, core=True)
-    yield Operator("weighted values", (wide,), (narrow, across), kept=held, core=True)
+    mixed = rank.product(own, rank.seq, wide_value, count)
+    factors = rank.product(own, wide_value, rank.seq, count), rank.product(rank.seq, own, wide_value, count)
+    yield Operator("weighted values", (mixed,), factors, kept=value, core=True)
 
 
 def _fused_core(rank: Rank) -> Iterator[Operator]:
     """FlashAttention-2 (arXiv:2307.08691): no scores in memory, masked tiles skipped, five GEMMs backward."""
     config, plan = rank.config, rank.plan
     count, own = plan.micro_batch * config.num_heads // plan.tp, rank.seq // plan.cp
-    seen = 0.5 if config.causal else 1.0
-    one = rank.product(own, config.head_dim, rank.seq, count)
-    moved = 2 * rank.stream / plan.tp + 2 * plan.width * plan.micro_batch * rank.seq * rank.keys
-    ahead = one._replace(flops=2 * seen * one.flops, nbytes=moved, fused=True)
-    back = one._replace(flops=5 * seen * one.flops, nbytes=2.5 * moved, fused=True)
-    kept = rank.stream / plan.tp + 2 * plan.width * rank.tokens * rank.keys + 4 * count * own
+    seen, (query, key, value), (wide, mixed) = 0.5 if config.causal else 1.0, rank.widths, head_widths(config)
+    one = rank.product(own, wide, rank.seq, count)
+    moved = rank.bytes_of(query + rank.mixed) + plan.width * plan.micro_batch * rank.seq * (key + value)
+    # Of the five products of backward three are as wide as a key: scores, and the gradients of queries and keys.
+    ahead = one._replace(flops=(1 + mixed / wide) * seen * one.flops, nbytes=moved, fused=True)
+    back = one._replace(flops=(3 + 2 * mixed / wide) * seen * one.flops, nbytes=2.5 * moved, fused=True)
+    kept = rank.bytes_of(query + key + value) + 4 * count * own
     yield Operator("attention", (ahead,), (back,), kept=kept, core=True, **_context(rank))
 
 
 def _context(rank: Rank) -> dict[str, Any]:
     """Context parallelism gathers keys and values, and scatters their gradients (arXiv:2407.21783, section 3.3.2)."""
-    return _gathered("cp", 2.0 * rank.plan.width * rank.plan.micro_batch * rank.seq * rank.keys)
+    return _gathered("cp", float(rank.plan.width * rank.plan.micro_batch * rank.seq * sum(rank.widths[1:])))
 
 
 def _feed_forward(rank: Rank, prefix: str) -> Iterator[Operator]:
-    d, hidden, gated = rank.config.d_model, rank.config.d_ff // rank.plan.tp, rank.config.feed_forward == "swiglu"
-    held = float(rank.plan.width * rank.tokens * hidden)
+    d, width, gated = rank.config.d_model, rank.config.d_ff, rank.config.feed_forward == "swiglu"
+    hidden = (shared_width(rank.config) if prefix else width) // rank.plan.tp
+    held = rank.bytes_of(hidden)
     yield rank.linear(f"{prefix}up", rank.tokens, d, hidden * (1 + gated), kept=rank.resting, **entry(rank))
     yield _activation(rank, prefix, held)
     yield rank.linear(f"{prefix}down", rank.tokens, hidden, d, kept=held)
@@ -235,9 +178,9 @@ def _experts(rank: Rank) -> Iterator[Operator]:
     own = moved / parts
     way = (Collective("all-to-all", "ep", own),)
     gather, scatter = ((Collective(verb, "tp", moved),) for verb in ("all-gather", "reduce-scatter"))
-    into = {"sent": gather, "returned": scatter} if plan.sequence else entry(rank)
-    out = {"sent": scatter, "returned": gather} if plan.sequence else {}
-    yield rank.linear("router", rank.tokens // parts, d, config.num_experts, kept=rank.resting)
+    into: dict[str, Any] = {"sent": gather, "returned": scatter} if plan.sequence else entry(rank)
+    out: dict[str, Any] = {"sent": scatter, "returned": gather} if plan.sequence else {}
+    yield rank.linear("router", rank.tokens // parts, d, config.num_experts, wide=True, kept=rank.resting)
     yield Operator("dispatch", (sweep(2 * own, 3),), (sweep(2 * own, 3),), sent=way, returned=way)
     yield rank.linear("experts' up", each, d, hidden * (1 + gated), number, kept=moved, expert=True, **into)
     yield _activation(rank, "experts' ", held)
@@ -263,8 +206,8 @@ def _head(rank: Rank) -> Iterator[Operator]:
     logits = float(tokens * columns)
     yield norm(rank, "last norm")
     if rank.config.bert_heads:
-        yield rank.linear("transform", tokens, d, d, kept=2 * rank.stream)
-    yield rank.linear("logits", tokens, d, columns, kept=rank.resting, **entry(rank))
+        yield rank.linear("transform", tokens, d, d, wide=True, kept=2 * rank.stream)
+    yield rank.linear("logits", tokens, d, columns, wide=True, kept=rank.resting, **entry(rank))
     # Cast, largest, subtract, exponentiate, sum and divide; backward makes the gradient, and casts it.
     # The largest logit of all ranks; then the sum, and the target's logit, which one rank has.
     sent = Collective("all-reduce", "tp", 4.0 * tokens), Collective("all-reduce", "tp", 8.0 * tokens)

@@ -1,5 +1,6 @@
 """How many parameters a configuration has, part by part, in closed form."""
 
+from cs336_systems.cost.shape import latent_of, projection_sizes, shared_width
 from cs336_systems.presets import ModelConfig
 
 
@@ -13,7 +14,7 @@ def feed_forward_parameters(config: ModelConfig, hidden: int) -> int:
 def expert_parameters(config: ModelConfig) -> int:
     """One expert layer: its experts, its router (num_experts d_model) without a bias, and its shared expert."""
     experts = config.num_experts * (feed_forward_parameters(config, config.expert_d_ff) + config.d_model)
-    return experts + (feed_forward_parameters(config, config.d_ff) if config.mixture.shared_expert else 0)
+    return experts + (feed_forward_parameters(config, shared_width(config)) if config.mixture.shared_expert else 0)
 
 
 def largest_parameter(config: ModelConfig) -> int:
@@ -36,8 +37,13 @@ def head_parameters(config: ModelConfig) -> int:
 def count_parameters(config: ModelConfig) -> dict[str, int]:
     """Parameters by part; the sum of the values is what `TransformerLM(config).parameters()` holds."""
     d, layers, sparse = config.d_model, config.num_layers, config.expert_layers
-    kv, norm = config.kv_heads * config.head_dim, 2 * d if config.norm == "layernorm" and config.bias else d
-    projections = 2 * d * d + 2 * d * kv + (2 * d + 2 * kv if config.bias else 0)  # query, key, value and output
+    norm, latent, sizes = (
+        2 * d if config.norm == "layernorm" and config.bias else d,
+        latent_of(config),
+        projection_sizes(config),
+    )
+    projections = sum(inner * columns + (columns if config.bias else 0) for inner, columns in sizes)
+    projections += latent.query + latent.key_value if latent else 0  # their norms
     return {
         "embedding": d * (config.vocab_size + config.token_types),
         "positions": d * config.context_length if config.positions == "learned" else 0,

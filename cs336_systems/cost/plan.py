@@ -7,7 +7,7 @@ evenly over stages, and the order in which axes fill a node.
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
+from math import gcd, prod
 from typing import Any, Literal, get_args
 
 from cs336_systems.errors import UserError
@@ -24,6 +24,10 @@ Overlap = Literal["none", "data", "all"]
 # Megatron-LM's names of recomputation, and this project's; and the other way round.
 RECOMPUTE: dict[str, Any] = {"none": "none", "selective": "attention", "full": "segments"}
 RECOMPUTE_NAMES: dict[str, Any] = {ours: name for name, ours in RECOMPUTE.items()}
+
+# Parts of a block that backward may run again, in Megatron-LM's words (`--recompute-modules`): attention between its
+# linear layers, both norms, the feed-forward, the experts with their router, and the experts' activation alone.
+MODULES = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 MOST_LAYERS = 100_000
 
@@ -51,13 +55,26 @@ class Plan:
     width: int = 2  # bytes of an activation, and of a weight in GEMMs
     layers: tuple[int, ...] = ()  # of each part, chunk 0 of all stages first; empty: as even as they divide
     stack: str = "megatron"  # the implementation (`stacks.py`)
+    shard: int = 0  # replicas over which ZeRO splits, the nearest ones; 0: all. Fewer: hybrid sharding (HSDP)
+    fp8: bool = False  # linear layers of blocks multiply 8-bit numbers
+    recompute_modules: tuple[
+        str, ...
+    ] = ()  # of `MODULES`; none: attention's core, where a model recomputes "attention"
+    recompute_nth: int = 1  # of the blocks, only every n-th recomputes
 
     def __post_init__(self) -> None:
         if self.overlap not in get_args(Overlap):
             raise UserError(f"overlap {self.overlap!r} does not exist; choose from {', '.join(get_args(Overlap))}")
         if sorted(self.order) != sorted(ORDER):
             raise UserError(f"the order of axes {' '.join(self.order)} must name each of {' '.join(ORDER)} once")
-        check_spread(self, ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch"))
+        counts = ("tp", "pp", "dp", "cp", "ep", "chunks", "micro_batch", "global_batch", "recompute_nth")
+        check_spread(self, counts)
+        if unknown := [name for name in self.recompute_modules if name not in MODULES]:
+            raise UserError(f"no module to recompute is called {unknown[0]!r}: choose from {', '.join(MODULES)}")
+        if self.shard and not self.zero:
+            raise UserError(f"a shard of {self.shard} replicas needs a ZeRO stage from 1 to 3, which splits over them")
+        if self.shard and self.replicas % self.shard:
+            raise UserError(f"{self.replicas} replicas are no multiple of the shard {self.shard}: choose a divisor")
 
     @property
     def schedule(self) -> str:
@@ -74,6 +91,17 @@ class Plan:
         return self.data * self.cp
 
     @property
+    def number(self) -> int:
+        """Bytes of a number in the GEMMs of blocks."""
+        return 1 if self.fp8 else self.width
+
+    @property
+    def shards(self) -> tuple[int, int]:
+        """Ranks over which ZeRO splits dense weights, and those of experts."""
+        same = self.cp * self.dp
+        return (self.shard, gcd(self.shard, same)) if self.shard else (self.replicas, same)
+
+    @property
     def ranks(self) -> int:
         """tp pp cp dp ep."""
         return self.tp * self.pp * self.replicas
@@ -88,6 +116,7 @@ class Plan:
         words = [f"{name}{getattr(self, name)}" for name in ("tp", "cp", "ep", "dp") if getattr(self, name) > 1]
         words += [stages] if self.pp > 1 else []
         words += [f"m{self.micro_batch}", *([f"z{self.zero}"] if self.zero else []), *(["sp"] if self.sequence else [])]
+        words += [f"shard{self.shard}"] if self.shard else []
         return " ".join(words)
 
     def override(self, **changes: Any) -> "Plan":
@@ -95,7 +124,8 @@ class Plan:
 
     def alone(self) -> "Plan":
         """The plan as far as it matters to one microbatch in a block: without dp, pp and the batch."""
-        return _alone(self.tp, self.cp, self.ep, self.sequence, self.micro_batch, self.width)
+        block = self.tp, self.cp, self.ep, self.sequence, self.micro_batch, self.width
+        return _alone(*block, self.fp8, self.recompute_modules)
 
     def local(self, *axes: str, node: int) -> int:
         """Ranks of the group along some axes that one node holds, if nodes are filled in the plan's order."""
@@ -111,6 +141,10 @@ class Plan:
         if config.num_layers > MOST_LAYERS:
             raise UserError(f"{config.num_layers} layers are more than the {MOST_LAYERS} that are counted: use fewer")
         check_experts(config, self.ep)
+        dense, sparse = config.num_layers - config.expert_layers, config.expert_layers
+        absent = {"mlp": not dense, "moe": not sparse, "moe_act": not sparse}
+        if idle := [name for name in self.recompute_modules if absent.get(name)]:
+            raise UserError(f"no block of this model has {', '.join(idle)} to recompute: leave it out")
         sizes = [("heads", config.num_heads), ("of d_ff", config.d_ff)]
         # Fewer key/value heads than ranks are held by several ranks each.
         sizes += [("key/value heads", config.kv_heads)] if self.tp % config.kv_heads else []
@@ -140,9 +174,11 @@ class Plan:
 
 
 @lru_cache
-def _alone(tp: int, cp: int, ep: int, sequence: bool, micro_batch: int, width: int) -> Plan:
-    batch = micro_batch * ep
-    return Plan(tp=tp, cp=cp, ep=ep, sequence=sequence, micro_batch=micro_batch, global_batch=batch, width=width)
+def _alone(
+    tp: int, cp: int, ep: int, sequence: bool, micro_batch: int, width: int, fp8: bool, modules: tuple[str, ...]
+) -> Plan:
+    alone = Plan(tp=tp, cp=cp, ep=ep, sequence=sequence, micro_batch=micro_batch, global_batch=micro_batch * ep)
+    return alone.override(width=width, fp8=fp8, recompute_modules=modules)
 
 
 @lru_cache(maxsize=4096)

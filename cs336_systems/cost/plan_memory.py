@@ -16,22 +16,23 @@ from math import ceil
 from typing import NamedTuple
 
 from cs336_systems.cost.machines import GIB, System
-from cs336_systems.cost.operators import Group, Operator, Rank, operators_of, vocabulary_rows
+from cs336_systems.cost.operators import operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Group, Rank
+from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import (
     GRADIENT,
-    expert_every,
     group_weights,
+    recomputed,
     sparse_layers,
+    sparse_rule,
     stage_groups,
     stage_weights,
 )
 from cs336_systems.errors import UserError
 from cs336_systems.presets import ModelConfig
 
-# Of an accelerator's memory: what its context, the communication library and fragmentation take.
-RESERVE = 0.06
 _BLOCKS = ("dense", "sparse")
 _MOMENTS, _MASTER = 8, 4  # bytes per weight: AdamW's two in 32 bits, and the weight itself where products have 16
 
@@ -56,7 +57,8 @@ def rank_bytes(config: ModelConfig, plan: Plan, seq: int, stage: int) -> dict[st
     shared, owned, _ = stage_weights(config, plan, seq, stage)
     # What a stage holds repeats after as many microbatches as there are stages: a few times that are as good as many.
     some = min(plan.microbatches, plan.pp if plan.chunks == 1 else 4 * plan.pp)
-    activations, workspace = _working(config, plan.alone(), seq, (plan.pp, plan.chunks, plan.layers), some, stage)
+    shape = plan.pp, plan.chunks, plan.layers, plan.recompute_nth
+    activations, workspace = _working(config, plan.alone(), seq, shape, some, stage)
     stack = STACKS[plan.stack]
     found = {name: stack.state * nbytes for name, nbytes in _state(plan, shared, owned).items()}
     found["activations"] = stack.activations * activations
@@ -75,24 +77,24 @@ def peak_bytes(config: ModelConfig, plan: Plan, seq: int) -> tuple[int, dict[str
 
 def usable_memory(system: System) -> float:
     """Bytes of an accelerator's memory that a plan may fill."""
-    return system.memory * (1 - RESERVE)
+    return system.memory * (1 - system.reserve)
 
 
 def fits(config: ModelConfig, plan: Plan, seq: int, system: System) -> bool:
-    """True if the stage that needs most leaves `RESERVE` of its accelerator's memory. Raises as `peak_bytes` does."""
+    """True if the stage that needs most leaves the machine's reserve. Raises as `peak_bytes` does."""
     return sum(peak_bytes(config, plan, seq)[1].values()) <= usable_memory(system)
 
 
 def fullest_stages(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """The first stage of each kind, by its layers and ends; of stages alike it has most microbatches in flight."""
-    return _fullest(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)
+    return _fullest(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)
 
 
 @lru_cache
-def _fullest(num_layers: int, every: int, pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
+def _fullest(num_layers: int, rule: tuple[int, int], pp: int, chunks: int, layers: tuple[int, ...]) -> tuple[int, ...]:
     found: dict[tuple[object, ...], int] = {}
     for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
-        kind = tuple((len(each), sparse_layers(each, every)) for each in owned)
+        kind = tuple((len(each), sparse_layers(each, rule)) for each in owned)
         found.setdefault((kind, stage == 0, stage == pp - 1), stage)
     return tuple(found.values())
 
@@ -135,43 +137,43 @@ def unit(config: ModelConfig, alone: Plan, seq: int, group: Group) -> Unit:
     again = 0.0
     if group in _BLOCKS:
         if alone.cp > 1:  # all keys and values, and their gradients
-            gathered += 4.0 * alone.width * alone.micro_batch * seq * rank.keys
-        kept, again = _recomputed(rank, operators, kept)
+            gathered += 2.0 * alone.width * alone.micro_batch * seq * sum(rank.widths[1:])
+        again = repeated(rank, group, config.recompute).dropped
+        kept -= again
     elif group == "head" and alone.width < 4:
         gathered += operators[-1].kept / 4 * alone.width  # the loss keeps logits in 32 bits, products want fewer
     shared, owned, _ = group_weights(rank, group)
     return Unit(kept, again, largest + gathered, shared, owned)
 
 
-def _recomputed(rank: Rank, operators: tuple[Operator, ...], kept: float) -> tuple[float, float]:
-    """(bytes that a block keeps, bytes that its backward recomputes). "nested" counts as "segments", an upper bound."""
-    if rank.config.recompute == "none":
-        return kept, 0.0
-    if rank.config.recompute == "attention":  # queries, keys and values are what it starts from
-        core = sum(each.kept for each in operators if each.core)
-        inputs = rank.stream / rank.plan.tp + 2.0 * rank.plan.width * rank.tokens * rank.keys
-        return kept - core + inputs, core - inputs
-    return rank.resting, kept - rank.resting
-
-
 @lru_cache(maxsize=16384)
 def _working(
-    config: ModelConfig, alone: Plan, seq: int, shape: tuple[int, int, tuple[int, ...]], microbatches: int, stage: int
+    config: ModelConfig,
+    alone: Plan,
+    seq: int,
+    shape: tuple[int, int, tuple[int, ...], int],
+    microbatches: int,
+    stage: int,
 ) -> tuple[float, float]:
     """Bytes of (activations, workspace of backward) on a stage. ZeRO, replicas and placement do not matter."""
-    pp, chunks, layers = shape
+    pp, chunks, layers, nth = shape
     batch = alone.micro_batch * alone.data * microbatches
-    plan = alone.override(pp=pp, chunks=chunks, layers=layers, global_batch=batch)
+    plan = alone.override(pp=pp, chunks=chunks, layers=layers, global_batch=batch, recompute_nth=nth)
     head = unit(config, alone, seq, "head") if stage == pp - 1 else Unit(0, 0, 0, 0, 0)
     embedding = unit(config, alone, seq, "embedding").kept if stage == 0 else 0.0
+    plain = config if config.recompute == "none" else config.override(recompute="none")
     parts, every = plan.stage_chunks(config.num_layers)[stage], _segment(config, plan)
     kept = []
     for chunk, owned in enumerate(parts):
-        sparse = sparse_layers(owned, expert_every(config))
+        sparse = sparse_layers(owned, sparse_rule(config))
         # A segment keeps the input of its first block alone.
         share = ceil(len(owned) / every) / max(1, len(owned))
         blocks_of: list[tuple[Group, int]] = [("dense", len(owned) - sparse), ("sparse", sparse)]
-        found = sum(share * n * unit(config, alone, seq, group).kept for group, n in blocks_of if n)
+        found = sum(
+            share * n * unit(plain if recompute == "none" else config, alone, seq, group).kept
+            for group, count in blocks_of
+            for recompute, n in recomputed(config, plan, group, count)
+        )
         kept.append(found + (embedding if chunk == 0 else 0.0) + (head.kept if chunk == chunks - 1 else 0.0))
     live = live_passes(stage, pp, microbatches, chunks)
     activations = max(sum(n * each for n, each in zip(moment, kept, strict=True)) for moment in live)
@@ -183,12 +185,12 @@ def _working(
 
 def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
     """Bytes of weights, gradients and AdamW's state (Rajbhandari et al., arXiv:1910.02054, section 3.1, with gradients
-    in 32 bits): 18 a weight, 16 where products have 32 bits as well.
+    in 32 bits): 18 a weight, 16 where products have 32 bits as well. FP8 has each weight in two layouts of 8 bits.
 
     Over the ranks that share a weight ZeRO splits the state from stage 1 on, gradients from stage 2 and weights in
     stage 3. In stage 2 gradients of several microbatches add up whole, as they are scattered once a step.
     """
-    whole, split = shared + owned, shared / plan.replicas + owned / (plan.cp * plan.dp)
+    whole, split = shared + owned, shared / plan.shards[0] + owned / plan.shards[1]
     passes = plan.microbatches * plan.chunks
     return {
         "weights": plan.width * (split if plan.zero == 3 else whole),
@@ -200,7 +202,7 @@ def _state(plan: Plan, shared: float, owned: float) -> dict[str, float]:
 def _gathered(config: ModelConfig, plan: Plan, seq: int, stage: int) -> float:
     """Bytes that ZeRO gathers for a moment: in stage 3 the weights of two neighbours, one in use and one prefetched,
     and in stages 2 and 3 the gradients of one before they are scattered."""
-    if plan.zero < 2 or plan.replicas == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
+    if plan.zero < 2 or plan.shards[0] == 1 or (plan.zero == 2 and plan.microbatches * plan.chunks > 1):
         return 0.0
     rank, sizes = Rank(config, plan.alone(), seq), []
     for group, times in stage_groups(config, plan, stage):

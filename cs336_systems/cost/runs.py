@@ -12,14 +12,22 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from cs336_systems.cost.machines import DEFAULT_SYSTEM, Constants, System, nearest_system, system_preset
+from cs336_systems.cost.machines import (
+    DEFAULT_SYSTEM,
+    Constants,
+    System,
+    check_fp8,
+    nearest_system,
+    system_preset,
+)
 from cs336_systems.cost.plan import ENDS, RECOMPUTE, Plan
 from cs336_systems.cost.plan_memory import fits
+from cs336_systems.cost.shape import shaped
 from cs336_systems.cost.stacks import STACKS, Stack, usual_stack
 from cs336_systems.cost.step_time import StepTime, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular, strict_json
-from cs336_systems.presets import Mixture, ModelConfig
+from cs336_systems.presets import ModelConfig
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.json"
 LEFT_OUT = PUBLISHED.parent / "left_out.json"  # measured over predicted of each, by a fit without its family
@@ -32,7 +40,8 @@ KEYS = tomllib.loads((PUBLISHED.parent / "run_keys.toml").read_text(encoding="ut
 REQUIRED, DEFAULTS = KEYS["required"], KEYS["others"]
 # Words of some keys, and what is meant: recomputation and attention in the terms of `ModelConfig`.
 FLAGS: dict[str, Any] = {"0": False, "1": True, "false": False, "true": True}
-WORDS = {"recompute": RECOMPUTE, "attention": {"flash": "sdpa", "unfused": "naive"}, "sp": FLAGS, "gated": FLAGS}
+WORDS = {"recompute": RECOMPUTE, "attention": {"flash": "sdpa", "unfused": "naive"}}
+WORDS |= dict.fromkeys(("sp", "gated", "fp8"), FLAGS)
 
 
 def tidy(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -140,10 +149,10 @@ def read_run(given: Mapping[str, Any], name: str = "run") -> TrainingRun:
     try:
         row, notes = tidy(given)
         system = _system(row, notes)
+        check_fp8(row.get("fp8", False), system)
         stack = STACKS[row.get("stack", usual_stack(row.get("zero", 0)))]
-        system, config = stack.on(system), _config(row, system)
+        system, config = stack.on(system), _config(row, system).override(kernels=stack.kernels)
         plan, seq = _plan(row, config, system, stack), config.context_length
-        config, plan = stack.shape(config, plan)
         plan.check(config, seq)
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
@@ -171,7 +180,9 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
     modern = not older or gated or kv != a or seq > 4096 or recompute == "none" or row.get("zero") == 3
     attention = row.get("attention", "sdpa" if modern else "naive")
     llama = gated or kv != a
-    return ModelConfig(
+    own = {"top_k": "top_k", "expert_d_ff": "expert_ffn", "shared_d_ff": "shared_ffn", "dense_layers": "dense"}
+    sparse = {name: row.get(key) for name, key in own.items()} if "experts" in row else {}
+    return shaped(
         vocab_size=row["V"],
         context_length=seq,
         d_model=h,
@@ -179,6 +190,7 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
         num_layers=row["L"],
         num_heads=a,
         num_kv_heads=kv,
+        head_width=row.get("head"),
         positions="rotary" if llama else "learned",
         bias=not llama,
         norm="rmsnorm" if llama else "layernorm",
@@ -190,7 +202,8 @@ def _config(row: dict[str, Any], system: System) -> ModelConfig:
         kernels="triton",
         num_experts=row.get("experts", 0),
         expert_every=1,
-        mixture=Mixture(top_k=row.get("top_k", 2)),
+        shared_expert=True if sparse.get("shared_d_ff") else None,
+        **sparse,
     )
 
 
@@ -205,7 +218,7 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
 
     def plan(micro: int) -> Plan:
         interleaves = filling and pp > 1 and batch // (dp * micro) % pp == 0
-        return Plan(
+        asked = Plan(
             tp=tp,
             pp=pp,
             dp=dp // ep,
@@ -218,7 +231,10 @@ def _plan(row: dict[str, Any], config: ModelConfig, system: System, stack: Stack
             global_batch=batch,
             overlap=system.overlap,
             stack=stack.name,
+            shard=row.get("shard", 0),
+            fp8=row.get("fp8", False),
         )
+        return stack.shape(config, asked)[1]
 
     if "mbs" in row:
         return plan(row["mbs"])

@@ -128,6 +128,7 @@ def search(
     limit: int = LIMIT,
     advance: Callable[[str], None] = lambda note: None,
     stack: str = "megatron",
+    fp8: bool = False,
 ) -> Search:
     """Search every layout of `config` on `gpus` of a machine, for steps of `global_batch` sequences of `seq` tokens.
 
@@ -140,7 +141,7 @@ def search(
     if unknown := [axis for axis in fixed or {} if axis not in AXES]:
         raise UserError(f"{unknown[0]} is none of the choices of a search: {', '.join(AXES)}")
     space = Space(config, seq, gpus, global_batch, system.node, width, overlap or system.overlap, fixed or {})
-    whole = replace(space, stack=stack)
+    whole = replace(space, stack=stack, fp8=fp8)
     space, left_out = whole.within(limit)
     trial = _Trial(Search(whole, system, left_out=left_out))
     layouts = space.layouts()

@@ -69,6 +69,7 @@ class Space:
     zeros: tuple[int, ...] = (0, 1, 2, 3)
     megatron_order: bool = False  # only that, one placement for each layout
     stack: str = "megatron"
+    fp8: bool = False
 
     def layouts(self) -> list[Degrees]:
         """Degrees whose product is the number of accelerators, the usual ones first."""
@@ -114,7 +115,9 @@ class Space:
     def plan(self, degrees: Degrees, choice: Choice, order: tuple[str, ...] = ORDER) -> Plan:
         """The plan of degrees, choice and order. Raises UserError for what does not divide."""
         chosen = choice.chunks, choice.sequence, choice.zero, choice.micro_batch
-        plan = Plan(*degrees, *chosen, self.global_batch, self.overlap, order, self.width, stack=self.stack)
+        plan = Plan(
+            *degrees, *chosen, self.global_batch, self.overlap, order, self.width, stack=self.stack, fp8=self.fp8
+        )
         return STACKS[self.stack].shape(self.config, plan)[1] if STACKS[self.stack].balanced else plan
 
     def size(self) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from cs336_systems.cost.machines import CONSTANTS, Constants, System
-from cs336_systems.cost.operators import Group, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Group, Rank
 from cs336_systems.presets import ModelConfig
 
 StackName = Literal["megatron", "fsdp", "torchtitan", "nanotron", "deepspeed", "other"]
@@ -33,6 +34,7 @@ class Stack:
     kernels: Literal["torch", "triton"] | None = None
     gradient: int = 4  # bytes in which gradients travel
     balanced: bool = False  # stages have layers by FLOPs, not by number
+    own_port: bool = False  # ZeRO 3 sends between nodes as if each accelerator received all through its own port
     state: float = 1.0  # of weights, gradients and optimizer state
     activations: float = 1.0
     besides: float = 0.0  # GiB

@@ -13,17 +13,19 @@ import tomllib
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 from pathlib import Path
 from typing import NamedTuple
 
 from cs336_systems.cost.flops import model_flops
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import group_seconds, kernel_seconds, message_seconds, waiting_seconds
-from cs336_systems.cost.operators import Group, Rank, operators_of, vocabulary_rows
+from cs336_systems.cost.operators import operators_of, vocabulary_rows
 from cs336_systems.cost.plan import Overlap, Plan
+from cs336_systems.cost.rank import Group, Rank
+from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.stacks import STACKS
-from cs336_systems.presets import ModelConfig
+from cs336_systems.presets import ModelConfig, Recompute
 
 GRADIENT = 4  # bytes: gradients add up in 32 bits
 # AdamW in one kernel: the gradient is read for its norm, and with master weight and two moments for the step, which
@@ -57,8 +59,7 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: the share of the machines' peak (arXiv:2204.02311, appendix B)."""
-        peak = self.system.matmul_flops if self.plan.width == 2 else self.system.wide_flops
-        return self.model_flops / (self.total * self.plan.ranks * peak)
+        return self.model_flops / (self.total * self.plan.ranks * self.system.peak(self.plan.number))
 
 
 class Seconds(NamedTuple):
@@ -94,32 +95,41 @@ def step_time(config: ModelConfig, plan: Plan, seq: int, system: System) -> Step
 
 def stage_groups(config: ModelConfig, plan: Plan, stage: int) -> tuple[tuple[Group, int], ...]:
     """Groups of operators of a stage, and how many of each: blocks, and at the ends embedding and head."""
-    return _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)[stage]
+    return _groups(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)[stage]
 
 
 def stage_kinds(config: ModelConfig, plan: Plan) -> dict[int, int]:
     """The first of all stages with the same groups, and how many such stages there are."""
-    stages = _groups(config.num_layers, expert_every(config), plan.pp, plan.chunks, plan.layers)
+    stages = _groups(config.num_layers, sparse_rule(config), plan.pp, plan.chunks, plan.layers)
     return {stages.index(groups): count for groups, count in Counter(stages).items()}
 
 
-def expert_every(config: ModelConfig) -> int:
-    """Every k-th layer has experts; 0: none has."""
-    return config.expert_every if config.num_experts else 0
+def sparse_rule(config: ModelConfig) -> tuple[int, int]:
+    """(k, dense): every k-th layer has experts, but for the first `dense`; k = 0: none has."""
+    return (config.expert_every, getattr(config, "dense_layers", 0)) if config.num_experts else (0, 0)
 
 
-def sparse_layers(layers: range, every: int) -> int:
-    """The number of some layers that have experts: the k-th, the 2k-th and so on of the model; none for k = 0."""
-    return layers.stop // every - layers.start // every if every else 0
+def sparse_layers(layers: range, rule: tuple[int, int]) -> int:
+    """The number of some layers that have experts: the k-th, the 2k-th and so on of the model, but for the first."""
+    every, dense = rule
+    return max(layers.stop, dense) // every - max(layers.start, dense) // every if every else 0
+
+
+def recomputed(config: ModelConfig, plan: Plan, group: Group, times: int) -> list[tuple[Recompute, int]]:
+    """How many of some blocks, or of an end of the model, recompute what: every n-th block, the others nothing."""
+    if group in ("embedding", "head"):
+        return [("none", times)]
+    again = ceil(times / plan.recompute_nth)
+    return [(name, count) for name, count in ((config.recompute, again), ("none", times - again)) if count]
 
 
 @lru_cache(maxsize=1024)
 def _groups(
-    num_layers: int, every: int, pp: int, chunks: int, layers: tuple[int, ...]
+    num_layers: int, rule: tuple[int, int], pp: int, chunks: int, layers: tuple[int, ...]
 ) -> tuple[tuple[tuple[Group, int], ...], ...]:
     found = []
     for stage, owned in enumerate(Plan(pp=pp, chunks=chunks, layers=layers, global_batch=pp).stage_chunks(num_layers)):
-        sparse = sum(sparse_layers(layers, every) for layers in owned)
+        sparse = sum(sparse_layers(layers, rule) for layers in owned)
         parts: list[tuple[Group, int]] = [("dense", sum(map(len, owned)) - sparse), ("sparse", sparse)]
         parts += [("embedding", int(stage == 0)), ("head", int(stage == pp - 1))]
         found.append(tuple((group, times) for group, times in parts if times))
@@ -131,10 +141,10 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
     total = Seconds(messages=_messages(config, plan, seq, system))
     rank = Rank(config, plan.alone(), seq)
     places = tuple((axis, getattr(plan, axis), plan.local(axis, node=system.node)) for axis in ("tp", "cp", "ep"))
-    for group, times in stage_groups(config, plan, stage):
-        recompute = config.recompute if group in ("dense", "sparse") else "none"
-        total = total.plus(_computing(rank, group, recompute, system), times)
-        total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
+    for group, count in stage_groups(config, plan, stage):
+        for recompute, times in recomputed(config, plan, group, count):
+            total = total.plus(_computing(rank, group, recompute, system), times)
+            total = total.plus(_sending(rank, group, recompute, places, plan.overlap, system), times)
     return total
 
 
@@ -142,11 +152,10 @@ def stage_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, system:
 def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seconds:
     """Seconds of computing. Each direction takes as long as the device needs, or the host."""
     operators = operators_of(rank, group)
-    again = [each for each in operators if recompute != "none" and (recompute != "attention" or each.core)]
     ways = [
         [kernel for each in operators for kernel in each.forward],
         [kernel for each in operators for kernel in each.backward],
-        [kernel for each in again for kernel in each.forward],
+        [kernel for each in repeated(rank, group, recompute).operators for kernel in each.forward],
     ]
     busy = [sum(kernel_seconds(kernel, system).total for kernel in way) for way in ways]
     launches = [system.constants.host * sum(kernel.kernels for kernel in way) for way in ways]
@@ -158,14 +167,12 @@ def _computing(rank: Rank, group: Group, recompute: str, system: System) -> Seco
 def _sending(
     rank: Rank, group: Group, recompute: str, places: tuple[tuple[str, int, int], ...], overlap: Overlap, system: System
 ) -> Seconds:
-    """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node). Recomputed blocks send again;
-    attention's core alone has nothing to send."""
+    """Seconds of collectives; `places` are axes as (name, ranks, ranks of a node)."""
     groups = {axis: (ranks, local) for axis, ranks, local in places}
-    spent, passes = dict.fromkeys(groups, 0.0), 1 if recompute in ("none", "attention") else 2
-    for each in operators_of(rank, group):
-        for collectives, times in ((each.sent, passes), (each.returned, 1)):
-            for one in collectives:
-                spent[one.axis] += times * waiting_seconds(one, *groups[one.axis], overlap, system)
+    spent, operators = dict.fromkeys(groups, 0.0), operators_of(rank, group)
+    sent = [one for each in operators for one in (*each.sent, *each.returned)]
+    for one in (*sent, *repeated(rank, group, recompute).sent):
+        spent[one.axis] += waiting_seconds(one, *groups[one.axis], overlap, system)
     return Seconds(**spent)
 
 
@@ -209,24 +216,51 @@ def stage_weights(config: ModelConfig, plan: Plan, seq: int, stage: int) -> tupl
     return found[0] - tied, found[1], found[2]
 
 
-def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[tuple[float, int, int]]:
-    """(weights, ranks that have the same, of these in one node) of dense weights and of a rank's experts."""
+class Replicas(NamedTuple):
+    """Ranks that have the same weights, `local` of them in a node; ZeRO splits these over `shard` neighbours."""
+
+    weights: float
+    ranks: int
+    local: int
+    shard: int
+
+    @property
+    def near(self) -> tuple[int, int]:  # ranks of a shard, of these in one node
+        return self.shard, gcd(self.shard, self.local)
+
+    @property
+    def far(self) -> tuple[int, int]:  # ranks that have the same part of a weight, of these in one node
+        return self.ranks // self.shard, max(1, self.local // self.shard)
+
+
+def replica_groups(plan: Plan, shared: float, owned: float, node: int) -> list[Replicas]:
+    """Replicas of dense weights and of a rank's experts; without ZeRO a shard is all of them."""
     groups = (shared, plan.replicas, ("cp", "ep", "dp")), (owned, plan.cp * plan.dp, ("cp", "dp"))
-    return [(weights, ranks, plan.local(*axes, node=node)) for weights, ranks, axes in groups if weights and ranks > 1]
+    found = [
+        Replicas(weights, ranks, plan.local(*axes, node=node), shard)
+        for (weights, ranks, axes), shard in zip(groups, plan.shards, strict=True)
+        if weights and ranks > 1
+    ]
+    if plan.zero < 3 or not STACKS[plan.stack].own_port:
+        return found
+    return [each._replace(local=1) if each.local < each.shard else each for each in found]
 
 
 def data_parallel_seconds(
     config: ModelConfig, plan: Plan, seq: int, stage: int, spent: Seconds, system: System
 ) -> float:
-    """Seconds that a step is longer because gradients, and from ZeRO stage 1 on weights, travel between replicas."""
+    """Seconds that a step is longer because gradients, and from ZeRO stage 1 on weights, travel between replicas. Where
+    a shard is not all replicas, what it has scattered is summed over the others that have the same part."""
     shared, owned, matrices = stage_weights(config, plan, seq, stage)
 
     def send(verb: str, width: int) -> float:
         """All weights or gradients once."""
         total = 0.0
-        for weights, ranks, local in replica_groups(plan, shared, owned, system.node):
-            calls = ceil(matrices) if plan.zero == 3 else ceil(weights / bucket_size(ranks))
-            total += group_seconds(verb, width * weights, ranks, local, system, calls)
+        for each in replica_groups(plan, shared, owned, system.node):
+            calls = ceil(matrices) if plan.zero == 3 else ceil(each.weights / bucket_size(each.ranks))
+            total += group_seconds(verb, width * each.weights, *each.near, system, calls)
+            if verb == "reduce-scatter":
+                total += group_seconds("all-reduce", width * each.weights / each.shard, *each.far, system, calls)
         return total
 
     def exposed(seconds: float, computing: float) -> float:
@@ -242,7 +276,7 @@ def data_parallel_seconds(
     if plan.zero == 0:
         total = exposed(send("all-reduce", reduced), backward)
     else:
-        gather, scatter = send("all-gather", plan.width), send("reduce-scatter", reduced)
+        gather, scatter = send("all-gather", plan.number), send("reduce-scatter", reduced)
         total = exposed(scatter, backward) + exposed(gather, forward)
         if plan.zero == 3:
             total = plan.microbatches * (exposed(gather, forward) + exposed(gather + scatter, backward))
@@ -257,10 +291,10 @@ def optimizer_seconds(config: ModelConfig, plan: Plan, seq: int, stage: int, sys
     """Seconds of AdamW over the weights that a rank steps: from ZeRO stage 1 on its share of them."""
     shared, owned, _ = stage_weights(config, plan, seq, stage)
     if plan.zero:
-        shared, owned = shared / plan.replicas, owned / (plan.cp * plan.dp)
+        shared, owned = shared / plan.shards[0], owned / plan.shards[1]
     return optimizer_bytes(plan) * (shared + owned) / system.memory_rate
 
 
 def optimizer_bytes(plan: Plan) -> int:
-    """Bytes per weight that a step of AdamW moves."""
+    """Bytes per weight that a step of AdamW moves; in half precision, or FP8's two layouts, the weight is written."""
     return OPTIMIZER_BYTES + (2 if plan.width == 2 else 0)

@@ -30,6 +30,17 @@ EXPERTS = ["--size", "fairseq-moe-15b", "--tp", "2", "--ep", "8", "--dp", "2", "
 LLAMA = ["--size", "llama-8b", "--attention", "flash", "--cp", "2", "--dp", "8", "--zero", "3", "--system", "h100"]
 LLAMA += ["--recompute", "selective"]
 REQUESTS = {"gpt": PIPELINE, "experts": EXPERTS, "llama": LLAMA, "overlap": [*GPT, "--overlap", "all"]}
+REQUESTS["modules"] = [
+    *EXPERTS[:-4],
+    "--recompute-modules",
+    "layernorm,moe,mlp",
+    "--top-k",
+    "4",
+    "--expert-d-ff",
+    "1024",
+]
+REQUESTS["fp8"] = [*LLAMA[:-4], "--system", "B200", "--shard", "4", "--precision", "fp8", "--head-dim", "64"]
+REQUESTS["nth"] = [*LLAMA[:-2], "--recompute", "full", "--recompute-nth", "3", "--power", "500"]
 
 
 def asked(*arguments: str) -> Request:
@@ -126,7 +137,7 @@ def test_step_prints_what_it_predicts(printed, name):
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_step_is_peak_and_losses(printed, name):
     predicted, found = asked(*REQUESTS[name]).step(), json.loads(printed("step", *REQUESTS[name], "--json"))
-    least = predicted.model_flops / (predicted.plan.ranks * predicted.system.matmul_flops)
+    least = predicted.model_flops / (predicted.plan.ranks * predicted.system.peak(predicted.plan.number))
     assert found["losses"]["at_peak"] == pytest.approx(least, rel=1e-12)
     assert sum(found["losses"].values()) == pytest.approx(predicted.total, rel=1e-12)
     products = predicted.parts["forward"] + predicted.parts["backward"]

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 from cs336_systems.cost.experts import kept_rows
-from cs336_systems.cost.operators import Group, Operator, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Group, Operator, Rank
 from cs336_systems.presets import ModelConfig
 from tests.support.cost_cases import BERT, GPT, LLAMA, MOE, SEQ
 

@@ -17,8 +17,8 @@ from cs336_systems.cost.operator_time import (
     product_rate,
     timed_part,
 )
-from cs336_systems.cost.operators import Collective, Kernel, Rank, sweep
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Collective, Kernel, Rank, sweep
 from cs336_systems.cost.step_time import stage_seconds
 from cs336_systems.host.console import run_command
 from tests.support.cost_cases import GPT, IDEAL, LLAMA, machine

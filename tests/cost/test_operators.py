@@ -11,14 +11,15 @@ import pytest
 
 from cs336_systems.cost import count_parameters
 from cs336_systems.cost.flops import backward_flops, forward_flops, least_forward_flops
-from cs336_systems.cost.operators import Operator, Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Operator, Rank
 from cs336_systems.cost.step_time import stage_groups, stage_weights
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig
 from cs336_systems.train.observation import observe_traffic
 from cs336_systems.train.recipe import Recipe
-from tests.support.cost_cases import GPT, KINDS, LLAMA, MOE, SEQ, SHARED
+from tests.support.cost_cases import GPT, KINDS, LLAMA, MOE, SEQ, SHAPES, SHARED
 
 ROWS = 5
 
@@ -44,9 +45,9 @@ def left_out(config: ModelConfig) -> int:
     return 2 * ROWS * config.d_model * (config.d_model + 2) if config.bert_heads else 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *SHAPES])
 def test_operators_compute_what_the_whole_model_does(name):
-    config = KINDS[name]
+    config = (KINDS | SHAPES)[name]
     ahead, back = flops(config, Plan(micro_batch=ROWS, global_batch=ROWS))
     assert ahead == sum(forward_flops(config, ROWS, SEQ).values()) - left_out(config)
     assert back == backward_flops(config, ROWS, SEQ) - 2 * left_out(config)
@@ -97,9 +98,9 @@ def biases(config: ModelConfig) -> int:
     return found + (d + config.vocab_size + 2 * d + (d * d + d) + (2 * d + 2) if config.bert_heads else 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *SHAPES])
 def test_weights_are_the_models_parameters_but_biases(name):
-    config = KINDS[name]
+    config = (KINDS | SHAPES)[name]
     shared, owned, _ = stage_weights(config, Plan(), SEQ, 0)
     assert shared + owned == sum(count_parameters(config).values()) - biases(config)
     each = config.d_model * config.expert_d_ff * (3 if config.feed_forward == "swiglu" else 2)

@@ -8,10 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from cs336_systems.cost.commands.memory import command
-from cs336_systems.cost.machines import system_preset
+from cs336_systems.cost.machines import changed, system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plan_memory import (
-    RESERVE,
     fits,
     fullest_stages,
     live_passes,
@@ -240,7 +239,8 @@ def test_context_parallelism_splits_what_is_kept():
 
 def test_what_fits_leaves_the_reserve():
     system = system_preset("A100-80GB")
-    assert usable_memory(system) == system.memory * (1 - RESERVE)
+    assert usable_memory(system) == system.memory * (1 - 0.06)
+    assert usable_memory(changed(system, reserve=0.0)) == system.memory
     h, a, layers, t, p, v, b = SIZES["175B"]
     plan = Plan(tp=t, pp=p, chunks=v, sequence=True, micro_batch=b, global_batch=64)
     assert fits(gpt(h, a, layers, recompute="attention"), plan, SEQ, system)

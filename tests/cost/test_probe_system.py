@@ -15,8 +15,8 @@ from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.commands import probe as command
 from cs336_systems.cost.machines import Constants, System, read_machine, write_json
 from cs336_systems.cost.operator_time import TILE, kernel_seconds, new_bytes, product_rate
-from cs336_systems.cost.operators import Kernel, sweep
 from cs336_systems.cost.probe_system import TimedGemm, fit_law
+from cs336_systems.cost.rank import Kernel, sweep
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support import ranks

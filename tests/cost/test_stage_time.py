@@ -6,8 +6,9 @@ import pytest
 
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import forward_flops
-from cs336_systems.cost.operators import Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Rank
 from cs336_systems.cost.step_time import Seconds, stage_groups, stage_seconds
 from cs336_systems.layout import Layout
 from cs336_systems.presets import ModelConfig

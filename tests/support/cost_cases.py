@@ -5,6 +5,7 @@ from math import inf
 
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.machines import Constants, System
+from cs336_systems.cost.shape import Latent, Routing, Shape
 from cs336_systems.presets import Mixture, ModelConfig
 
 SEQ = 32
@@ -35,6 +36,18 @@ LLAMA = replace(
 MOE = replace(GPT, num_experts=8, expert_every=2, mixture=Mixture(top_k=2, expert_d_ff=4 * 20))
 SHARED = replace(LLAMA, num_experts=4, expert_every=1, mixture=Mixture(top_k=1, shared_expert=True))
 KINDS = {"gpt": GPT, "bert": BERT, "llama": LLAMA, "experts": MOE, "shared expert": SHARED}
+
+# What the cost model predicts and the trainer does not build: heads of another width, latent attention, first layers
+# without experts, a shared expert of its own width.
+_ROUTING = Routing(top_k=3, expert_d_ff=4 * 5, shared_expert=True, shared_d_ff=4 * 7)
+_LLAMA = dict(vars(LLAMA))
+HEADS = Shape(**_LLAMA, head_width=10)
+LATENT = Shape(
+    **_LLAMA | {"num_kv_heads": 12, "num_experts": 8, "expert_every": 1, "mixture": _ROUTING},
+    latent=Latent(key_value=13, plain=6, rotary=2, value=10, query=17),
+    dense_layers=2,
+)
+SHAPES = {"heads": HEADS, "latent": LATENT}
 
 # Nothing is lost on the way to a ceiling.
 IDEAL = Constants(1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0)

@@ -11,7 +11,8 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.explain_step import explain_step
 from cs336_systems.cost.commands.output import new_table, print_warnings
-from cs336_systems.cost.commands.request import COUNT, ModelOptions, request_options, take, take_request
+from cs336_systems.cost.commands.request import request_options, take, take_request
+from cs336_systems.cost.commands.settings import COUNT, ModelOptions
 from cs336_systems.cost.course import QUESTIONS, defaults, parse_numbers, question
 from cs336_systems.cost.notebook.summa import block_cost, grids, rows_for_summa
 from cs336_systems.cost.template import fill

@@ -10,7 +10,7 @@ from cs336_systems.cost.commands.request import Request
 from cs336_systems.cost.domain import describe_range
 from cs336_systems.cost.flops import forward_flops
 from cs336_systems.cost.operator_time import TILE, TimedPart, Timing, collective_seconds, product_rate, timing
-from cs336_systems.cost.operators import Collective, Kernel, Operator
+from cs336_systems.cost.rank import Collective, Kernel, Operator
 from cs336_systems.cost.step_time import (
     bucket_size,
     data_parallel_seconds,
@@ -36,15 +36,14 @@ class Derivation:
         stage = request.config, request.plan, request.seq, self.step.stage
         self.stage = stage_seconds(*stage, request.system)
         self.parts = request.timed(stage_groups(request.config, request.plan, self.step.stage))
-        self.peak = self.system.matmul_flops if self.plan.width == 2 else self.system.wide_flops
+        self.peak = self.system.peak(self.plan.number)
         self.axes = [axis for axis, part in AXES.items() if self.step.parts[part]]
 
     def collectives(self, part: TimedPart, axis: str) -> dict[str, Counter[Collective]]:
         """How often a part of the model launches each collective along an axis, by pass."""
         operators = [each.operator for each in part.operators]
-        again = self.request.config.recompute not in ("none", "attention") and part.group in ("dense", "sparse")
         sent = {"forward": [each.sent for each in operators], "backward": [each.returned for each in operators]}
-        sent["recompute"] = sent["forward"] if again else []
+        sent["recompute"] = [part.sent_again]
         return {way: Counter(one for many in each for one in many if one.axis == axis) for way, each in sent.items()}
 
     def largest_product(self) -> tuple[Operator, Kernel]:
@@ -74,10 +73,11 @@ def _totals(found: Derivation) -> dict[str, Any]:
         way: " + ".join(f"{times:g} x {format_seconds(one)}" for times, one in each if one) or None
         for way, each in busy.items()
     }
-    rerun = "attention's core" if request.config.recompute == "attention" else "whole blocks"
+    modules = plan.recompute_modules or ("attention's core",)
+    rerun = ", ".join(modules) if request.config.recompute == "attention" else "whole blocks"
     collectives = "" if found.axes else None
     cut = plan.tp if plan.overlap == "all" and plan.sequence and "tp" in found.axes else None
-    memory_rate, adamw_bytes, zero = system.memory_rate, optimizer_bytes(plan), plan.zero > 0
+    shard, memory_rate, adamw_bytes, zero = plan.shards[0], system.memory_rate, optimizer_bytes(plan), plan.zero > 0
     adamw_moved = parts["optimizer"] * memory_rate
     expected = describe_range(step)
     return locals() | {
@@ -95,6 +95,7 @@ def _product(found: Derivation) -> dict[str, Any]:
     waves = product.number * product.rows * product.columns / (TILE * system.processors)
     full, long = waves / (waves + constants.wave), product.inner / (product.inner + constants.ramp)
     rate, kernel = product_rate(product, system), timing([product], [], found.plan, system)
+    attainable = system.rate(product.width) / system.peak(product.width)
     rate_share, compute = rate / found.peak, product.flops / rate
     moving, compute_bound = product.nbytes / system.memory_rate, kernel.compute > 0
     return locals()
@@ -111,7 +112,8 @@ def _between(found: Derivation) -> dict[str, Any]:
     sends = step.parts["data-parallel"] > 0
     replicas, tied = "" if sends else None, "" if sends and plan.pp > 1 and config.tied_head else None
     weights = sum(stage_weights(config, plan, seq, step.stage)[:2])
-    width = 8 * gradient_bytes(plan)
+    width, alike = 8 * gradient_bytes(plan), plan.replicas // plan.shards[0]
+    sharded = "" if sends and alike > 1 else None
     gradients, verb = gradient_bytes(plan) * weights, verbs.get(plan.zero, SCATTERED)
     unhidden = plan.override(overlap="none")
     alone = data_parallel_seconds(config, unhidden, seq, step.stage, found.stage, found.system)

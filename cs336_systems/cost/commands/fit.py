@@ -12,11 +12,13 @@ from click.core import ParameterSource
 from rich.table import Table
 
 from cs336_systems.cost.commands.output import new_table
-from cs336_systems.cost.commands.request import FILE, MachineOptions, ModelOptions, PlanOptions, take
+from cs336_systems.cost.commands.request import take
+from cs336_systems.cost.commands.settings import FILE, MachineOptions, ModelOptions, PlanOptions
 from cs336_systems.cost.fitting.calibration import NOISE, TOLD, Calibration, errors, fit
 from cs336_systems.cost.fitting.logged_runs import LogOptions
 from cs336_systems.cost.fitting.observations import WHAT, Observation, What, log_ratio, read_measured
-from cs336_systems.cost.machines import CONSTANTS, NAMES, System, check_out, load_constants, write_json
+from cs336_systems.cost.machines import CONSTANTS, NAMES, Constants, System, check_out, load_constants, write_json
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_seconds, options, setting
@@ -50,14 +52,12 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     """Fit the model's constants to FILES: logs of Megatron-LM, lists of runs (.json), this project's records (.jsonl).
 
     No log names its machine: give --system. Options of model and plan say what a log does not, and count for more. The
-    fit starts from --constants.
+    fit starts from --constants, or from those of the runs' stack.
     """
     named = {name for name in kwargs if context.get_parameter_source(name) == ParameterSource.COMMANDLINE}
     asked, machine = take(FitOptions, kwargs), take(MachineOptions, kwargs)
     check_out(asked.out)
     system = machine.machine() if named & {"system", "machine_file"} else None
-    kept = load_constants(machine.constants) if machine.constants else CONSTANTS
-    prior = system.constants if system else kept
     given = _given(kwargs, named, system)
     use = asked.use or tuple(what for what in WHAT if what != "optimizer")
     found = [each for file in files for each in read_measured(file, given) if each.what in use]
@@ -66,7 +66,7 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
         raise UserError(f"--leave-out {missing[0]!r} is no run's name: {', '.join(names)}")
     apart = [each for each in found if any(fnmatch.fnmatch(each.id, pattern) for pattern in asked.leave_out)]
     fitted = [each for each in found if each not in apart]
-    result = fit(fitted, prior, (asked.only or "").replace(",", " ").split() or NAMES)
+    result = fit(fitted, _prior(machine, system, found), (asked.only or "").replace(",", " ").split() or NAMES)
     screen = console.console()
     screen.print("\n".join(described(found)), soft_wrap=True)
     screen.print(constants_table(result))
@@ -75,6 +75,16 @@ def command(context: click.Context, /, files: tuple[Path, ...], **kwargs: Any) -
     if asked.out:
         write_json(asked.out, _record(result, fitted))
         screen.print(f"{asked.out}: give it to the other commands with --constants", soft_wrap=True)
+
+
+def _prior(machine: MachineOptions, system: System | None, found: Sequence[Observation]) -> Constants:
+    """The constants that a fit starts from: those of a file, of a probe, or of the stack of most runs."""
+    if machine.constants:
+        return load_constants(machine.constants)
+    if system and system.measured:
+        return system.constants
+    stacks = [each.stack for each in found if each.stack]
+    return STACKS[max(stacks, key=stacks.count)].own() if stacks else CONSTANTS
 
 
 def _given(kwargs: dict[str, Any], named: set[str], system: System | None) -> LogOptions:
@@ -92,6 +102,10 @@ def described(found: Sequence[Observation]) -> list[str]:
         for note in each.notes:
             notes.setdefault(note, {})[each.id] = None
     lines = [f"machine: {', '.join(dict.fromkeys(each.machine for each in found))}"]
+    if len(stacks := dict.fromkeys(each.stack for each in found if each.stack)) > 1:
+        lines.append(
+            f"warning: these are runs of {', '.join(stacks)}, which have constants of their own: fit one at a time"
+        )
     return [*lines, *(f"taken of {_names(list(ids))}: {note}" for note, ids in notes.items())]
 
 

@@ -9,7 +9,7 @@ from rich.text import Text
 from cs336_systems.cost.commands.output import Total, json_option, new_table, print_json
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.plan import RECOMPUTE
-from cs336_systems.cost.plan_memory import RESERVE, fullest_stages, peak_bytes, rank_bytes, usable_memory
+from cs336_systems.cost.plan_memory import fullest_stages, peak_bytes, rank_bytes, usable_memory
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes
 
@@ -26,7 +26,7 @@ def command(as_json: bool, **given: Any) -> None:
     choices = []
     for name, recompute in RECOMPUTE.items():
         for zero in range(4) if plan.replicas > 1 else (0,):
-            other = config.override(recompute=recompute), plan.override(zero=zero)
+            other = config.override(recompute=recompute), plan.override(zero=zero, shard=plan.shard if zero else 0)
             need = sum(peak_bytes(*other, request.seq)[1].values())
             choices.append({"recompute": name, "zero": zero, "peak_bytes": need, "fits": need <= available})
     fullest, parts = peak_bytes(config, plan, request.seq)
@@ -57,7 +57,9 @@ def _print(screen: Console, request: Request, stages: dict[int, dict[str, float]
 
     left = f"{format_bytes(abs(available - need))} {'left' if found['fits'] else 'too much'}"
     where = f"on stage {found['fullest_stage']}, the fullest, " if pp > 1 else ""
-    kept = f"{system.name}'s {format_bytes(system.memory)} less {RESERVE:.0%} for context, communication, fragmentation"
+    kept = (
+        f"{system.name}'s {format_bytes(system.memory)} less {system.reserve:.0%} for context, network, fragmentation"
+    )
     counted = f"\n{format_bytes(need)} {where}of {format_bytes(available)} ({kept}) "
     verdict = ("fits", "green") if found["fits"] else ("does not fit", "red")
     screen.print(Text.assemble(counted, verdict, f": {left}\n"))

@@ -7,16 +7,8 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from cs336_systems.cost.commands.request import (
-    COUNT,
-    FILE,
-    MachineOptions,
-    ModelOptions,
-    Request,
-    request_options,
-    take,
-    take_request,
-)
+from cs336_systems.cost.commands.request import Request, request_options, take, take_request
+from cs336_systems.cost.commands.settings import COUNT, FILE, MachineOptions, ModelOptions
 from cs336_systems.cost.domain import DOMAIN
 from cs336_systems.cost.machines import DEFAULT_SYSTEM
 from cs336_systems.cost.plan import Plan

@@ -2,7 +2,7 @@
 and why the rest lose."""
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import click
 from rich.console import Console
@@ -10,9 +10,6 @@ from rich.table import Table
 
 from cs336_systems.cost.commands.output import json_option, new_table, print_json, print_warnings
 from cs336_systems.cost.commands.request import (
-    COUNT,
-    MachineOptions,
-    ModelOptions,
     as_options,
     describe_training,
     plan_options,
@@ -21,13 +18,22 @@ from cs336_systems.cost.commands.request import (
     tokens_option,
     training,
 )
+from cs336_systems.cost.commands.settings import (
+    COUNT,
+    PRECISION_HELP,
+    STACK_HELP,
+    MachineOptions,
+    ModelOptions,
+    Precision,
+)
 from cs336_systems.cost.domain import describe_range, time_range, warnings
+from cs336_systems.cost.machines import check_fp8
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Overlap
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import LIMIT, Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, Space, placement
-from cs336_systems.cost.stacks import STACKS, StackName
+from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds, options, setting
 
@@ -51,11 +57,11 @@ class SearchOptions:
 
     gpus: int = setting(64, "Accelerators, all of which a layout uses.", type=click.IntRange(1, MOST_GPUS))
     batch_size: int = setting(512, "Sequences in a step.", type=COUNT)
-    precision: Literal["bf16", "fp16", "fp32"] = setting("bf16", "Of activations and products.")
+    precision: Precision = setting("bf16", PRECISION_HELP)
     overlap: Overlap | None = setting(
         None, "What travels while layers compute, as of `step`.  [default: all on H100 and newer, else data]"
     )
-    stack: StackName = setting("megatron", "Implementation by which all layouts, of all ZeRO stages, are compared.")
+    stack: StackName | None = setting(None, f"{STACK_HELP} All layouts are compared by it.")
     tp: int | None = setting(None, "Only layouts with so many tensor-parallel ranks.", type=COUNT)
     pp: int | None = setting(None, "Only layouts with so many stages.", type=COUNT)
     dp: int | None = setting(None, "Only layouts with so many replicas.", type=COUNT)
@@ -84,15 +90,17 @@ class SearchOptions:
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
     model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
-    config, system = model.model_config(), machine.machine(asked.stack)
-    config = config.override(kernels=STACKS[asked.stack].kernels)
+    config, stack = model.model_config(), asked.stack or usual_stack(asked.zero or 0, model.kernels)
+    system, fp8 = machine.machine(stack), asked.precision == "fp8"
+    check_fp8(fp8, system)
+    config = config.override(kernels=STACKS[stack].kernels)
     fixed = asked.fixed() | ({"recompute": config.recompute} if model.recompute else {})
     seq, width = config.context_length, 4 if asked.precision == "fp32" else 2
     layouts = len(Space(config, seq, asked.gpus, asked.batch_size, system.node, fixed=fixed).layouts())
     with console.progress("layouts", layouts, SECONDS * asked.limit, quiet=as_json) as advance:
         found = search(
             config, seq, system, asked.gpus, asked.batch_size, width=width, overlap=asked.overlap, fixed=fixed,
-            limit=asked.limit, advance=advance, stack=asked.stack,
+            limit=asked.limit, advance=advance, stack=stack, fp8=fp8,
         )  # fmt: skip
 
     request = SearchRequest(model, machine, asked.precision, tokens)

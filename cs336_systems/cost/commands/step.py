@@ -17,7 +17,7 @@ from cs336_systems.cost.commands.request import (
     training,
 )
 from cs336_systems.cost.domain import DOMAIN, describe_range, time_range
-from cs336_systems.cost.flops import recompute_flops
+from cs336_systems.cost.flops import repeated_flops
 from cs336_systems.cost.plan_memory import peak_bytes, usable_memory
 from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import PARTS, StepTime
@@ -51,7 +51,7 @@ def command(tokens: float | None, as_json: bool, **given: Any) -> None:
 def hfu(step: StepTime) -> float:
     """Hardware FLOPs utilisation: as MFU, with recomputation (arXiv:2205.05198, section 6.3)."""
     rows = step.plan.micro_batch
-    again = recompute_flops(step.config, rows, step.seq) * (step.plan.global_batch // rows)
+    again = repeated_flops(step.config, step.plan, rows, step.seq) * (step.plan.global_batch // rows)
     return step.mfu * (1 + again / step.model_flops)
 
 
@@ -113,7 +113,7 @@ def _breakdown(step: StepTime, width: int) -> Table:
 
 def _results(request: Request, step: StepTime, found: dict[str, Any]) -> Table:
     plan, system = request.plan, request.system
-    peak = system.matmul_flops if plan.width == 2 else system.wide_flops
+    peak = system.peak(plan.number)
     memory, available = found["memory_bytes"], found["memory_room_bytes"]
     need = sum(memory.values())
     table = Table.grid(padding=(0, 2))

@@ -13,8 +13,8 @@ from cs336_systems.cost.commands.output import Total, json_option, new_table, pr
 from cs336_systems.cost.commands.request import Request, request_options, take_request
 from cs336_systems.cost.flops import least_forward_flops
 from cs336_systems.cost.operator_time import TimedPart, Timing
-from cs336_systems.cost.operators import Operator
 from cs336_systems.cost.plan import Plan
+from cs336_systems.cost.rank import Operator
 from cs336_systems.cost.step_time import stage_groups
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count

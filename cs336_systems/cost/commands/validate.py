@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from cs336_systems.cost.commands.output import new_table, print_json
-from cs336_systems.cost.commands.request import FILE
+from cs336_systems.cost.commands.settings import FILE
 from cs336_systems.cost.domain import time_range, warnings
 from cs336_systems.cost.machines import GIB, load_constants
 from cs336_systems.cost.plan_memory import fits, peak_bytes, usable_memory

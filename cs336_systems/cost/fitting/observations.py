@@ -45,6 +45,7 @@ class Observation:
     predict: Callable[[Constants], float]
     machine: str = ""
     notes: tuple[str, ...] = ()
+    stack: str = ""
 
 
 def log_ratio(each: Observation, constants: Constants) -> float:
@@ -129,8 +130,8 @@ def observe_timers(
         """One all-reduce after backward of the last stage's weights, which has those of the head."""
         shared, owned, _ = stage_weights(*last)
         return sum(
-            group_seconds("all-reduce", gradient_width * weights, ranks, local, run.under(constants).system)
-            for weights, ranks, local in replica_groups(plan, shared, owned, run.system.node)
+            group_seconds("all-reduce", gradient_width * each.weights, *each.near, run.under(constants).system)
+            for each in replica_groups(plan, shared, owned, run.system.node)
         )
 
     ahead, back = (milliseconds.get(f"{way}-compute", 0.0) for way in ("forward", "backward"))
@@ -147,7 +148,7 @@ def observe_timers(
 
 
 def _observation(run: TrainingRun, what: What, seconds: float, predict: Callable[[Constants], float]) -> Observation:
-    return Observation(run.id, what, seconds, predict, run.system.name, run.notes)
+    return Observation(run.id, what, seconds, predict, run.system.name, run.notes, run.plan.stack)
 
 
 def _of_records(rows: list[dict[str, Any]], given: LogOptions) -> Iterator[Observation]:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 
 from cs336_systems.cost.machines import System
 from cs336_systems.cost.operator_time import kernel_seconds
-from cs336_systems.cost.operators import Rank, operators_of
+from cs336_systems.cost.operators import operators_of
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.plots.style import BACKWARD, FORWARD, GREY, new_figure, spread, tidy
+from cs336_systems.cost.rank import Rank
 from cs336_systems.host.console import format_seconds
 from cs336_systems.host.text import plot_text
 from cs336_systems.presets import ModelConfig

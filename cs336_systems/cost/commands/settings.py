@@ -1,0 +1,195 @@
+"""Options of the command line that name a model, a plan and a machine."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from cs336_systems.cost import machines
+from cs336_systems.cost.machines import DEFAULT_SYSTEM, HERE, SECONDS, SYSTEMS, System
+from cs336_systems.cost.plan import MODULES, ORDER, RECOMPUTE, Overlap, Plan
+from cs336_systems.cost.shape import MOST_CHOICES, read_shape, wider
+from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
+from cs336_systems.errors import UserError
+from cs336_systems.host.console import setting
+from cs336_systems.presets import COURSE_YEARS, DEFAULT_YEAR, Attention, FeedForwardKind, Kernels, ModelConfig, preset
+
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
+
+COUNT, FILE, POSITIVE = click.IntRange(1), click.Path(path_type=Path), click.FloatRange(0, min_open=True)
+PRECISION_HELP = "Of activations and products; fp8: of the linear layers of blocks, the rest in bf16."
+STACK_HELP = "Implementation.  [default: fsdp with --zero 3, other with --kernels torch, else megatron]"
+_RUN = ("attention", "kernels", "recompute", "dropout", "context_length")  # how a model runs, not its shape
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """A model: a preset, perhaps with some sizes changed."""
+
+    size: str = setting("gpt3-175b", "Model preset, or the path of a Hugging Face config.json.", also=("--preset",))
+    year: int = setting(
+        DEFAULT_YEAR, f"Edition of the course that the size is from, {COURSE_YEARS[0]} to {COURSE_YEARS[-1]}."
+    )
+    num_layers: int | None = setting(None, "Blocks.  [default: the preset's]", type=COUNT)
+    d_model: int | None = setting(None, "Width of the stream.  [default: the preset's]", type=COUNT)
+    num_heads: int | None = setting(None, "Heads of attention.  [default: the preset's]", type=COUNT)
+    num_kv_heads: int | None = setting(None, "Heads of keys and values.  [default: the preset's]", type=COUNT)
+    d_ff: int | None = setting(
+        None, "Width of the feed-forward.  [default: the preset's, or 4 x --d-model]", type=COUNT
+    )
+    vocab_size: int | None = setting(None, "Tokens.  [default: the preset's]", type=COUNT)
+    context: int | None = setting(None, "Tokens in a sequence.  [default: the preset's]", type=COUNT)
+    feed_forward: FeedForwardKind | None = setting(None, "Feed-forward, gated or not.  [default: the preset's]")
+    attention: Attention = setting("sdpa", "naive: scores in memory; the others: none.")
+    dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
+    kernels: Kernels = setting(
+        "triton", "Element-wise work next to each other in one kernel, or (torch) each operation in one."
+    )
+    num_experts: int | None = setting(None, "Experts of a layer.  [default: the preset's]", type=COUNT)
+    expert_every: int | None = setting(None, "Every k-th layer has experts.  [default: the preset's]", type=COUNT)
+    dense_layers: int | None = setting(None, "The first layers, which have no experts.  [default: 0]", type=COUNT)
+    expert_d_ff: int | None = setting(None, "Width of an expert.  [default: that of the feed-forward]", type=COUNT)
+    shared_d_ff: int | None = setting(None, "Width of an expert that all tokens pass.  [default: none]", type=COUNT)
+    top_k: int | None = setting(
+        None, "Experts that a token is sent to.  [default: the preset's, 2]", type=click.IntRange(1, MOST_CHOICES)
+    )
+    head_dim: int | None = setting(None, "Width of a head.  [default: --d-model / --num-heads]", type=COUNT)
+    recompute: Literal["none", "selective", "full"] | None = setting(
+        None, "What backward runs again: nothing, attention's core, or blocks.  [default: none; of `search`: all three]"
+    )
+
+    def model_config(self) -> ModelConfig:
+        """The model, its context the sequence. Raises UserError for what does not exist or divide."""
+        known = {each.name for each in fields(ModelConfig)}
+        changes = {name: value for name, value in asdict(self).items() if name in known} | {
+            "d_ff": self.d_ff if self.d_ff or not self.d_model else 4 * self.d_model,
+            "num_kv_heads": self.num_kv_heads if self.num_kv_heads or not self.num_heads else 0,
+            "context_length": self.context,
+            "recompute": RECOMPUTE[self.recompute] if self.recompute else None,
+        }
+        changes |= {"head_width": self.head_dim, "dense_layers": self.dense_layers, "top_k": self.top_k}
+        changes |= {"expert_d_ff": self.expert_d_ff, "shared_d_ff": self.shared_d_ff}
+        return wider(self._began(), **changes, shared_expert=True if self.shared_d_ff else None)
+
+    def _began(self) -> ModelConfig:
+        """The model before any change."""
+        if self.size.lower().endswith(".json"):
+            return read_shape(Path(self.size))
+        return preset(self.size, self.year).model
+
+    @property
+    def title(self) -> str:
+        """The preset's name, and whether the model has another shape by now."""
+        began, now = asdict(self._began()), asdict(self.model_config())
+        changed = any(began.get(name) != value for name, value in now.items() if name not in _RUN)
+        return f"{self.size}, changed" if changed else self.size
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Degrees of parallelism, the batch, and the choices that go with them."""
+
+    tp: int = setting(1, "Tensor-parallel ranks.", type=COUNT)
+    pp: int = setting(1, "Pipeline stages.", type=COUNT)
+    dp: int = setting(1, "Data-parallel replicas.", type=COUNT)
+    cp: int = setting(1, "Context-parallel ranks: each sequence is split over so many.", type=COUNT)
+    ep: int = setting(1, "Expert-parallel ranks; with --dp they see different rows.", type=COUNT)
+    chunks: int = setting(1, "Groups of blocks of a stage, interleaved.", type=COUNT)
+    sequence_parallel: bool = setting(False, "Split the stream between layers along the sequence, over the tp ranks.")
+    zero: int = setting(0, "ZeRO stage.", type=click.IntRange(0, 3))
+    micro_batch_size: int = setting(1, "Sequences that pass through the model at once.", type=COUNT)
+    batch_size: int | None = setting(
+        None, "Sequences in a step.  [default: a microbatch a replica, or four a stage]", type=COUNT
+    )
+    overlap: Overlap | None = setting(
+        None,
+        "What travels while layers compute: nothing, what data parallelism sends, or also what goes from layer to "
+        "layer.  [default: all on H100 and newer, whose frameworks do, else data]",
+    )
+    order: str = setting(" ".join(ORDER), "Axes from neighbours in a node to ranks far apart.")
+    precision: Precision = setting("bf16", PRECISION_HELP)
+    shard: int = setting(
+        0, "Replicas over which ZeRO splits, the nearest; fewer than all: HSDP.  [default: all]", type=click.IntRange(0)
+    )
+    recompute_modules: str = setting(
+        "", f"Parts of a block that --recompute selective runs again, of {','.join(MODULES)}.  [default: core_attn]"
+    )
+    recompute_nth: int = setting(1, "Of the blocks, only every n-th is recomputed.", type=COUNT)
+    stage_layers: str = setting("", "Blocks of each stage, such as 9,9,8,6.  [default: as even as they divide]")
+    stack: StackName | None = setting(None, STACK_HELP)
+
+    def plan(self, system: System | None = None) -> Plan:
+        """The plan on a machine, which may decide what overlaps. Raises UserError for what does not divide."""
+        if self.sequence_parallel and self.tp == 1:
+            raise UserError("--sequence-parallel splits the stream over the tp ranks, of which there is one: set --tp")
+        together = self.micro_batch_size * self.dp * self.ep
+        return Plan(
+            **{name: getattr(self, name) for name in ("tp", "pp", "dp", "cp", "ep", "chunks", "zero")},
+            sequence=self.sequence_parallel,
+            micro_batch=self.micro_batch_size,
+            global_batch=self.batch_size or together * (4 * self.pp if self.pp > 1 else 1),
+            overlap=self.overlap or (system.overlap if system else "data"),
+            order=tuple(self.order.replace(",", " ").split()),
+            width=4 if self.precision == "fp32" else 2,
+            layers=parse_layers(self.stage_layers),
+            stack=self.stack or usual_stack(self.zero, "triton"),
+            shard=self.shard,
+            fp8=self.precision == "fp8",
+            recompute_modules=tuple(self.recompute_modules.replace(",", " ").split()),
+            recompute_nth=self.recompute_nth,
+        )
+
+
+@dataclass(frozen=True)
+class MachineOptions:
+    """The machine: a preset, this one, or a file; and the constants of the cost model."""
+
+    system: str | None = setting(
+        None,
+        f"Machine: {', '.join(each.name for each in SYSTEMS.values())}, or {HERE}: this one, in {SECONDS:.0f} s.  "
+        f"[default: {DEFAULT_SYSTEM}]",
+    )
+    machine_file: Path | None = setting(None, "A machine that `probe --out` measured, not --system.", type=FILE)
+    constants: Path | None = setting(
+        None, "Constants in a file that `fit` wrote.  [default: those of this project]", type=FILE
+    )
+    peak: float | None = setting(None, "TFLOP/s of 16-bit GEMMs, not the machine's own.", type=POSITIVE)
+    bandwidth: float | None = setting(None, "GB/s of its memory, not its own.", type=POSITIVE)
+    memory: float | None = setting(None, "GiB of memory, not its own.", type=POSITIVE)
+    power: float | None = setting(None, "Watts that it may draw, less than its own: GEMMs slow down.", type=POSITIVE)
+    node: int | None = setting(None, "Accelerators of a node, not its own.", type=COUNT)
+    link: float | None = setting(None, "GB/s out of an accelerator within a node, not its own.", type=POSITIVE)
+    network: float | None = setting(None, "GB/s out of an accelerator to other nodes, not its own.", type=POSITIVE)
+    reserve: float | None = setting(
+        None,
+        "Share of memory that plans leave to context, communication library and fragmentation.  [default: 0.06]",
+        type=click.FloatRange(0, 0.9),
+    )
+
+    def machine(self, stack: str = "megatron") -> System:
+        """The machine by the constants of the file; without one by those of the stack, but for what was measured on the
+        machine itself. Raises UserError for a machine that is not known, or a file that has none."""
+        name = self.system or DEFAULT_SYSTEM
+        if self.machine_file and self.system:
+            raise UserError(f"--machine-file {self.machine_file} and --system {self.system}: which of the two?")
+        if self.machine_file:
+            found = machines.read_machine(self.machine_file)
+        else:
+            found = machines.probe_here() if name.lower() == HERE else machines.system_preset(name)
+        found = machines.changed(
+            found, peak=self.peak, bandwidth=self.bandwidth, memory=self.memory, power=self.power, node=self.node,
+            link=self.link, network=self.network, reserve=self.reserve,
+        )  # fmt: skip
+        if self.constants:
+            return STACKS[stack].on(found, machines.load_constants(self.constants))
+        found = STACKS[stack].on(found)
+        return replace(found, constants=replace(found.constants, **found.measured))
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """`9,9,8,6` -> (9, 9, 8, 6). Raises UserError for what is no count."""
+    words = text.replace(",", " ").split()
+    if bad := [word for word in words if not word.isdecimal()]:
+        raise UserError(f"--stage-layers has {bad[0]!r}, which is no number of blocks: write 9,9,8,6 for four stages")
+    return tuple(map(int, words))

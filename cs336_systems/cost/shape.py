@@ -1,0 +1,189 @@
+"""Shapes of models that the cost model can predict and this project's trainer does not build.
+
+Heads of a width of their own, multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1), experts from
+the k-th layer on, of which a token is sent to more than two, and shared experts of any width; and the `config.json` of
+Hugging Face that says these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.errors import UserError
+from cs336_systems.host.text import regular, strict_json
+from cs336_systems.presets import Mixture, ModelConfig
+
+MOST_CHOICES = 1024
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: keys and values are made from one narrow vector, queries perhaps from another.
+    Widths: `query` and `key_value` of these vectors, `plain` and `rotary` of a head's key, `value` of its value."""
+
+    key_value: int
+    plain: int
+    rotary: int
+    value: int
+    query: int = 0  # 0: queries are made from the stream
+
+
+@dataclass(frozen=True)
+class Routing(Mixture):
+    """A mixture that sends a token to any number of experts, with a shared expert of a width of its own."""
+
+    shared_d_ff: int = 0  # 0: the model's d_ff
+
+    most = MOST_CHOICES
+
+
+@dataclass(frozen=True)
+class Shape(ModelConfig):
+    """A `ModelConfig` with what the trainer does not have."""
+
+    head_width: int = 0  # 0: d_model / num_heads
+    latent: Latent | None = None
+    dense_layers: int = 0  # the first layers, which have no experts
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_width or self.d_model // self.num_heads
+
+    @property
+    def expert_layers(self) -> int:
+        return sum(map(self.has_experts, range(self.num_layers)))
+
+    def has_experts(self, layer: int) -> bool:
+        return layer >= self.dense_layers and super().has_experts(layer)
+
+
+def shaped(**sizes: Any) -> ModelConfig:
+    """A model of some sizes, as a `Shape` where one of them asks for it; None counts as not given. Those of `Routing`
+    change its mixture. Raises UserError for what does not divide."""
+    sizes = {name: value for name, value in sizes.items() if value is not None}
+    routing = {each.name: sizes.pop(each.name) for each in fields(Routing) if each.name in sizes}
+    if routing:
+        if not sizes.get("num_experts"):
+            raise UserError(f"{', '.join(routing)}: the model has no experts: give their number with --num-experts")
+        began = sizes.get("mixture", Mixture())
+        whole = {each.name: getattr(began, each.name) for each in fields(began)} | routing
+        plain = whole["top_k"] <= Mixture.most and not whole.get("shared_d_ff")
+        sizes["mixture"] = (
+            Mixture(**{k: v for k, v in whole.items() if k != "shared_d_ff"}) if plain else Routing(**whole)
+        )
+    own = {each.name for each in fields(Shape)} - {each.name for each in fields(ModelConfig)}
+    if any(sizes.get(name) for name in own):
+        return Shape(**sizes)
+    return ModelConfig(**{name: value for name, value in sizes.items() if name not in own})
+
+
+def wider(config: ModelConfig, **changes: Any) -> ModelConfig:
+    """The model with changes, as `shaped` makes it."""
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return shaped(**{each.name: getattr(config, each.name) for each in fields(config)} | changes)
+
+
+def shared_width(config: ModelConfig) -> int:
+    """Hidden width of the shared expert."""
+    return getattr(config.mixture, "shared_d_ff", 0) or config.d_ff
+
+
+def latent_of(config: ModelConfig) -> Latent | None:
+    """Latent attention of a model that has it."""
+    return config.latent if isinstance(config, Shape) else None
+
+
+def head_widths(config: ModelConfig) -> tuple[int, int]:
+    """(width of a head's query and key, of its value)."""
+    latent = latent_of(config)
+    return (latent.plain + latent.rotary, latent.value) if latent else (config.head_dim, config.head_dim)
+
+
+def projection_sizes(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """(inner, columns) of the matrices of attention in one layer: into queries, keys and values, and out."""
+    d, heads, latent = config.d_model, config.num_heads, latent_of(config)
+    if latent is None:
+        return (d, heads * config.head_dim + 2 * config.kv_heads * config.head_dim), (heads * config.head_dim, d)
+    queries = heads * (latent.plain + latent.rotary)
+    down = (d, latent.query + latent.key_value + latent.rotary)
+    ups = (latent.query or d, queries), (latent.key_value, heads * (latent.plain + latent.value))
+    return down, *ups, (heads * latent.value, d)
+
+
+# Names in a `config.json`, the first that is there: GPT-2's, Llama's and its successors', and those of experts.
+NAMES: dict[str, str] = {
+    "d_model": "hidden_size n_embd d_model",
+    "num_layers": "num_hidden_layers n_layer num_layers",
+    "num_heads": "num_attention_heads n_head num_heads",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings n_positions max_seq_len",
+    "d_ff": "intermediate_size n_inner ffn_dim",
+    "num_kv_heads": "num_key_value_heads",
+    "head_width": "head_dim",
+    "num_experts": "num_local_experts num_experts n_routed_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_d_ff": "moe_intermediate_size",
+    "shared_d_ff": "shared_expert_intermediate_size",
+    "dense_layers": "first_k_dense_replace",
+    "expert_every": "decoder_sparse_step moe_layer_freq",
+}
+LATENT = {
+    "key_value": "kv_lora_rank", "plain": "qk_nope_head_dim", "rotary": "qk_rope_head_dim", "value": "v_head_dim",
+    "query": "q_lora_rank",
+}  # fmt: skip
+LEARNED = ("gpt2", "opt", "gpt_bigcode")  # model types with learned positions, LayerNorm, biases and GELU
+REQUIRED = ("d_model", "num_layers", "num_heads", "vocab_size", "context_length")
+
+
+def read_shape(path: Path) -> ModelConfig:
+    """The model of a Hugging Face `config.json`. Raises UserError for a file that cannot be read and a size that is
+    missing or no whole number."""
+    try:
+        given = strict_json(regular(path).read_text("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path} cannot be read as a config.json: {reason}") from None
+    if not isinstance(given, dict):
+        raise UserError(f"{path} is no config.json, which is one JSON object")
+    given = given.get("text_config") or given  # a model of pictures and text has its sizes in there
+    said = {name: _count(path, given, keys) for name, keys in NAMES.items()}
+    if missing := [name for name in REQUIRED if not said[name]]:
+        named = "; ".join(f"{name} ({NAMES[name].replace(' ', ' or ')})" for name in missing)
+        raise UserError(f"{path} does not say {named}")
+    latent = {name: _count(path, given, key) for name, key in LATENT.items()}
+    old = str(given.get("model_type", "")) in LEARNED
+    sizes = {name: said.pop(name) for name in (*REQUIRED, "d_ff")}
+    sizes["d_ff"] = sizes["d_ff"] or 4 * (sizes["d_model"] or 0)
+    if latent["key_value"]:
+        said["head_width"], said["num_kv_heads"] = None, None
+    if not said["num_experts"]:
+        said |= dict.fromkeys(("top_k", "expert_d_ff", "shared_d_ff", "dense_layers", "expert_every"))
+    elif shared := _count(path, given, "n_shared_experts"):
+        said["shared_d_ff"] = shared * (said["expert_d_ff"] or sizes["d_ff"] or 0)
+    said["expert_every"] = said["expert_every"] or (1 if said["num_experts"] else None)
+    latent_widths = Latent(**{name: size or 0 for name, size in latent.items()}) if latent["key_value"] else None
+    return shaped(
+        **sizes,
+        **said,
+        shared_expert=bool(said["shared_d_ff"]) or None,
+        latent=latent_widths,
+        positions="learned" if old else "rotary",
+        bias=old,
+        norm="layernorm" if old else "rmsnorm",
+        feed_forward="gelu-tanh" if old else "swiglu",
+        tied_head=bool(given.get("tie_word_embeddings", old)),
+    )
+
+
+def _count(path: Path, given: Mapping[str, Any], keys: str) -> int | None:
+    """The first of some keys that is there. Raises UserError for what is no whole number of at least 0."""
+    key = next((key for key in keys.split() if given.get(key) is not None), None)
+    if key is None:
+        return None
+    value = given[key]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    if not number or value < 0 or value != int(value):
+        raise UserError(f"{path}: {key} must be a whole number, not {value!r}")
+    return int(value)
