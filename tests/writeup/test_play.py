@@ -67,8 +67,8 @@ def test_the_script_finds_every_layout(data):
 
 
 def test_the_page_shows_what_the_command_that_it_names_prints(data):
-    both, refused = list(tables(data)), 0
-    for choice in random_choices(data, 60):
+    both, refused, verdicts = list(tables(data)), 0, set()
+    for choice in random_choices(data, 100):
         options = [axis[3][choice[axis[0]]] for axis in data["axes"]]
         arguments = [*" ".join([data["command"], *options]).split()[4:], "--json"]
         held, timed = found(both, choice)
@@ -86,13 +86,18 @@ def test_the_page_shows_what_the_command_that_it_names_prints(data):
         assert timed[: count + 3] == [grid.short(1e3 * each) for each in seconds]
         assert timed[count + 3] == grid.short(100 * record["mfu"])
         needed = record["memory_bytes"]
+        needs = sum(needed.values()), record["memory_low_bytes"], record["memory_high_bytes"]
         assert held[2:] == [record["fullest_stage"]] + [
-            grid.short(each / 2**30) for each in (sum(needed.values()), *(needed.get(name, 0) for name in grid.MEMORY))
+            grid.short(each / 2**30) for each in (*needs, *(needed.get(name, 0) for name in grid.MEMORY))
         ]
-        assert timed[count + 4] == (sum(needed.values()) <= record["memory_room_bytes"])
+        verdict = data["verdicts"][timed[count + 4]].lower().strip(": ")
+        said = [each for each in record["warnings"] if "out of memory" in each]
+        assert said[0].endswith(verdict.removeprefix("refused, ")) if said else verdict == "fits"
+        verdicts.add(verdict)
         notes = [data["texts"][each] for each in timed[count + 5 :]]
-        assert notes == [each for each in record["warnings"] if "would not run at all" not in each]
-    assert 0 < refused < 40
+        assert notes == [each for each in record["warnings"] if each not in said]
+    assert 0 < refused < 60
+    assert len(verdicts) == len(data["verdicts"])
 
 
 def test_pipelines_are_those_of_the_simulator(data):
@@ -166,7 +171,7 @@ def test_every_part_works_from_a_file_by_the_keyboard(data, width, tmp_path):
         layout.locator("input >> nth=0").press("ArrowLeft")  # tp 1
         assert "Fits: it needs" in layout.inner_text()
         layout.locator("select >> nth=0").select_option(label="gpt3-175b")
-        assert "Refused, out of memory: it needs" in layout.inner_text()
+        assert "Refused, would run out of memory: it needs" in layout.inner_text()
         pipeline = shown.locator("#play-pipeline")
         pipeline.locator("select").select_option(label="interleaved")
         pipeline.locator("input >> nth=1").press("ArrowLeft")  # 6 microbatches

@@ -26,7 +26,7 @@ AXES: dict[str, tuple[str, str, tuple[Any, ...], Any]] = {
     "tp": ("Tensor parallel (tp)", "--tp", (1, 2, 4, 8), 2),
     "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 2),
     "dp": ("Data parallel (dp)", "--dp", (1, 8, 32, 128), 8),
-    "zero": ("ZeRO stage", "--zero", (0, 1, 2, 3), 1),
+    "zero": ("ZeRO stage", "--zero", (0, 1, 3), 1),
     "recompute": ("Recompute", "--recompute", ("none", "selective", "full"), "none"),
     "micro_batch": ("Microbatch", "--micro-batch-size", (1, 2, 4), 2),
 }
@@ -36,17 +36,17 @@ MEMORY = {  # in the colours of `figures.COLOURS`
     "weights": "#0072B2", "gradients": "#E69F00", "optimizer": "#D55E00", "activations": "#009E73",
     "workspace": "#CC79A7", "besides": "#999999",
 }  # fmt: skip
+VERDICTS = ("Refused, would run out of memory: ", "May run out of memory: ", "Fits: ")
 LENGTHS = dict.fromkeys(NAMES, 1) | {"interleaved": 2, "zbv": 2}  # chunks of a stage
 STAGES, MICROBATCHES = (2, 4, 8), (2, 4, 6, 8, 16)
 FORWARD, BACKWARD = 2.0, 4.0  # time units of a stage's forward and backward, all chunks together
 
 
 def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], list[str]]]]:
-    """One layout. Of memory: ranks, microbatches, the fullest stage, and GiB on a rank of it, in all and of each of
-    `MEMORY`. Of each machine:
-    milliseconds of each of `TIMES`, of the step, and of the low and high end of its range, MFU in percent, and 1 if the
-    layout fits the machine, else 0; with how the prediction lies outside what was fitted. Raises UserError for a layout
-    that cannot be."""
+    """One layout. Of memory: ranks, microbatches, the fullest stage, and GiB on a rank of it, in all, at both ends of
+    the range, and of each of `MEMORY`. Of each machine: milliseconds of each of `TIMES`, of the step, and at both ends
+    of its range, MFU in percent, and the place of the verdict in `VERDICTS`; with how the prediction lies outside what
+    was fitted. Raises UserError for a layout that cannot be."""
     stack, steps = STACKS[usual_stack(values["zero"])], list[StepTime]()
     degrees = {name: values[name] for name in ("tp", "pp", "dp", "zero", "micro_batch")}
     for machine in AXES["machine"][2]:
@@ -55,11 +55,13 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
         steps.append(step_time(*stack.shape(_model(values["model"], values["recompute"]), plan), SEQUENCE, system))
     stage, parts = peak_bytes(steps[0].config, steps[0].plan, SEQUENCE)
     needed, timed = sum(parts.values()), list[tuple[list[float], list[str]]]()
+    low, high = stack.bytes(needed)
     for step in steps:
         seconds = [*(step.parts[name] for name in TIMES), step.total, *time_range(step)]
-        numbers = [*(1e3 * each for each in seconds), 100 * step.mfu, needed <= usable_memory(step.system)]
+        verdict = sum(each <= usable_memory(step.system) for each in (low, needed))
+        numbers = [*(1e3 * each for each in seconds), 100 * step.mfu, verdict]
         timed.append(([*map(short, numbers)], outside(step)))
-    nbytes = [needed, *(parts.get(name, 0.0) for name in MEMORY)]
+    nbytes = [needed, low, high, *(parts.get(name, 0.0) for name in MEMORY)]
     return [plan.ranks, plan.microbatches, stage, *(short(each / GIB) for each in nbytes)], timed
 
 
@@ -112,8 +114,10 @@ def grid() -> dict[str, Any]:
         axes.append([name, label, values, options, values.index(first)])
     command = f"python -m cs336_systems.cost step --context {SEQUENCE} --batch-size {BATCH}"
     machines = [system_preset(name) for name in AXES["machine"][2]]
+    stacks = [STACKS[usual_stack(zero)] for zero in AXES["zero"][2]]
     return {
-        "axes": axes, "command": command, "held": list(MEMORY.items()), **layouts(),
+        "axes": axes, "command": command, "held": list(MEMORY.items()), "verdicts": VERDICTS,
+        "stacks": [[each.name, each.memory_basis] for each in stacks], **layouts(),
         "parts": [[PARTS[name]["label"], PARTS[name]["colour"]] for name in TIMES],
         "machines": [[short(each.memory / GIB), short(usable_memory(each) / GIB)] for each in machines],
         "pipelines": {

@@ -59,16 +59,17 @@ function layoutPart(data, into) {
       out.replaceChildren(make("p", { class: "refused" }, make("b", {}, "Refused: "), `${data.texts[held]}.`), ask);
       return;
     }
-    const [ranks, microbatches, stage, total, ...bytes] = held, [memory, usable] = data.machines[choice.machine];
-    const times = data.parts.length, [step, low, high, mfu, fits] = timed.slice(times), notes = timed.slice(times + 5);
+    const [ranks, microbatches, stage, total, least, most, ...bytes] = held, [memory, usable] = data.machines[choice.machine];
+    const times = data.parts.length, [step, low, high, mfu, verdict] = timed.slice(times), notes = timed.slice(times + 5);
+    const [stack, basis] = data.stacks[choice.zero];
     const gib = number => `${digits(number)} GiB`;
     const needs = `it needs ${gib(total)} on a rank of stage ${stage}, and of the ${gib(memory)} of an accelerator (${value("machine")}) ${gib(usable)} are usable`;
     out.replaceChildren(
-      make("p", { class: fits ? "fits" : "refused" }, make("b", {}, fits ? "Fits: " : "Refused, out of memory: "),
+      make("p", { class: verdict === 2 ? "fits" : "refused" }, make("b", {}, data.verdicts[verdict]),
         `${needs}. ${ranks.toLocaleString("en")} accelerators, ${microbatches} microbatches a replica.`),
-      make("h4", {}, "Memory of the fullest rank ", make("small", {}, "line: usable")),
-      ...bar(data.held.map(([label, colour], i) => [label, colour, bytes[i]]), Math.max(total, memory), gib, [[usable, usable]]),
-      make("h4", {}, `${fits ? "Step" : "Step, if it fitted"}: ${duration(step)} `, make("small", {}, `line: ${duration(low)} to ${duration(high)}, as four of five runs that were left out of the fit; MFU ${digits(mfu)}%`)),
+      make("h4", {}, "Memory of the fullest rank ", make("small", {}, `lines: ${digits(least)} to ${gib(most)} (${basis}); ${gib(usable)} are usable`)),
+      ...bar(data.held.map(([label, colour], i) => [label, colour, bytes[i]]), Math.max(most, memory), gib, [[usable, usable], [least, most]]),
+      make("h4", {}, `${verdict ? "Step" : "Step, if it fitted"}: ${duration(step)} `, make("small", {}, `line: ${duration(low)} to ${duration(high)}, ${notes.length ? "a tenth wider on each side than" : "in"} which four of five ${stack} runs fell that were left out of the fit; MFU ${digits(mfu)}%`)),
       ...bar(data.parts.map(([label, colour], i) => [label, colour, timed[i]]), high, duration, [[low, high]]),
       ...(notes.length ? [make("p", {}, make("b", {}, "Outside what was fitted: "), `${notes.map(each => data.texts[each]).join("; ")}.`)] : []), ask);
   }
