@@ -58,7 +58,7 @@ def test_the_script_finds_every_layout(data):
         pytest.skip("needs node; the next test holds the tables to Python by the same arithmetic")
     names = [name for name, *_ in data["axes"]]
     choices = [dict(zip(names, each, strict=True)) for each in product(*(range(len(axis[2])) for axis in data["axes"]))]
-    assert len(choices) > 10_000
+    assert len(choices) > 9_000
     asked = json.dumps({"data": {key: data[key] for key in ("axes", "memory", "time")}, "choices": choices})
     script = [NODE, "-e", LOOK_UP, str(page.HERE / "play.js")]
     said = subprocess.run(script, input=asked, capture_output=True, text=True, timeout=60, check=True).stdout

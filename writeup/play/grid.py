@@ -27,7 +27,7 @@ AXES: dict[str, tuple[str, str, tuple[Any, ...], Any]] = {
     "pp": ("Pipeline stages (pp)", "--pp", (1, 2, 4, 8), 2),
     "dp": ("Data parallel (dp)", "--dp", (1, 8, 32, 128), 8),
     "zero": ("ZeRO stage", "--zero", (0, 1, 3), 1),
-    "recompute": ("Recompute", "--recompute", ("none", "selective", "full"), "none"),
+    "recompute": ("Recompute", "--recompute", ("none", "full"), "none"),
     "micro_batch": ("Microbatch", "--micro-batch-size", (1, 2, 4), 2),
 }
 SEQUENCE, BATCH = 2048, 256  # tokens; sequences of a step, all ranks together
