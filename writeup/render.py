@@ -10,6 +10,7 @@ import typst
 
 from cs336_systems.errors import UserError
 from writeup.compose import Manuscript
+from writeup.play.page import with_play
 
 HERE = Path(__file__).parent
 TITLE = "Training systems, measured and predicted: CPU edition"
@@ -46,7 +47,7 @@ def write_html(manuscript: Manuscript, path: Path) -> None:
         f"--template={HERE / 'page.html'}", f"--css={HERE / 'style.css'}",
         f"--metadata=title:{TITLE}", "--metadata=lang:en",
     ]  # fmt: skip
-    path.write_text(_converted(manuscript, "html5", options, path.parent), encoding="utf-8")
+    path.write_text(with_play(_converted(manuscript, "html5", options, path.parent)), encoding="utf-8")
 
 
 def write_pdf(manuscript: Manuscript, path: Path) -> None:
