@@ -10,6 +10,7 @@ from benchmarks.records import RESULTS
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from writeup.book import Book, choose_machine
+from writeup.edition import parts
 
 NEEDED = ("jinja2", "matplotlib", "pypandoc", "typst")
 
@@ -39,11 +40,24 @@ def require_extra() -> None:
 )
 @click.option("--run", "run_first", is_flag=True, help="First run every benchmark that this machine can run.")
 @click.option("--only", multiple=True, help="With --run: this benchmark alone (may be given several times).")
-def main(out: Path, machine: str | None, results: Path | None, run_first: bool, only: tuple[str, ...]) -> None:
+@click.option("--chapters", multiple=True, help="This chapter alone (may be given several times), as --chapters norms.")
+@click.option(
+    "--without-solutions", is_flag=True, help="Without answers, derivations, changes of code and files of solutions."
+)
+def main(
+    out: Path,
+    machine: str | None,
+    results: Path | None,
+    run_first: bool,
+    only: tuple[str, ...],
+    chapters: tuple[str, ...],
+    without_solutions: bool,
+) -> None:
     """Write the write-up: one HTML page and one PDF, made from records and from nothing else."""
     require_extra()
     if only and not run_first:
         raise UserError("--only says what --run runs; without --run nothing is measured")
+    parts(chapters)
     results = results or (Path("runs/results") if run_first else RESULTS)
     if not run_first and not results.is_dir():
         raise UserError(f"{results} is no folder of records; name one with --results, or measure first with --run")
@@ -53,7 +67,7 @@ def main(out: Path, machine: str | None, results: Path | None, run_first: bool, 
         machine = run_all(only, results, machine)
     from writeup.build import build
 
-    build(Book(results, choose_machine(results, machine)), out)
+    build(Book(results, choose_machine(results, machine)), out, chapters, not without_solutions)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
 """All chapters, then both formats, with progress."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from cs336_systems.host import console
 from cs336_systems.host.text import printable
 from writeup.book import Book, machines
 from writeup.compose import compose
-from writeup.contents import CHAPTERS
+from writeup.edition import parts
 from writeup.render import write_figures, write_html, write_pdf
 
 
-def build(book: Book, out: Path) -> None:
+def build(book: Book, out: Path, chosen: Sequence[str] = (), solutions: bool = True) -> None:
     """Write index.html, writeup.pdf, writeup.md and figures/ into a folder. Raises UserError where that fails."""
+    count = sum(map(len, parts(chosen).values()))
     writing = f"write into {out}", "name another folder with --out"
     with console.os_errors(*writing):
         out.mkdir(parents=True, exist_ok=True)
-    with console.progress("writing", len(CHAPTERS) + 2) as advance:
-        manuscript = compose(book, progress=advance)
+    with console.progress("writing", count + 2) as advance:
+        manuscript = compose(book, advance, chosen, solutions)
         with console.os_errors(*writing):
             (out / "writeup.md").write_text(manuscript.text, encoding="utf-8")
             write_figures(manuscript, out)

@@ -1,7 +1,7 @@
 """The chapters put together: each is a Jinja2 template in Markdown, filled by the Python file of the same name."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedErro
 
 from cs336_systems.errors import UserError
 from writeup.book import Book
-from writeup.contents import PARTS
+from writeup.edition import SAID, parts, unlinked, without_solutions
 from writeup.errors import CitationError
 from writeup.figures import Figure, plain_settings
 from writeup.tables import Table
@@ -31,10 +31,16 @@ class Manuscript:
     figures: dict[str, str] = field(default_factory=dict)
 
 
-def compose(book: Book, progress: Callable[[str], None] = lambda chapter: None) -> Manuscript:
-    """All chapters, in the order of the contents. Raises CitationError for a citation of what does not exist."""
-    manuscript = Manuscript()
-    for part, chapters in PARTS.items():
+def compose(
+    book: Book,
+    progress: Callable[[str], None] = lambda chapter: None,
+    chosen: Sequence[str] = (),
+    solutions: bool = True,
+) -> Manuscript:
+    """All chapters, or those chosen, in the order of the contents; without solutions for those who are to find them.
+    Raises CitationError for a citation of what does not exist, and UserError for a chapter that does not."""
+    manuscript = Manuscript(text="" if solutions else f"{SAID}\n\n")
+    for part, chapters in parts(chosen).items():
         if part:
             manuscript.text += f"# {part} {{.part .unnumbered}}\n\n"
         for name in chapters:
@@ -42,8 +48,10 @@ def compose(book: Book, progress: Callable[[str], None] = lambda chapter: None) 
             text, figures = chapter(book, name)
             if clash := figures.keys() & manuscript.figures.keys():
                 raise CitationError(f"chapter {name}: there are two figures called {', '.join(sorted(clash))}")
-            manuscript.text += text.rstrip() + "\n\n"
+            manuscript.text += (text if solutions else without_solutions(text)).rstrip() + "\n\n"
             manuscript.figures |= figures
+    if chosen:
+        manuscript.text = unlinked(manuscript.text)
     return manuscript
 
 

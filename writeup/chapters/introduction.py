@@ -30,6 +30,7 @@ def content(book: Book) -> dict[str, Any]:
     return {
         "count": len(records),
         "where": described(records),
+        "dates": dates(records),
         "overview": Table(book, COLUMNS, [_row(book, name, found) for name, found in cited.items() if found], []),
         "picture": picture(times) if times else None,
         "between": between(book.between_runs),
@@ -39,6 +40,12 @@ def content(book: Book) -> dict[str, Any]:
         "sizes": sizes_table(book),
         "original": book.published.sources[ORIGINAL],
     }
+
+
+def dates(records: Iterable[Record]) -> tuple[str, str] | None:
+    """The days of the first and the last measurement."""
+    days = sorted(str(each.environment["date"])[:10] for each in records if "date" in each.environment)
+    return (days[0], days[-1]) if days else None
 
 
 def time_pairs(records: Iterable[Record]) -> list[Pair]:
