@@ -1,0 +1,39 @@
+"""Check a parallel wrapper, optimizer or training step against one process: `python -m cs336_systems.check TARGET`."""
+
+import sys
+import time
+
+import click
+
+from cs336_systems.check.candidates import load
+from cs336_systems.check.cases import KINDS
+from cs336_systems.check.report import check
+from cs336_systems.host import console
+
+
+@click.command()
+@click.argument("target")
+@click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET; by default what its name and bases tell.")
+@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks, as forked processes.")
+@click.option("--timeout", type=console.PATIENCE, default=5.0, show_default=True, help="Seconds to wait for a rank.")
+@click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
+@click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
+def main(target: str, kind: str | None, ranks: int, timeout: float, strict: bool, only: tuple[str, ...]) -> None:
+    """Compare TARGET on several ranks with one process, property by property.
+
+    TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),
+    torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, accelerate or deepspeed:zero1. A function build()
+    in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
+    """
+    candidates, build = load(target, kind)
+    codes = []
+    for each in candidates:
+        start = time.monotonic()
+        report = check(each, build, ranks=ranks, timeout=timeout, only=only)
+        click.echo(f"{report} in {time.monotonic() - start:.1f} s")
+        codes.append(report.exit_code(strict))
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,242 @@
+"""Causes of wrong numbers, told from ratios: what a tensor would be under each mistake is computed from the reference's
+notes and compared with what the rank has."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs336_systems.check.cases import Case
+from cs336_systems.check.oracle import Key, Notes
+from cs336_systems.check.tolerances import UNIT_ROUNDOFF, likely_bound
+
+DP, TP, FAULTS = "docs/data_parallel.md", "docs/model_parallelism.md", "docs/troubleshooting.md"
+MEAN = "after the synchronisation every rank's gradient is the mean over the ranks"
+CAUSES = {  # what fails: the invariant, and the page that explains it
+    "summed": ("the ranks' sum, never divided by their number", MEAN, f"{DP}#one-mechanism"),
+    "averaged twice": ("the mean, divided by the number of ranks once more", MEAN, f"{DP}#one-mechanism"),
+    "never synchronised": ("this rank's own gradient, never synchronised", MEAN, f"{DP}#one-mechanism"),
+    "another rank's": ("another rank's own gradient, sent and not averaged", MEAN, f"{DP}#one-mechanism"),
+    "added to": ("this rank's own gradient plus the mean: added to it, not put in its place", MEAN, f"{DP}#one-mechanism"),
+    "stale": ("the mean of the step before: used before its own reduction had ended", "a reduced gradient is of the batch"
+              " whose step it is used in; who launches a reduction waits for it before the result is read",
+              f"{DP}#one-mechanism"),
+    "kept": ("the mean plus that of the step before: not zeroed", "each step begins with gradients of zero or None",
+             f"{DP}#one-mechanism"),
+    "mean of means": ("the mean of the ranks' means, although their parts of the batch are unequal", "a global mean weighs"
+                      " rank r by n_r / mean n, its number of targets over the ranks' mean number",
+                      f"{DP}#what-happens-when-something-goes-wrong"),
+    "last part only": ("the last backward pass's alone: earlier ones are lost", "accumulated gradients are the sum over"
+                       " all backward passes since the last step", f"{DP}#one-mechanism"),
+    "parts unsynchronised": ("right for the last backward pass, this rank's own for the earlier ones", "what no_sync"
+                             " accumulates is reduced with the first backward pass after it", f"{DP}#one-mechanism"),
+    "partial sum": ("a part: the ranks' gradients add up to the right one", "what enters a split layer is the same on all"
+                    " ranks, so its gradient is the sum over them: the conjugate of a copy in forward is an all-reduce in"
+                    " backward", f"{TP}#tensor-parallelism"),
+    "zero": ("zero or None", MEAN, f"{DP}#one-mechanism"),
+    "another tensor's": ("the gradient of another parameter", "a slice of a bucket goes back to the parameter that it came"
+                         " from, in one order on all ranks", f"{DP}#one-mechanism"),
+    "rounded": ("right to lower precision only", "a gradient is reduced in its own dtype, or a wider one",
+                f"{DP}#one-mechanism"),
+    "unmoved": ("as it was before the step", "every rank has all updated weights after a step",
+                f"{DP}#one-mechanism"),
+    "not sent": ("this rank's own initial value", "all ranks begin with the weights and buffers of rank 0",
+                 f"{DP}#one-mechanism"),
+    "factor": ("the right one times a number", MEAN, f"{DP}#one-mechanism"),
+    "from here on": ("right in what backward computes before, and wrong from here on", "the gradient that a module hands"
+                     " to the one before it is that of the loss", f"{TP}#tensor-parallelism"),
+    "unknown": ("none of the known mistakes gives these numbers", "the run equals one process with the whole batch",
+                f"{FAULTS}"),
+}  # fmt: skip
+
+
+class Wrong(NamedTuple):
+    """A tensor that leaves its tolerance: who has it, by how much, and the cause that its ratio is the signature of."""
+
+    key: Key
+    rank: int
+    error: float
+    cause: str
+    detail: str = ""
+
+
+@dataclass
+class Evidence:
+    """Notes of the ranks beside those of the reference, for one case."""
+
+    case: Case
+    want: list[Notes]
+    got: list[Notes]
+
+    def __post_init__(self) -> None:
+        self.world = len(self.got)
+        first = self.want[0].tensors
+        self.order = [name for step, kind, name in first if (step, kind) == (-1, "weight")]
+        if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
+            for notes in self.got:
+                self._derive(notes)
+
+    def _derive(self, notes: Notes) -> None:
+        """Gradients from the updates of plain SGD, where `.grad` cannot be read."""
+        if self.case.cls is not torch.optim.SGD:
+            return
+        rate = self.case.options["lr"]
+        for (step, kind, name), after in list(notes.tensors.items()):
+            before = notes.tensors.get((step - 1, "weight", name))
+            if kind == "weight" and before is not None and before.shape == after.shape:
+                notes.tensors[step, "gradient", name] = (before - after) / rate
+                notes.dtypes[step, "gradient", name] = "derived"
+
+    def tolerance(self, key: Key, want: Tensor, dtype: str) -> float:
+        """Absolute: the bound of float64 times the tensor's size; half of a dtype's digits may be lost where values
+        are rounded to it at each of the case's stages (`likely_bound`)."""
+        size = 1 + (want.abs().max().item() if want.numel() else 0.0)
+        if dtype == "derived":  # a difference of two rounded weights over the rate
+            return self.case.tolerance * size / self.case.options["lr"]
+        roundoff = UNIT_ROUNDOFF.get(getattr(torch, dtype, torch.float64), UNIT_ROUNDOFF[torch.float64])
+        lowest = max([roundoff, *(UNIT_ROUNDOFF.get(getattr(torch, each, torch.float64), 0.0)
+                                  for each in self.want[0].dtypes.values())])  # fmt: skip
+        if lowest > UNIT_ROUNDOFF[torch.float64]:
+            stages = self.case.tolerance / UNIT_ROUNDOFF[torch.float64]
+            at = {value: dtype for dtype, value in UNIT_ROUNDOFF.items()}[lowest]
+            return likely_bound(at, int(stages)) * size
+        return self.case.tolerance * size
+
+    def wrong(self, kind: str, step: int | None = None) -> list[Wrong]:
+        """Tensors of a kind that leave their tolerance: by step, weights in forward order, gradients backward."""
+        keys = dict.fromkeys(key for notes in self.want for key in notes.tensors if key[1] == kind)
+        if kind == "gradient":
+            keys |= dict.fromkeys(key for notes in self.got for key in notes.tensors if key[1] == kind)
+        place = {name: index for index, name in enumerate(self.order)}
+        sign = -1 if kind == "gradient" else 1
+        found = [wrong for key in keys if step in (None, key[0]) for wrong in self._wrong(key)]
+        return sorted(found, key=lambda each: (each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank))
+
+    def _wrong(self, key: Key) -> Iterator[Wrong]:
+        ended = [any(k[0] >= key[0] and k[1] == "weight" for k in notes.tensors) for notes in self.got]
+        for rank, notes in enumerate(self.got):
+            want = self.want[rank].tensors.get(key)
+            got = notes.tensors.get(key)
+            if got is None and (not ended[rank] or want is None or key[1] != "gradient"):
+                continue  # it came to an end before that
+            if got is None and not any(k[1] == "gradient" for k in notes.tensors):
+                continue  # gradients cannot be read
+            want = torch.zeros_like(got) if want is None and got is not None else want
+            assert want is not None
+            got = torch.zeros_like(want) if got is None else got
+            want = shard(want, got, rank, self.world)
+            error = (got - want).abs().max().item() if got.shape == want.shape and got.numel() else 0.0
+            error = float("inf") if got.shape != want.shape or error != error else error
+            if error > self.tolerance(key, want, notes.dtypes.get(key, "float64")):
+                yield Wrong(key, rank, error, *self.cause(key, rank, got, want))
+
+    def cause(self, key: Key, rank: int, got: Tensor, want: Tensor) -> tuple[str, str]:
+        """The mistake that would give this tensor, and a detail of it."""
+        if got.shape != want.shape:
+            return "unknown", f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
+        for name, value, detail in self._signatures(key, rank, want):
+            if value.shape == got.shape and (got - value).abs().max().item() <= self.tolerance(
+                key, value, self.got[rank].dtypes.get(key, "float64")
+            ):
+                return name, detail
+        if key[1] in ("gradient", "weight") and (got - want).norm() <= 2.0**-18 * want.norm():
+            return "rounded", ""
+        factor = (got * want).sum().item() / max((want * want).sum().item(), 1e-300)
+        if key[1] == "gradient" and want.numel() > 1 and (got - factor * want).norm() <= 1e-6 * got.norm():
+            return "factor", f"times {factor:.6g}"
+        return "unknown", ""
+
+    def _signatures(self, key: Key, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+        step, kind, name = key
+        if kind == "weight":
+            if step < 0:
+                yield from self._initial(name, rank)
+            elif (before := self.got[rank].tensors.get((step - 1, "weight", name))) is not None:
+                yield "unmoved", before, ""
+            return
+        if kind != "gradient":
+            return
+        n, local = self.world, [notes.tensors.get((step, "local", name)) for notes in self.want]
+        locals_ = [torch.zeros_like(want) if each is None else each for each in local]
+        before = self.want[rank].tensors.get((step - 1, "gradient", name))
+        if self.case.part.__name__ == "uneven":
+            yield "mean of means", sum(locals_[1:], locals_[0]) / n, ""
+        if self.case.part.__name__ == "whole":
+            parts = [notes.tensors.get(key) for notes in self.got]
+            whole = [each for each in parts if each is not None and each.shape == want.shape]
+            if len(whole) == n:
+                total = sum(whole[1:], whole[0])
+                if (total - want).abs().max().item() <= self.tolerance(key, want, "float64"):
+                    yield "partial sum", whole[rank], ""
+        yield from self._accumulated(step, name, rank, want)
+        yield "never synchronised", locals_[rank], ""
+        yield "summed", n * want, f"{n} times the mean"
+        yield "averaged twice", want / n, f"1/{n} of the mean"
+        if before is not None:
+            yield "stale", before, ""
+            yield "kept", want + before, ""
+        for other in range(n):
+            yield "another rank's", locals_[other], f"rank {other}'s"
+        yield "added to", locals_[rank] + want, ""
+        yield "zero", torch.zeros_like(want), ""
+        for (when, what, whose), tensor in self.want[rank].tensors.items():
+            if what == "gradient" and when == step and whose != name:
+                yield "another tensor's", tensor, f"that of {whose}"
+
+    def _initial(self, name: str, rank: int) -> Iterator[tuple[str, Tensor, str]]:
+        module = self.case.module(rank if self.case.seeds else 0, rank)
+        tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+        if name in tensors:
+            yield "not sent", tensors[name].detach().double(), ""
+
+    def _accumulated(self, step: int, name: str, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
+        labels = [f"{name} no. {i}" if i > 1 else name for i in range(1, 9)]
+        parts = [[n.tensors[step, "part", each] for each in labels if (step, "part", each) in n.tensors] for n in self.want]
+        if len(parts[0]) > 1 and all(len(each) == len(parts[0]) for each in parts):
+            means = [sum(each[1:], each[0]) / self.world for each in map(list, zip(*parts, strict=True))]
+            yield "last part only", means[-1], ""
+            yield "parts unsynchronised", means[-1] + sum(parts[rank][:-1]), ""
+            yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
+
+
+def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
+    """This rank's part of a whole tensor, if what it has is such a part along one axis."""
+    if want.shape == got.shape or want.dim() != got.dim():
+        return want
+    for dim in range(want.dim()):
+        if want.shape[dim] == world * got.shape[dim]:
+            return want.chunk(world, dim)[rank]
+    return want
+
+
+def sentence(found: list[Wrong], evidence: Evidence, case: Case) -> tuple[str, str]:
+    """Which invariant fails, where first and by how much, as one sentence each; and the page that explains it."""
+    first = found[0]
+    step, kind, name = first.key
+    says, invariant, page = CAUSES[first.cause]
+    same = [each for each in found if each.key[0] == step]
+    names = list(dict.fromkeys(each.key[2] for each in same))
+    cause = first.cause
+    if cause == "unknown" and kind == "gradient" and names and len(names) < len(evidence.order):
+        backward = [each for each in reversed(evidence.order) if any(k[2] == each for k in evidence.want[0].tensors)]
+        if set(backward[backward.index(names[0]) :]) == set(names) if names[0] in backward else False:
+            cause = "from here on"
+            says, invariant, page = CAUSES[cause]
+    ranks = sorted({each.rank for each in same})
+    whose = "every rank" if len(ranks) == evidence.world else f"rank {', '.join(map(str, ranks))}"
+    what = {"gradient": "the gradient of", "weight": "the weight", "buffer": "the buffer"}.get(kind, f"the {kind}")
+    when = "at first" if step < 0 else f"in step {step}"
+    where = " ".join(f"{what} {name}".split())
+    others = Counter(each.cause for each in same)
+    total = len({key[2] for key in evidence.want[0].tensors if key[:2] == (step, kind)})
+    extent = f"; {len(names)} of {total} are wrong" if kind in ("gradient", "weight") and total > 1 else ""
+    mixed = f" ({', '.join(f'{n} {c}' for c, n in others.most_common(3))})" if len(others) > 1 else ""
+    detail = f" ({first.detail})" if first.detail else ""
+    return (
+        f"{cause}: {where} {when} on {whose} is {says}{detail}, off by {first.error:.2g}{extent}{mixed}. "
+        f"Invariant: {invariant}.",
+        page,
+    )

@@ -1,0 +1,120 @@
+"""Wrappers of other systems by name, and their collectives made late: the one file of check/ that uses
+torch.distributed, as a user's code does."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from cs336_systems.errors import UserError
+
+ASYNCHRONOUS = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
+)  # fmt: skip
+Built = tuple[Any, Any]  # a model and its optimizer
+
+
+class Late:
+    """A collective that nothing does before somebody waits for it."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start, self._work = start, None
+
+    def wait(self, *arguments: Any) -> Any:
+        """Carry it out, once."""
+        self._work = self._work or self._start()
+        return self._work.wait(*arguments)
+
+    def is_completed(self) -> bool:
+        """False until somebody has waited."""
+        return self._work is not None
+
+    def get_future(self) -> Any:
+        """The future of the collective, which begins now: who asks for it will wait for it."""
+        self._work = self._work or self._start()
+        return self._work.get_future()
+
+
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """The slowest of networks for those who call torch.distributed's functions: a race is lost every time."""
+    dist = import_module("torch.distributed")
+    real = {name: getattr(dist, name) for name in ASYNCHRONOUS if hasattr(dist, name)}
+    for name, function in real.items():
+        setattr(dist, name, _late(function))
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def _late(function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(inspect.unwrap(function))
+
+    @wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        if signature.bind(*arguments, **named).arguments.get("async_op"):
+            return Late(lambda: function(*arguments, **named))
+        return function(*arguments, **named)
+
+    return called
+
+
+def ddp(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's DistributedDataParallel as it is by default, with buckets so small that there are several."""
+    wrapper = import_module("torch.nn.parallel").DistributedDataParallel
+    model = wrapper(module, process_group=group, bucket_cap_mb=0.0005)
+    return model, cls(model.parameters(), **options)
+
+
+def fsdp2(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's fully_shard, on the whole module."""
+    import_module("torch.distributed.fsdp").fully_shard(module)
+    return module, cls(module.parameters(), **options)
+
+
+def zero(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's ZeroRedundancyOptimizer."""
+    optimizer = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    return module, optimizer(module.parameters(), optimizer_class=cls, process_group=group, **options)
+
+
+def accelerate(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """accelerate's prepare, on the CPU."""
+    model, optimizer = (
+        import_module("accelerate").Accelerator(cpu=True).prepare(module, cls(module.parameters(), **options))
+    )
+    return model, optimizer
+
+
+def deepspeed(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """deepspeed's engine with ZeRO stage 1, which is model and optimizer in one."""
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": 1}
+    engine, optimizer, *_ = import_module("deepspeed").initialize(
+        model=module, optimizer=cls(module.parameters(), **options), config=config, dist_init_required=False
+    )
+    return engine, optimizer
+
+
+FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {
+    "torch:ddp": ("ddp", ddp, ("torch.nn.parallel",)),
+    "torch:fsdp2": ("fsdp", fsdp2, ("torch.distributed.fsdp",)),
+    "torch:zero": ("sharded-optimizer", zero, ("torch.distributed.optim",)),
+    "accelerate": ("ddp", accelerate, ("accelerate",)),
+    "deepspeed:zero1": ("ddp", deepspeed, ("deepspeed",)),
+}
+
+
+def foreign(name: str) -> tuple[str, Callable[..., Built]]:
+    """Kind and builder of a wrapper of another system. Raises UserError where that is not installed."""
+    kind, build, modules = FOREIGN[name]
+    for module in modules:
+        if find_spec(module.partition(".")[0]) is None:
+            raise UserError(f"{name}: {module} is not installed here; pip install {module}")
+        import_module(module)  # once, before ranks are forked
+    return kind, build
