@@ -104,11 +104,14 @@ class CandidateSide(Side):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """State of this rank; torch's sharded optimizer has it on the rank that it is consolidated to."""
-        if hasattr(optimizer, "consolidate_state_dict"):
-            for rank in range(self.group.size()):
-                optimizer.consolidate_state_dict(to=rank)
-        return optimizer.state_dict()
+        """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return optimizer.state_dict()
+        state = None
+        for rank in range(self.group.size()):
+            optimizer.consolidate_state_dict(to=rank)
+            state = optimizer.state_dict() if rank == self.group.rank() else state
+        return state
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor as it is, or put together from the ranks' equal, flat shards."""

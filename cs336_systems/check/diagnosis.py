@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cs336_systems.check.cases import Case
+from cs336_systems.check.cases import Case, training
 from cs336_systems.check.oracle import Key, Notes
 from cs336_systems.check.tolerances import UNIT_ROUNDOFF, likely_bound
 
@@ -31,8 +31,8 @@ CAUSES = {  # what fails: the invariant, and the page that explains it
                       f"{DP}#what-happens-when-something-goes-wrong"),
     "last part only": ("the last backward pass's alone: earlier ones are lost", "accumulated gradients are the sum over"
                        " all backward passes since the last step", f"{DP}#one-mechanism"),
-    "parts unsynchronised": ("right for the last backward pass, this rank's own for the earlier ones", "what no_sync"
-                             " accumulates is reduced with the first backward pass after it", f"{DP}#one-mechanism"),
+    "parts unsynchronised": ("the mean for one backward pass and this rank's own for the others", "what several"
+                             " backward passes add up is reduced as a whole before the step", f"{DP}#one-mechanism"),
     "partial sum": ("a part: the ranks' gradients add up to the right one", "what enters a split layer is the same on all"
                     " ranks, so its gradient is the sum over them: the conjugate of a copy in forward is an all-reduce in"
                     " backward", f"{TP}#tensor-parallelism"),
@@ -80,13 +80,14 @@ class Evidence:
                 self._derive(notes)
 
     def _derive(self, notes: Notes) -> None:
-        """Gradients from the updates of plain SGD, where `.grad` cannot be read."""
-        if self.case.cls is not torch.optim.SGD:
+        """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""
+        if self.case.cls is not torch.optim.SGD or getattr(self.case.program, "func", self.case.program) is not training:
             return
         rate = self.case.options["lr"]
         for (step, kind, name), after in list(notes.tensors.items()):
             before = notes.tensors.get((step - 1, "weight", name))
-            if kind == "weight" and before is not None and before.shape == after.shape:
+            exact = notes.dtypes[step, kind, name] == "float64"
+            if kind == "weight" and before is not None and before.shape == after.shape and exact:
                 notes.tensors[step, "gradient", name] = (before - after) / rate
                 notes.dtypes[step, "gradient", name] = "derived"
 
@@ -183,7 +184,7 @@ class Evidence:
         yield "added to", locals_[rank] + want, ""
         yield "zero", torch.zeros_like(want), ""
         for (when, what, whose), tensor in self.want[rank].tensors.items():
-            if what == "gradient" and when == step and whose != name:
+            if what == "gradient" and when == step and whose.split(" no.")[0] != name.split(" no.")[0]:
                 yield "another tensor's", tensor, f"that of {whose}"
 
     def _initial(self, name: str, rank: int) -> Iterator[tuple[str, Tensor, str]]:
@@ -198,7 +199,8 @@ class Evidence:
         if len(parts[0]) > 1 and all(len(each) == len(parts[0]) for each in parts):
             means = [sum(each[1:], each[0]) / self.world for each in map(list, zip(*parts, strict=True))]
             yield "last part only", means[-1], ""
-            yield "parts unsynchronised", means[-1] + sum(parts[rank][:-1]), ""
+            yield "parts unsynchronised", means[-1] + sum(parts[rank][:-1]), "the last backward pass alone is synchronised"
+            yield "parts unsynchronised", means[0] + sum(parts[rank][1:]), "the first backward pass alone is synchronised"
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
 
 

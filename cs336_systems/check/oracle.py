@@ -83,9 +83,13 @@ class ObservedRun(Run):
         return loss
 
     def backward(self, step: int, **options: Any) -> None:
-        """Forward and backward; the reference notes what this backward has added."""
+        """Forward and backward."""
+        self.backward_of(self.loss(step, **options))
+
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        """Backward; the reference notes what it has added to each gradient."""
         before = {name: g.clone() for name, g in self.side.gradients().items()} if self.side.traced else {}
-        super().backward(step, **options)
+        loss.backward(**options)
         if self.side.traced:
             after = self.side.gradients().items()
             self.note("part", {name: g - before[name] if name in before else g for name, g in after})

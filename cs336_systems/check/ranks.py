@@ -3,6 +3,7 @@ after that get new ranks. Every wait has an end."""
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
 
 HUNG = "it did not end: killed"
-SAID = 300  # characters of an error that are kept
+SAID = 160  # characters of an error that are kept
 
 
 @contextmanager
@@ -86,7 +87,8 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:SAID]
+    words = re.sub(r"\[\S+\.cc:\d+\] ", "", " ".join(str(error).split()))  # gloo's own place in its source
+    return f"{type(error).__name__}: {words if len(words) <= SAID else f'{words[:SAID]} ...'}"
 
 
 def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> None:

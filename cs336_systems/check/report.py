@@ -16,6 +16,7 @@ from cs336_systems.check.oracle import Notes, reference
 from cs336_systems.check.ranks import HUNG, clean_torch, run_cases
 from cs336_systems.check.tolerances import bound
 from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
 
 RIGHT, WRONG, WEAK, REFUSED, ABSENT, FAILED = "right", "WRONG", "weak", "refused", "not offered", "FAILED"
 TRAINING = {  # rows of the first case: kind of tensor, and step or None for all
@@ -63,7 +64,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.candidate}: {self.kind} on {self.ranks} ranks, compared with one process"]
         for each in self.verdicts:
-            lines.append(f"  {each.status:<11} {each.name}{': ' if each.says else ''}{each.says}")
+            says = printable(each.says)
+            lines.append(f"  {each.status:<11} {each.name}{': ' if says else ''}{says}")
             if each.page and each.status != RIGHT:
                 lines.append(f"  {'':<11}   see {each.page}")
         counts = [(status, sum(each.status == status for each in self.verdicts))
@@ -172,8 +174,11 @@ def _verdict(name: str, evidence: Evidence, errors: list[str], kinds: list[str],
         return Verdict(name, status, says + loud, page, says.partition(":")[0])
     if error:
         silent = [rank for rank, each in enumerate(errors) if not each]
-        alone = f", while rank {', '.join(map(str, silent))} went on as if nothing had happened" if silent else ""
-        return Verdict(name, FAILED if case.name == FIRST.name else REFUSED, error + alone, case.page)
+        alone = "; it hung and was killed" if HUNG in errors and error != HUNG else ""
+        alone += f", while rank {', '.join(map(str, silent))} went on as if nothing had happened" if silent else ""
+        weak = silent or HUNG in errors
+        status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if weak else RIGHT
+        return Verdict(name, status, error + alone, case.page)
     return Verdict(name, RIGHT)
 
 
