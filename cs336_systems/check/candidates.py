@@ -29,6 +29,7 @@ SYNCHRONISE = (
     "finish_gradient_synchronization", "sync_gradients", "synchronize_gradients", "average_gradients",
     "all_reduce_gradients", "allreduce_gradients", "synchronize",
 )  # fmt: skip
+PARALLEL = ("tensor_parallel", "tensorparallel", "sequence_parallel", "sequenceparallel")
 GIVEN = {"bucket_size_mb": 0.0005, "bucket_cap_mb": 0.0005}  # so small that there are several buckets
 ADAPTERS = {  # the course's functions: kind, what is called after backward and before a batch, and what gathers weights
     "get_ddp_individual_parameters": ("ddp", "ddp_individual_parameters_on_after_backward", "", ""),
@@ -177,7 +178,7 @@ def kind_of(target: Any, name: str = "") -> str:
         return "step"
     if "fsdp" in name or hasattr(target, "gather_full_params"):
         return "fsdp"
-    return "tensor-parallel" if "tensor_parallel" in name or "tensorparallel" in name else "ddp"
+    return "tensor-parallel" if any(each in name for each in PARALLEL) else "ddp"
 
 
 def candidate(target: Any, kind: str | None = None, name: str = "", beside: ModuleType | None = None) -> Candidate:

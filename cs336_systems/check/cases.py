@@ -235,7 +235,8 @@ class Case:
             return replace(self, cls=torch.optim.AdamW, options=adamw, seeds=False)
         must = self.must and not (kind == "fsdp" and self.program is clipped)  # a norm over shards is asked of few
         part = whole if kind == "tensor-parallel" else self.part
-        return replace(self, seeds=self.seeds and kind == "ddp", part=part, must=must)
+        seeds = self.seeds and (kind == "ddp" or not self.must)
+        return replace(self, seeds=seeds, part=part, must=must)
 
 
 FIRST = Case("training", kinds=KINDS, seeds=True)
@@ -258,6 +259,7 @@ CASES = (
     Case("state saved and loaded", reload, kinds=MODULES),
     Case("unequal parts of the batch", kinds=("step",), part=uneven),
     Case("unequal parts of the batch", kinds=DP, part=uneven, must=False, page=WRONG),
+    Case("seeds that differ by rank", kinds=("fsdp",), must=False, seeds=True),
     Case("a backward that fails, and again", retry, kinds=DP, must=False, page=WRONG),
     Case("two forwards, two backwards", partial(twice, graphs=2), kinds=DP, must=False, page=WRONG),
     Case("two backwards of one graph", partial(twice, graphs=1), kinds=DP, must=False, page=WRONG),

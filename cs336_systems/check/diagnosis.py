@@ -36,6 +36,8 @@ CAUSES = {  # what fails: the invariant, and the page that explains it
     "partial sum": ("a part: the ranks' gradients add up to the right one", "what enters a split layer is the same on all"
                     " ranks, so its gradient is the sum over them: the conjugate of a copy in forward is an all-reduce in"
                     " backward", f"{TP}#tensor-parallelism"),
+    "norm of replicas": ("the right one times the root of the number of ranks", "a norm counts each parameter once, however"
+                         " many ranks have a copy of it", f"{DP}#one-mechanism"),
     "zero": ("zero or None", MEAN, f"{DP}#one-mechanism"),
     "another tensor's": ("the gradient of another parameter", "a slice of a bucket goes back to the parameter that it came"
                          " from, in one order on all ranks", f"{DP}#one-mechanism"),
@@ -51,6 +53,9 @@ CAUSES = {  # what fails: the invariant, and the page that explains it
     "unknown": ("none of the known mistakes gives these numbers", "the run equals one process with the whole batch",
                 f"{FAULTS}"),
 }  # fmt: skip
+
+
+PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a slice of a tensor may have
 
 
 class Wrong(NamedTuple):
@@ -128,21 +133,29 @@ class Evidence:
             want = torch.zeros_like(got) if want is None and got is not None else want
             assert want is not None
             got = torch.zeros_like(want) if got is None else got
-            want = shard(want, got, rank, self.world)
-            error = (got - want).abs().max().item() if got.shape == want.shape and got.numel() else 0.0
-            error = float("inf") if got.shape != want.shape or error != error else error
-            if error > self.tolerance(key, want, notes.dtypes.get(key, "float64")):
+            own = shard(want, got, rank, self.world)
+            error = (got - own).abs().max().item() if got.shape == own.shape and got.numel() else 0.0
+            error = float("inf") if got.shape != own.shape or error != error else error
+            if error > self.tolerance(key, own, notes.dtypes.get(key, "float64")):
                 yield Wrong(key, rank, error, *self.cause(key, rank, got, want))
 
     def cause(self, key: Key, rank: int, got: Tensor, want: Tensor) -> tuple[str, str]:
         """The mistake that would give this tensor, and a detail of it."""
-        if got.shape != want.shape:
-            return "unknown", f"shape {tuple(got.shape)}, not {tuple(want.shape)}"
-        for name, value, detail in self._signatures(key, rank, want):
-            if value.shape == got.shape and (got - value).abs().max().item() <= self.tolerance(
-                key, value, self.got[rank].dtypes.get(key, "float64")
-            ):
+        right = shard(want, got, rank, self.world)
+        if got.shape != right.shape:
+            return "unknown", f"shape {tuple(got.shape)}, not {tuple(right.shape)}"
+        signatures = [(name, shard(tensor, got, rank, self.world), detail)
+                      for name, tensor, detail in self._signatures(key, rank, want)]  # fmt: skip
+        limit = self.tolerance(key, right, self.got[rank].dtypes.get(key, "float64"))
+        near = [(name, (got - value).abs() <= limit, detail) for name, value, detail in signatures if value.shape == got.shape]
+        for name, mask, detail in near:
+            if mask.all():
                 return name, detail
+        other = (got - right).abs() > limit
+        for name, mask, detail in near:  # a slice of it
+            if name in PARTLY and mask[other].all():
+                return name, f"{detail}{', ' * bool(detail)}{int(other.sum())} of its {got.numel()} elements"
+        want = right
         if key[1] in ("gradient", "weight") and (got - want).norm() <= 2.0**-18 * want.norm():
             return "rounded", ""
         factor = (got * want).sum().item() / max((want * want).sum().item(), 1e-300)
@@ -152,7 +165,9 @@ class Evidence:
 
     def _signatures(self, key: Key, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
         step, kind, name = key
-        if kind == "weight":
+        if kind == "norm":
+            yield "norm of replicas", want * self.world**0.5, f"times {self.world**0.5:.4g}"
+        if kind in ("weight", "buffer"):
             if step < 0:
                 yield from self._initial(name, rank)
             elif (before := self.got[rank].tensors.get((step - 1, "weight", name))) is not None:
@@ -174,6 +189,7 @@ class Evidence:
                     yield "partial sum", whole[rank], ""
         yield from self._accumulated(step, name, rank, want)
         yield "never synchronised", locals_[rank], ""
+        yield "never synchronised", locals_[rank] / n, f"divided by {n}"
         yield "summed", n * want, f"{n} times the mean"
         yield "averaged twice", want / n, f"1/{n} of the mean"
         if before is not None:
@@ -181,6 +197,7 @@ class Evidence:
             yield "kept", want + before, ""
         for other in range(n):
             yield "another rank's", locals_[other], f"rank {other}'s"
+            yield "another rank's", locals_[other] / n, f"rank {other}'s, divided by {n}"
         yield "added to", locals_[rank] + want, ""
         yield "zero", torch.zeros_like(want), ""
         for (when, what, whose), tensor in self.want[rank].tensors.items():
@@ -214,31 +231,42 @@ def shard(want: Tensor, got: Tensor, rank: int, world: int) -> Tensor:
     return want
 
 
-def sentence(found: list[Wrong], evidence: Evidence, case: Case) -> tuple[str, str]:
-    """Which invariant fails, where first and by how much, as one sentence each; and the page that explains it."""
-    first = found[0]
-    step, kind, name = first.key
-    says, invariant, page = CAUSES[first.cause]
-    same = [each for each in found if each.key[0] == step]
-    names = list(dict.fromkeys(each.key[2] for each in same))
-    cause = first.cause
-    if cause == "unknown" and kind == "gradient" and names and len(names) < len(evidence.order):
-        backward = [each for each in reversed(evidence.order) if any(k[2] == each for k in evidence.want[0].tensors)]
-        if set(backward[backward.index(names[0]) :]) == set(names) if names[0] in backward else False:
-            cause = "from here on"
-            says, invariant, page = CAUSES[cause]
-    ranks = sorted({each.rank for each in same})
+def moment(wrong: Wrong) -> tuple[int, int]:
+    """When a tensor comes about: by step, and within it first the loss, then gradients, their norm, and weights."""
+    return wrong.key[0], ("buffer", "loss", "gradient", "norm", "weight").index(wrong.key[1])
+
+
+class Diagnosis(NamedTuple):
+    """The cause, one sentence, and the page that explains it."""
+
+    cause: str
+    says: str
+    page: str
+
+
+def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
+    """Which invariant fails, where first and by how much, told from the wrong tensors of one kind and step."""
+    sent = [each for each in found if each.cause == "another rank's"]  # which to that rank itself is its own
+    first = (sent or found)[0]
+    (step, kind, name), cause = found[0].key, first.cause
+    names = list(dict.fromkeys(each.key[2] for each in found))
+    every = [key[2] for key in evidence.want[0].tensors if key[:2] == (step, kind)]
+    backward = [each for each in reversed(evidence.order) if each in every]
+    is_tail = kind == "gradient" and len(names) < len(backward) and names == backward[-len(names) :]
+    if is_tail and cause == "unknown":
+        cause = "from here on"
+    what, invariant, page = CAUSES[cause]
+    ranks = sorted({each.rank for each in found})
     whose = "every rank" if len(ranks) == evidence.world else f"rank {', '.join(map(str, ranks))}"
-    what = {"gradient": "the gradient of", "weight": "the weight", "buffer": "the buffer"}.get(kind, f"the {kind}")
-    when = "at first" if step < 0 else f"in step {step}"
-    where = " ".join(f"{what} {name}".split())
-    others = Counter(each.cause for each in same)
-    total = len({key[2] for key in evidence.want[0].tensors if key[:2] == (step, kind)})
-    extent = f"; {len(names)} of {total} are wrong" if kind in ("gradient", "weight") and total > 1 else ""
-    mixed = f" ({', '.join(f'{n} {c}' for c, n in others.most_common(3))})" if len(others) > 1 else ""
+    whole = {"gradient": "the gradient of", "norm": "the gradient's norm"}.get(kind, f"the {kind}")
+    where = " ".join(f"{whole} {name} {'at first' if step < 0 else f'in step {step}'} on {whose}".split())
     detail = f" ({first.detail})" if first.detail else ""
-    return (
-        f"{cause}: {where} {when} on {whose} is {says}{detail}, off by {first.error:.2g}{extent}{mixed}. "
-        f"Invariant: {invariant}.",
-        page,
-    )
+    extent = ""
+    if len(every) > 1:
+        tail = ", all that backward reaches from there on" if is_tail else ""
+        extent = f"; {len(names)} of {len(every)} are wrong{tail}"
+    causes = Counter(each.cause for each in found)
+    if len(causes) > 1:
+        extent += f" ({', '.join(f'{count} {each}' for each, count in causes.most_common(3))})"
+    says = f"{where} is {what}{detail}, off by {first.error:.2g}{extent}. Invariant: {invariant}."
+    return Diagnosis(cause, says, page)

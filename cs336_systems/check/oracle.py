@@ -164,6 +164,7 @@ def reference(case: Any, world: int) -> list[Notes]:
         model = Replica(module)
         run = ObservedRun(model, case.cls(model.parameters(), **case.options), rank, world, side=TracedSide(module))
         case.adapt(run)
+        run.note("buffer", dict(module.named_buffers()), step=-1)
         run.note("weight", run.side.weights(), step=-1)
         runs.append(run)
     sizes = [len(run.rows(0)[0]) for run in runs]

@@ -102,6 +102,7 @@ def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> Non
     side.model = model
     run = CandidateRun(model, optimizer, group.rank(), group.size(), side=side, notes=notes)
     case.adapt(run)
+    run.note("buffer", dict(module.named_buffers()), step=-1)
     run.note("weight", side.weights(), step=-1)
     for _ in case.program(run):
         run.finish()

@@ -10,7 +10,7 @@ from torch import nn
 
 from cs336_systems.check.candidates import Candidate, candidate
 from cs336_systems.check.cases import CASES, FIRST, KINDS, Case
-from cs336_systems.check.diagnosis import Evidence, sentence
+from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose, moment
 from cs336_systems.check.models import token_loss
 from cs336_systems.check.oracle import Notes, reference
 from cs336_systems.check.ranks import HUNG, clean_torch, run_cases
@@ -149,37 +149,42 @@ def _judge(evidence: Evidence) -> list[Verdict]:
         return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
     if case.error:
         return [_refusal(evidence, errors)]
-    rows = TRAINING if case.name == FIRST.name else {case.name: ("", None)}
-    verdicts = []
-    for name, (kind, step) in rows.items():
-        kinds = [kind] if kind else ["loss", "gradient", "norm", "weight"]
-        if case.name == "buffers":
-            kinds = ["buffer", *kinds]
-        verdicts.append(_verdict(name, evidence, errors, kinds, step))
-    if case.name == FIRST.name and any(errors):
-        return [each for each in verdicts if each.status == WRONG] or [replace(verdicts[0], name=case.name)]
-    return verdicts
+    found = [wrong for kind in ("buffer", "loss", "gradient", "norm", "weight") for wrong in evidence.wrong(kind)
+             if kind != "buffer" or case.name == "buffers"]  # fmt: skip
+    first = min(map(moment, found), default=None)
+    here = [each for each in found if moment(each) == first]
+    if case.name != FIRST.name or (any(errors) and not found):
+        return [_verdict(evidence, errors, here)]
+    return [_row(name, evidence, errors, [each for each in found if each.key[1] == kind and step in (None, each.key[0])],
+                 here) for name, (kind, step) in TRAINING.items()]  # fmt: skip
 
 
-def _verdict(name: str, evidence: Evidence, errors: list[str], kinds: list[str], step: int | None) -> Verdict:
+def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], first: list[Wrong]) -> Verdict:
+    """A row of the first case: its own diagnosis, or a consequence of what went wrong before it."""
+    if not found:
+        return Verdict(name, RIGHT)
+    if found[0] not in first:
+        return Verdict(name, WRONG, "a consequence of what is said of the other rows")
+    return replace(_verdict(evidence, errors, first), name=name)
+
+
+def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdict:
+    """The verdict on a case from its first wrong tensors and the ranks' errors."""
     case = evidence.case
-    found = [wrong for kind in kinds for wrong in evidence.wrong(kind, step)]
-    found = [each for each in found if each.key[0] == min(other.key[0] for other in found)]
     error = next((each for each in errors if each and not _lost(each)), next(filter(None, errors), ""))
     if found:
-        first = [each for each in found if each.key[1] == found[0].key[1]]
-        says, page = sentence(first, evidence, case)
-        loud = f" Later: {error}" if error else ""
-        status = WRONG if case.must and not error else WRONG if case.name == FIRST.name else WEAK
-        return Verdict(name, status, says + loud, page, says.partition(":")[0])
+        cause, says, page = diagnose(found, evidence)
+        wrong = case.name == FIRST.name or (case.must and not error)
+        page = case.page if cause == "unknown" else page
+        return Verdict(case.name, WRONG if wrong else WEAK, f"{cause}: {says}{f' Later: {error}' * bool(error)}", page, cause)
     if error:
         silent = [rank for rank, each in enumerate(errors) if not each]
         alone = "; it hung and was killed" if HUNG in errors and error != HUNG else ""
         alone += f", while rank {', '.join(map(str, silent))} went on as if nothing had happened" if silent else ""
         weak = silent or HUNG in errors
         status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if weak else RIGHT
-        return Verdict(name, status, error + alone, case.page)
-    return Verdict(name, RIGHT)
+        return Verdict(case.name, status, error + alone, case.page)
+    return Verdict(case.name, RIGHT)
 
 
 def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:

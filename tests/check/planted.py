@@ -2,7 +2,7 @@
 have published, rebuilt small. Each mistake has the cause that `check` must name."""
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DDP = '''
 import torch
@@ -158,17 +158,23 @@ def tensor_parallel(module):
     module.head.weight = nn.Parameter(module.head.weight.detach().chunk(world, 1)[rank].clone())
     module.last = Between(Copy.apply, module.last, lambda x: x)
     module.head = Between(lambda x: x, module.head, Sum.apply)
-    module.norm = Between(Scatter.apply, module.norm, Gather.apply)
     return module
-
-
-def finish(model):
-    for p in (model.norm.weight, model.norm.bias):
-        dist.all_reduce(p.grad)
-
-
-nn.Module.finish_gradient_synchronization = finish
 '''
+
+SEQUENCE = f'''{TENSOR}
+
+def sequence_parallel(module):
+    def finish():
+        for p in (module.norm.weight, module.norm.bias):
+            dist.all_reduce(p.grad)
+
+    tensor_parallel(module)
+    module.norm = Between(Scatter.apply, module.norm, Gather.apply)
+    module.finish_gradient_synchronization = finish
+    return module
+'''
+TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
+           SEQUENCE: "sequence_parallel"}  # fmt: skip
 
 
 class Planted(NamedTuple):
@@ -183,12 +189,12 @@ class Planted(NamedTuple):
     where: str = ""  # of a published bug
 
 
-def make(source: str, old: str = "", new: str = "", name: str = "planted") -> ModuleType:
-    """A source as a module, with a mistake."""
+def make(source: str, old: str = "", new: str = "") -> Any:
+    """What a source has to be checked, with a mistake."""
     assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the source"
-    module = ModuleType(name)
-    exec(compile(source.replace(old, new) if old else source, name, "exec"), vars(module))
-    return module
+    module = ModuleType("planted")
+    exec(compile(source.replace(old, new) if old else source, "planted", "exec"), vars(module))
+    return vars(module)[TARGETS[source]]
 
 
 DIVIDE = "            flat /= dist.get_world_size()\n"
@@ -203,14 +209,13 @@ MISTAKES = [
     Planted("one bucket is forgotten", DDP, "        for bucket in self.buckets:\n", "        for bucket in self.buckets[1:]:\n",
             "gradients", "never synchronised"),
     Planted("rank 0's gradients are sent to all", DDP, "dist.all_reduce(flat, async_op=True)",
-            "dist.broadcast(flat, 0, async_op=True)", "gradients", "averaged twice"),
+            "dist.broadcast(flat, 0, async_op=True)", "gradients", "another rank's"),
     Planted("nobody waits", DDP, "            work.wait()\n", "", "waits for what it launches", "never synchronised"),
-    Planted("a bucket is copied back a step later", DDP, LAUNCH,
-            LAUNCH.replace("flat, dist", "getattr(self, 'old', flat.clone()) if bucket[0] is self.buckets[1][0] else flat, dist")
-            + "\n        if bucket[0] is self.buckets[1][0]:\n            self.works[-1][2].wait()\n            self.old = flat",
-            "gradients", "never synchronised"),
+    Planted("a bucket is copied back a step later", DDP, DIVIDE, DIVIDE + "            if bucket[0] is self.buckets[1][0]:\n"
+            "                flat, self.last = getattr(self, 'last', flat), flat\n", "gradients", "stale"),
     Planted("the mean is added to the rank's own", DDP, "p.grad.copy_(piece", "p.grad.add_(piece", "gradients", "added to"),
-    Planted("slices go back in another order", DDP, "in zip(bucket, flat", "in zip([*bucket[:2][::-1], *bucket[2:]], flat",
+    Planted("slices go back in another order", DDP, "in zip(bucket, flat",
+            "in zip(bucket[:2] + bucket[:1:-1] if len(bucket[0]) == 11 else bucket, flat",
             "gradients", "another tensor's"),
     Planted("a buffer in single precision", DDP, ".double()", ".float()", "gradients", "rounded"),
     Planted("weights are not sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            pass",
@@ -227,14 +232,14 @@ MISTAKES = [
 ]  # fmt: skip
 PUBLISHED = [
     Planted("the hook averages the parameter that it is given, not its gradient", DDP,
-            "        trained =", "        self.finish_gradient_synchronization = lambda: [dist.all_reduce(p.data.clone())"
-            " for p in module.parameters()]\n        trained =", "gradients", "never synchronised", "huggingface/picotron#39"),
+            "        trained =", "        self.finish_gradient_synchronization = lambda: [(dist.all_reduce(p.data),"
+            " p.data.div_(dist.get_world_size())) for p in module.parameters()]\n        trained =", "gradients", "never synchronised", "huggingface/picotron#39"),
     Planted("the loss is averaged over global tokens, and gradients once more over ranks", STEP, REDUCE,
             REDUCE + "            p.grad /= dist.get_world_size()\n", "training", "averaged twice", "pytorch/torchtitan#2323"),
     Planted("each part of the batch is averaged over its own tokens", STEP, "    dist.all_reduce(size)\n",
             "    size *= dist.get_world_size()\n", "unequal parts of the batch", "mean of means", "huggingface/transformers#34191"),
-    Planted("a norm's weight under sequence parallelism is not reduced", TENSOR, "        dist.all_reduce(p.grad)\n",
-            "        pass\n", "gradients", "partial sum", "NVIDIA/Megatron-LM#1446"),
+    Planted("a norm's weight under sequence parallelism is not reduced", SEQUENCE,
+            "            dist.all_reduce(p.grad)\n", "            pass\n", "gradients", "partial sum", "NVIDIA/Megatron-LM#1446"),
     Planted("most updated parameters are not broadcast", OPTIMIZER, "        for p, owner in self.owners:",
             "        for p, owner in self.owners[:2]:", "weights after 3 steps", "unmoved", "lodestone-rock/RamTorch#13"),
     Planted("data-parallel group of one rank", DDP, "dist.all_reduce(flat, async_op=True)",
