@@ -55,6 +55,7 @@ CAUSES = {  # what fails: the invariant, and the page that explains it
 }  # fmt: skip
 
 
+LARGEST = 10_000  # elements of all gradients among which a slice is looked for
 PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a slice of a tensor may have
 
 
@@ -79,6 +80,8 @@ class Evidence:
     def __post_init__(self) -> None:
         self.world = len(self.got)
         first = self.want[0].tensors
+        dtypes = {getattr(torch, each, None) for each in self.want[0].dtypes.values()}
+        self.lowest = max(value for each, value in UNIT_ROUNDOFF.items() if each in dtypes | {torch.float64})
         self.order = [name for step, kind, name in first if (step, kind) == (-1, "weight")]
         if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
             for notes in self.got:
@@ -102,13 +105,9 @@ class Evidence:
         size = 1 + (want.abs().max().item() if want.numel() else 0.0)
         if dtype == "derived":  # a difference of two rounded weights over the rate
             return self.case.tolerance * size / self.case.options["lr"]
-        roundoff = UNIT_ROUNDOFF.get(getattr(torch, dtype, torch.float64), UNIT_ROUNDOFF[torch.float64])
-        lowest = max([roundoff, *(UNIT_ROUNDOFF.get(getattr(torch, each, torch.float64), 0.0)
-                                  for each in self.want[0].dtypes.values())])  # fmt: skip
-        if lowest > UNIT_ROUNDOFF[torch.float64]:
-            stages = self.case.tolerance / UNIT_ROUNDOFF[torch.float64]
-            at = {value: dtype for dtype, value in UNIT_ROUNDOFF.items()}[lowest]
-            return likely_bound(at, int(stages)) * size
+        if self.lowest > UNIT_ROUNDOFF[torch.float64]:
+            stages = int(self.case.tolerance / UNIT_ROUNDOFF[torch.float64])
+            return likely_bound({value: each for each, value in UNIT_ROUNDOFF.items()}[self.lowest], stages) * size
         return self.case.tolerance * size
 
     def wrong(self, kind: str, step: int | None = None) -> list[Wrong]:
@@ -155,6 +154,8 @@ class Evidence:
         for name, mask, detail in near:  # a slice of it
             if name in PARTLY and mask[other].all():
                 return name, f"{detail}{', ' * bool(detail)}{int(other.sum())} of its {got.numel()} elements"
+        if key[1] == "gradient" and (place := self._elsewhere(key, rank, got, limit)):
+            return "another tensor's", place
         want = right
         if key[1] in ("gradient", "weight") and (got - want).norm() <= 2.0**-18 * want.norm():
             return "rounded", ""
@@ -203,6 +204,18 @@ class Evidence:
         for (when, what, whose), tensor in self.want[rank].tensors.items():
             if what == "gradient" and when == step and whose.split(" no.")[0] != name.split(" no.")[0]:
                 yield "another tensor's", tensor, f"that of {whose}"
+
+    def _elsewhere(self, key: Key, rank: int, got: Tensor, limit: float) -> str:
+        """Where else in the order of backward a tensor's elements stand, as a slice of the means or the rank's own."""
+        names = [name for name in reversed(self.order) if (key[0], "gradient", name) in self.want[rank].tensors]
+        for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
+            flat = torch.cat([self.want[rank].tensors[key[0], kind, name].flatten() for name in names] or [torch.zeros(0)])
+            if 1 < got.numel() <= len(flat) <= LARGEST:
+                for scale in (1, self.world):
+                    off = (flat.unfold(0, got.numel(), 1) / scale - got.flatten()).abs().amax(1)
+                    if off.min().item() <= limit:
+                        return f"elements {int(off.argmin())} and on of {whose}, in the order of backward"
+        return ""
 
     def _initial(self, name: str, rank: int) -> Iterator[tuple[str, Tensor, str]]:
         module = self.case.module(rank if self.case.seeds else 0, rank)

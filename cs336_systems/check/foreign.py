@@ -8,6 +8,7 @@ from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
 
@@ -116,5 +117,7 @@ def foreign(name: str) -> tuple[str, Callable[..., Built]]:
     for module in modules:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(f"{name}: {module} is not installed here; pip install {module}")
-        import_module(module)  # once, before ranks are forked
+        with catch_warnings():
+            simplefilter("ignore")  # their own deprecations
+            import_module(module)  # once, before ranks are forked
     return kind, build
