@@ -21,7 +21,7 @@ DP = ("ddp", "fsdp")
 MODULES = (*DP, "sharded-optimizer")
 ALL = (*MODULES, "step")
 KINDS = (*ALL, "tensor-parallel")
-HOW, WRONG = "docs/data_parallel.md#one-mechanism", "docs/data_parallel.md#what-happens-when-something-goes-wrong"
+HOW, WRONG = "docs/data_parallel.md#one-mechanism", "docs/check.md#weak-points"
 DIED = "docs/troubleshooting.md#a-rank-died"
 
 

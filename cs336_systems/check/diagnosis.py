@@ -18,9 +18,9 @@ MEAN = "after the synchronisation every rank's gradient is the mean over the ran
 CAUSES = {  # what fails: the invariant, and the page that explains it
     "summed": ("the ranks' sum, never divided by their number", MEAN, f"{DP}#one-mechanism"),
     "averaged twice": ("the mean, divided by the number of ranks once more", MEAN, f"{DP}#one-mechanism"),
-    "never synchronised": ("this rank's own gradient, never synchronised", MEAN, f"{DP}#one-mechanism"),
-    "another rank's": ("another rank's own gradient, sent and not averaged", MEAN, f"{DP}#one-mechanism"),
-    "added to": ("this rank's own gradient plus the mean: added to it, not put in its place", MEAN, f"{DP}#one-mechanism"),
+    "never synchronised": ("that of the rank's own rows", MEAN, f"{DP}#one-mechanism"),
+    "another rank's": ("that of one rank's rows, sent to the others and not averaged", MEAN, f"{DP}#one-mechanism"),
+    "added to": ("the mean added to the rank's own, which it should replace", MEAN, f"{DP}#one-mechanism"),
     "stale": ("the mean of the step before: used before its own reduction had ended", "a reduced gradient is of the batch"
               " whose step it is used in; who launches a reduction waits for it before the result is read",
               f"{DP}#one-mechanism"),
@@ -31,7 +31,7 @@ CAUSES = {  # what fails: the invariant, and the page that explains it
                       f"{DP}#what-happens-when-something-goes-wrong"),
     "last part only": ("the last backward pass's alone: earlier ones are lost", "accumulated gradients are the sum over"
                        " all backward passes since the last step", f"{DP}#one-mechanism"),
-    "parts unsynchronised": ("the mean for one backward pass and this rank's own for the others", "what several"
+    "parts unsynchronised": ("the mean for one backward pass, and the rank's own for the others", "what several"
                              " backward passes add up is reduced as a whole before the step", f"{DP}#one-mechanism"),
     "partial sum": ("a part: the ranks' gradients add up to the right one", "what enters a split layer is the same on all"
                     " ranks, so its gradient is the sum over them: the conjugate of a copy in forward is an all-reduce in"
@@ -100,14 +100,14 @@ class Evidence:
                 notes.dtypes[step, "gradient", name] = "derived"
 
     def tolerance(self, key: Key, want: Tensor, dtype: str) -> float:
-        """Absolute: the bound of float64 times the tensor's size; half of a dtype's digits may be lost where values
-        are rounded to it at each of the case's stages (`likely_bound`)."""
+        """Absolute: the case's bound, in double precision, times the tensor's size; where the model has parameters of
+        lower precision, the likely bound of that."""
         size = 1 + (want.abs().max().item() if want.numel() else 0.0)
         if dtype == "derived":  # a difference of two rounded weights over the rate
             return self.case.tolerance * size / self.case.options["lr"]
         if self.lowest > UNIT_ROUNDOFF[torch.float64]:
-            stages = int(self.case.tolerance / UNIT_ROUNDOFF[torch.float64])
-            return likely_bound({value: each for each, value in UNIT_ROUNDOFF.items()}[self.lowest], stages) * size
+            # In each of three steps an activation, a gradient, a sum and a mean are rounded to it.
+            return likely_bound({value: each for each, value in UNIT_ROUNDOFF.items()}[self.lowest], 3 * 4) * size
         return self.case.tolerance * size
 
     def wrong(self, kind: str, step: int | None = None) -> list[Wrong]:
@@ -281,5 +281,5 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
     causes = Counter(each.cause for each in found)
     if len(causes) > 1:
         extent += f" ({', '.join(f'{count} {each}' for each, count in causes.most_common(3))})"
-    says = f"{where} is {what}{detail}, off by {first.error:.2g}{extent}. Invariant: {invariant}."
+    says = f"{where[0].upper()}{where[1:]} is {what}{detail}, off by {first.error:.2g}{extent}. Invariant: {invariant}."
     return Diagnosis(cause, says, page)

@@ -1,6 +1,7 @@
 """Run cases on forked ranks: one case after another, each in a process group of its own, until one fails; the cases
 after that get new ranks. Every wait has an end."""
 
+import faulthandler
 import json
 import os
 import re
@@ -18,10 +19,10 @@ import numpy as np
 import torch
 
 from cs336_systems.check.candidates import BATCH, Candidate, CandidateSide, accepted, average
-from cs336_systems.check.cases import Case
+from cs336_systems.check.cases import FIRST, Case
 from cs336_systems.check.foreign import late_collectives
 from cs336_systems.check.oracle import Notes, ObservedRun
-from cs336_systems.comm import Group, Place, distributed
+from cs336_systems.comm import Group, Place, distributed, tell_environment
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.errors import UserError
 
@@ -56,16 +57,19 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
                 case = rest.pop(0)
                 found[case.name] = [_read(Path(name, f"{case.name}-{rank}")) for rank in range(world)]
                 if any(notes.error for notes in found[case.name]):
+                    rest = [] if case.name == FIRST.name else rest  # what cannot train has no other property
                     break
     return found
 
 
 def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, timeout: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
+    faulthandler.disable()  # a rank that gloo aborts has told why
     sink = os.open(folder / f"output-{place.rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    tell_environment(place)
     for number, case in enumerate(cases):
         signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 1)
         notes, spot = Notes(), replace(place, meeting=f"{place.meeting}-{number}")

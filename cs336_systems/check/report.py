@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
+from textwrap import wrap as wrap_text
 from typing import Any
 
 import torch
@@ -64,10 +65,12 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.candidate}: {self.kind} on {self.ranks} ranks, compared with one process"]
         for each in self.verdicts:
-            says = printable(each.says)
-            lines.append(f"  {each.status:<11} {each.name}{': ' if says else ''}{says}")
-            if each.page and each.status != RIGHT:
-                lines.append(f"  {'':<11}   see {each.page}")
+            says, page = printable(each.says), f"See {each.page}" if each.page and each.status != RIGHT else ""
+            short = not page and len(says) < 60
+            row = ", ".join(filter(None, (each.cause, says if short else "")))
+            lines.append(f"  {each.status:<11} {each.name}{f': {row}' * bool(row)}")
+            for text in filter(None, ("" if short else says, page)):
+                lines += wrap_text(text, 110, initial_indent=" " * 16, subsequent_indent=" " * 16, break_on_hyphens=False)
         counts = [(status, sum(each.status == status for each in self.verdicts))
                   for status in (RIGHT, WRONG, FAILED, WEAK, REFUSED, ABSENT)]  # fmt: skip
         return "\n".join([*lines, ", ".join(f"{count} {status}" for status, count in counts if count)])
@@ -95,13 +98,20 @@ def check(
     cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and (not only or each.name in only)]
     if build is not None:
         cases = [_built(each, build, ranks) if each.name in BUILT else each for each in cases]
+    if unknown := set(only) - {each.name for each in cases}:
+        names = ", ".join(each.name for each in CASES if chosen.kind in each.kinds)
+        raise UserError(f"{chosen.kind} has no property {', '.join(unknown)}; there are {names}")
     report = Report(chosen.name, chosen.kind, ranks)
     found = run_cases(chosen, cases, ranks, timeout)
     with clean_torch():
         for case in cases:
             own = build is not None and case.name in BUILT
             want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
-            report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
+            if case.name in found:
+                report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
+    known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
+    report.verdicts = [replace(each, says="as in ordinary training", page="")
+                       if each.name not in TRAINING and each.cause in known else each for each in report.verdicts]  # fmt: skip
     return report
 
 
@@ -155,7 +165,7 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     here = [each for each in found if moment(each) == first]
     if case.name != FIRST.name or (any(errors) and not found):
         return [_verdict(evidence, errors, here)]
-    return [_row(name, evidence, errors, [each for each in found if each.key[1] == kind and step in (None, each.key[0])],
+    return [_row(name, evidence, errors, [each for each in found if each.key[1] == kind and (each.key[0] < 0) == (step == -1)],
                  here) for name, (kind, step) in TRAINING.items()]  # fmt: skip
 
 
@@ -176,7 +186,7 @@ def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdi
         cause, says, page = diagnose(found, evidence)
         wrong = case.name == FIRST.name or (case.must and not error)
         page = case.page if cause == "unknown" else page
-        return Verdict(case.name, WRONG if wrong else WEAK, f"{cause}: {says}{f' Later: {error}' * bool(error)}", page, cause)
+        return Verdict(case.name, WRONG if wrong else WEAK, f"{says}{f' Later: {error}' * bool(error)}", page, cause)
     if error:
         silent = [rank for rank, each in enumerate(errors) if not each]
         alone = "; it hung and was killed" if HUNG in errors and error != HUNG else ""
