@@ -96,7 +96,10 @@ class CandidateSide(Side):
         """Whole gradients, where `.grad` has them."""
         if not self.candidate.has_gradients or self.candidate.kind == "step":
             return {}
-        return {name: self._whole(name, g) for name, g in super().gradients().items()}
+        found = super().gradients()
+        found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
+        return found if is_whole else {}
 
     def clip(self, run: Any, limit: float) -> Any:
         """The norm, by the wrapper's own method if it has one."""

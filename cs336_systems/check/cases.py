@@ -1,7 +1,7 @@
 """Properties that a parallel run must have: small training programs, each with the model, data and optimizer it needs.
 
-`must`: a silent wrong number is a mistake (exit code 1); else it is a weak point, advice. Where `error` is expected, the
-program cannot be carried out, and the right answer is an error on every rank that is left.
+`must`: a silent wrong number is a mistake (exit code 1); else it is a weak point, advice. Where `error` is expected,
+the program cannot be carried out, and the right answer is an error on every rank that is left.
 """
 
 import os

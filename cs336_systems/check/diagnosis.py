@@ -1,9 +1,11 @@
 """Causes of wrong numbers, told from ratios: what a tensor would be under each mistake is computed from the reference's
 notes and compared with what the rank has."""
 
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,48 +15,7 @@ from cs336_systems.check.cases import Case, training
 from cs336_systems.check.oracle import Key, Notes
 from cs336_systems.check.tolerances import UNIT_ROUNDOFF, likely_bound
 
-DP, TP, FAULTS = "docs/data_parallel.md", "docs/model_parallelism.md", "docs/troubleshooting.md"
-MEAN = "after the synchronisation every rank's gradient is the mean over the ranks"
-CAUSES = {  # what fails: the invariant, and the page that explains it
-    "summed": ("the ranks' sum, never divided by their number", MEAN, f"{DP}#one-mechanism"),
-    "averaged twice": ("the mean, divided by the number of ranks once more", MEAN, f"{DP}#one-mechanism"),
-    "never synchronised": ("that of the rank's own rows", MEAN, f"{DP}#one-mechanism"),
-    "another rank's": ("that of one rank's rows, sent to the others and not averaged", MEAN, f"{DP}#one-mechanism"),
-    "added to": ("the mean added to the rank's own, which it should replace", MEAN, f"{DP}#one-mechanism"),
-    "stale": ("the mean of the step before: used before its own reduction had ended", "a reduced gradient is of the batch"
-              " whose step it is used in; who launches a reduction waits for it before the result is read",
-              f"{DP}#one-mechanism"),
-    "kept": ("the mean plus that of the step before: not zeroed", "each step begins with gradients of zero or None",
-             f"{DP}#one-mechanism"),
-    "mean of means": ("the mean of the ranks' means, although their parts of the batch are unequal", "a global mean weighs"
-                      " rank r by n_r / mean n, its number of targets over the ranks' mean number",
-                      f"{DP}#what-happens-when-something-goes-wrong"),
-    "last part only": ("the last backward pass's alone: earlier ones are lost", "accumulated gradients are the sum over"
-                       " all backward passes since the last step", f"{DP}#one-mechanism"),
-    "parts unsynchronised": ("the mean for one backward pass, and the rank's own for the others", "what several"
-                             " backward passes add up is reduced as a whole before the step", f"{DP}#one-mechanism"),
-    "partial sum": ("a part: the ranks' gradients add up to the right one", "what enters a split layer is the same on all"
-                    " ranks, so its gradient is the sum over them: the conjugate of a copy in forward is an all-reduce in"
-                    " backward", f"{TP}#tensor-parallelism"),
-    "norm of replicas": ("the right one times the root of the number of ranks", "a norm counts each parameter once, however"
-                         " many ranks have a copy of it", f"{DP}#one-mechanism"),
-    "zero": ("zero or None", MEAN, f"{DP}#one-mechanism"),
-    "another tensor's": ("the gradient of another parameter", "a slice of a bucket goes back to the parameter that it came"
-                         " from, in one order on all ranks", f"{DP}#one-mechanism"),
-    "rounded": ("right to lower precision only", "a gradient is reduced in its own dtype, or a wider one",
-                f"{DP}#one-mechanism"),
-    "unmoved": ("as it was before the step", "every rank has all updated weights after a step",
-                f"{DP}#one-mechanism"),
-    "not sent": ("this rank's own initial value", "all ranks begin with the weights and buffers of rank 0",
-                 f"{DP}#one-mechanism"),
-    "factor": ("the right one times a number", MEAN, f"{DP}#one-mechanism"),
-    "from here on": ("right in what backward computes before, and wrong from here on", "the gradient that a module hands"
-                     " to the one before it is that of the loss", f"{TP}#tensor-parallelism"),
-    "unknown": ("none of the known mistakes gives these numbers", "the run equals one process with the whole batch",
-                f"{FAULTS}"),
-}  # fmt: skip
-
-
+CAUSES = tomllib.loads(Path(__file__).with_name("causes.toml").read_text(encoding="utf-8"))
 LARGEST = 10_000  # elements of all gradients among which a slice is looked for
 PARTLY = ("never synchronised", "zero", "unmoved", "stale")  # causes that a slice of a tensor may have
 
@@ -89,7 +50,10 @@ class Evidence:
 
     def _derive(self, notes: Notes) -> None:
         """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""
-        if self.case.cls is not torch.optim.SGD or getattr(self.case.program, "func", self.case.program) is not training:
+        if (
+            self.case.cls is not torch.optim.SGD
+            or getattr(self.case.program, "func", self.case.program) is not training
+        ):
             return
         rate = self.case.options["lr"]
         for (step, kind, name), after in list(notes.tensors.items()):
@@ -118,7 +82,9 @@ class Evidence:
         place = {name: index for index, name in enumerate(self.order)}
         sign = -1 if kind == "gradient" else 1
         found = [wrong for key in keys if step in (None, key[0]) for wrong in self._wrong(key)]
-        return sorted(found, key=lambda each: (each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank))
+        return sorted(
+            found, key=lambda each: (each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank)
+        )
 
     def _wrong(self, key: Key) -> Iterator[Wrong]:
         ended = [any(k[0] >= key[0] and k[1] == "weight" for k in notes.tensors) for notes in self.got]
@@ -146,7 +112,11 @@ class Evidence:
         signatures = [(name, shard(tensor, got, rank, self.world), detail)
                       for name, tensor, detail in self._signatures(key, rank, want)]  # fmt: skip
         limit = self.tolerance(key, right, self.got[rank].dtypes.get(key, "float64"))
-        near = [(name, (got - value).abs() <= limit, detail) for name, value, detail in signatures if value.shape == got.shape]
+        near = [
+            (name, (got - value).abs() <= limit, detail)
+            for name, value, detail in signatures
+            if value.shape == got.shape
+        ]
         for name, mask, detail in near:
             if mask.all():
                 return name, detail
@@ -209,7 +179,9 @@ class Evidence:
         """Where else in the order of backward a tensor's elements stand, as a slice of the means or the rank's own."""
         names = [name for name in reversed(self.order) if (key[0], "gradient", name) in self.want[rank].tensors]
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
-            flat = torch.cat([self.want[rank].tensors[key[0], kind, name].flatten() for name in names] or [torch.zeros(0)])
+            flat = torch.cat(
+                [self.want[rank].tensors[key[0], kind, name].flatten() for name in names] or [torch.zeros(0)]
+            )
             if 1 < got.numel() <= len(flat) <= LARGEST:
                 for scale in (1, self.world):
                     off = (flat.unfold(0, got.numel(), 1) / scale - got.flatten()).abs().amax(1)
@@ -225,12 +197,22 @@ class Evidence:
 
     def _accumulated(self, step: int, name: str, rank: int, want: Tensor) -> Iterator[tuple[str, Tensor, str]]:
         labels = [f"{name} no. {i}" if i > 1 else name for i in range(1, 9)]
-        parts = [[n.tensors[step, "part", each] for each in labels if (step, "part", each) in n.tensors] for n in self.want]
+        parts = [
+            [n.tensors[step, "part", each] for each in labels if (step, "part", each) in n.tensors] for n in self.want
+        ]
         if len(parts[0]) > 1 and all(len(each) == len(parts[0]) for each in parts):
             means = [sum(each[1:], each[0]) / self.world for each in map(list, zip(*parts, strict=True))]
             yield "last part only", means[-1], ""
-            yield "parts unsynchronised", means[-1] + sum(parts[rank][:-1]), "the last backward pass alone is synchronised"
-            yield "parts unsynchronised", means[0] + sum(parts[rank][1:]), "the first backward pass alone is synchronised"
+            yield (
+                "parts unsynchronised",
+                means[-1] + sum(parts[rank][:-1]),
+                "the last pass alone is synchronised",
+            )
+            yield (
+                "parts unsynchronised",
+                means[0] + sum(parts[rank][1:]),
+                "the first pass alone is synchronised",
+            )
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
 
 
@@ -268,7 +250,7 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
     is_tail = kind == "gradient" and len(names) < len(backward) and names == backward[-len(names) :]
     if is_tail and cause == "unknown":
         cause = "from here on"
-    what, invariant, page = CAUSES[cause]
+    what, invariant, page = (CAUSES[cause][each] for each in ("says", "invariant", "page"))
     ranks = sorted({each.rank for each in found})
     whose = "every rank" if len(ranks) == evidence.world else f"rank {', '.join(map(str, ranks))}"
     whole = {"gradient": "the gradient of", "norm": "the gradient's norm"}.get(kind, f"the {kind}")

@@ -95,7 +95,11 @@ def accelerate(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Bu
 
 def deepspeed(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
     """deepspeed's engine with ZeRO stage 1, which is model and optimizer in one."""
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": 1}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": 1,
+    }
     engine, optimizer, *_ = import_module("deepspeed").initialize(
         model=module, optimizer=cls(module.parameters(), **options), config=config, dist_init_required=False
     )

@@ -140,8 +140,9 @@ def in_lock_step(runs: Sequence[Any], program: Program, shares: Sequence[float] 
             if isinstance(run, ObservedRun):
                 run.note("local", run.side.gradients())
         for same in zip(*(run.model.parameters() for run in runs), strict=True):
-            ours = [p.grad if not shares else p.grad * share * len(same)
-                    for p, share in zip(same, shares or [1.0] * len(same), strict=True) if p.grad is not None]  # fmt: skip
+            weights = shares or [1.0] * len(same)
+            ours = [p.grad if not shares else p.grad * weight * len(same)
+                    for p, weight in zip(same, weights, strict=True) if p.grad is not None]  # fmt: skip
             mean = sum(ours[1:], ours[0]) / len(same) if ours else None
             for p in same:
                 p.grad = None if mean is None else mean.clone()

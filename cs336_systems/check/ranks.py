@@ -14,6 +14,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -165,7 +166,7 @@ def _read(path: Path) -> Notes:
         said = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
         with np.load(f"{path}.npz", allow_pickle=False) as arrays:
             values = [torch.from_numpy(arrays[f"arr_{number}"]) for number in range(len(said["keys"]))]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, BadZipFile):  # it was killed meanwhile
         return Notes(error=HUNG)
     keys = [(step, kind, name) for step, kind, name in said["keys"]]
     return Notes(dict(zip(keys, values, strict=True)), dict(zip(keys, said["dtypes"], strict=True)), said["error"])

@@ -70,7 +70,9 @@ class Report:
             row = ", ".join(filter(None, (each.cause, says if short else "")))
             lines.append(f"  {each.status:<11} {each.name}{f': {row}' * bool(row)}")
             for text in filter(None, ("" if short else says, page)):
-                lines += wrap_text(text, 110, initial_indent=" " * 16, subsequent_indent=" " * 16, break_on_hyphens=False)
+                lines += wrap_text(
+                    text, 110, initial_indent=" " * 16, subsequent_indent=" " * 16, break_on_hyphens=False
+                )
         counts = [(status, sum(each.status == status for each in self.verdicts))
                   for status in (RIGHT, WRONG, FAILED, WEAK, REFUSED, ABSENT)]  # fmt: skip
         return "\n".join([*lines, ", ".join(f"{count} {status}" for status, count in counts if count)])
@@ -88,19 +90,22 @@ def check(
 
     `wrap`: a class or function of a module (ddp, fsdp, tensor-parallel), a sharded optimizer's class, a training step,
     or a `Candidate`. `build`: returns a module, or (module, loss, batch), where batch(step) returns inputs and targets
-    whose first axis is divided among the ranks; a small model by default. `only`: names of properties. Raises UserError.
+    whose first axis is divided among the ranks; a small model by default. `only`: names of properties.
+    Raises UserError.
     """
     if ranks < 2:
         raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
     chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
     if chosen.kind not in KINDS:
         raise UserError(f"kind {chosen.kind} does not exist; it is one of {', '.join(KINDS)}")
-    cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and (not only or each.name in only)]
+    wanted = {FIRST.name if name in TRAINING else name for name in only} or {each.name for each in CASES}
+    cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and each.name in wanted]
     if build is not None:
         cases = [_built(each, build, ranks) if each.name in BUILT else each for each in cases]
-    if unknown := set(only) - {each.name for each in cases}:
-        names = ", ".join(each.name for each in CASES if chosen.kind in each.kinds)
-        raise UserError(f"{chosen.kind} has no property {', '.join(unknown)}; there are {names}")
+    if unknown := wanted - {each.name for each in CASES}:
+        raise UserError(
+            f"no property is named {', '.join(unknown)}; there are {', '.join(each.name for each in CASES)}"
+        )
     report = Report(chosen.name, chosen.kind, ranks)
     found = run_cases(chosen, cases, ranks, timeout)
     with clean_torch():
@@ -110,8 +115,9 @@ def check(
             if case.name in found:
                 report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
     known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
-    report.verdicts = [replace(each, says="as in ordinary training", page="")
-                       if each.name not in TRAINING and each.cause in known else each for each in report.verdicts]  # fmt: skip
+    for i, each in enumerate(report.verdicts):
+        if each.name not in TRAINING and each.cause in known:
+            report.verdicts[i] = replace(each, says="as in ordinary training", page="")
     return report
 
 
@@ -165,8 +171,11 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     here = [each for each in found if moment(each) == first]
     if case.name != FIRST.name or (any(errors) and not found):
         return [_verdict(evidence, errors, here)]
-    return [_row(name, evidence, errors, [each for each in found if each.key[1] == kind and (each.key[0] < 0) == (step == -1)],
-                 here) for name, (kind, step) in TRAINING.items()]  # fmt: skip
+    rows = []
+    for name, (kind, step) in TRAINING.items():
+        mine = [each for each in found if each.key[1] == kind and (each.key[0] < 0) == (step == -1)]
+        rows.append(_row(name, evidence, errors, mine, here))
+    return rows
 
 
 def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], first: list[Wrong]) -> Verdict:

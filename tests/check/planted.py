@@ -4,7 +4,7 @@ have published, rebuilt small. Each mistake has the cause that `check` must name
 from types import ModuleType
 from typing import Any, NamedTuple
 
-DDP = '''
+DDP = """
 import torch
 import torch.distributed as dist
 from contextlib import contextmanager
@@ -43,9 +43,9 @@ class StudentDDP(nn.Module):
             for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
                 p.grad.copy_(piece.view_as(p))
         self.works = []
-'''
+"""
 
-OPTIMIZER = '''
+OPTIMIZER = """
 import torch
 import torch.distributed as dist
 
@@ -69,9 +69,9 @@ class StudentSharded(torch.optim.Optimizer):
 
     def load_state_dict(self, state):
         self.inner.load_state_dict(state)
-'''
+"""
 
-STEP = '''
+STEP = """
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -88,9 +88,9 @@ def train_step(model, optimizer, inputs, targets):
             dist.all_reduce(p.grad)
     optimizer.step()
     optimizer.zero_grad()
-'''
+"""
 
-TENSOR = '''
+TENSOR = """
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -159,9 +159,9 @@ def tensor_parallel(module):
     module.last = Between(Copy.apply, module.last, lambda x: x)
     module.head = Between(lambda x: x, module.head, Sum.apply)
     return module
-'''
+"""
 
-SEQUENCE = f'''{TENSOR}
+SEQUENCE = f"""{TENSOR}
 
 def sequence_parallel(module):
     def finish():
@@ -172,7 +172,7 @@ def sequence_parallel(module):
     module.norm = Between(Scatter.apply, module.norm, Gather.apply)
     module.finish_gradient_synchronization = finish
     return module
-'''
+"""
 TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
            SEQUENCE: "sequence_parallel"}  # fmt: skip
 
@@ -200,7 +200,9 @@ def make(source: str, old: str = "", new: str = "") -> Any:
 DIVIDE = "            flat /= dist.get_world_size()\n"
 LAUNCH = "        self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))"
 REDUCE = "            dist.all_reduce(p.grad)\n"
-COPY_BACK = "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
+COPY_BACK = (
+    "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
+)
 MISTAKES = [
     Planted("gradients are summed", DDP, DIVIDE, "", "gradients", "summed"),
     Planted("the mean is divided once more", DDP, DIVIDE, DIVIDE * 2, "gradients", "averaged twice"),

@@ -1,7 +1,8 @@
 """Misuse and edge cases as small programs, run by real ranks and by an oracle that plays all ranks in one process.
 
 The programs' side of a rank and the oracle are those of `python -m cs336_systems.check`: where a program yields, every
-rank calls `finish_gradient_synchronization()`. A case pairs a program with its outcome: "right", or the words of the error.
+rank calls `finish_gradient_synchronization()`. A case pairs a program with its outcome: "right", or the words of the
+error.
 """
 
 import hashlib
