@@ -22,7 +22,7 @@ def main(target: str, kind: str | None, ranks: int, timeout: float, strict: bool
     """Compare TARGET on several ranks with one process, property by property.
 
     TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),
-    torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, accelerate or deepspeed:zero1. A function build()
+    torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, or accelerate. A function build()
     in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
     """
     candidates, build = load(target, kind)

@@ -133,13 +133,15 @@ def retry(run: Any) -> Any:
 class Offset(Net):
     """A buffer with values drawn at random, which the result depends on."""
 
+    offset: Tensor
+
     def __init__(self) -> None:
         super().__init__(tied=False, shared=False, scalar=False)
         self.register_buffer("offset", torch.randn(11, dtype=torch.float64))
 
-    def forward(self, tokens: Tensor, **options: Any) -> Tensor:
+    def forward(self, tokens: Tensor, *options: Any, **named: Any) -> Tensor:
         """Logits, with the buffer added."""
-        return super().forward(tokens, **options) + self.offset
+        return super().forward(tokens, *options, **named) + self.offset
 
 
 class Mixed(nn.Module):

@@ -23,7 +23,8 @@ class Late:
     """A collective that nothing does before somebody waits for it."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
-        self._start, self._work = start, None
+        self._start = start
+        self._work: Any = None
 
     def wait(self, *arguments: Any) -> Any:
         """Carry it out, once."""
@@ -87,23 +88,13 @@ def zero(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
 
 def accelerate(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
     """accelerate's prepare, on the CPU."""
-    model, optimizer = (
-        import_module("accelerate").Accelerator(cpu=True).prepare(module, cls(module.parameters(), **options))
-    )
-    return model, optimizer
+    optimizer = cls(module.parameters(), **options)
+    return tuple(import_module("accelerate").Accelerator(cpu=True).prepare(module, optimizer))
 
 
 def deepspeed(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
-    """deepspeed's engine with ZeRO stage 1, which is model and optimizer in one."""
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": 1,
-    }
-    engine, optimizer, *_ = import_module("deepspeed").initialize(
-        model=module, optimizer=cls(module.parameters(), **options), config=config, dist_init_required=False
-    )
-    return engine, optimizer
+    """Not supported: deepspeed's engine calls backward and step itself, and compiles extensions when it starts."""
+    raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
 
 
 FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {

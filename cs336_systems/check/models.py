@@ -36,6 +36,8 @@ class Net(nn.Module):
     """Tied embedding and head, a layer that is used twice, layers that a call may leave out, a scalar, a buffer; the
     first, second and fourth can be switched off."""
 
+    calls: Tensor
+
     def __init__(self, tied: bool = True, shared: bool = True, scalar: bool = True) -> None:
         super().__init__()
         self.is_shared = shared

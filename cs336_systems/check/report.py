@@ -144,7 +144,7 @@ def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
     longest = max([rows, *(max(p.shape, default=1) for p in module.parameters())])
     stages = 3 * 16 * sum(1 for _ in module.modules())  # a module is a few operations, forward and backward
     make = (lambda: build()[0]) if isinstance(built, tuple) else build
-    tolerance = bound(torch.float64, stages, longest)
+    tolerance = max(case.tolerance, bound(torch.float64, stages, longest))
     return replace(case, make=make, criterion=loss, data=batch, tolerance=tolerance)
 
 
@@ -183,7 +183,7 @@ def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], f
     if not found:
         return Verdict(name, RIGHT)
     if found[0] not in first:
-        return Verdict(name, WRONG, "a consequence of what is said of the other rows")
+        return Verdict(name, WRONG, "a consequence of the cause named in another row")
     return replace(_verdict(evidence, errors, first), name=name)
 
 

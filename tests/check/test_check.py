@@ -1,5 +1,6 @@
 """Verdicts of `check`: no false alarm on right candidates, and the cause of each planted or published mistake named."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,6 +55,7 @@ def with_variant(variant: Variant, base: Candidate) -> Candidate:
     return replace(base, build=build)
 
 
+OURS = {"unequal parts of the batch": "weak"}  # of every wrapper and stage of this library
 WEAK = {  # what the torch wrappers' reports say, but for what is right
     "torch:ddp": dict.fromkeys(
         ("unused on every rank", "unused on one rank", "unequal parts of the batch", "two forwards, two backwards",
@@ -63,9 +65,9 @@ WEAK = {  # what the torch wrappers' reports say, but for what is right
     "torch:zero": {"mixed dtypes": "refused", "another learning rate on one rank": "weak"},
     "torch:fsdp2": {"a parameter without axes": "refused", "unused on one rank": "refused", "mixed dtypes": "refused",
                     "accumulation in no_sync": "not offered"}
-    | dict.fromkeys(("unequal parts of the batch", "seeds that differ by rank", "a backward that fails, and again",
-                     "a parameter replaced", "layers in another order on one rank", "another learning rate on one rank"),
-                    "weak"),
+    | dict.fromkeys(
+        ("unequal parts of the batch", "seeds that differ by rank", "a backward that fails, and again",
+         "a parameter replaced", "layers in another order on one rank", "another learning rate on one rank"), "weak"),
 }  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def test_weak_points_of_torch_are_told(name):
 @pytest.mark.parametrize("name", [name for name in RIGHT if name.startswith("ours")])
 def test_this_library_is_right_in_everything(name):
     report = check(load(name)[0][0], timeout=PATIENCE)
-    assert [each.name for each in report.verdicts if each.status != "right"] == ["unequal parts of the batch"], report
+    assert {each.name: each.status for each in report.verdicts if each.status != "right"} == OURS, report
 
 
 @pytest.mark.parametrize("name", STUDENTS)
@@ -133,13 +135,9 @@ class Hanging(torch.nn.Module):
     """A wrapper whose rank 0 never comes to an end."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         while torch.distributed.get_rank() == 0:
             pass
-        return self.module(tokens)
+        torch.distributed.barrier()
 
 
 def test_what_cannot_run_is_no_verdict():
@@ -149,7 +147,7 @@ def test_what_cannot_run_is_no_verdict():
     assert report.exit_code() == 2
     report = check(Hanging, timeout=0.5, only=("training",))
     assert report.exit_code() == 2
-    assert "did not end" in str(report)
+    assert re.search("did not end|hung and was killed", str(report))
 
 
 def test_a_model_of_ones_own():
@@ -157,7 +155,11 @@ def test_a_model_of_ones_own():
 
     def build() -> tuple:
         module = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3, bias=False))
-        return module, torch.nn.functional.mse_loss, lambda step: (torch.randn(6, 8) + step, torch.ones(6, 3))
+        return (
+            module,
+            torch.nn.functional.mse_loss,
+            lambda step: (torch.linspace(-1, 1, 48).view(6, 8).roll(step), torch.ones(6, 3)),
+        )
 
     only = ("training", "clipping by the norm")
     assert_right(make(DDP), build, only=only)
@@ -254,4 +256,4 @@ def test_adapters_of_the_course_are_accepted(tmp_path):
         assert_right(each, only=("training", "tied weights"), strict=True)
     path.write_text(ADAPTERS.replace("    ddp_model.finish_gradient_synchronization()", "    pass"))
     for each in load(str(path))[0]:
-        assert check(each, only=("training",)).exit_code() == (0 if each.kind in ("fsdp", "sharded-optimizer") else 2)
+        assert check(each, only=("training",)).exit_code() == (0 if each.kind in ("fsdp", "sharded-optimizer") else 1)
