@@ -67,6 +67,33 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+def count_reductions(counts: list[int]) -> None:
+    """Count into the first of `counts`, from now on in this process, the all-reduces and reduce-scatters of
+    torch.distributed that are launched."""
+    dist = import_module("torch.distributed")
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*arguments: Any, **named: Any) -> Any:
+            counts[0] += 1
+            return function(*arguments, **named)
+
+        return called
+
+    for name in ASYNCHRONOUS:
+        if "reduce" in name and hasattr(dist, name):
+            setattr(dist, name, counted(getattr(dist, name)))
+
+
+def exchange(piece: Any, into: Any) -> None:
+    """Send a tensor to the next rank of a ring, and receive one from the rank before."""
+    dist = import_module("torch.distributed")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(piece.contiguous(), (rank + 1) % world)
+    dist.recv(into, (rank - 1) % world)
+    sent.wait()
+
+
 def ddp(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
     """torch's DistributedDataParallel as it is by default, with buckets so small that there are several."""
     wrapper = import_module("torch.nn.parallel").DistributedDataParallel
