@@ -61,7 +61,7 @@ def parts() -> dict[str, tuple[int, int, int]]:
     beside = ("cs336_systems/cost", "cs336_systems/profiling")
     library = sum(n for name, n in size.items() if name.startswith("cs336_systems/") and name not in beside)
     return {
-        "library without cost and profiling": (library, 14_750, 10_500),
+        "library without cost and profiling": (library, 14_915, 10_500),
         "cost": (size["cs336_systems/cost"], 7_810, 7_500),
         "profiling": (size["cs336_systems/profiling"], 3_930, 3_500),
         "kernels": (size["kernels"], 2_000, 2_000),
