@@ -50,29 +50,26 @@ class Evidence:
 
     def _derive(self, notes: Notes) -> None:
         """Gradients from the updates of plain SGD in ordinary steps, where `.grad` cannot be read."""
-        if (
-            self.case.cls is not torch.optim.SGD
-            or getattr(self.case.program, "func", self.case.program) is not training
-        ):
+        ordinary = getattr(self.case.program, "func", self.case.program) is training
+        if self.case.cls is not torch.optim.SGD or not ordinary or self.lowest > UNIT_ROUNDOFF[torch.float64]:
             return
         rate = self.case.options["lr"]
         for (step, kind, name), after in list(notes.tensors.items()):
             before = notes.tensors.get((step - 1, "weight", name))
-            exact = notes.dtypes[step, kind, name] == "float64"
-            if kind == "weight" and before is not None and before.shape == after.shape and exact:
+            if kind == "weight" and before is not None and before.shape == after.shape:
                 notes.tensors[step, "gradient", name] = (before - after) / rate
                 notes.dtypes[step, "gradient", name] = "derived"
 
     def tolerance(self, key: Key, want: Tensor, dtype: str) -> float:
-        """Absolute: the case's bound, in double precision, times the tensor's size; where the model has parameters of
-        lower precision, the likely bound of that."""
+        """Absolute: the case's bound, in the lowest precision of the model's parameters, times the tensor's size; for
+        halves the likely bound."""
         size = 1 + (want.abs().max().item() if want.numel() else 0.0)
         if dtype == "derived":  # a difference of two rounded weights over the rate
             return self.case.tolerance * size / self.case.options["lr"]
-        if self.lowest > UNIT_ROUNDOFF[torch.float64]:
+        if self.lowest > UNIT_ROUNDOFF[torch.float32]:
             # In each of three steps an activation, a gradient, a sum and a mean are rounded to it.
             return likely_bound({value: each for each, value in UNIT_ROUNDOFF.items()}[self.lowest], 3 * 4) * size
-        return self.case.tolerance * size
+        return self.case.tolerance * self.lowest / UNIT_ROUNDOFF[torch.float64] * size
 
     def wrong(self, kind: str, step: int | None = None) -> list[Wrong]:
         """Tensors of a kind that leave their tolerance: by step, weights in forward order, gradients backward."""
