@@ -79,22 +79,23 @@ class Evidence:
         place = {name: index for index, name in enumerate(self.order)}
         sign = -1 if kind == "gradient" else 1
         found = [wrong for key in keys if step in (None, key[0]) for wrong in self._wrong(key)]
-        return sorted(
-            found, key=lambda each: (each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank)
-        )
+        ranked = [((each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank), each) for each in found]
+        return [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
 
     def _wrong(self, key: Key) -> Iterator[Wrong]:
-        ended = [any(k[0] >= key[0] and k[1] == "weight" for k in notes.tensors) for notes in self.got]
+        step, kind, _ = key
         for rank, notes in enumerate(self.got):
-            want = self.want[rank].tensors.get(key)
-            got = notes.tensors.get(key)
-            if got is None and (not ended[rank] or want is None or key[1] != "gradient"):
-                continue  # it came to an end before that
-            if got is None and not any(k[1] == "gradient" for k in notes.tensors):
-                continue  # gradients cannot be read
-            want = torch.zeros_like(got) if want is None and got is not None else want
-            assert want is not None
-            got = torch.zeros_like(want) if got is None else got
+            want, got = self.want[rank].tensors.get(key), notes.tensors.get(key)
+            if got is None:
+                reached = any(k[0] >= step and k[1] == "weight" for k in notes.tensors) or not notes.error
+                noted = kind in ("weight", "buffer", "norm") or any(k[1] == kind for k in notes.tensors)
+                if want is None or not reached or not noted:
+                    continue  # it came to an end before that; or a training step that returns no loss
+                if kind != "gradient":
+                    yield Wrong(key, rank, float("inf"), "missing")
+                    continue
+                got = torch.zeros_like(want)
+            want = torch.zeros_like(got) if want is None else want
             own = shard(want, got, rank, self.world)
             error = (got - own).abs().max().item() if got.shape == own.shape and got.numel() else 0.0
             error = float("inf") if got.shape != own.shape or error != error else error
@@ -109,11 +110,8 @@ class Evidence:
         signatures = [(name, shard(tensor, got, rank, self.world), detail)
                       for name, tensor, detail in self._signatures(key, rank, want)]  # fmt: skip
         limit = self.tolerance(key, right, self.got[rank].dtypes.get(key, "float64"))
-        near = [
-            (name, (got - value).abs() <= limit, detail)
-            for name, value, detail in signatures
-            if value.shape == got.shape
-        ]
+        near = [(name, (got - value).abs() <= limit, detail) for name, value, detail in signatures
+                if value.shape == got.shape]  # fmt: skip
         for name, mask, detail in near:
             if mask.all():
                 return name, detail
@@ -176,9 +174,8 @@ class Evidence:
         """Where else in the order of backward a tensor's elements stand, as a slice of the means or the rank's own."""
         names = [name for name in reversed(self.order) if (key[0], "gradient", name) in self.want[rank].tensors]
         for kind, whose in (("gradient", "the means"), ("local", "this rank's own")):
-            flat = torch.cat(
-                [self.want[rank].tensors[key[0], kind, name].flatten() for name in names] or [torch.zeros(0)]
-            )
+            tensors = self.want[rank].tensors
+            flat = torch.cat([tensors[key[0], kind, name].flatten() for name in names] or [torch.zeros(0)])
             if 1 < got.numel() <= len(flat) <= LARGEST:
                 for scale in (1, self.world):
                     off = (flat.unfold(0, got.numel(), 1) / scale - got.flatten()).abs().amax(1)
@@ -200,16 +197,9 @@ class Evidence:
         if len(parts[0]) > 1 and all(len(each) == len(parts[0]) for each in parts):
             means = [sum(each[1:], each[0]) / self.world for each in map(list, zip(*parts, strict=True))]
             yield "last part only", means[-1], ""
-            yield (
-                "parts unsynchronised",
-                means[-1] + sum(parts[rank][:-1]),
-                "the last pass alone is synchronised",
-            )
-            yield (
-                "parts unsynchronised",
-                means[0] + sum(parts[rank][1:]),
-                "the first pass alone is synchronised",
-            )
+            for i, which in ((-1, "last"), (0, "first")):
+                rest = sum(parts[rank]) - parts[rank][i]
+                yield "parts unsynchronised", means[i] + rest, f"the {which} pass alone is synchronised"
             yield "factor", want / len(means), f"1/{len(means)}: divided by the number of backward passes"
 
 
@@ -260,5 +250,6 @@ def diagnose(found: list[Wrong], evidence: Evidence) -> Diagnosis:
     causes = Counter(each.cause for each in found)
     if len(causes) > 1:
         extent += f" ({', '.join(f'{count} {each}' for each, count in causes.most_common(3))})"
-    says = f"{where[0].upper()}{where[1:]} is {what}{detail}, off by {first.error:.2g}{extent}. Invariant: {invariant}."
+    off = f", off by {first.error:.2g}" if first.error < float("inf") else ""
+    says = f"{where[0].upper()}{where[1:]} is {what}{detail}{off}{extent}. Invariant: {invariant}."
     return Diagnosis(cause, says, page)

@@ -150,6 +150,26 @@ def test_what_cannot_run_is_no_verdict():
     assert re.search("did not end|hung and was killed", str(report))
 
 
+class Renaming(torch.nn.Module):
+    """A wrapper after which no parameter has its name, so that nothing could be compared."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for p in module.parameters():
+            torch.distributed.broadcast(p.detach(), 0)
+        for name, p in list(module.head.named_parameters()):
+            delattr(module.head, name)
+            module.head.register_parameter(f"my_{name}", p)
+            module.head.register_forward_pre_hook(lambda head, inputs: setattr(head, "weight", head.my_weight * 1))
+
+
+def test_what_cannot_be_compared_is_not_right():
+    report = check(Renaming, only=("training",))
+    assert report.of("initial weights").cause == "missing", report
+    assert report.exit_code() == 1
+
+
 def test_a_model_of_ones_own():
     """Its loss and batch are used, and a mistake is found in its parameters by their names."""
 
