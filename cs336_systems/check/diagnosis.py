@@ -26,7 +26,9 @@ class Wrong(NamedTuple):
     key: Key
     rank: int
     error: float
-    cause: str
+    got: Tensor
+    want: Tensor
+    cause: str = ""
     detail: str = ""
 
 
@@ -92,7 +94,7 @@ class Evidence:
                 if want is None or not reached or not noted:
                     continue  # it came to an end before that; or a training step that returns no loss
                 if kind != "gradient":
-                    yield Wrong(key, rank, float("inf"), "missing")
+                    yield Wrong(key, rank, float("inf"), torch.empty(0), torch.empty(0), "missing")
                     continue
                 got = torch.zeros_like(want)
             want = torch.zeros_like(got) if want is None else want
@@ -100,7 +102,14 @@ class Evidence:
             error = (got - own).abs().max().item() if got.shape == own.shape and got.numel() else 0.0
             error = float("inf") if got.shape != own.shape or error != error else error
             if error > self.tolerance(key, own, notes.dtypes.get(key, "float64")):
-                yield Wrong(key, rank, error, *self.cause(key, rank, got, want))
+                yield Wrong(key, rank, error, got, want)
+
+    def explained(self, wrong: Wrong) -> Wrong:
+        """With its cause."""
+        if wrong.cause:
+            return wrong
+        cause, detail = self.cause(wrong.key, wrong.rank, wrong.got, wrong.want)
+        return wrong._replace(cause=cause, detail=detail)
 
     def cause(self, key: Key, rank: int, got: Tensor, want: Tensor) -> tuple[str, str]:
         """The mistake that would give this tensor, and a detail of it."""

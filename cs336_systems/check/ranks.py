@@ -3,6 +3,7 @@ after that get new ranks. Every wait has an end."""
 
 import faulthandler
 import json
+import math
 import os
 import re
 import signal
@@ -14,7 +15,6 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -154,19 +154,23 @@ class CandidateRun(ObservedRun):
 
 
 def _write(path: Path, notes: Notes) -> None:
-    """Tensors as arrays, and their keys, in two files."""
-    with open(f"{path}.npz", "wb") as file:
-        np.savez(file, *[tensor.numpy() for tensor in notes.tensors.values()])
-    said = {"error": notes.error, "keys": list(notes.tensors), "dtypes": list(notes.dtypes.values())}
+    """All tensors as one flat array, and what else is needed to take them apart."""
+    tensors = list(notes.tensors.values())
+    np.save(
+        f"{path}.npy", torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)]).numpy()
+    )
+    shapes = [tuple(each.shape) for each in tensors]
+    said = {"error": notes.error, "keys": list(notes.tensors), "dtypes": list(notes.dtypes.values()), "shapes": shapes}
     Path(f"{path}.json").write_text(json.dumps(said), encoding="utf-8")
 
 
 def _read(path: Path) -> Notes:
     try:
         said = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        with np.load(f"{path}.npz", allow_pickle=False) as arrays:
-            values = [torch.from_numpy(arrays[f"arr_{number}"]) for number in range(len(said["keys"]))]
-    except (OSError, ValueError, KeyError, BadZipFile):  # it was killed meanwhile
+        flat = torch.from_numpy(np.load(f"{path}.npy", allow_pickle=False))
+        pieces = flat.split([math.prod(shape) for shape in said["shapes"]])
+    except (OSError, ValueError, KeyError, RuntimeError):  # it was killed before, or while it wrote
         return Notes(error=HUNG)
     keys = [(step, kind, name) for step, kind, name in said["keys"]]
+    values = [piece.view(shape) for piece, shape in zip(pieces, said["shapes"], strict=True)]
     return Notes(dict(zip(keys, values, strict=True)), dict(zip(keys, said["dtypes"], strict=True)), said["error"])

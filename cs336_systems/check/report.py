@@ -168,7 +168,7 @@ def _judge(evidence: Evidence) -> list[Verdict]:
     found = [wrong for kind in ("buffer", "loss", "gradient", "norm", "weight") for wrong in evidence.wrong(kind)
              if kind != "buffer" or case.name == "buffers"]  # fmt: skip
     first = min(map(moment, found), default=None)
-    here = [each for each in found if moment(each) == first]
+    here = [evidence.explained(each) for each in found if moment(each) == first]
     if case.name != FIRST.name or (any(errors) and not found):
         return [_verdict(evidence, errors, here)]
     rows = []
@@ -182,7 +182,7 @@ def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], f
     """A row of the first case: its own diagnosis, or a consequence of what went wrong before it."""
     if not found:
         return Verdict(name, RIGHT)
-    if found[0] not in first:
+    if moment(found[0]) != moment(first[0]):
         return Verdict(name, WRONG, "a consequence of the cause named in another row")
     return replace(_verdict(evidence, errors, first), name=name)
 
