@@ -110,8 +110,9 @@ def test_no_false_alarm_on_three_ranks(name):
 @pytest.mark.parametrize("mistake", MISTAKES + PUBLISHED, ids=lambda each: each.where or each.name)
 def test_a_mistake_is_named(mistake: Planted):
     report = check(make(*mistake[1:4]), timeout=PATIENCE, only=("training", mistake.property))
-    assert report.exit_code() == 1
-    found = {each.cause for each in report.verdicts if each.status == "WRONG"} - {""}
+    weak = mistake.property == "buffers"
+    assert (report.exit_code(), report.exit_code(strict=True)) == (0 if weak else 1, 1)
+    found = {each.cause for each in report.verdicts if each.status == ("weak" if weak else "WRONG")} - {""}
     assert found == {mistake.cause} or (mistake.cause in found and mistake.name == "nobody waits"), report
 
 
