@@ -73,14 +73,14 @@ class Evidence:
             return likely_bound({value: each for each, value in UNIT_ROUNDOFF.items()}[self.lowest], 3 * 4) * size
         return self.case.tolerance * self.lowest / UNIT_ROUNDOFF[torch.float64] * size
 
-    def wrong(self, kind: str, step: int | None = None) -> list[Wrong]:
+    def wrong(self, kind: str) -> list[Wrong]:
         """Tensors of a kind that leave their tolerance: by step, weights in forward order, gradients backward."""
         keys = dict.fromkeys(key for notes in self.want for key in notes.tensors if key[1] == kind)
         if kind == "gradient":
             keys |= dict.fromkeys(key for notes in self.got for key in notes.tensors if key[1] == kind)
         place = {name: index for index, name in enumerate(self.order)}
         sign = -1 if kind == "gradient" else 1
-        found = [wrong for key in keys if step in (None, key[0]) for wrong in self._wrong(key)]
+        found = [wrong for key in keys for wrong in self._wrong(key)]
         ranked = [((each.key[0], sign * place.get(each.key[2].split(" no.")[0], 0), each.rank), each) for each in found]
         return [each for _, each in sorted(ranked, key=lambda pair: pair[0])]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cs336_systems.check.candidates import Candidate, candidate
-from cs336_systems.check.cases import CASES, FIRST, KINDS, Case
+from cs336_systems.check.cases import CASES, FIRST, Case
 from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose, moment
 from cs336_systems.check.models import token_loss
 from cs336_systems.check.oracle import Notes, reference
@@ -57,11 +57,6 @@ class Report:
             return 2
         return int(WRONG in found or (strict and bool(found - {RIGHT})))
 
-    @property
-    def causes(self) -> list[str]:
-        """Causes of what is wrong, each once."""
-        return list(dict.fromkeys(each.cause for each in self.verdicts if each.status == WRONG))
-
     def __str__(self) -> str:
         lines = [f"{self.candidate}: {self.kind} on {self.ranks} ranks, compared with one process"]
         for each in self.verdicts:
@@ -96,8 +91,6 @@ def check(
     if ranks < 2:
         raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
     chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
-    if chosen.kind not in KINDS:
-        raise UserError(f"kind {chosen.kind} does not exist; it is one of {', '.join(KINDS)}")
     wanted = {FIRST.name if name in TRAINING else name for name in only} or {each.name for each in CASES}
     cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and each.name in wanted]
     if build is not None:
