@@ -212,7 +212,7 @@ MISTAKES = [
             "gradients", "never synchronised"),
     Planted("rank 0's gradients are sent to all", DDP, "dist.all_reduce(flat, async_op=True)",
             "dist.broadcast(flat, 0, async_op=True)", "gradients", "another rank's"),
-    Planted("nobody waits", DDP, "            work.wait()\n", "", "waits for what it launches", "never synchronised"),
+    Planted("nobody waits", DDP, "            work.wait()\n", "            __import__('time').sleep(0.02)\n", "waits for what it launches", "never synchronised"),
     Planted("a bucket is copied back a step later", DDP, DIVIDE, DIVIDE + "            if bucket[0] is self.buckets[1][0]:\n"
             "                flat, self.last = getattr(self, 'last', flat), flat\n", "gradients", "stale"),
     Planted("the mean is added to the rank's own", DDP, "p.grad.copy_(piece", "p.grad.add_(piece", "gradients", "added to"),

@@ -11,6 +11,7 @@ import torch
 from cs336_systems.check import assert_right, check
 from cs336_systems.check.candidates import Candidate, candidate, load
 from cs336_systems.check.cases import CASES
+from cs336_systems.ddp import NaiveDDP
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, SEQUENCE, STEP, TENSOR, Planted, make
 from tests.support.gallery import plant, slow_down
@@ -149,6 +150,27 @@ def test_what_cannot_run_is_no_verdict():
     report = check(Hanging, timeout=0.5, only=("training",))
     assert report.exit_code() == 2
     assert re.search("did not end|hung and was killed", str(report))
+
+
+class HangingLater(Hanging):
+    """Data parallelism whose rank 1 never comes to an end once a layer is frozen."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)
+        self.inner = NaiveDDP(module)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        while torch.distributed.get_rank() == 1 and not self.inner.module.optional.weight.requires_grad:
+            pass
+        return self.inner(tokens)
+
+    def finish_gradient_synchronization(self) -> None:
+        self.inner.finish_gradient_synchronization()
+
+
+def test_a_hang_is_a_weak_point():
+    verdict = check(HangingLater, timeout=0.5, only=("frozen later",)).of("frozen later")
+    assert (verdict.status, "hung and was killed" in verdict.says or "did not end" in verdict.says) == ("weak", True)
 
 
 class Renaming(torch.nn.Module):
