@@ -153,6 +153,9 @@ def test_one_door_to_torch_distributed():
         if any(name.startswith(("torch.distributed", "torch._C._distributed")) for name in imports(path))
     }
     assert all(user.startswith("cs336_systems/comm/") for user in users), users
+    # Those that a user names are loaded by name, in one file.
+    named = {ids(path) for path in inside if '"torch.distributed' in path.read_text()} - users
+    assert named == {"cs336_systems/check/foreign.py"}
 
 
 def test_what_must_not_load_torch_does_not():

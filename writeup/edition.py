@@ -11,7 +11,7 @@ SAID = (
     "finding, changes of code and names of files with solutions are left out.*"
 )
 FENCED = re.compile(r"^::: answer\n.*?^:::\n|^~~~~ diff\n.*?^~~~~\n", re.M | re.S)
-CODE = re.compile(r"\*?\bCode(?: \([^)]*\))?:.*", re.S)  # to the end of a paragraph
+CODE = re.compile(r"\*?\bCode(?: \([^)]*\))?:(?:(?!\n:::).)*", re.S)  # to the end of a paragraph
 FOUND = re.compile(r"!\[\*\*.*?\*\* ?", re.S)  # the finding that is a figure's title
 FILES = re.compile(r"^ *- code: .*\n|[ ,]*`(?:cs336_systems|kernels)/[\w/]+\.py`†?:?", re.M)
 FORMULA = re.compile(r"(?<!\\)\$[^$\n]")

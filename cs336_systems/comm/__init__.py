@@ -7,7 +7,7 @@ from cs336_systems.comm.flight_recorder import at_step
 from cs336_systems.comm.group import Group, default_group, fake_ranks, global_rank, is_fake
 from cs336_systems.comm.mesh import Mesh, mesh_sizes
 from cs336_systems.comm.pairs import Exchange
-from cs336_systems.comm.startup import current_place, distributed, find_place
+from cs336_systems.comm.startup import current_place, distributed, find_place, tell_environment
 from cs336_systems.comm.store import Place
 from cs336_systems.comm.verbs import Work, all_gather, all_reduce, all_to_all, broadcast, receive, reduce_scatter, send
 
@@ -15,5 +15,5 @@ __all__ = [
     "CommError", "Event", "Exchange", "Group", "Mesh", "Place", "Work", "agree", "all_gather", "all_reduce",
     "all_to_all", "at_step", "backend_of", "broadcast", "current_place", "default_group", "distributed", "fake_ranks",
     "fault", "find_place", "global_rank", "is_fake", "mesh_sizes", "receive", "record", "reduce_scatter",
-    "request_stop", "send", "shared_empty", "stop_step", "subgroup",
+    "request_stop", "send", "shared_empty", "stop_step", "subgroup", "tell_environment",
 ]  # fmt: skip

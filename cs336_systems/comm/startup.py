@@ -78,6 +78,13 @@ def find_place() -> Place:
     return Place(rank, world_size, *local, f"{host}:{port}", served, env.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def tell_environment(place: Place) -> None:
+    """Write a place where torchrun does, for other systems that read it there."""
+    numbers = place.rank, place.world_size, place.local_rank, place.local_world_size
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    os.environ.update(zip(names, map(str, numbers), strict=True), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+
+
 def is_first_of_machine() -> bool:
     """True on the first rank of each machine and in a process started by hand. Raises UserError as `find_place`."""
     return ("LOCAL_RANK" not in os.environ and "SLURM_LOCALID" not in os.environ) or find_place().local_rank == 0

@@ -1,32 +1,30 @@
 """Misuse and edge cases as small programs, run by real ranks and by an oracle that plays all ranks in one process.
 
-A program is a generator over a `Run`; where it yields, every rank calls `finish_gradient_synchronization()`. The oracle
-runs one copy of the bare module for each rank in lock-step and averages their gradients with three lines of Python, so
-it shares no code with the library. A case pairs a program with its outcome: "right", or the words of the error.
+The programs' side of a rank and the oracle are those of `python -m cs336_systems.check`: where a program yields, every
+rank calls `finish_gradient_synchronization()`. A case pairs a program with its outcome: "right", or the words of the
+error.
 """
 
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.buffers.bucket import SHARDED
+from cs336_systems.check.models import Net, Program, Replica, Run
+from cs336_systems.check.oracle import in_lock_step
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.host.machine import allowed_cores
 from cs336_systems.sharded_optimizer import ShardedOptimizer
 from cs336_systems.zero import WRAPPERS, zero
 from tests.support import ranks
-from tests.support.parallel_cases import batch, rows_of, spread
+from tests.support.parallel_cases import spread
 from tests.support.tolerances import bound
 
 # The longest sum of the model and its loss has 48 terms; a step of AdamW amplifies by at most a constant.
@@ -34,110 +32,6 @@ TOLERANCE = bound(torch.float64, stages=3 * 64, longest_sum=48)
 SMALL = 0.0005  # MB: a few parameters a bucket
 
 
-class Boom(torch.autograd.Function):
-    """The identity, whose backward fails if it is told to."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, fails: bool) -> Tensor:
-        ctx.fails = fails
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        if ctx.fails:
-            raise ArithmeticError("a backward that fails")
-        return gradient, None
-
-
-class Net(nn.Module):
-    """Tied embedding and head, a layer that is used twice, layers that a call may leave out, a scalar, a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.first = nn.Linear(6, 5)
-        self.shared = nn.Linear(5, 5, bias=False)
-        self.deep = nn.ModuleList(nn.Linear(5, 5, bias=False) for _ in range(4))
-        self.optional = nn.Linear(5, 5)
-        self.norm = nn.LayerNorm(5)
-        self.last = nn.Linear(5, 6, bias=False)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-        self.scale = nn.Parameter(torch.ones(()))
-        self.register_buffer("calls", torch.zeros(3, dtype=torch.int64))
-        self.double()
-
-    def forward(
-        self, tokens: Tensor, skip: bool = False, recompute: str = "", keep: list | None = None, boom: str = ""
-    ) -> Tensor:
-        self.calls += 1
-        x = Boom.apply(torch.tanh(self.first(self.embedding(tokens))), boom == "late")
-        shared = partial(checkpoint, self.shared, use_reentrant=recompute == "reentrant") if recompute else self.shared
-        x = x + shared(torch.tanh(shared(x)))
-        for layer in self.deep:
-            x = torch.tanh(layer(x))
-        side = x if skip else torch.tanh(self.optional(x))
-        if keep is None:
-            x = x + side
-        else:
-            keep.append(side)  # an output that the loss does not use
-        x = Boom.apply(self.norm(x) * self.scale, boom == "early")
-        return self.head(self.last(x))
-
-
-class Replica(nn.Module):
-    """The oracle's wrapper, which does nothing but have the wrappers' methods."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *inputs, **kwargs):
-        return self.module(*inputs, **kwargs)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
-
-
-@dataclass
-class Run:
-    """One rank's side of a training run."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    rank: int
-    world: int
-    before: list[Tensor] = field(default_factory=list)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model.module
-
-    def loss(self, step: int, **options) -> Tensor:
-        tokens, targets = (rows_of(each, self.rank, self.world) for each in batch(step))
-        return F.cross_entropy(self.model(tokens, **options).flatten(0, 1), targets.flatten())
-
-    def backward(self, step: int, **options) -> None:
-        self.loss(step, **options).backward()
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.remember()
-        self.optimizer.zero_grad()
-
-    def remember(self) -> None:
-        self.before = [p.detach().clone() for p in self.updated()]
-
-    def updated(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def assert_no_step_since(self) -> None:
-        for old, new in zip(self.before, self.updated(), strict=True):
-            assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
-
-
-Program = Callable[[Run], Iterator[None]]
 ALL = (*WRAPPERS, "stage 0", "stage 1", "stage 2", "stage 2, small", "stage 3")
 REDUCES_EARLY = ("overlapped", "bucketed", "stage 0", "stage 1")
 FEW = ("flat", "bucketed", "stage 2, small", "stage 3")  # one of each kind
@@ -210,12 +104,7 @@ def oracle(case: Case, world: int) -> dict[str, Tensor]:
     modules = [case.module(seed=0, rank=rank) for rank in range(world)]
     models = [Replica(module) for module in modules]
     runs = [Run(m, case.cls(m.parameters(), **case.options), rank, world) for rank, m in enumerate(models)]
-    for _ in zip_longest(*(case.program(run) for run in runs)):
-        for same in zip(*(model.parameters() for model in models), strict=True):
-            gradients = [p.grad for p in same if p.grad is not None]
-            mean = sum(gradients[1:], gradients[0]) / world if gradients else None
-            for p in same:
-                p.grad = None if mean is None else mean.clone()
+    in_lock_step(runs, case.program)
     return {name: p.detach() for name, p in modules[0].named_parameters()}
 
 

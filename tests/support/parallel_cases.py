@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cs336_systems.check.models import batch, rows_of
+
 
 class Awkward(nn.Module):
     """Tied weights, a shared layer, a frozen bias, an unused layer, and sizes that do not divide."""
@@ -38,17 +40,6 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float64) -> Awkward:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)
     return model
-
-
-def batch(step: int, rows: int = 12) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (rows 4); 12 rows divide over 1, 2, 3 and 4 ranks."""
-    generator = torch.Generator().manual_seed(100 + step)
-    tokens, targets = torch.randint(11, (2, rows, 4), generator=generator)
-    return tokens, targets
-
-
-def rows_of(full: Tensor, rank: int, world_size: int) -> Tensor:
-    return full.chunk(world_size)[rank]
 
 
 def loss_of(model: nn.Module, step: int, rank: int = 0, world_size: int = 1) -> Tensor:

@@ -1,24 +1,10 @@
-"""How far two right answers may lie apart, derived and never tuned."""
-
-import math
+"""How far two right answers may lie apart: the bounds of `cs336_systems.check`, and the distance itself."""
 
 import torch
 
-UNIT_ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+from cs336_systems.check.tolerances import UNIT_ROUNDOFF, bound, likely_bound
 
-
-def bound(dtype: torch.dtype, stages: int, longest_sum: int = 1) -> float:
-    """Relative error, to first order, of `stages` operations one after another, each a sum of up to `longest_sum` terms
-    in any order (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1)."""
-    return stages * longest_sum * UNIT_ROUNDOFF[dtype]
-
-
-def likely_bound(dtype: torch.dtype, stages: int) -> float:
-    """Relative error, in the L2 norm of many elements, of `stages` roundings one after another that are independent and
-    as often up as down: variances add, so it grows with the square root (Higham and Mary, A New
-    Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41, 2019).
-    For half precision, where `bound` is larger than any mistake."""
-    return math.sqrt(stages) * UNIT_ROUNDOFF[dtype]
+__all__ = ["UNIT_ROUNDOFF", "bound", "likely_bound", "relative_error"]
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

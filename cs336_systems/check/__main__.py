@@ -1,0 +1,64 @@
+"""Check a parallel wrapper, optimizer or training step against one process: `python -m cs336_systems.check TARGET`."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import click
+
+from cs336_systems.check.candidates import load
+from cs336_systems.check.cases import KINDS
+from cs336_systems.check.exercises import EXERCISES, grade
+from cs336_systems.check.exercises import exercise as find_exercise
+from cs336_systems.check.report import check
+from cs336_systems.errors import UserError
+from cs336_systems.host import console
+
+
+@click.command()
+@click.argument("target", default="")
+@click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET; by default what its name and bases tell.")
+@click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks, as forked processes.")
+@click.option("--timeout", type=console.PATIENCE, default=5.0, show_default=True, help="Seconds to wait for a rank.")
+@click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
+@click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
+@click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
+@click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
+def main(
+    target: str,
+    kind: str | None,
+    ranks: int,
+    timeout: float,
+    strict: bool,
+    only: tuple[str, ...],
+    exercises: bool,
+    exercise: str | None,
+) -> None:
+    """Compare TARGET on several ranks with one process, property by property.
+
+    TARGET is FILE.py or FILE.py:NAME (a wrapper, a sharded optimizer, a training step, or the course's adapters),
+    torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, or accelerate. A function build()
+    in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
+    """
+    if exercises or (exercise and not target):
+        lines = [f"{name:<10} {each['title']}" for name, each in EXERCISES.items()]
+        click.echo("\n".join(lines) if exercises else find_exercise(exercise or "")["file"].strip())
+        return
+    if not target:
+        raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
+    candidates, build = ([], None) if exercise else load(target, kind)
+    checks = [partial(check, each, build, ranks=ranks, timeout=timeout, only=only) for each in candidates]
+    if exercise:
+        checks = [partial(grade, exercise, Path(target), ranks, timeout)]
+    codes = []
+    for each in checks:
+        start = time.monotonic()
+        report = each()
+        click.echo(f"{report} in {time.monotonic() - start:.1f} s")
+        codes.append(report.exit_code(strict))
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(console.run_command(main))

@@ -1,0 +1,252 @@
+"""Candidates: what is checked, behind one interface. Conventions of a user's class or functions are met halfway.
+
+A file may have a class or function that wraps a module, an optimizer class that shards, a training step, or the
+functions that the course's editions of 2024, 2025 and 2026 name in tests/adapters.py.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems import ddp
+from cs336_systems.check.cases import KINDS
+from cs336_systems.check.foreign import FOREIGN, Built, foreign
+from cs336_systems.check.oracle import Side
+from cs336_systems.comm import Group, all_gather, all_reduce
+from cs336_systems.errors import UserError
+from cs336_systems.zero import zero
+
+SYNCHRONISE = (
+    "finish_gradient_synchronization", "sync_gradients", "synchronize_gradients", "average_gradients",
+    "all_reduce_gradients", "allreduce_gradients", "synchronize",
+)  # fmt: skip
+PARALLEL = ("tensor_parallel", "tensorparallel", "sequence_parallel", "sequenceparallel")
+GIVEN = {"bucket_size_mb": 0.0005, "bucket_cap_mb": 0.0005}  # so small that there are several buckets
+ADAPTERS = {  # the course's functions: kind, what is called after backward and before a batch, and what gathers weights
+    "get_ddp_individual_parameters": ("ddp", "ddp_individual_parameters_on_after_backward", "", ""),
+    "get_ddp_bucketed": ("ddp", "ddp_bucketed_on_after_backward", "ddp_bucketed_on_train_batch_start", ""),
+    "get_ddp": ("ddp", "ddp_on_after_backward", "", ""),
+    "get_sharded_optimizer": ("sharded-optimizer", "", "", ""),
+    "get_fsdp": ("fsdp", "fsdp_on_after_backward", "", "fsdp_gather_full_params"),
+}
+BATCH = ("model", "module", "net", "optimizer", "opt", "loss", "criterion", "loss_fn", "inputs", "x", "tokens",
+         "targets", "y", "labels", "group")  # names that a training step's parameters may have  # fmt: skip
+
+
+def nothing(model: Any, optimizer: Any) -> None:
+    """Nothing to do."""
+
+
+def synchronise(model: Any, optimizer: Any) -> None:
+    """Call the method that ends a wrapper's synchronisation, if it has one."""
+    for name in SYNCHRONISE:
+        if callable(method := getattr(model, name, None)):
+            method()
+            return
+
+
+def average(group: Group, model: Any, optimizer: Any) -> None:
+    """Average the gradients for an optimizer that shards its state alone."""
+    for p in model.parameters():
+        if p.grad is not None:
+            flat = p.grad.detach().reshape(-1).clone()
+            all_reduce(flat, group).wait()
+            p.grad.copy_(flat.view_as(p.grad))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """How to build, synchronise and read a parallel model; of kind "step", `build` is the training step itself."""
+
+    name: str
+    kind: str
+    build: Callable[..., Any]
+    finish: Callable[[Any, Any], object] = synchronise
+    before: Callable[[Any, Any], object] = nothing
+    gather: Callable[[Any], dict[str, Tensor]] | None = None
+    has_gradients: bool = True  # `.grad` is whole or can be made so; else gradients follow from updates
+
+
+class CandidateSide(Side):
+    """Whole weights and gradients of a candidate's model. All ranks must call these methods together."""
+
+    def __init__(self, candidate: Candidate, module: nn.Module, group: Group) -> None:
+        super().__init__(module)
+        self.candidate, self.group, self.model = candidate, group, module
+        self.shapes = {name: p.shape for name, p in module.named_parameters()}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters; under tensor parallelism this rank's."""
+        gather = self.candidate.gather or getattr(self.model, "gather_full_params", None)
+        if self.candidate.kind == "fsdp" and gather:
+            found = {name.removeprefix("module."): p.detach() for name, p in gather(self.model).items()}
+            return {name: found[name] for name in self.shapes if name in found}
+        return {name: self._whole(name, p.detach()) for name, p in self.module.named_parameters()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients, where `.grad` has them."""
+        if not self.candidate.has_gradients or self.candidate.kind == "step":
+            return {}
+        found = super().gradients()
+        found = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+        is_whole = self.candidate.kind != "fsdp" or all(g.shape == self.shapes[name] for name, g in found.items())
+        return found if is_whole else {}
+
+    def clip(self, run: Any, limit: float) -> Any:
+        """The norm, by the wrapper's own method if it has one."""
+        method = getattr(run.model, "clip_grad_norm", getattr(run.model, "clip_grad_norm_", None))
+        norm = method(limit) if method else super().clip(run, limit)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """State of this rank; torch's sharded optimizer has it on the rank that it was last consolidated to."""
+        if not hasattr(optimizer, "consolidate_state_dict"):
+            return optimizer.state_dict()
+        state = None
+        for rank in range(self.group.size()):
+            optimizer.consolidate_state_dict(to=rank)
+            state = optimizer.state_dict() if rank == self.group.rank() else state
+        return state
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor as it is, or put together from the ranks' equal, flat shards."""
+        if hasattr(tensor, "full_tensor"):
+            return tensor.full_tensor()
+        size = self.shapes.get(name, tensor.shape).numel()
+        if self.candidate.kind != "fsdp" or tensor.numel() == size:
+            return tensor
+        every = tensor.new_zeros(self.group.size() * tensor.numel())
+        every.chunk(self.group.size())[self.group.rank()].copy_(tensor.reshape(-1))
+        all_gather(every, self.group).wait()
+        return every[:size].view(self.shapes[name])
+
+
+def accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that a function has parameters for."""
+    try:
+        return {name: offered[name] for name in inspect.signature(function).parameters if name in offered}
+    except ValueError:
+        return {}
+
+
+def wrapped(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
+    """Model and optimizer of a wrapper; it may return both."""
+    given = accepted(wrap, GIVEN | {"group": group, "process_group": group})
+    model = wrap(module, **given)
+    if isinstance(model, tuple):
+        return model[0], model[1]
+    if not callable(model):
+        raise TypeError(f"the wrapper returned {type(model).__name__}, which cannot be called")
+    return model, cls(model.parameters() if hasattr(model, "parameters") else module.parameters(), **options)
+
+
+def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
+    """The module, and its sharded optimizer."""
+    return module, wrap(module.parameters(), cls, **options)
+
+
+def ours(name: str) -> Candidate:
+    """A wrapper or ZeRO stage of this library. Raises UserError if there is none of the name."""
+    wrappers = {f"ddp-{each.__name__.removesuffix('DDP').lower()}": each for each in
+                (ddp.NaiveDDP, ddp.FlatDDP, ddp.OverlappedDDP, ddp.BucketedDDP)}  # fmt: skip
+    if name in wrappers:
+        return Candidate(f"ours:{name}", "ddp", partial(wrapped, wrappers[name]))
+    if name in (f"zero{stage}" for stage in range(4)):
+        stage = int(name[-1])
+
+        def build(module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
+            return zero(module, cls, stage, group, **options)
+
+        gather = (lambda model: model.gather_full_params()) if stage == 3 else None
+        return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, gather=gather, has_gradients=stage < 2)
+    raise UserError(f"ours:{name} does not exist; there are {', '.join(wrappers)}, zero0, zero1, zero2, zero3")
+
+
+def kind_of(target: Any, name: str = "") -> str:
+    """Kind that a class's or function's base, name and parameters tell; ddp if they tell nothing."""
+    parameters = set(inspect.signature(target).parameters)
+    name = (name or getattr(target, "__name__", "")).lower()
+    if (isinstance(target, type) and issubclass(target, torch.optim.Optimizer)) or "optimizer_cls" in parameters:
+        return "sharded-optimizer"
+    if not isinstance(target, type) and {"optimizer", "opt"} & parameters:
+        return "step"
+    if "fsdp" in name or hasattr(target, "gather_full_params"):
+        return "fsdp"
+    return "tensor-parallel" if any(each in name for each in PARALLEL) else "ddp"
+
+
+def candidate(target: Any, kind: str | None = None, name: str = "", beside: ModuleType | None = None) -> Candidate:
+    """A user's class or function as a candidate; the course's adapters find their other functions `beside` it."""
+    name = name or getattr(target, "__name__", str(target))
+    if name in ADAPTERS and beside is not None:
+        kind, after, start, gather = ADAPTERS[name]
+        find = partial(getattr, beside)
+        build = partial(sharded if kind == "sharded-optimizer" else wrapped, target)
+        finish = find(after, synchronise) if after else nothing
+        return Candidate(name, kind, build, finish, find(start, nothing) if start else nothing,
+                         find(gather, None) if gather else None)  # fmt: skip
+    kind = kind or kind_of(target, name)
+    if kind not in KINDS:
+        raise UserError(f"--as {kind} does not exist; it is one of {', '.join(KINDS)}")
+    if kind == "step":
+        unknown = [
+            each.name for each in inspect.signature(target).parameters.values()
+            if each.name not in BATCH and each.default is each.empty
+        ]  # fmt: skip
+        if unknown:
+            raise UserError(f"{name}: what is {', '.join(unknown)}? A step's parameters are named {', '.join(BATCH)}")
+        return Candidate(name, kind, target, nothing)
+    return Candidate(name, kind, partial(sharded if kind == "sharded-optimizer" else wrapped, target))
+
+
+def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callable[[], Any] | None]:
+    """Candidates that a command line names, `torch:ddp`, `ours:zero2`, FILE or FILE:NAME, and the file's `build`. A
+    file without a name gives the course's adapters in it, or its only class or function. Raises UserError."""
+    if target in FOREIGN:
+        return [Candidate(target, *foreign(target))], None
+    if target.startswith("ours:"):
+        return [ours(target.removeprefix("ours:"))], None
+    path, _, name = target.partition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"{target!r} is neither a Python file nor one of {', '.join(FOREIGN)}, ours:zero2, ...")
+    module = load_file(Path(path))
+    build = getattr(module, "build", None)
+    if name:
+        if not callable(found := getattr(module, name, None)):
+            raise UserError(f"{path} has no class or function {name}")
+        return [candidate(found, kind, name, module)], build
+    if chosen := [each for each in ADAPTERS if hasattr(module, each)]:
+        return [candidate(getattr(module, each), None, each, module) for each in chosen], build
+    own = [
+        value for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and callable(value) and key[0] != "_" and key != "build"
+    ]  # fmt: skip
+    own = [each for each in own if isinstance(each, type)] or own
+    if len(own) != 1:
+        names = ", ".join(each.__name__ for each in own) or "none"
+        raise UserError(f"{path} has {len(own)} classes or functions ({names}); name one: {path}:NAME")
+    return [candidate(own[0], kind, beside=module)], build
+
+
+def load_file(path: Path) -> ModuleType:
+    """A Python file as a module; what lies beside it can be imported by it. Raises UserError for what it raises."""
+    spec = spec_from_file_location(f"checked_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UserError(f"cannot read {path}: no such file")
+    module = module_from_spec(spec)
+    sys.path.append(str(path.resolve().parent))
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"{path} cannot be imported: {type(error).__name__}: {error}") from None
+    return module

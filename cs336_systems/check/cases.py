@@ -1,0 +1,278 @@
+"""Properties that a parallel run must have: small training programs, each with the model, data and optimizer it needs.
+
+`must`: a silent wrong number is a mistake (exit code 1); else it is a weak point, advice. Where `error` is expected,
+the program cannot be carried out, and the right answer is an error on every rank that is left.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.check.models import Net, Program, rows_of, token_loss
+from cs336_systems.check.oracle import ObservedRun
+from cs336_systems.check.tolerances import bound
+
+DP = ("ddp", "fsdp")
+MODULES = (*DP, "sharded-optimizer")
+ALL = (*MODULES, "step")
+KINDS = (*ALL, "tensor-parallel")
+HOW, WRONG = "docs/data_parallel.md#one-mechanism", "docs/check.md#weak-points"
+DIED = "docs/troubleshooting.md#a-rank-died"
+
+
+def training(run: Any, steps: int = 3, **options: Any) -> Any:
+    """Ordinary steps; an option that is a function is asked for each step and rank."""
+    for step in range(steps):
+        chosen = {key: value(step, run.rank) if callable(value) else value for key, value in options.items()}
+        yield from run.train(step, **chosen)
+
+
+def accumulate(run: Any, quiet: bool) -> Any:
+    """Three backward passes a step: two in no_sync, or each with a synchronisation of its own."""
+    for step in range(2):
+        for micro in range(3):
+            if quiet and micro < 2:
+                with run.model.no_sync():
+                    run.backward(3 * step + micro)
+            else:
+                run.backward(3 * step + micro)
+                yield
+        run.step()
+
+
+def clipped(run: Any) -> Any:
+    """Steps along gradients that are clipped to a small norm."""
+    for step in range(2):
+        run.backward(step)
+        yield
+        run.clip(LIMIT)
+        run.step()
+
+
+def reload(run: Any) -> Any:
+    """State is saved after a step, another step is made, and the state is loaded again."""
+    yield from run.train(0)
+    saved = run.save()
+    yield from run.train(1)
+    run.load(saved)
+    yield from run.train(2)
+    yield from run.train(3)
+
+
+def die(run: Any) -> Any:
+    """The last rank ends after a step, without a word."""
+    yield from run.train(0)
+    if run.rank == run.world - 1:
+        os._exit(0)
+    yield from run.train(1)
+
+
+def other_rate(run: Any) -> Any:
+    """Another learning rate on the last rank."""
+    if run.rank == run.world - 1:
+        run.optimizer.param_groups[0]["lr"] *= 0.5
+    yield from training(run)
+
+
+def change(run: Any, action: Callable[[Any], object]) -> Any:
+    """Something is changed on all ranks after the first step."""
+    yield from run.train(0)
+    action(run)
+    yield from run.train(1)
+    yield from run.train(2)
+
+
+def set_optional(run: Any, flag: bool) -> None:
+    """Freeze or unfreeze a layer."""
+    run.side.module.optional.requires_grad_(flag)
+
+
+def replace_last(run: Any) -> None:
+    """A new Parameter with the old one's values, also in the optimizer."""
+    old = run.side.module.last.weight
+    new = run.side.module.last.weight = nn.Parameter(old.detach().clone())
+    for group in run.optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+
+
+def twice(run: Any, graphs: int) -> Any:
+    """Two forward passes, then two backward passes; or two backward passes through one graph."""
+    for step in range(2):
+        losses = [run.loss(2 * step + number) for number in range(graphs)]
+        for number in range(2):
+            run.backward_of(losses[number % graphs], retain_graph=graphs == 1)
+        yield
+        run.step()
+
+
+def bare(run: Any) -> Any:
+    """The bare module is called instead of its wrapper."""
+    for step in range(2):
+        inputs, targets = run.rows(step)
+        run.backward_of(run.criterion(run.side.module(inputs), targets))
+        yield
+        run.step()
+
+
+def retry(run: Any) -> Any:
+    """A backward pass fails on every rank, gradients are zeroed, and the batch is tried again."""
+    for step in range(2):
+        if step == 1:
+            try:
+                run.loss(step, boom="late").backward()
+            except ArithmeticError:
+                run.optimizer.zero_grad()
+        yield from run.train(step)
+
+
+class Offset(Net):
+    """A buffer with values drawn at random, which the result depends on."""
+
+    offset: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(tied=False, shared=False, scalar=False)
+        self.register_buffer("offset", torch.randn(11, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor, *options: Any, **named: Any) -> Tensor:
+        """Logits, with the buffer added."""
+        return super().forward(tokens, *options, **named) + self.offset
+
+
+class Mixed(nn.Module):
+    """Parameters of three precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, dtype=torch.float64)
+        self.single = nn.Linear(6, 6, dtype=torch.float32)
+        self.short = nn.Linear(6, 6, dtype=torch.bfloat16)
+        self.head = nn.Linear(6, 11, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits (rows seq 11) of tokens (rows seq)."""
+        x = self.embedding(tokens)
+        for layer in (self.single, self.short):
+            x = x + layer(x.to(layer.weight.dtype)).double()
+        return self.head(x)
+
+
+def freeze(module: Any, rank: int) -> None:
+    """Freeze a weight and a whole layer."""
+    module.first.weight.requires_grad_(False)
+    module.optional.requires_grad_(False)
+
+
+def freeze_optional(module: Any, rank: int) -> None:
+    """Freeze a layer."""
+    module.optional.requires_grad_(False)
+
+
+def reorder(module: Any, rank: int) -> None:
+    """The last layers of equal shapes are registered in another order on rank 1."""
+    if rank == 1:
+        layers = module.deep._modules
+        for name in sorted(layers, reverse=True):
+            layers[name] = layers.pop(name)
+
+
+def uneven(full: Tensor, rank: int, world: int) -> Tensor:
+    """Parts of which the first is half of the rows, and the others are equal."""
+    half = len(full) // 2 if world > 2 else 2 * len(full) // 3
+    return full[:half] if rank == 0 else full[half:].chunk(world - 1)[rank - 1]
+
+
+def whole(full: Tensor, rank: int, world: int) -> Tensor:
+    """All rows on every rank, as under tensor parallelism."""
+    return full
+
+
+BOUND = bound(torch.float64, stages=3 * 64, longest_sum=48)  # see Net: 64 operations a step
+LIMIT = 0.1  # of the gradient's norm, where it is clipped
+Plain = partial(Net, tied=False, shared=False, scalar=False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A property, the program that shows it, and what the program needs."""
+
+    name: str
+    program: Program = training
+    make: Callable[[], nn.Module] = Plain
+    prepare: Callable[[Any, int], object] = lambda module, rank: None
+    kinds: tuple[str, ...] = ALL
+    must: bool = True
+    error: bool = False
+    page: str = HOW
+    slow: bool = False  # asynchronous collectives are carried out when they are waited for
+    seeds: bool = False  # another one on each rank, so that what is not sent from rank 0 is seen
+    part: Callable[[Tensor, int, int], Tensor] = rows_of
+    cls: type[torch.optim.Optimizer] = torch.optim.SGD
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.05})
+    data: Callable[[int], tuple[Tensor, Tensor]] | None = None
+    criterion: Callable[[Tensor, Tensor], Tensor] = token_loss
+    tolerance: float = BOUND
+
+    def module(self, seed: int, rank: int) -> nn.Module:
+        """The model of a rank, with the values of a seed."""
+        torch.manual_seed(seed)
+        module = self.make()
+        self.prepare(module, rank)
+        return module
+
+    def adapt(self, run: ObservedRun) -> None:
+        """Give a run this case's data."""
+        run.data, run.part, run.criterion = self.data or run.data, self.part, self.criterion
+
+    def of(self, kind: str) -> "Case":
+        """The case as a kind of candidate meets it: a sharded optimizer needs state; ranks of tensor parallelism have
+        equal rows."""
+        if kind == "sharded-optimizer":
+            adamw = {"lr": 0.05, "weight_decay": 0.1}
+            return replace(self, cls=torch.optim.AdamW, options=adamw, seeds=False)
+        must = self.must and not (kind == "fsdp" and self.program is clipped)  # a norm over shards is asked of few
+        part = whole if kind == "tensor-parallel" else self.part
+        seeds = self.seeds and (kind == "ddp" or not self.must)
+        return replace(self, seeds=seeds, part=part, must=must)
+
+
+FIRST = Case("training", kinds=KINDS, seeds=True)
+CASES = (
+    FIRST,
+    Case("waits for what it launches", kinds=KINDS, slow=True),
+    Case("buffers", make=Offset, seeds=True, kinds=("ddp",), must=False, page=WRONG),
+    Case("tied weights", make=partial(Net, shared=False, scalar=False)),
+    Case("a layer used twice", make=partial(Net, tied=False, scalar=False)),
+    Case("a parameter without axes", make=partial(Net, tied=False, shared=False)),
+    Case("frozen parameters", prepare=freeze),
+    Case("unused on every rank", partial(training, skip=lambda step, rank: step == 1), kinds=DP, page=WRONG),
+    Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
+    Case("mixed dtypes", make=Mixed, kinds=MODULES),
+    Case("accumulation in no_sync", partial(accumulate, quiet=True), kinds=DP),
+    Case("accumulation without no_sync", partial(accumulate, quiet=False), kinds=("ddp",)),
+    Case("recomputation", partial(training, recompute="yes"), kinds=DP),
+    # torch divides by the norm + 1e-6 and others by the norm, which is above the limit: relative, 1e-6 over that.
+    Case("clipping by the norm", clipped, kinds=DP, tolerance=BOUND + 1e-6 / LIMIT),
+    Case("state saved and loaded", reload, kinds=MODULES),
+    Case("unequal parts of the batch", kinds=("step",), part=uneven),
+    Case("unequal parts of the batch", kinds=DP, part=uneven, must=False, page=WRONG),
+    Case("seeds that differ by rank", kinds=("fsdp",), must=False, seeds=True),
+    Case("a backward that fails, and again", retry, kinds=DP, must=False, page=WRONG),
+    Case("two forwards, two backwards", partial(twice, graphs=2), kinds=DP, must=False, page=WRONG),
+    Case("two backwards of one graph", partial(twice, graphs=1), kinds=DP, must=False, page=WRONG),
+    Case("the bare module called", bare, kinds=("ddp",), must=False, page=WRONG),
+    Case("frozen later", partial(change, action=partial(set_optional, flag=False)), kinds=DP, must=False, page=WRONG),
+    Case("unfrozen later", partial(change, action=partial(set_optional, flag=True)), prepare=freeze_optional, kinds=DP,
+         must=False, page=WRONG),
+    Case("a parameter replaced", partial(change, action=replace_last), kinds=DP, must=False, page=WRONG),
+    Case("cast after wrapping", partial(change, action=lambda run: run.side.module.float()), kinds=("ddp",), must=False,
+         page=WRONG),
+    Case("layers in another order on one rank", prepare=reorder, kinds=DP, must=False, error=True, page=WRONG),
+    Case("another learning rate on one rank", other_rate, kinds=MODULES, must=False, error=True, page=WRONG),
+    Case("a rank that dies", die, kinds=ALL, must=False, error=True, page=DIED),
+)  # fmt: skip

@@ -1,0 +1,123 @@
+"""Exercises: files to fill in, without solutions, graded by the checks and by what else must be true of each."""
+
+import tomllib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.check.candidates import Candidate, candidate, load_file
+from cs336_systems.check.foreign import count_reductions, exchange
+from cs336_systems.check.report import FAILED, WRONG, Report, check
+from cs336_systems.comm import broadcast
+from cs336_systems.errors import UserError
+
+EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
+)
+
+RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
+
+
+class BrokenPromiseError(AssertionError):
+    """Something that an exercise says must be true, and is not."""
+
+
+def exercise(name: str) -> dict[str, Any]:
+    """An exercise. Raises UserError if there is none of the name."""
+    if name not in EXERCISES:
+        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
+    return EXERCISES[name]
+
+
+def grade(name: str, path: Path, ranks: int = 2, timeout: float = 5.0, only: tuple[str, ...] = ()) -> Report:
+    """The report on a file that was filled in. Raises UserError for a file without what is asked."""
+    report = check(_asked(name, path, ranks), ranks=ranks, timeout=timeout, only=only or RING * (name == "ring"))
+    for i, each in enumerate(report.verdicts):  # what runs and does not do what is asked is wrong
+        if each.status == FAILED and each.says.startswith(BrokenPromiseError.__name__):
+            report.verdicts[i] = replace(each, status=WRONG, says=each.says.partition(": ")[2], page="")
+    return report
+
+
+def _asked(name: str, path: Path, ranks: int) -> Candidate:
+    asked = exercise(name)
+    if not callable(found := getattr(load_file(path), asked["name"], None)):
+        raise UserError(f"{path} has no {asked['name']}, which the exercise {name} asks for")
+    if name == "ring":
+        return candidate(partial(_Ring, found), "ddp", "all_reduce")
+    chosen = candidate(found, asked["kind"], asked["name"])
+    if name == "zero-1":
+        chosen = replace(chosen, build=partial(_with_small_state, chosen.build, ranks))
+    if "early" in asked:
+        chosen = _launched_early(chosen, asked["early"], asked.get("most"))
+    return chosen
+
+
+class _Ring(nn.Module):
+    """Data parallelism over a student's all-reduce, which is held to the bytes that a ring needs."""
+
+    def __init__(self, all_reduce: Callable[..., Any], module: nn.Module, group: Any) -> None:
+        super().__init__()
+        self.module, self.all_reduce, self.group, self.sent = module, all_reduce, group, 0
+        for parameter in module.parameters():
+            broadcast(parameter.detach(), 0, group).wait()
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """The module's own result."""
+        return self.module(*inputs, **options)
+
+    def _exchange(self, piece: Tensor, into: Tensor) -> None:
+        self.sent += piece.numel()
+        exchange(piece, into)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Average all gradients by one all-reduce. Raises BrokenPromiseError if it sends more than a ring needs."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in gradients])
+        world, self.sent = self.group.size(), 0
+        self.all_reduce(flat, self._exchange, self.group.rank(), world)
+        if self.sent > (most := 2 * (world - 1) * -(-len(flat) // world)):
+            raise BrokenPromiseError(f"a rank sent {self.sent} elements, and a ring needs {most}")
+        for g, piece in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            g.copy_(piece.view_as(g) / world)
+
+
+def _with_small_state(build: Callable[..., Any], ranks: int, module: nn.Module, cls: Any, *rest: Any) -> Any:
+    """Hold the class that a sharded optimizer is given to its share of the elements."""
+    sizes = [p.numel() for p in module.parameters()]
+
+    class Counted(cls):  # type: ignore[misc]
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+            has = sum(p.numel() for group in self.param_groups for p in group["params"])
+            if has > (most := sum(sizes) // ranks + max(sizes)):
+                raise BrokenPromiseError(
+                    f"a rank keeps state for {has} of {sum(sizes)} elements, at most {most} are its"
+                )
+
+    return build(module, Counted, *rest)
+
+
+def _launched_early(chosen: Candidate, early: int, most: int | None) -> Candidate:
+    """Hold a wrapper to a number of collectives before the end of backward, and to one for the whole step."""
+    counts = [0]
+
+    def build(*arguments: Any) -> Any:
+        built = chosen.build(*arguments)
+        count_reductions(counts)
+        return built
+
+    def finish(model: Any, optimizer: Any) -> None:
+        launched = counts[0]
+        chosen.finish(model, optimizer)
+        total, counts[0] = counts[0], 0
+        if launched < early:
+            raise BrokenPromiseError(f"{launched} collectives were launched during backward; {early} or more should be")
+        if most and total > most:
+            raise BrokenPromiseError(f"a step took {total} collectives; {most} or fewer should do")
+
+    return replace(chosen, build=build, finish=finish)

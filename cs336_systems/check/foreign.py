@@ -1,0 +1,145 @@
+"""Wrappers of other systems by name, and their collectives made late: the one file of check/ that uses
+torch.distributed, as a user's code does."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+from cs336_systems.errors import UserError
+
+ASYNCHRONOUS = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
+)  # fmt: skip
+Built = tuple[Any, Any]  # a model and its optimizer
+
+
+class Late:
+    """A collective that nothing does before somebody waits for it."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+        self._work: Any = None
+
+    def wait(self, *arguments: Any) -> Any:
+        """Carry it out, once."""
+        self._work = self._work or self._start()
+        return self._work.wait(*arguments)
+
+    def is_completed(self) -> bool:
+        """False until somebody has waited."""
+        return self._work is not None
+
+    def get_future(self) -> Any:
+        """The future of the collective, which begins now: who asks for it will wait for it."""
+        self._work = self._work or self._start()
+        return self._work.get_future()
+
+
+@contextmanager
+def late_collectives() -> Iterator[None]:
+    """The slowest of networks for those who call torch.distributed's functions: a race is lost every time."""
+    dist = import_module("torch.distributed")
+    real = {name: getattr(dist, name) for name in ASYNCHRONOUS if hasattr(dist, name)}
+    for name, function in real.items():
+        setattr(dist, name, _late(function))
+    try:
+        yield
+    finally:
+        for name, function in real.items():
+            setattr(dist, name, function)
+
+
+def _late(function: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(inspect.unwrap(function))
+
+    @wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        if signature.bind(*arguments, **named).arguments.get("async_op"):
+            return Late(lambda: function(*arguments, **named))
+        return function(*arguments, **named)
+
+    return called
+
+
+def count_reductions(counts: list[int]) -> None:
+    """Count into the first of `counts`, from now on in this process, the all-reduces and reduce-scatters of
+    torch.distributed that are launched."""
+    dist = import_module("torch.distributed")
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def called(*arguments: Any, **named: Any) -> Any:
+            counts[0] += 1
+            return function(*arguments, **named)
+
+        return called
+
+    for name in ASYNCHRONOUS:
+        if "reduce" in name and hasattr(dist, name):
+            setattr(dist, name, counted(getattr(dist, name)))
+
+
+def exchange(piece: Any, into: Any) -> None:
+    """Send a tensor to the next rank of a ring, and receive one from the rank before."""
+    dist = import_module("torch.distributed")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sent = dist.isend(piece.contiguous(), (rank + 1) % world)
+    dist.recv(into, (rank - 1) % world)
+    sent.wait()
+
+
+def ddp(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's DistributedDataParallel as it is by default, with buckets so small that there are several."""
+    wrapper = import_module("torch.nn.parallel").DistributedDataParallel
+    model = wrapper(module, process_group=group, bucket_cap_mb=0.0005)
+    return model, cls(model.parameters(), **options)
+
+
+def fsdp2(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's fully_shard, on the whole module."""
+    import_module("torch.distributed.fsdp").fully_shard(module)
+    return module, cls(module.parameters(), **options)
+
+
+def zero(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """torch's ZeroRedundancyOptimizer."""
+    optimizer = import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    return module, optimizer(module.parameters(), optimizer_class=cls, process_group=group, **options)
+
+
+def accelerate(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """accelerate's prepare, on the CPU."""
+    optimizer = cls(module.parameters(), **options)
+    return tuple(import_module("accelerate").Accelerator(cpu=True).prepare(module, optimizer))
+
+
+def deepspeed(module: Any, cls: Any, options: dict[str, Any], group: Any) -> Built:
+    """Not supported: deepspeed's engine calls backward and step itself, and compiles extensions when it starts."""
+    raise UserError("deepspeed:zero1 is not supported: its engine calls backward and step itself")
+
+
+FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {
+    "torch:ddp": ("ddp", ddp, ("torch.nn.parallel",)),
+    "torch:fsdp2": ("fsdp", fsdp2, ("torch.distributed.fsdp",)),
+    "torch:zero": ("sharded-optimizer", zero, ("torch.distributed.optim",)),
+    "accelerate": ("ddp", accelerate, ("accelerate",)),
+    "deepspeed:zero1": ("ddp", deepspeed, ("deepspeed",)),
+}
+
+
+def foreign(name: str) -> tuple[str, Callable[..., Built]]:
+    """Kind and builder of a wrapper of another system. Raises UserError where that is not installed."""
+    kind, build, modules = FOREIGN[name]
+    for module in modules:
+        if find_spec(module.partition(".")[0]) is None:
+            raise UserError(f"{name}: {module} is not installed here; pip install {module}")
+        with catch_warnings():
+            simplefilter("ignore")  # their own deprecations
+            import_module(module)  # once, before ranks are forked
+    return kind, build

@@ -1,0 +1,216 @@
+"""Verdicts: one for each property of a candidate, from its ranks' notes and the reference's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from textwrap import wrap as wrap_text
+from typing import Any
+
+import torch
+from torch import nn
+
+from cs336_systems.check.candidates import Candidate, candidate
+from cs336_systems.check.cases import CASES, FIRST, Case
+from cs336_systems.check.diagnosis import Evidence, Wrong, diagnose, moment
+from cs336_systems.check.models import token_loss
+from cs336_systems.check.oracle import Notes, reference
+from cs336_systems.check.ranks import HUNG, clean_torch, run_cases
+from cs336_systems.check.tolerances import bound
+from cs336_systems.errors import UserError
+from cs336_systems.host.text import printable
+
+RIGHT, WRONG, WEAK, REFUSED, ABSENT, FAILED = "right", "WRONG", "weak", "refused", "not offered", "FAILED"
+TRAINING = {  # rows of the first case: kind of tensor, and step or None for all
+    "initial weights": ("weight", -1), "loss": ("loss", None), "gradients": ("gradient", None),
+    "weights after 3 steps": ("weight", None),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of a property, and the page that explains it."""
+
+    name: str
+    status: str
+    says: str = ""
+    page: str = ""
+    cause: str = ""
+
+
+@dataclass
+class Report:
+    """All verdicts on a candidate."""
+
+    candidate: str
+    kind: str
+    ranks: int
+    verdicts: list[Verdict] = field(default_factory=list)
+
+    def of(self, name: str) -> Verdict:
+        """The verdict on a property."""
+        return next(each for each in self.verdicts if each.name == name)
+
+    def exit_code(self, strict: bool = False) -> int:
+        """0: right; 1: wrong numbers, with `strict` also what is weak, refused or not offered; 2: it could not run."""
+        found = {each.status for each in self.verdicts}
+        if FAILED in found:
+            return 2
+        return int(WRONG in found or (strict and bool(found - {RIGHT})))
+
+    def __str__(self) -> str:
+        lines = [f"{self.candidate}: {self.kind} on {self.ranks} ranks, compared with one process"]
+        for each in self.verdicts:
+            says, page = printable(each.says), f"See {each.page}" if each.page and each.status != RIGHT else ""
+            short = not page and len(says) < 60
+            row = ", ".join(filter(None, (each.cause, says if short else "")))
+            lines.append(f"  {each.status:<11} {each.name}{f': {row}' * bool(row)}")
+            for text in filter(None, ("" if short else says, page)):
+                lines += wrap_text(
+                    text, 110, initial_indent=" " * 16, subsequent_indent=" " * 16, break_on_hyphens=False
+                )
+        counts = [(status, sum(each.status == status for each in self.verdicts))
+                  for status in (RIGHT, WRONG, FAILED, WEAK, REFUSED, ABSENT)]  # fmt: skip
+        return "\n".join([*lines, ", ".join(f"{count} {status}" for status, count in counts if count)])
+
+
+def check(
+    wrap: Any,
+    build: Callable[[], Any] | None = None,
+    kind: str | None = None,
+    ranks: int = 2,
+    timeout: float = 5.0,
+    only: tuple[str, ...] = (),
+) -> Report:
+    """Compare a parallel run with one process, in double precision, on forked ranks of this machine's CPU.
+
+    `wrap`: a class or function of a module (ddp, fsdp, tensor-parallel), a sharded optimizer's class, a training step,
+    or a `Candidate`. `build`: returns a module, or (module, loss, batch), where batch(step) returns inputs and targets
+    whose first axis is divided among the ranks; a small model by default. `only`: names of properties.
+    Raises UserError.
+    """
+    if ranks < 2:
+        raise UserError(f"--ranks {ranks}: a comparison with one process needs 2 or more")
+    chosen = wrap if isinstance(wrap, Candidate) else candidate(wrap, kind)
+    wanted = {FIRST.name if name in TRAINING else name for name in only} or {each.name for each in CASES}
+    cases = [each.of(chosen.kind) for each in CASES if chosen.kind in each.kinds and each.name in wanted]
+    if build is not None:
+        cases = [_built(each, build, ranks) if each.name in BUILT else each for each in cases]
+    if unknown := wanted - {each.name for each in CASES}:
+        raise UserError(
+            f"no property is named {', '.join(unknown)}; there are {', '.join(each.name for each in CASES)}"
+        )
+    report = Report(chosen.name, chosen.kind, ranks)
+    found = run_cases(chosen, cases, ranks, timeout)
+    with clean_torch():
+        for case in cases:
+            own = build is not None and case.name in BUILT
+            want = reference(case, ranks) if own else _reference(case.name, chosen.kind, ranks)
+            if case.name in found:
+                report.verdicts += _judge(Evidence(_expected(case), want, found[case.name]))
+    known = [each.cause for each in report.verdicts if each.name in TRAINING and each.cause]
+    for i, each in enumerate(report.verdicts):
+        if each.name not in TRAINING and each.cause in known:
+            report.verdicts[i] = replace(each, says="as in ordinary training", page="")
+    return report
+
+
+BUILT = (FIRST.name, "waits for what it launches", "accumulation in no_sync", "accumulation without no_sync",
+         "clipping by the norm", "state saved and loaded", "a rank that dies")  # with the user's own model  # fmt: skip
+
+
+def assert_right(wrap: Any, build: Callable[[], Any] | None = None, strict: bool = False, **options: Any) -> None:
+    """`check` for a test. Raises AssertionError with the report unless its exit code is 0."""
+    report = check(wrap, build, **options)
+    assert report.exit_code(strict) == 0, f"\n{report}"
+
+
+def _built(case: Case, build: Callable[[], Any], ranks: int) -> Case:
+    """A case over the user's own module, loss and batch."""
+    with clean_torch():
+        built = build()
+    module, loss, batch = built if isinstance(built, tuple) else (built, token_loss, None)
+    if not isinstance(module, nn.Module):
+        raise UserError(f"build() returned {type(module).__name__}; return a module, or (module, loss, batch)")
+    rows = len(batch(0)[0]) if batch else 12
+    if rows % ranks:
+        raise UserError(f"the batch has {rows} rows, which {ranks} ranks cannot share equally")
+    longest = max([rows, *(max(p.shape, default=1) for p in module.parameters())])
+    stages = 3 * 16 * sum(1 for _ in module.modules())  # a module is a few operations, forward and backward
+    make = (lambda: build()[0]) if isinstance(built, tuple) else build
+    tolerance = max(case.tolerance, bound(torch.float64, stages, longest))
+    return replace(case, make=make, criterion=loss, data=batch, tolerance=tolerance)
+
+
+def _expected(case: Case) -> Case:
+    """The case that the ranks' numbers are compared with: where an error is expected, ordinary training."""
+    return replace(case, program=FIRST.program, prepare=FIRST.prepare) if case.error else case
+
+
+@cache
+def _reference(name: str, kind: str, ranks: int) -> list[Notes]:
+    return reference(_expected(next(each for each in CASES if each.name == name).of(kind)), ranks)
+
+
+def _judge(evidence: Evidence) -> list[Verdict]:
+    """The rows of a case."""
+    case, errors = evidence.case, [notes.error for notes in evidence.got]
+    if any("no_sync" in error and "AttributeError" in error for error in errors):
+        return [Verdict(case.name, ABSENT, "the model has no method no_sync", case.page)]
+    if case.error:
+        return [_refusal(evidence, errors)]
+    found = [wrong for kind in ("buffer", "loss", "gradient", "norm", "weight") for wrong in evidence.wrong(kind)
+             if kind != "buffer" or case.name == "buffers"]  # fmt: skip
+    first = min(map(moment, found), default=None)
+    here = [evidence.explained(each) for each in found if moment(each) == first]
+    if case.name != FIRST.name or (any(errors) and not found):
+        return [_verdict(evidence, errors, here)]
+    rows = []
+    for name, (kind, step) in TRAINING.items():
+        mine = [each for each in found if each.key[1] == kind and (each.key[0] < 0) == (step == -1)]
+        rows.append(_row(name, evidence, errors, mine, here))
+    return rows
+
+
+def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], first: list[Wrong]) -> Verdict:
+    """A row of the first case: its own diagnosis, or a consequence of what went wrong before it."""
+    if not found:
+        return Verdict(name, RIGHT)
+    if moment(found[0]) != moment(first[0]):
+        return Verdict(name, WRONG, "a consequence of the cause named in another row")
+    return replace(_verdict(evidence, errors, first), name=name)
+
+
+def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdict:
+    """The verdict on a case from its first wrong tensors and the ranks' errors."""
+    case = evidence.case
+    error = next((each for each in errors if each and not _lost(each)), next(filter(None, errors), ""))
+    if found:
+        cause, says, page = diagnose(found, evidence)
+        wrong = case.name == FIRST.name or (case.must and not error)
+        page = case.page if cause == "unknown" else page
+        return Verdict(case.name, WRONG if wrong else WEAK, f"{says}{f' Later: {error}' * bool(error)}", page, cause)
+    if error:
+        silent = [rank for rank, each in enumerate(errors) if not each]
+        alone = "; it hung and was killed" if HUNG in errors and error != HUNG else ""
+        alone += f", while rank {', '.join(map(str, silent))} went on as if nothing had happened" if silent else ""
+        weak = silent or HUNG in errors
+        status = FAILED if case.name == FIRST.name else REFUSED if case.must else WEAK if weak else RIGHT
+        return Verdict(case.name, status, error + alone, case.page)
+    return Verdict(case.name, RIGHT)
+
+
+def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:
+    """Where the program cannot be carried out: right if every rank that is left says so."""
+    case = evidence.case
+    left = errors[:-1] if case.name == "a rank that dies" else errors
+    if HUNG in left:
+        return Verdict(case.name, WEAK, "it hangs", case.page)
+    silent = [rank for rank, error in enumerate(left) if not error]
+    if silent:
+        return Verdict(case.name, WEAK, f"no error on rank {', '.join(map(str, silent))}", case.page)
+    return Verdict(case.name, RIGHT, next((each for each in left if not _lost(each)), left[0]))
+
+
+def _lost(error: str) -> bool:
+    """True for an error that only says that another rank has gone."""
+    return any(words in error for words in ("onnection", "CommError", "closed", HUNG))

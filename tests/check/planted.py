@@ -1,0 +1,260 @@
+"""Small parallel implementations as a student would write them, mistakes planted in them, and bugs that other systems
+have published, rebuilt small. Each mistake has the cause that `check` must name."""
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+DDP = """
+import torch
+import torch.distributed as dist
+from contextlib import contextmanager
+from torch import nn
+
+
+class StudentDDP(nn.Module):
+    def __init__(self, module, size=4):
+        super().__init__()
+        self.module, self.works, self.quiet = module, [], False
+        for parameter in module.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+        trained = [p for p in reversed(list(module.parameters())) if p.requires_grad]
+        self.buckets = [trained[i : i + size] for i in range(0, len(trained), size)]
+
+    def forward(self, *inputs, **options):
+        return self.module(*inputs, **options)
+
+    @contextmanager
+    def no_sync(self):
+        yield
+
+    def launch(self, bucket):
+        bucket = [p for p in bucket if p.grad is not None]
+        flat = torch.cat([p.grad.reshape(-1).double() for p in bucket] or [torch.zeros(0)])
+        self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish_gradient_synchronization(self):
+        for bucket in self.buckets:
+            self.launch(bucket)
+        for bucket, flat, work in self.works:
+            work.wait()
+            flat /= dist.get_world_size()
+            for p, piece in zip(bucket, flat.split([p.numel() for p in bucket])):
+                p.grad.copy_(piece.view_as(p))
+        self.works = []
+"""
+
+OPTIMIZER = """
+import torch
+import torch.distributed as dist
+
+
+class StudentSharded(torch.optim.Optimizer):
+    def __init__(self, params, optimizer_cls, **options):
+        params = list(params)
+        super().__init__(params, options)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.owners = [(p, i % world) for i, p in enumerate(params)]
+        self.inner = optimizer_cls([p for p, owner in self.owners if owner == rank], **options)
+
+    def step(self, closure=None):
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.inner.step()
+        for p, owner in self.owners:
+            dist.broadcast(p.detach(), owner)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+"""
+
+STEP = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+
+def train_step(model, optimizer, inputs, targets):
+    size = torch.tensor(float(targets.numel()))
+    dist.all_reduce(size)
+    logits = model(inputs)
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / size
+    loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+TENSOR = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.chunk(dist.get_world_size())[dist.get_rank()].clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Gather.apply(gradient)
+
+
+class Between(nn.Module):
+    def __init__(self, before, module, after):
+        super().__init__()
+        self.before, self.after, self.weight = before, after, module.weight
+        self.bias, self.call = getattr(module, "bias", None), [module]
+
+    def forward(self, x):
+        return self.after(self.call[0](self.before(x)))
+
+
+def tensor_parallel(module):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    module.last.weight = nn.Parameter(module.last.weight.detach().chunk(world, 0)[rank].clone())
+    module.head.weight = nn.Parameter(module.head.weight.detach().chunk(world, 1)[rank].clone())
+    module.last = Between(Copy.apply, module.last, lambda x: x)
+    module.head = Between(lambda x: x, module.head, Sum.apply)
+    return module
+"""
+
+SEQUENCE = f"""{TENSOR}
+
+def sequence_parallel(module):
+    def finish():
+        for p in (module.norm.weight, module.norm.bias):
+            dist.all_reduce(p.grad)
+
+    tensor_parallel(module)
+    module.norm = Between(Scatter.apply, module.norm, Gather.apply)
+    module.finish_gradient_synchronization = finish
+    return module
+"""
+TARGETS = {DDP: "StudentDDP", OPTIMIZER: "StudentSharded", STEP: "train_step", TENSOR: "tensor_parallel",
+           SEQUENCE: "sequence_parallel"}  # fmt: skip
+
+
+class Planted(NamedTuple):
+    """A mistake: what is changed in which source, the property that shows it, and the cause to be named."""
+
+    name: str
+    source: str
+    old: str
+    new: str
+    property: str
+    cause: str
+    where: str = ""  # of a published bug
+
+
+def make(source: str, old: str = "", new: str = "") -> Any:
+    """What a source has to be checked, with a mistake."""
+    assert not old or source.count(old) == 1, f"{old!r} is {source.count(old)} times in the source"
+    module = ModuleType("planted")
+    exec(compile(source.replace(old, new) if old else source, "planted", "exec"), vars(module))
+    return vars(module)[TARGETS[source]]
+
+
+DIVIDE = "            flat /= dist.get_world_size()\n"
+LAUNCH = "        self.works.append((bucket, flat, dist.all_reduce(flat, async_op=True)))"
+REDUCE = "            dist.all_reduce(p.grad)\n"
+COPY_BACK = (
+    "        gradient = gradient.contiguous().clone()\n        dist.all_reduce(gradient)\n        return gradient"
+)
+MISTAKES = [
+    Planted("gradients are summed", DDP, DIVIDE, "", "gradients", "summed"),
+    Planted("the mean is divided once more", DDP, DIVIDE, DIVIDE * 2, "gradients", "averaged twice"),
+    Planted("nothing is reduced", DDP, "            self.launch(bucket)", "            pass", "gradients",
+            "never synchronised"),
+    Planted("one bucket is forgotten", DDP, "        for bucket in self.buckets:\n", "        for bucket in self.buckets[1:]:\n",
+            "gradients", "never synchronised"),
+    Planted("rank 0's gradients are sent to all", DDP, "dist.all_reduce(flat, async_op=True)",
+            "dist.broadcast(flat, 0, async_op=True)", "gradients", "another rank's"),
+    Planted("nobody waits", DDP, "            work.wait()\n", "            __import__('time').sleep(0.02)\n", "waits for what it launches", "never synchronised"),
+    Planted("a bucket is copied back a step later", DDP, DIVIDE, DIVIDE + "            if bucket[0] is self.buckets[1][0]:\n"
+            "                flat, self.last = getattr(self, 'last', flat), flat\n", "gradients", "stale"),
+    Planted("the mean is added to the rank's own", DDP, "p.grad.copy_(piece", "p.grad.add_(piece", "gradients", "added to"),
+    Planted("slices go back in another order", DDP, "in zip(bucket, flat",
+            "in zip(bucket[:2] + bucket[:1:-1] if len(bucket[0]) == 11 else bucket, flat",
+            "gradients", "another tensor's"),
+    Planted("a buffer in single precision", DDP, ".double()", ".float()", "gradients", "rounded"),
+    Planted("weights are not sent", DDP, "            dist.broadcast(parameter.detach(), 0)", "            pass",
+            "initial weights", "not sent"),
+    Planted("buffers are not sent", DDP, "            dist.broadcast(buffer, 0)", "            pass", "buffers", "not sent"),
+    Planted("a backward pass that mixes ranks", DDP, "        trained =",
+            "        module.deep[1].register_full_backward_hook(lambda m, x, y: (dist.all_reduce(x[0]), x)[1])\n        trained =",
+            "gradients", "from here on"),
+    Planted("updates are not sent", OPTIMIZER, "            dist.broadcast(p.detach(), owner)", "            pass",
+            "weights after 3 steps", "unmoved"),
+    Planted("each rank's own mean", STEP, "    dist.all_reduce(size)\n", "    size *= dist.get_world_size()\n",
+            "unequal parts of the batch", "mean of means"),
+    Planted("a copy without its conjugate", TENSOR, COPY_BACK, "        return gradient", "gradients", "partial sum"),
+]  # fmt: skip
+PUBLISHED = [
+    Planted("the hook averages the parameter that it is given, not its gradient", DDP,
+            "        trained =", "        self.finish_gradient_synchronization = lambda: [(dist.all_reduce(p.data),"
+            " p.data.div_(dist.get_world_size())) for p in module.parameters()]\n        trained =", "gradients", "never synchronised", "huggingface/picotron#39"),
+    Planted("the loss is averaged over global tokens, and gradients once more over ranks", STEP, REDUCE,
+            REDUCE + "            p.grad /= dist.get_world_size()\n", "training", "averaged twice", "pytorch/torchtitan#2323"),
+    Planted("each part of the batch is averaged over its own tokens", STEP, "    dist.all_reduce(size)\n",
+            "    size *= dist.get_world_size()\n", "unequal parts of the batch", "mean of means", "huggingface/transformers#34191"),
+    Planted("a norm's weight under sequence parallelism is not reduced", SEQUENCE,
+            "            dist.all_reduce(p.grad)\n", "            pass\n", "gradients", "partial sum", "NVIDIA/Megatron-LM#1446"),
+    Planted("most updated parameters are not broadcast", OPTIMIZER, "        for p, owner in self.owners:",
+            "        for p, owner in self.owners[:2]:", "weights after 3 steps", "unmoved", "lodestone-rock/RamTorch#13"),
+    Planted("data-parallel group of one rank", DDP, "dist.all_reduce(flat, async_op=True)",
+            "dist.all_reduce(flat, group=[dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()],"
+            " async_op=True)", "gradients", "never synchronised", "ByteDance-Seed/VeOmni#1059"),
+    Planted("squared norms of complete gradients are added over the ranks", DDP, "    @contextmanager",
+            "    def clip_grad_norm(self, limit):\n        norm = nn.utils.get_total_norm([p.grad for p in self.parameters()])\n"
+            "        norm = norm * dist.get_world_size() ** 0.5\n"
+            "        nn.utils.clip_grads_with_norm_(list(self.parameters()), limit, norm)\n        return norm\n\n    @contextmanager",
+            "clipping by the norm", "norm of replicas", "modelscope/twinkle#290"),
+    Planted("a copy of the gradient is reduced, and the gradient returned", TENSOR, COPY_BACK,
+            "        dist.all_reduce(gradient.contiguous().clone())\n        return gradient", "gradients", "partial sum",
+            "NovaSky-AI/SkyRL#1886"),
+    Planted("gradients of replicas are added where they should be averaged", DDP, DIVIDE, "", "gradients", "summed",
+            "pytorch/pytorch#160285"),
+]  # fmt: skip

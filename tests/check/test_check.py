@@ -1,0 +1,302 @@
+"""Verdicts of `check`: no false alarm on right candidates, and the cause of each planted or published mistake named."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cs336_systems.check import assert_right, check
+from cs336_systems.check.candidates import Candidate, candidate, load
+from cs336_systems.check.cases import CASES
+from cs336_systems.ddp import NaiveDDP
+from cs336_systems.errors import UserError
+from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, SEQUENCE, STEP, TENSOR, Planted, make
+from tests.support.gallery import plant, slow_down
+from tests.test_readme import ROOT, anchors
+from writeup.gallery import Variant, variants
+
+PATIENCE = 2.0  # seconds that a rank waits for another one
+BUCKETED, WAITS = "ours:ddp-bucketed", "waits for what it launches"
+MUST = tuple(each.name for each in CASES if each.must)
+SOME = ("training", WAITS, "tied weights", "unused on one rank", "accumulation in no_sync", "state saved and loaded")
+RIGHT = ("torch:ddp", "torch:fsdp2", "torch:zero", "ours:ddp-naive", "ours:ddp-flat", "ours:ddp-overlapped",
+         "ours:ddp-bucketed", "ours:zero0", "ours:zero1", "ours:zero2", "ours:zero3")  # fmt: skip
+STUDENTS = {"a DDP with buckets": DDP, "a sharded optimizer": OPTIMIZER, "a training step": STEP,
+            "split matrices": TENSOR, "split matrices and sequences": SEQUENCE}  # fmt: skip
+SEEN = {  # the gallery's variants of data parallelism: candidate, the property that shows it, and the cause
+    "missing-wait": ("ours:ddp-naive", "gradients", "never synchronised"),
+    "averaged-twice": (BUCKETED, "gradients", "averaged twice"),
+    "not-averaged": (BUCKETED, "gradients", "summed"),
+    "skipped-bucket": (BUCKETED, "unused on every rank", "never synchronised"),
+    "sticky-no-sync": (BUCKETED, "accumulation in no_sync", "never synchronised"),
+    "wrong-slice": ("ours:zero2", "gradients", "another tensor's"),
+    "lost-tail": ("ours:zero1", "weights after 3 steps", "unmoved"),
+    "lost-rows": ("ours:zero3", "gradients", "zero"),
+    "no-all-gather": ("ours:zero1", "weights after 3 steps", "unmoved"),
+    "norm-counts-replicas": ("ours:zero1", "clipping by the norm", "norm of replicas"),
+}
+LOUD = {  # variants that the library's own guards or torch refuse
+    "order-of-readiness": ("ours:ddp-overlapped", "unused on one rank", "refused"),
+    "freed-too-early": ("ours:zero3", "training", "FAILED"),
+}
+
+
+def with_variant(variant: Variant, base: Candidate) -> Candidate:
+    """The candidate with a broken variant of the library planted in its ranks."""
+
+    def build(*arguments: Any) -> Any:
+        if variant.slow_network:
+            slow_down()
+        plant(variant)
+        return base.build(*arguments)
+
+    return replace(base, build=build)
+
+
+OURS = {"unequal parts of the batch": "weak"}  # of every wrapper and stage of this library
+WEAK = {  # what the torch wrappers' reports say, but for what is right
+    "torch:ddp": dict.fromkeys(
+        ("unused on every rank", "unused on one rank", "unequal parts of the batch", "two forwards, two backwards",
+         "two backwards of one graph", "the bare module called", "frozen later", "unfrozen later",
+         "a parameter replaced", "cast after wrapping", "layers in another order on one rank",
+         "another learning rate on one rank"), "weak"),
+    "torch:zero": {"mixed dtypes": "refused", "another learning rate on one rank": "weak"},
+    "torch:fsdp2": {"a parameter without axes": "refused", "unused on one rank": "refused", "mixed dtypes": "refused",
+                    "accumulation in no_sync": "not offered"}
+    | dict.fromkeys(
+        ("unequal parts of the batch", "seeds that differ by rank", "a backward that fails, and again",
+         "a parameter replaced", "layers in another order on one rank", "another learning rate on one rank"), "weak"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in WEAK])
+def test_no_false_alarm(name):
+    report = check(load(name)[0][0], only=SOME, timeout=PATIENCE)
+    assert {each.status for each in report.verdicts} == {"right"}, report
+    assert report.exit_code(strict=True) == 0
+
+
+@pytest.mark.parametrize("name", ["torch:ddp", "torch:zero", pytest.param("torch:fsdp2", marks=pytest.mark.slow)])
+def test_weak_points_of_torch_are_told(name):
+    """Advice, with a page that explains it, and no false alarm: exit code 0 unless it is strict."""
+    report = check(load(name)[0][0], timeout=PATIENCE)
+    assert {each.name: each.status for each in report.verdicts if each.status != "right"} == WEAK[name], report
+    assert report.exit_code() == 0
+    assert report.exit_code(strict=True) == 1
+    for each in report.verdicts:
+        page, _, anchor = each.page.partition("#")
+        assert each.name not in WEAK[name] or (page in str(report) and anchor in anchors(ROOT / page)), each
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in RIGHT if name.startswith("ours")])
+def test_this_library_is_right_in_everything(name):
+    report = check(load(name)[0][0], timeout=PATIENCE)
+    assert {each.name: each.status for each in report.verdicts if each.status != "right"} == OURS, report
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_no_false_alarm_on_what_students_write(name):
+    assert_right(make(STUDENTS[name]), timeout=PATIENCE, only=MUST)
+
+
+@pytest.mark.parametrize("name", ["ours:zero2", "torch:fsdp2"])
+def test_no_false_alarm_on_three_ranks(name):
+    assert_right(load(name)[0][0], ranks=3, timeout=PATIENCE, only=("training", "tied weights"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES + PUBLISHED, ids=lambda each: each.where or each.name)
+def test_a_mistake_is_named(mistake: Planted):
+    report = check(make(*mistake[1:4]), timeout=PATIENCE, only=("training", mistake.property))
+    weak = mistake.property == "buffers"
+    assert (report.exit_code(), report.exit_code(strict=True)) == (0 if weak else 1, 1)
+    found = {each.cause for each in report.verdicts if each.status == ("weak" if weak else "WRONG")} - {""}
+    assert found == {mistake.cause} or (mistake.cause in found and mistake.name == "nobody waits"), report
+
+
+@pytest.mark.parametrize("name", SEEN | LOUD)
+def test_the_gallery_is_seen(name):
+    target, where, expected = (SEEN | LOUD)[name]
+    variant = next(each for each in variants() if each.name == name)
+    report = check(with_variant(variant, load(target)[0][0]), timeout=PATIENCE, only=("training", where))
+    verdict = report.of(where)
+    assert (verdict.cause if name in SEEN else verdict.status) == expected, report
+
+
+class Failing(torch.nn.Module):
+    """A wrapper that cannot be run."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        raise RuntimeError("no such backend")
+
+
+class Hanging(torch.nn.Module):
+    """A wrapper whose rank 0 never comes to an end."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        while torch.distributed.get_rank() == 0:
+            pass
+        torch.distributed.barrier()
+
+
+def test_what_cannot_run_is_no_verdict():
+    report = check(Failing)
+    assert [(each.name, each.status) for each in report.verdicts] == [("training", "FAILED")]
+    assert "RuntimeError: no such backend" in str(report)
+    assert report.exit_code() == 2
+    report = check(Hanging, timeout=0.5, only=("training",))
+    assert report.exit_code() == 2
+    assert re.search("did not end|hung and was killed", str(report))
+
+
+class HangingLater(Hanging):
+    """Data parallelism whose rank 1 never comes to an end once a layer is frozen."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        torch.nn.Module.__init__(self)
+        self.inner = NaiveDDP(module)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        while torch.distributed.get_rank() == 1 and not self.inner.module.optional.weight.requires_grad:
+            pass
+        return self.inner(tokens)
+
+    def finish_gradient_synchronization(self) -> None:
+        self.inner.finish_gradient_synchronization()
+
+
+def test_a_hang_is_a_weak_point():
+    verdict = check(HangingLater, timeout=0.5, only=("frozen later",)).of("frozen later")
+    assert (verdict.status, "hung and was killed" in verdict.says or "did not end" in verdict.says) == ("weak", True)
+
+
+class Renaming(torch.nn.Module):
+    """A wrapper after which no parameter has its name, so that nothing could be compared."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        for p in module.parameters():
+            torch.distributed.broadcast(p.detach(), 0)
+        for name, p in list(module.head.named_parameters()):
+            delattr(module.head, name)
+            module.head.register_parameter(f"my_{name}", p)
+            module.head.register_forward_pre_hook(lambda head, inputs: setattr(head, "weight", head.my_weight * 1))
+
+
+def test_what_cannot_be_compared_is_not_right():
+    report = check(Renaming, only=("training",))
+    assert report.of("initial weights").cause == "missing", report
+    assert report.exit_code() == 1
+
+
+def test_a_model_of_ones_own():
+    """Its loss and batch are used, and a mistake is found in its parameters by their names."""
+
+    def build() -> tuple:
+        module = torch.nn.Sequential(torch.nn.Linear(8, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3, bias=False))
+        return (
+            module,
+            torch.nn.functional.mse_loss,
+            lambda step: (torch.linspace(-1, 1, 48).view(6, 8).roll(step), torch.ones(6, 3)),
+        )
+
+    only = ("training", "clipping by the norm")
+    assert_right(make(DDP), build, only=only)
+    with pytest.raises(AssertionError, match=r"gradient of 2\.weight in step 0"):
+        assert_right(make(DDP, "            flat /= dist.get_world_size()\n", ""), build, only=only)
+    for wrong, said in (
+        (lambda: 3, "build\\(\\) returned int"),
+        (lambda: (*build()[:2], lambda step: [torch.ones(5)] * 2), "5 rows"),
+    ):
+        with pytest.raises(UserError, match=said):
+            check(make(DDP), wrong)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: check(make(DDP), ranks=1), "--ranks 1"),
+        (lambda: check(make(DDP), only=("speed",)), "no property is named speed"),
+        (lambda: check(make(DDP), kind="pipeline"), "--as pipeline does not exist"),
+        (lambda: candidate(lambda model, optimizer, cat: None, name="train"), "what is cat"),
+        (lambda: load("torch:fsdp"), "neither a Python file nor"),
+        (lambda: load("ours:zero4"), "ours:zero4 does not exist"),
+        (lambda: load("deepspeed:zero1"), "deepspeed is not installed here"),
+        (lambda: load("accelerate"), "accelerate is not installed here"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(call: Callable[[], Any], said: str):
+    with pytest.raises(UserError, match=said):
+        call()
+
+
+ADAPTERS = """
+from cs336_systems.ddp import BucketedDDP, NaiveDDP
+from cs336_systems.fsdp import FSDP
+from cs336_systems.sharded_optimizer import ShardedOptimizer
+
+
+def get_ddp_individual_parameters(module):
+    return NaiveDDP(module)
+
+
+def ddp_individual_parameters_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_ddp_bucketed(module, bucket_size_mb):
+    return BucketedDDP(module, bucket_size_mb)
+
+
+def ddp_bucketed_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish_gradient_synchronization()
+
+
+def ddp_bucketed_on_train_batch_start(ddp_model, optimizer):
+    ddp_model.begun = True
+
+
+def get_ddp(module):
+    return NaiveDDP(module)
+
+
+def ddp_on_after_backward(ddp_model, optimizer):
+    ddp_model.finish_gradient_synchronization()
+
+
+def get_sharded_optimizer(params, optimizer_cls, **kwargs):
+    return ShardedOptimizer(params, optimizer_cls, **kwargs)
+
+
+def get_fsdp(module, compute_dtype=None):
+    return FSDP(module, compute_dtype)
+
+
+def fsdp_on_after_backward(fsdp_model, optimizer):
+    fsdp_model.finish_gradient_synchronization()
+
+
+def fsdp_gather_full_params(fsdp_model):
+    return fsdp_model.gather_full_params()
+"""
+
+
+def test_adapters_of_the_course_are_accepted(tmp_path):
+    """The functions that the editions of 2024, 2025 and 2026 name, as they are."""
+    path = tmp_path / "adapters.py"
+    path.write_text(ADAPTERS)
+    candidates, build = load(str(path))
+    assert build is None
+    assert [(each.name, each.kind) for each in candidates] == [
+        ("get_ddp_individual_parameters", "ddp"), ("get_ddp_bucketed", "ddp"), ("get_ddp", "ddp"),
+        ("get_sharded_optimizer", "sharded-optimizer"), ("get_fsdp", "fsdp"),
+    ]  # fmt: skip
+    for each in candidates:
+        assert_right(each, only=("training", "tied weights"), strict=True)
+    path.write_text(ADAPTERS.replace("    ddp_model.finish_gradient_synchronization()", "    pass"))
+    for each in load(str(path))[0]:
+        assert check(each, only=("training",)).exit_code() == (0 if each.kind in ("fsdp", "sharded-optimizer") else 1)

@@ -1,0 +1,110 @@
+"""Exercises: an empty file is no solution, a solution passes, and one that breaks a promise does not."""
+
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.check.exercises import EXERCISES, exercise, grade
+from cs336_systems.errors import UserError
+from tests.check.planted import DDP, OPTIMIZER, TENSOR
+from tests.check.test_pages import run
+
+RING = """
+def all_reduce(flat, exchange, rank, world):
+    size = -(-len(flat) // world)
+    cuts = [flat[i * size : (i + 1) * size] for i in range(world)]
+    for step in range(world - 1):
+        new = flat.new_empty(len(cuts[(rank - step - 1) % world]))
+        exchange(cuts[(rank - step) % world], new)
+        cuts[(rank - step - 1) % world] += new
+    for step in range(world - 1):
+        exchange(cuts[(rank - step + 1) % world], cuts[(rank - step) % world])
+"""
+WHOLE = """
+def all_reduce(flat, exchange, rank, world):
+    passed = flat.clone()
+    for step in range(world - 1):
+        new = flat.new_empty(len(flat))
+        exchange(passed, new)
+        flat += new
+        passed = new
+"""
+NAIVE = DDP.replace("StudentDDP", "DDP")
+EARLY = NAIVE.replace(
+    "        self.buckets = ",
+    "        self.marked = {p: p.register_post_accumulate_grad_hook(lambda p: self.launch([p])) for p in trained}\n"
+    "        self.buckets = []  # ",
+)
+BUCKETS = NAIVE.replace("size=4", "bucket_size_mb, size=4").replace(
+    "        self.buckets = [trained[i : i + size] for i in range(0, len(trained), size)]",
+    "        for bucket in [trained[i : i + size] for i in range(0, len(trained), size)]:\n"
+    "            waiting = set(bucket)\n"
+    "            for p in bucket:\n"
+    "                p.register_post_accumulate_grad_hook(self.hook(bucket, waiting))\n"
+    "        self.buckets = []\n\n"
+    "    def hook(self, bucket, waiting):\n"
+    "        def ready(p):\n"
+    "            waiting.discard(p)\n"
+    "            if not waiting:\n"
+    "                waiting.update(bucket)\n"
+    "                self.launch(bucket)\n\n"
+    "        return ready",
+)
+ZERO = OPTIMIZER.replace("StudentSharded", "ShardedOptimizer")
+SOLVED = {"ring": RING, "naive-ddp": NAIVE, "overlap": EARLY, "buckets": BUCKETS, "zero-1": ZERO, "matrices": TENSOR}
+BROKEN = {  # what a file does that its exercise forbids, and what is said of it
+    "ring": (WHOLE, "a rank sent"),
+    "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
+    "overlap": (NAIVE, "0 collectives were launched during backward; 2 or more"),
+    "buckets": (EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
+    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state for 362 of 362 elements"),
+    "matrices": (TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
+}
+FEW = ("training", "a layer used twice")
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_an_exercise_tells_files_apart(name, tmp_path):
+    """The file as it is printed fails, a solution passes, and what breaks a promise is told so, with exit code 1."""
+    ranks, only = (3 if name == "ring" else 2), FEW[: 1 if name == "matrices" else 2]
+    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 2.0, only)
+    assert (empty.exit_code(), "NotImplementedError" in str(empty)) == (2, True), empty
+    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 2.0, only)
+    assert solved.exit_code() == 0, solved
+    text, said = BROKEN[name]
+    broken = grade(name, written(tmp_path, text), ranks, 2.0, only)
+    assert broken.exit_code() == 1, broken
+    assert said in " ".join(str(broken).split())
+
+
+def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
+    assert run("--exercises") == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == list(EXERCISES)
+    assert run("--exercise", "zero-1") == 0
+    printed = capsys.readouterr().out
+    assert printed.strip() == EXERCISES["zero-1"]["file"].strip()
+    assert run("--exercise", "zero-1", str(written(tmp_path, printed))) == 2
+    assert "NotImplementedError" in capsys.readouterr().out
+    assert run("--exercise", "zero-4") == 2
+    assert "no exercise is named zero-4" in capsys.readouterr().err
+    assert run() == 2
+    assert "nothing to check" in capsys.readouterr().err
+    with pytest.raises(UserError, match="has no DDP, which the exercise overlap asks for"):
+        grade("overlap", written(tmp_path, "x = 1\n"))
+    with pytest.raises(UserError, match="no exercise is named x"):
+        exercise("x")
+
+
+def test_no_exercise_has_a_solution():
+    """A file to fill in calls nothing but what raises."""
+    for each in EXERCISES.values():
+        code = each["file"].split('"""')[2]
+        assert code.count("raise NotImplementedError") == 1
+        assert not any(word in code for word in ("dist", "hook", "return", "wait"))
