@@ -20,7 +20,14 @@ from cs336_systems.host import console
 @click.argument("target", default="")
 @click.option("--as", "kind", type=click.Choice(KINDS), help="Kind of TARGET; by default what its name and bases tell.")
 @click.option("--ranks", type=click.IntRange(2, 16), default=2, show_default=True, help="Ranks, as forked processes.")
-@click.option("--timeout", type=console.PATIENCE, default=5.0, show_default=True, help="Seconds to wait for a rank.")
+@click.option(
+    "--timeout",
+    type=console.PATIENCE,
+    default=5.0,
+    show_default=True,
+    callback=console.finite,
+    help="Seconds to wait for a rank.",
+)
 @click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
