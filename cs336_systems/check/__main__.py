@@ -4,16 +4,29 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import click
 
-from cs336_systems.check.candidates import load
+from cs336_systems.check.candidates import load, load_file
 from cs336_systems.check.cases import KINDS
 from cs336_systems.check.exercises import EXERCISES, grade
 from cs336_systems.check.exercises import exercise as find_exercise
 from cs336_systems.check.report import check
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
+
+
+def check_types(target: str) -> NoReturn:
+    """Check the types of what a function of the user's returns, and end with the exit code."""
+    from cs336_systems.check.types import type_check  # which loads models
+
+    file, _, name = target.rpartition(":")
+    if not callable(build := getattr(load_file(Path(file)), name, None)):
+        raise UserError(f"{target}: name a function that returns a module and its inputs, as FILE.py:build")
+    refusals = type_check(build)
+    click.echo("\n".join(map(str, refusals)) or f"{target}: types accepted on 64 ranks")
+    sys.exit(bool(refusals))
 
 
 @click.command()
@@ -30,6 +43,7 @@ from cs336_systems.host import console
 )
 @click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
+@click.option("--types", is_flag=True, help="Check types alone: TARGET is FILE:NAME, a function like build() in docs.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
 def main(
@@ -39,6 +53,7 @@ def main(
     timeout: float,
     strict: bool,
     only: tuple[str, ...],
+    types: bool,
     exercises: bool,
     exercise: str | None,
 ) -> None:
@@ -54,6 +69,8 @@ def main(
         return
     if not target:
         raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
+    if types:
+        check_types(target)
     candidates, build = ([], None) if exercise else load(target, kind)
     checks = [partial(check, each, build, ranks=ranks, timeout=timeout, only=only) for each in candidates]
     if exercise:
