@@ -139,18 +139,25 @@ class Outcome:
             self.where, self.message = said(call.excinfo)
 
 
+def is_of_a_test(path: Path) -> bool:
+    """True for a file of tests, not of what supports them."""
+    return ROOT / "tests" in path.parents and ROOT / "tests" / "support" not in path.parents
+
+
 def said(excinfo: pytest.ExceptionInfo) -> tuple[str, str]:
     """Where a test failed and what it said: if ranks failed, the first that did not only lose another one."""
     error = excinfo.value
     if not isinstance(error, ranks.RanksFailedError):
-        last = [entry for entry in excinfo.traceback if Path(entry.path).parent == ROOT / "tests"][-1]
+        last = [entry for entry in excinfo.traceback if is_of_a_test(Path(entry.path))][-1]
         code = str(last.statement).strip().splitlines()[0]
-        return f"tests/{Path(last.path).name}:{last.lineno + 1}: {code}", shortened(excinfo.exconly())
+        place = Path(last.path).relative_to(ROOT).as_posix()
+        return f"{place}:{last.lineno + 1}: {code}", shortened(excinfo.exconly())
     parts = re.split(r"^(?=rank \d+ ended with )", str(error), flags=re.MULTILINE)[1:]
     part = min(parts, key=lambda each: "CommError" in each)
-    frames = [found for found in FRAME.finditer(part) if Path(found["file"]).parent == ROOT / "tests"]
+    frames = [found for found in FRAME.finditer(part) if is_of_a_test(Path(found["file"]))]
     rank, code = re.match(r"rank (\d+) ended with (\S+):", part).groups()
-    where = f"tests/{Path(frames[-1]['file']).name}:{frames[-1]['line']}: {frames[-1]['code']}" if frames else ""
+    place = Path(frames[-1]["file"]).relative_to(ROOT).as_posix() if frames else ""
+    where = f"{place}:{frames[-1]['line']}: {frames[-1]['code']}" if frames else ""
     if (failure := error.errors[int(rank)]) is None:
         how = f"was killed by signal {code[1:]}" if code.startswith("-") else f"ended with {code}"
         last = re.findall(r"what\(\): +(?:\[[^\]]*\] )?(.*)", part)  # C++'s last words
