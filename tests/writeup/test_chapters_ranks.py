@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="matplotlib is in the extra `writeup`")
 from benchmarks.records import Record
 from writeup.book import Citation
+from writeup.chapters import gallery
 from writeup.chapters.buckets import bound, fastest, model_of, nearest
 from writeup.chapters.sharding_published import schemes, traffic_bytes
 from writeup.chapters.wrappers import whiskers
@@ -36,6 +37,14 @@ def sweep(o: float, w: float, s: float, counts: dict[float, int], ms: dict[float
             )
         )  # fmt: skip
     return Citation("ddp", "run this", tuple(records))
+
+
+def test_the_gallery_shows_what_check_says(monkeypatch, tmp_path) -> None:
+    table = gallery.what_check_says()
+    assert table.startswith("| candidate | verdict |")
+    assert "| `torch:ddp` | right; weak: " in table
+    monkeypatch.setattr(gallery, "ROOT", tmp_path)
+    assert gallery.what_check_says() == ""
 
 
 def test_a_line_is_found_where_there_is_one() -> None:

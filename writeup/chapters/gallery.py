@@ -1,11 +1,12 @@
 """The gallery of broken variants: each as a difference, with the test that sees it and what that said."""
 
+import re
 from typing import Any
 
 from cs336_systems.host.text import markdown_code, markdown_text, printable
 from writeup.book import Book
 from writeup.chapters.equality import provenance
-from writeup.freshness import STALE, changed_since
+from writeup.freshness import ROOT, STALE, changed_since
 from writeup.gallery import Variant, variants
 from writeup.proofs import COMMAND, SAW, Report, read_report
 
@@ -22,7 +23,16 @@ def content(book: Book) -> dict[str, Any]:
         "known": all(each["known"] for each in found),
         "source": provenance(report),
         "command": markdown_code(COMMAND),
+        "check": what_check_says(),
     }
+
+
+def what_check_says() -> str:
+    """The tables of docs/check.md that its tests prove; nothing in an installed copy, which has no such page."""
+    page = ROOT / "docs" / "check.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else ""
+    found = re.search(r"<!-- says: begin [^>]*-->\n(.*?)<!-- says: end -->", text, re.S)
+    return found[1].strip() if found else ""
 
 
 def _shown(report: Report, variant: Variant, first: dict[tuple[str, str], Variant]) -> dict[str, Any]:
