@@ -42,7 +42,7 @@ def main(
     in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
     """
     if exercises or (exercise and not target):
-        lines = [f"{name:<10} {each['title']}" for name, each in EXERCISES.items()]
+        lines = [f"{name:<{max(map(len, EXERCISES))}}  {each['title']}" for name, each in EXERCISES.items()]
         click.echo("\n".join(lines) if exercises else find_exercise(exercise or "")["file"].strip())
         return
     if not target:

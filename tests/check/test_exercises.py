@@ -7,6 +7,7 @@ import pytest
 from cs336_systems.check.exercises import EXERCISES, exercise, grade
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
+from tests.check.solutions import MISTAKES, SOLUTIONS
 from tests.check.test_pages import run
 
 RING = """
@@ -52,6 +53,7 @@ BUCKETS = NAIVE.replace("size=4", "bucket_size_mb, size=4").replace(
 )
 ZERO = OPTIMIZER.replace("StudentSharded", "ShardedOptimizer")
 SOLVED = {"ring": RING, "naive-ddp": NAIVE, "overlap": EARLY, "buckets": BUCKETS, "zero-1": ZERO, "matrices": TENSOR}
+SOLVED |= SOLUTIONS
 BROKEN = {  # what a file does that its exercise forbids, and what is said of it
     "ring": (WHOLE, "a rank sent"),
     "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
@@ -73,14 +75,27 @@ def written(folder: Path, text: str) -> Path:
 def test_an_exercise_tells_files_apart(name, tmp_path):
     """The file as it is printed fails, a solution passes, and what breaks a promise is told so, with exit code 1."""
     ranks, only = (3 if name == "ring" else 2), FEW[: 1 if name == "matrices" else 2]
-    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 2.0, only)
+    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 5.0, only)
     assert (empty.exit_code(), "NotImplementedError" in str(empty)) == (2, True), empty
-    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 2.0, only)
+    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 5.0, only)
     assert solved.exit_code() == 0, solved
-    text, said = BROKEN[name]
-    broken = grade(name, written(tmp_path, text), ranks, 2.0, only)
-    assert broken.exit_code() == 1, broken
-    assert said in " ".join(str(broken).split())
+    if name in BROKEN:
+        text, said = BROKEN[name]
+        broken = grade(name, written(tmp_path, text), ranks, 5.0, only)
+        assert broken.exit_code() == 1, broken
+        assert said in " ".join(str(broken).split())
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"), [(name, each) for name, mistakes in MISTAKES.items() for each in mistakes]
+)
+def test_a_mistake_is_told(name, mistake, tmp_path):
+    """Each planted mistake ends with exit code 1, and what is wrong is said."""
+    old, new, said = mistake
+    assert SOLUTIONS[name].count(old) == 1
+    report = grade(name, written(tmp_path, SOLUTIONS[name].replace(old, new)), 2, 5.0, FEW)
+    assert report.exit_code() == 1, report
+    assert said in " ".join(str(report).split())
 
 
 def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
@@ -106,5 +121,5 @@ def test_no_exercise_has_a_solution():
     """A file to fill in calls nothing but what raises."""
     for each in EXERCISES.values():
         code = each["file"].split('"""')[2]
-        assert code.count("raise NotImplementedError") == 1
+        assert code.count("raise NotImplementedError") == len(each["name"].split())
         assert not any(word in code for word in ("dist", "hook", "return", "wait"))
