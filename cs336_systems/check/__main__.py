@@ -25,6 +25,7 @@ from cs336_systems.host import console
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
+@click.option("--tests", metavar="FILE", help="With --exercise: tests that pass on TARGET and fail where it is broken.")
 def main(
     target: str,
     kind: str | None,
@@ -34,6 +35,7 @@ def main(
     only: tuple[str, ...],
     exercises: bool,
     exercise: str | None,
+    tests: str | None,
 ) -> None:
     """Compare TARGET on several ranks with one process, property by property.
 
@@ -45,12 +47,14 @@ def main(
         lines = [f"{name:<{max(map(len, EXERCISES))}}  {each['title']}" for name, each in EXERCISES.items()]
         click.echo("\n".join(lines) if exercises else find_exercise(exercise or "")["file"].strip())
         return
+    if tests and not exercise:
+        raise UserError("--tests needs --exercise NAME and TARGET, the file that the tests are of")
     if not target:
         raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
     candidates, build = ([], None) if exercise else load(target, kind)
     checks = [partial(check, each, build, ranks=ranks, timeout=timeout, only=only) for each in candidates]
     if exercise:
-        checks = [partial(grade, exercise, Path(target), ranks, timeout)]
+        checks = [partial(grade, exercise, Path(target), ranks, timeout, tests=Path(tests) if tests else None)]
     codes = []
     for each in checks:
         start = time.monotonic()

@@ -15,6 +15,7 @@ from cs336_systems.check.candidates import Candidate, candidate, load_file
 from cs336_systems.check.foreign import count_collectives, exchange
 from cs336_systems.check.functions import PROBES, BrokenPromiseError, probe
 from cs336_systems.check.report import FAILED, REFUSED, WRONG, Report, check
+from cs336_systems.check.variants import grade_tests
 from cs336_systems.comm import broadcast
 from cs336_systems.errors import UserError
 
@@ -22,6 +23,7 @@ EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
 )
 
+FIRST_ONLY = ("training",)
 RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
 
 
@@ -32,8 +34,20 @@ def exercise(name: str) -> dict[str, Any]:
     return EXERCISES[name]
 
 
-def grade(name: str, path: Path, ranks: int = 2, timeout: float = 5.0, only: tuple[str, ...] = ()) -> Report:
-    """The report on a file that was filled in. Raises UserError for a file without what is asked."""
+def grade(
+    name: str,
+    path: Path,
+    ranks: int = 2,
+    timeout: float = 5.0,
+    only: tuple[str, ...] = (),
+    tests: Path | None = None,
+) -> Report:
+    """The report on a file that was filled in, or if that is right on a file of its tests. Raises UserError for a file
+    without what is asked."""
+    if tests is not None:
+        report = grade(name, path, ranks, timeout, only=FIRST_ONLY)
+        asked = exercise(name)["name"]
+        return report if report.exit_code() else grade_tests(name, asked, _found(name, path), tests, ranks, timeout)
     if name in PROBES:
         return probe(name, _found(name, path), ranks, timeout, exercise(name)["page"])
     report = check(_asked(name, path, ranks), ranks=ranks, timeout=timeout, only=only or RING * (name == "ring"))

@@ -45,6 +45,7 @@ class Report:
     kind: str
     ranks: int
     verdicts: list[Verdict] = field(default_factory=list)
+    how: str = "compared with one process"
 
     def of(self, name: str) -> Verdict:
         """The verdict on a property."""
@@ -58,9 +59,7 @@ class Report:
         return int(WRONG in found or (strict and bool(found - {RIGHT})))
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.candidate}: {self.kind} on {self.ranks} rank{'s' * (self.ranks > 1)}, compared with one process"
-        ]
+        lines = [f"{self.candidate}: {self.kind} on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.how}"]
         for each in self.verdicts:
             says, page = printable(each.says), f"See {each.page}" if each.page and each.status != RIGHT else ""
             short = not page and len(says) < 60
