@@ -37,7 +37,8 @@ SENT_AS_OBJECTS = (
 # What this project is compared with may pickle: files that it has just written, in a folder of its own.
 PEERS = {"benchmarks/checkpoint_candidates.py": {"torch.save", "torch.distributed.checkpoint.state_dict_loader.load"}}
 SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-BY_NAME = {"kernels/launch.py": "torch.ops.cs336_kernels"}  # where an attribute of torch is named by a variable
+# Where an attribute of torch is named by a variable.
+BY_NAME = {"kernels/launch.py": "torch.ops.cs336_kernels", "cs336_systems/check/foreign.py": "torch.distributed"}
 
 
 Aliases = dict[str, str]

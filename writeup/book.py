@@ -83,7 +83,7 @@ def _is(value: Any, wanted: Wanted) -> bool:
 def identity(record: Record) -> str:
     """What a record measured: its settings, and whether the allocator kept its pages."""
     settings = [record.config, record.environment.get("pages_kept", False)]
-    return json.dumps(settings, sort_keys=True)
+    return json.dumps(settings, sort_keys=True, allow_nan=False)
 
 
 def facts(of: Callable[[], dict[str, Any]]) -> dict[str, Any]:

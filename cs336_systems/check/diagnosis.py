@@ -43,8 +43,8 @@ class Evidence:
     def __post_init__(self) -> None:
         self.world = len(self.got)
         first = self.want[0].tensors
-        dtypes = {getattr(torch, each, None) for each in self.want[0].dtypes.values()}
-        self.lowest = max(value for each, value in UNIT_ROUNDOFF.items() if each in dtypes | {torch.float64})
+        dtypes = {"float64", *self.want[0].dtypes.values()}
+        self.lowest = max(value for each, value in UNIT_ROUNDOFF.items() if str(each).removeprefix("torch.") in dtypes)
         self.order = [name for step, kind, name in first if (step, kind) == (-1, "weight")]
         if not any(kind == "gradient" for notes in self.got for _, kind, _ in notes.tensors):
             for notes in self.got:

@@ -113,13 +113,15 @@ class ObservedRun(Run):
 
     def save(self) -> tuple[dict[str, Any], Any]:
         """A copy of the model's and the optimizer's state."""
-        copied = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        whole = getattr(self.model, "gather_full_params", self.model.state_dict)()
+        copied = {name: value.detach().clone() for name, value in whole.items()}
         state = self.side.optimizer_state(self.optimizer)
         return copied, _copied(state)
 
     def load(self, saved: tuple[dict[str, Any], Any]) -> None:
         """Go back to what was saved."""
-        self.model.load_state_dict(saved[0])
+        inner = hasattr(self.model, "gather_full_params")
+        (self.model.module if inner else self.model).load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])
 
 

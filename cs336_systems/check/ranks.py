@@ -160,18 +160,17 @@ class CandidateRun(ObservedRun):
 def _write(path: Path, notes: Notes) -> None:
     """All tensors as one flat array, and what else is needed to take them apart."""
     tensors = list(notes.tensors.values())
-    np.save(
-        f"{path}.npy", torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)]).numpy()
-    )
+    flat = torch.cat([torch.zeros(0, dtype=torch.float64), *(each.flatten() for each in tensors)])
+    flat.numpy().tofile(f"{path}.numbers")
     shapes = [tuple(each.shape) for each in tensors]
     said = {"error": notes.error, "keys": list(notes.tensors), "dtypes": list(notes.dtypes.values()), "shapes": shapes}
-    Path(f"{path}.json").write_text(json.dumps(said), encoding="utf-8")
+    Path(f"{path}.json").write_text(json.dumps(said, allow_nan=False), encoding="utf-8")
 
 
 def _read(path: Path) -> Notes:
     try:
         said = json.loads(Path(f"{path}.json").read_text(encoding="utf-8"))
-        flat = torch.from_numpy(np.load(f"{path}.npy", allow_pickle=False))
+        flat = torch.from_numpy(np.fromfile(f"{path}.numbers"))
         pieces = flat.split([math.prod(shape) for shape in said["shapes"]])
     except (OSError, ValueError, KeyError, RuntimeError):  # it was killed before, or while it wrote
         return Notes(error=HUNG)

@@ -218,5 +218,6 @@ def test_the_command_line_grades_tests(tmp_path, capsys):
     solution = str(written(tmp_path, RING))
     assert run("--exercise", "ring", solution, "--tests", str(tmp_path / "test_mine.py")) == 0
     assert "test_the_sum_and_what_is_sent fails" in capsys.readouterr().out
-    assert run(solution, "--tests", str(tmp_path / "test_mine.py")) == 2
-    assert "--tests needs --exercise" in capsys.readouterr().err
+    for arguments in ((solution,), ("--exercise", "ring")):
+        assert run(*arguments, "--tests", str(tmp_path / "test_mine.py")) == 2
+        assert "--tests needs --exercise NAME and TARGET" in capsys.readouterr().err

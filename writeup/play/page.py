@@ -27,4 +27,4 @@ def with_play(page: str) -> str:
 @cache
 def data() -> str:
     """All numbers in one line of JSON, which ends no script."""
-    return json.dumps({**grid(), "steps": steps()}, separators=(",", ":")).replace("<", "\\u003c")
+    return json.dumps({**grid(), "steps": steps()}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
