@@ -253,6 +253,7 @@ MISTAKES = {
         ("stages - 1 - stage, micro", "microbatches, micro", "3 live microbatches, at most 1 should be"),
         ("stages - 1 - stage, micro", "stages - 2 - stage, micro", "deadlock"),
         ("stages - 1 - stage, micro", "int(stage + 1 < stages), micro", "idle for"),
+        ("    return found", "    return found[:-1]", "the longest list has 5 steps, not 6"),
         ('("backward", i)', '("backward", microbatches - 1 - i)', "before the forward of microbatch"),
     ],
     "expert-dispatch": [
@@ -271,6 +272,8 @@ MISTAKES = {
     ],
     "checkpoint": [
         ('new = folder / "new"', 'new = folder / "last"', "load raises"),
+        ("exists() else None", "exists() else {}", "load of an empty folder is not None"),
+        ('    torch.save', '    if new.exists():\n        return\n    torch.save', "an older state is loaded"),
         ("    os.replace", '    (folder / "last").unlink(missing_ok=True)\n    os.replace', "the state of no step"),
         ('    new = folder / "new"', '    new = folder / "new"\n    new.touch(exist_ok=False)',
          "the next save and load raise"),
