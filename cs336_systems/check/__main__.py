@@ -46,6 +46,7 @@ def check_types(target: str) -> NoReturn:
 @click.option("--types", is_flag=True, help="Check types alone: TARGET is FILE:NAME, a function like build() in docs.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
+@click.option("--tests", metavar="FILE", help="With --exercise: tests that pass on TARGET and fail where it is broken.")
 def main(
     target: str,
     kind: str | None,
@@ -56,6 +57,7 @@ def main(
     types: bool,
     exercises: bool,
     exercise: str | None,
+    tests: str | None,
 ) -> None:
     """Compare TARGET on several ranks with one process, property by property.
 
@@ -63,8 +65,10 @@ def main(
     torch:ddp, torch:fsdp2, torch:zero, ours:ddp-naive ... ours:zero3, or accelerate. A function build()
     in the file gives the model. Exit code: 0 right, 1 wrong numbers, 2 it could not run.
     """
+    if tests and not (exercise and target):
+        raise UserError("--tests needs --exercise NAME and TARGET, the file that the tests are of")
     if exercises or (exercise and not target):
-        lines = [f"{name:<10} {each['title']}" for name, each in EXERCISES.items()]
+        lines = [f"{name:<{max(map(len, EXERCISES))}}  {each['title']}" for name, each in EXERCISES.items()]
         click.echo("\n".join(lines) if exercises else find_exercise(exercise or "")["file"].strip())
         return
     if not target:
@@ -74,7 +78,7 @@ def main(
     candidates, build = ([], None) if exercise else load(target, kind)
     checks = [partial(check, each, build, ranks=ranks, timeout=timeout, only=only) for each in candidates]
     if exercise:
-        checks = [partial(grade, exercise, Path(target), ranks, timeout)]
+        checks = [partial(grade, exercise, Path(target), ranks, timeout, tests=Path(tests) if tests else None)]
     codes = []
     for each in checks:
         start = time.monotonic()

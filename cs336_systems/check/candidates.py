@@ -86,7 +86,7 @@ class CandidateSide(Side):
 
     def weights(self) -> dict[str, Tensor]:
         """Whole parameters; under tensor parallelism this rank's."""
-        gather = self.candidate.gather or getattr(self.model, "gather_full_params", None)
+        gather = self.candidate.gather or getattr(type(self.model), "gather_full_params", None)
         if self.candidate.kind == "fsdp" and gather:
             found = {name.removeprefix("module."): p.detach() for name, p in gather(self.model).items()}
             return {name: found[name] for name in self.shapes if name in found}

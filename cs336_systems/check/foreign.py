@@ -16,6 +16,7 @@ ASYNCHRONOUS = (
     "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
     "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
 )  # fmt: skip
+MESSAGES = ("send", "recv", "isend", "irecv", "gather", "scatter", "all_to_all")
 Built = tuple[Any, Any]  # a model and its optimizer
 
 
@@ -67,21 +68,24 @@ def _late(function: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-def count_reductions(counts: list[int]) -> None:
+def count_collectives(counts: list[int], elements: bool = False) -> None:
     """Count into the first of `counts`, from now on in this process, the all-reduces and reduce-scatters of
-    torch.distributed that are launched."""
+    torch.distributed that are launched, or the elements of all tensors that any collective or message is given."""
     dist = import_module("torch.distributed")
+
+    def size(given: Any) -> int:
+        return sum(map(size, given)) if isinstance(given, list | tuple) else getattr(given, "numel", int)()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def called(*arguments: Any, **named: Any) -> Any:
-            counts[0] += 1
+            counts[0] += size((arguments, *named.values())) if elements else 1
             return function(*arguments, **named)
 
         return called
 
-    for name in ASYNCHRONOUS:
-        if "reduce" in name and hasattr(dist, name):
+    for name in (*ASYNCHRONOUS, *MESSAGES) if elements else filter(lambda each: "reduce" in each, ASYNCHRONOUS):
+        if hasattr(dist, name):
             setattr(dist, name, counted(getattr(dist, name)))
 
 

@@ -65,6 +65,7 @@ def run_cases(candidate: Candidate, cases: list[Case], world: int, timeout: floa
 
 def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, timeout: float) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # an alarm ends the process
+    tempfile.tempdir = str(folder)  # so that what a killed rank leaves goes with it
     faulthandler.disable()  # a rank that gloo aborts has told why
     sink = os.open(folder / f"output-{place.rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
@@ -97,7 +98,10 @@ def _line(error: BaseException) -> str:
 
 
 def observe(candidate: Candidate, case: Case, group: Group, notes: Notes) -> None:
-    """One rank's part of a case."""
+    """One rank's part of a case; of kind "function", `build` is all of it."""
+    if candidate.kind == "function":
+        candidate.build(case.name, group)
+        return
     module = case.module(group.rank() if case.seeds else 0, group.rank())
     side = CandidateSide(candidate, module, group)
     if candidate.kind == "step":

@@ -45,6 +45,7 @@ class Report:
     kind: str
     ranks: int
     verdicts: list[Verdict] = field(default_factory=list)
+    how: str = "compared with one process"
 
     def of(self, name: str) -> Verdict:
         """The verdict on a property."""
@@ -58,7 +59,7 @@ class Report:
         return int(WRONG in found or (strict and bool(found - {RIGHT})))
 
     def __str__(self) -> str:
-        lines = [f"{self.candidate}: {self.kind} on {self.ranks} ranks, compared with one process"]
+        lines = [f"{self.candidate}: {self.kind} on {self.ranks} rank{'s' * (self.ranks > 1)}, {self.how}"]
         for each in self.verdicts:
             says, page = printable(each.says), f"See {each.page}" if each.page and each.status != RIGHT else ""
             short = not page and len(says) < 60
@@ -183,7 +184,7 @@ def _row(name: str, evidence: Evidence, errors: list[str], found: list[Wrong], f
 def _verdict(evidence: Evidence, errors: list[str], found: list[Wrong]) -> Verdict:
     """The verdict on a case from its first wrong tensors and the ranks' errors."""
     case = evidence.case
-    error = next((each for each in errors if each and not _lost(each)), next(filter(None, errors), ""))
+    error = next((each for each in errors if each and not is_lost(each)), next(filter(None, errors), ""))
     if found:
         cause, says, page = diagnose(found, evidence)
         wrong = case.name == FIRST.name or (case.must and not error)
@@ -208,9 +209,9 @@ def _refusal(evidence: Evidence, errors: list[str]) -> Verdict:
     silent = [rank for rank, error in enumerate(left) if not error]
     if silent:
         return Verdict(case.name, WEAK, f"no error on rank {', '.join(map(str, silent))}", case.page)
-    return Verdict(case.name, RIGHT, next((each for each in left if not _lost(each)), left[0]))
+    return Verdict(case.name, RIGHT, next((each for each in left if not is_lost(each)), left[0]))
 
 
-def _lost(error: str) -> bool:
+def is_lost(error: str) -> bool:
     """True for an error that only says that another rank has gone."""
     return any(words in error for words in ("onnection", "CommError", "closed", HUNG))

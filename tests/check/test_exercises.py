@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.check.exercises import EXERCISES, exercise, grade
+from cs336_systems.check.variants import VARIANTS
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
+from tests.check.solutions import MISTAKES, SOLUTIONS
+from tests.check.table import PAGE
 from tests.check.test_pages import run
 
 RING = """
@@ -52,6 +55,7 @@ BUCKETS = NAIVE.replace("size=4", "bucket_size_mb, size=4").replace(
 )
 ZERO = OPTIMIZER.replace("StudentSharded", "ShardedOptimizer")
 SOLVED = {"ring": RING, "naive-ddp": NAIVE, "overlap": EARLY, "buckets": BUCKETS, "zero-1": ZERO, "matrices": TENSOR}
+SOLVED |= SOLUTIONS
 BROKEN = {  # what a file does that its exercise forbids, and what is said of it
     "ring": (WHOLE, "a rank sent"),
     "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
@@ -73,14 +77,27 @@ def written(folder: Path, text: str) -> Path:
 def test_an_exercise_tells_files_apart(name, tmp_path):
     """The file as it is printed fails, a solution passes, and what breaks a promise is told so, with exit code 1."""
     ranks, only = (3 if name == "ring" else 2), FEW[: 1 if name == "matrices" else 2]
-    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 2.0, only)
+    empty = grade(name, written(tmp_path, EXERCISES[name]["file"]), ranks, 5.0, only)
     assert (empty.exit_code(), "NotImplementedError" in str(empty)) == (2, True), empty
-    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 2.0, only)
+    solved = grade(name, written(tmp_path, SOLVED[name]), ranks, 5.0, only)
     assert solved.exit_code() == 0, solved
-    text, said = BROKEN[name]
-    broken = grade(name, written(tmp_path, text), ranks, 2.0, only)
-    assert broken.exit_code() == 1, broken
-    assert said in " ".join(str(broken).split())
+    if name in BROKEN:
+        text, said = BROKEN[name]
+        broken = grade(name, written(tmp_path, text), ranks, 5.0, only)
+        assert broken.exit_code() == 1, broken
+        assert said in " ".join(str(broken).split())
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"), [(name, each) for name, mistakes in MISTAKES.items() for each in mistakes]
+)
+def test_a_mistake_is_told(name, mistake, tmp_path):
+    """Each planted mistake ends with exit code 1, and what is wrong is said."""
+    old, new, said = mistake
+    assert SOLUTIONS[name].count(old) == 1
+    report = grade(name, written(tmp_path, SOLUTIONS[name].replace(old, new)), 2, 5.0, FEW)
+    assert report.exit_code() == 1, report
+    assert said in " ".join(str(report).split())
 
 
 def test_the_command_line_lists_prints_and_grades(tmp_path, capsys):
@@ -106,5 +123,101 @@ def test_no_exercise_has_a_solution():
     """A file to fill in calls nothing but what raises."""
     for each in EXERCISES.values():
         code = each["file"].split('"""')[2]
-        assert code.count("raise NotImplementedError") == 1
+        assert code.count("raise NotImplementedError") == len(each["name"].split())
         assert not any(word in code for word in ("dist", "hook", "return", "wait"))
+
+
+RING_TESTS = """
+import torch
+
+
+def test_the_sum_and_what_is_sent(all_reduce, exchange, rank, world):
+    sent = []
+
+    def counting(piece, into):
+        sent.append(piece.numel())
+        exchange(piece, into)
+
+    flat = torch.arange(7.0) + rank
+    all_reduce(flat, counting, rank, world)
+    assert torch.equal(flat, world * torch.arange(7.0) + sum(range(world)))
+    assert sum(sent) <= 2 * (world - 1) * -(-7 // world)
+"""
+DDP_TESTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def test_every_step(DDP):
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    module[1].running_mean.copy_(torch.randn(4))
+    model = DDP(module)
+    for tensor in (*module.parameters(), module[1].running_mean):
+        first = tensor.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor)
+    for step in range(2):
+        model.zero_grad()
+        model(torch.randn(5, 3)).exp().sum().backward()
+        own = [p.grad.clone() for p in module.parameters()]
+        model.finish_gradient_synchronization()
+        for p, mean in zip(module.parameters(), own):
+            dist.all_reduce(mean)
+            torch.testing.assert_close(p.grad, mean / dist.get_world_size())
+"""
+TESTS = {"ring": (RING, RING_TESTS), "naive-ddp": (NAIVE, DDP_TESTS)}
+
+
+def graded_tests(name, folder, tests, solution=""):
+    path = folder / "test_mine.py"
+    path.write_text(tests)
+    return grade(name, written(folder, solution or TESTS[name][0]), 2, 5.0, tests=path)
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_tests_that_see_every_broken_variant(name, tmp_path):
+    report = graded_tests(name, tmp_path, TESTS[name][1])
+    assert {each.status for each in report.verdicts} == {"right"}, report
+    assert len(report.verdicts) == 1 + len(VARIANTS[name])
+
+
+@pytest.mark.parametrize(("name", "old", "new", "missed"), [
+    ("ring", "    assert sum(sent) <= 2 * (world - 1) * -(-7 // world)\n", "", "every piece is sent twice"),
+    ("ring", "7", "8", "what does not divide evenly is left out"),
+    ("naive-ddp", ", module[1].running_mean)", ",)", "buffers are not sent"),
+    ("naive-ddp", "range(2)", "range(1)", "gradients are those of the step before"),
+])  # fmt: skip
+def test_tests_that_miss_a_broken_variant(name, old, new, missed, tmp_path):
+    report = graded_tests(name, tmp_path, TESTS[name][1].replace(old, new))
+    assert [each.name for each in report.verdicts if each.status == "WRONG"] == [missed], report
+    assert report.exit_code() == 1
+
+
+def test_the_page_says_what_its_test_misses(tmp_path):
+    text = PAGE.read_text().split("```python test_ring.py\n")[1].split("```")[0]
+    missed = [each.name for each in graded_tests("ring", tmp_path, text).verdicts if each.status == "WRONG"]
+    assert missed == ["what does not divide evenly is left out", "every piece is sent twice"]
+
+
+def test_tests_of_what_is_wrong_or_without_variants(tmp_path):
+    """Tests that fail on the file itself, a file that is wrong itself, no tests, and an exercise without variants."""
+    report = graded_tests("ring", tmp_path, RING_TESTS.replace("sum(range(world))", "0"))
+    assert (report.exit_code(), report.of("your own file").status) == (2, "FAILED")
+    report = graded_tests("ring", tmp_path, RING_TESTS, RING.replace("+= new", "-= new"))
+    assert (report.exit_code(), report.candidate) == (1, "all_reduce")
+    with pytest.raises(UserError, match="has no function test_"):
+        graded_tests("ring", tmp_path, "x = 1\n")
+    with pytest.raises(UserError, match="matrices has no broken variants; ring, naive-ddp have"):
+        graded_tests("matrices", tmp_path, RING_TESTS, TENSOR)
+
+
+def test_the_command_line_grades_tests(tmp_path, capsys):
+    (tmp_path / "test_mine.py").write_text(RING_TESTS)
+    solution = str(written(tmp_path, RING))
+    assert run("--exercise", "ring", solution, "--tests", str(tmp_path / "test_mine.py")) == 0
+    assert "test_the_sum_and_what_is_sent fails" in capsys.readouterr().out
+    for arguments in ((solution,), ("--exercise", "ring")):
+        assert run(*arguments, "--tests", str(tmp_path / "test_mine.py")) == 2
+        assert "--tests needs --exercise NAME and TARGET" in capsys.readouterr().err

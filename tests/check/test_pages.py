@@ -9,6 +9,7 @@ from cs336_systems.check.__main__ import main
 from cs336_systems.check.candidates import load_file
 from cs336_systems.check.cases import CASES
 from cs336_systems.check.diagnosis import CAUSES
+from cs336_systems.check.exercises import EXERCISES
 from cs336_systems.host import console
 from tests.check.table import PAGE, with_table
 from tests.test_readme import ROOT, anchors
@@ -37,7 +38,7 @@ def test_every_property_is_explained():
 
 
 def test_every_cause_has_a_page():
-    for cause in CAUSES.values():
+    for cause in [*CAUSES.values(), *(each for each in EXERCISES.values() if "page" in each)]:
         page, _, anchor = cause["page"].partition("#")
         assert (ROOT / page).exists()
         assert not anchor or anchor in anchors(ROOT / page), cause
