@@ -81,13 +81,13 @@ def _is(value: Any, wanted: Wanted) -> bool:
 
 
 def identity(record: Record) -> str:
-    """What a record measured: its settings, and whether the allocator kept its pages."""
+    """A key of the measurement: its settings, and whether the allocator kept its pages."""
     settings = [record.config, record.environment.get("pages_kept", False)]
     return json.dumps(settings, sort_keys=True, allow_nan=False)
 
 
 def facts(of: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a chapter's sentences speak of; empty where a record that they need was not measured."""
+    """The figures that a chapter's sentences name; empty where a record that they need was not measured."""
     try:
         return of()
     except Unmeasured:

@@ -28,7 +28,7 @@ TRAINING = {  # rows of the first case: kind of tensor, and step or None for all
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of a property, and the page that explains it."""
+    """The finding on a property, and the page that explains it."""
 
     name: str
     status: str

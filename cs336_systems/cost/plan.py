@@ -57,9 +57,7 @@ class Plan:
     stack: str = "megatron"  # the implementation (`stacks.py`)
     shard: int = 0  # replicas over which ZeRO splits, the nearest ones; 0: all. Fewer: hybrid sharding (HSDP)
     fp8: bool = False  # linear layers of blocks multiply 8-bit numbers
-    recompute_modules: tuple[
-        str, ...
-    ] = ()  # of `MODULES`; none: attention's core, where a model recomputes "attention"
+    recompute_modules: tuple[str, ...] = ()  # of `MODULES`, where a model recomputes "attention"; none: its core
     recompute_nth: int = 1  # of the blocks, only every n-th recomputes
 
     def __post_init__(self) -> None:

@@ -147,7 +147,8 @@ def read_shape(path: Path) -> ModelConfig:
         raise UserError(f"{path} cannot be read as a config.json: {reason}") from None
     if not isinstance(given, dict):
         raise UserError(f"{path} is no config.json, which is one JSON object")
-    given = given.get("text_config") or given  # a model of pictures and text has its sizes in there
+    inner = given.get("text_config")  # where a model of pictures and text has its sizes
+    given = inner if isinstance(inner, dict) else given
     said = {name: _count(path, given, keys) for name, keys in NAMES.items()}
     if missing := [name for name in REQUIRED if not said[name]]:
         named = "; ".join(f"{name} ({NAMES[name].replace(' ', ' or ')})" for name in missing)

@@ -38,7 +38,7 @@ used_by_others = cache(measure)  # when it was first asked
 
 
 def busy() -> str:
-    """What is wrong with times taken now, in words; nothing on a quiet machine."""
+    """The line that says that times taken now are not to be quoted; empty on a quiet machine."""
     used, cores = used_by_others(), len(_ticks())
     if used < max(0.5, SHARE * cores):
         return ""

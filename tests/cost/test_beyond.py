@@ -6,6 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from cs336_systems.cost import count_parameters
+from cs336_systems.cost.__main__ import main
 from cs336_systems.cost.commands import memory
 from cs336_systems.cost.commands.settings import MachineOptions, ModelOptions
 from cs336_systems.cost.domain import time_range
@@ -19,6 +20,7 @@ from cs336_systems.cost.recomputation import repeated
 from cs336_systems.cost.shape import read_shape, wider
 from cs336_systems.cost.step_time import Seconds, data_parallel_seconds, optimizer_seconds, stage_weights, step_time
 from cs336_systems.errors import UserError
+from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig, model_preset
 from tests.support.cost_cases import LATENT, LLAMA, MOE, SEQ, machine
 
@@ -131,6 +133,11 @@ def test_a_model_without_the_module_is_told_so():
             Plan(recompute_modules=(module,)).check(config, SEQ)
 
 
+def test_every_nth_of_nothing_is_refused(capsys):
+    assert run_command(main, ["step", "--size", "llama-8b", "--recompute-nth", "2"]) == 2
+    assert "--recompute-nth 2 needs --recompute selective or full" in capsys.readouterr().err
+
+
 # Machines
 def test_a_machine_can_be_changed():
     found = changed(H100, peak=500.0, bandwidth=2000.0, memory=96.0, node=4, link=200.0, network=25.0)
@@ -205,6 +212,7 @@ def test_a_config_of_a_preset_is_that_preset(tmp_path):
     [
         ("no", "cannot be read as a config.json"),
         ([], "is no config.json"),
+        ({"text_config": [1]}, "does not say d_model"),
         ({}, r"does not say d_model \(hidden_size or n_embd or d_model\)"),
         (GPT2 | {"n_layer": 1.5}, "n_layer must be a whole number, not 1.5"),
         (QWEN3_30B | {"num_experts_per_tok": 2000}, "a token is sent to 1 to 1024 experts"),

@@ -18,7 +18,7 @@ def content(book: Book) -> dict[str, Any]:
 
 
 def spoken(book: Book) -> dict[str, Any]:
-    """What a norm takes against LayerNorm and against a copy, with pages kept; and with fresh pages."""
+    """The time of a norm over that of LayerNorm and of a copy, with pages kept; and with fresh pages."""
     norms = book.cite("norms", dtype="fp32", columns=4096, **{"pass": "forward"})
     fused_norm, eager, compiled = (norms.need(candidate=name) for name in ("layernorm", "eager", "compiled"))
     earlier = [each for each in book.history("norms") if "pages_kept" not in each.environment]

@@ -60,7 +60,7 @@ class Recorder(list[Event]):
 
 
 class Observer:
-    """What one rank holds of each layer, read from the wrapper and the optimizer."""
+    """The part of each layer that one rank holds, read from the wrapper and the optimizer."""
 
     def __init__(self, wrapped: Any, optimizer: Any) -> None:
         self.wrapped, self.optimizer = wrapped, optimizer

@@ -109,6 +109,8 @@ def take_request(given: dict[str, Any]) -> Request:
         raise UserError(
             f"--recompute-modules are those of --recompute selective, not {model.recompute}: drop one of them"
         )
+    if plan.recompute_nth > 1 and config.recompute == "none":
+        raise UserError(f"--recompute-nth {plan.recompute_nth} needs --recompute selective or full, which it thins out")
     system = machine.machine(name)
     machines.check_fp8(checked.fp8, system)
     return Request(model.title, *STACKS[name].shape(config, plan.plan(system)), system)
