@@ -45,7 +45,7 @@ $(VENV)/.other-triton: $(VENV)/.installed
 
 # Three workers for two cores, since ranks also wait for each other.
 # Workers and the commands that tests start read compiled files, even where the environment says not to write any.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n 3 --dist worksteal --maxfail 25
 
 test: $(VENV)/.dev ## run the tests (no GPU needed; five to seven minutes on two cores)
 	$(PYTEST) -m "not slow"
@@ -89,6 +89,6 @@ readme: $(VENV)/.installed ## write the measured tables of README and docs/ from
 	$(RUN) -m benchmarks.tables --what checkpoints --write docs/checkpoints.md
 	$(RUN) -m benchmarks.tables --what context --write docs/long_sequences.md
 
-clean: ## remove the environment and what the demo and the write-up wrote; other runs stay
-	rm -rf $(VENV) runs/demo build *.egg-info
+clean: ## remove .venv and what the demo and the write-up wrote; other runs, and an environment of VENV=..., stay
+	rm -rf .venv runs/demo build *.egg-info
 	@rmdir runs 2>/dev/null || true

@@ -1,5 +1,6 @@
 """The Makefile's targets, in an empty folder: what they remove, and what they would type."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,8 +16,10 @@ def make(tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
 
-    def run(*words: str) -> str:
-        done = subprocess.run(["make", *words], cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    def run(*words: str, **variables: str) -> str:
+        inherited = {name: value for name, value in os.environ.items() if name not in ("VENV", "MAKEFLAGS")}
+        where = {"cwd": tmp_path, "env": inherited | variables}
+        done = subprocess.run(["make", *words], **where, capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -34,6 +37,14 @@ def test_clean_leaves_the_users_runs(tmp_path, make):
     shutil.rmtree(tmp_path / "runs/mine")
     make("clean")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["Makefile", "pyproject.toml"]
+
+
+def test_clean_leaves_an_environment_that_is_named(tmp_path, make):
+    """Other projects may use it; `.ci/run` runs the tests themselves from one."""
+    (tmp_path / "elsewhere").mkdir()
+    make("clean", VENV=str(tmp_path / "elsewhere"))
+    make("clean", f"VENV={tmp_path / 'elsewhere'}")
+    assert (tmp_path / "elsewhere").is_dir()
 
 
 def test_the_demo_writes_where_clean_removes(make):
