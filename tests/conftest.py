@@ -119,7 +119,6 @@ SLOW = (
     "train/test_train::test_ranks_that_share_a_model_learn_what_one_process_learns[packed",
     "train/test_train::test_text_is_learned",
     "writeup/test_page",
-    "writeup/test_text::test_every_printed_command",
 )
 
 

@@ -88,9 +88,10 @@ def three_ways_case(group, cases: list) -> list[tuple]:
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, 8))])
 def test_three_ways_with_every_kernel_equal_one_process(world):
-    """Grouped queries with fewer heads of keys than ranks, dropout by place, packed documents."""
+    """Grouped queries with fewer heads of keys than ranks, dropout by place, packed documents; 8 ranks: one kernel."""
     allowed = bound(torch.float64, stages=3 * 16 * (LAYERS + 1), longest_sum=CONFIG.vocab_size)
-    for cases in (CASES[start::world] for start in range(world)):  # more ranks take longer over each
+    chosen = [each for each in CASES if each[1] == "sdpa"] if world == 8 else CASES
+    for cases in (chosen[start::world] for start in range(world)):  # more ranks take longer over each
         for worst in ranks.run(three_ways_case, world, cases=cases):
             assert not [(case, *each) for case, each in zip(cases, worst, strict=True) if each[0] > allowed]
 

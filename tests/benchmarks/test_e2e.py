@@ -17,6 +17,7 @@ from cs336_systems.cost import MODES, Hardware, forward_flops
 from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig, model_preset
+from tests.support.machine import one_layer_each
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
@@ -184,6 +185,7 @@ def test_an_unwritable_folder_is_refused_before_anything_is_measured(in_tmp, mon
 
 def test_all_sizes_covers_the_edition(monkeypatch, tmp_path):
     monkeypatch.setattr(e2e, "usable_memory", lambda device: 0)
+    one_layer_each(monkeypatch, plan.PassSettings)
     records = e2e.run(plan.PassSettings(all_sizes=True, year=2024, device="cpu", results=tmp_path))
     assert [r.config["size"] for r in records[::4]] == ["small", "medium", "large", "xl", "2.7B"]
     assert {r.status for r in records} == {"out-of-memory"}

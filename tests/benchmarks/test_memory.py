@@ -19,6 +19,7 @@ from cs336_systems.cost.observed import observe_passes
 from cs336_systems.host.console import run_command
 from cs336_systems.presets import ModelConfig, model_preset
 from cs336_systems.profiling.labels import live_storages
+from tests.support.machine import one_layer_each
 
 CPU = torch.device("cpu")
 FAST = Hardware("fast", 1e12, 1e11, "made up")
@@ -112,6 +113,7 @@ def test_a_real_out_of_memory_is_recorded_too(in_tmp, monkeypatch, capsys):
 
 def test_all_sizes_end_with_the_largest_in_mixed_precision(in_tmp, monkeypatch):
     monkeypatch.setattr(memory, "usable_memory", lambda device: 0)
+    one_layer_each(monkeypatch, memory.MemorySettings)
     assert run("--all-sizes", "--year", "2026", "--results", "out") == 0
     records = read_records(Path("out/memory.jsonl"))
     assert len(records) == 12

@@ -161,7 +161,7 @@ def test_a_report_of_a_foreign_trace(tmp_path, capsys):
         (["--size", "huge"], "huge"),
         (["--wrapper", "magic"], "magic"),
         (["--device", "cpu", "--nvtx"], "--nvtx"),
-        (["--size", "2.7B", "--batch-size", "512", "--device", "cpu"], "needs"),
+        (["--size", "tiny", "--batch-size", "500000", "--device", "cpu"], "needs"),
     ],
 )
 def test_what_cannot_be_is_one_line(options, message, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from statistics import mean
 
@@ -33,6 +34,7 @@ BERT = {
     "recompute": "full",
 }
 
+AGAIN = 16  # runs of a stack that are left out again
 # The most that the mean error of left-out runs may be: goals, but for deepspeed.
 GOALS = {"megatron": 0.07, "fsdp": 0.10, "nanotron": 0.10, "torchtitan": 0.10, "other": 0.11, "deepspeed": 0.14}
 
@@ -69,12 +71,14 @@ def test_deepspeeds_zero_3_has_a_port_for_each_accelerator():
 
 @pytest.mark.parametrize(("name", "most"), GOALS.items())
 def test_runs_that_were_left_out(name, most):
-    """Their mean error, the range, rounded to 0.02, and what `python -m cs336_systems.cost.fitting.left_out` wrote."""
-    found, kept = left_out(STACKS[name], RUNS[name]), json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    """Their mean error and range, rounded to 0.02, as `python -m cs336_systems.cost.fitting.left_out` wrote them; the
+    first groups of each stack are left out again."""
+    kept = json.loads(LEFT_OUT.read_text(encoding="utf-8"))
+    found = dict(islice(left_out(STACKS[name], RUNS[name]), AGAIN))
     assert found == pytest.approx({run: kept[run] for run in found}, rel=0.01)
-    ratios = list(found.values())
-    assert mean(abs(1 / ratio - 1) for ratio in ratios) <= most
-    assert STACKS[name].range == pytest.approx(central(inside(found, RUNS[name])), abs=0.02)
+    written = {run.id: kept[run.id] for _, run in RUNS[name] if run.seconds}
+    assert mean(abs(1 / ratio - 1) for ratio in written.values()) <= most
+    assert STACKS[name].range == pytest.approx(central(inside(written, RUNS[name])), abs=0.02)
 
 
 def test_four_of_five_published_runs_are_inside_their_range():

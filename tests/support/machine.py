@@ -1,4 +1,6 @@
-"""A machine whose speed is made up: to measure it takes a run a second on every rank, and few tests look at it."""
+"""A machine whose speed is made up, and models of one layer: to measure or observe the real ones takes seconds."""
+
+from dataclasses import replace
 
 from cs336_systems.cost import Hardware
 
@@ -8,3 +10,14 @@ FAST = Hardware("fast", 1e12, 1e11, "made up")
 def made_up(*_: object, **__: object) -> Hardware:
     """In place of a probe."""
     return FAST
+
+
+def one_layer_each(monkeypatch, options: type) -> None:
+    """Every size that a benchmark's options name is one layer deep."""
+    whole = options.case
+
+    def shallow(self, *shape):
+        case = whole(self, *shape)
+        return replace(case, config=replace(case.config, num_layers=1))
+
+    monkeypatch.setattr(options, "case", shallow)

@@ -1,5 +1,6 @@
 """Decisions: the fastest layout for some models and machines, as `cost search` finds it, and what the rest lose."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from cs336_systems.cost.domain import time_range
@@ -31,6 +32,7 @@ def content(book: Book) -> dict[str, Any]:
     return {"table": winners(book, found), "losses": losses(book, found), "f": spoken(found)}
 
 
+@cache
 def searched(case: Case) -> Search:
     """The layouts of one case."""
     config = model_preset(case.size)

@@ -1,5 +1,7 @@
 """Memory, time and traffic of fully sharded data parallelism, beside PyTorch's FSDP2 and no sharding."""
 
+from collections import Counter
+from functools import cache
 from typing import Any
 
 from benchmarks.records import Record
@@ -10,7 +12,7 @@ from cs336_systems.cost.course import question
 from cs336_systems.cost.course.memory import parameters_of
 from cs336_systems.host.console import format_bytes, format_seconds
 from cs336_systems.host.text import markdown_code, markdown_text, plot_text
-from cs336_systems.layout import Layout
+from cs336_systems.layout import Layout, Transfer
 from cs336_systems.presets import model_preset
 from cs336_systems.traffic import sent
 from cs336_systems.train.observation import observe_traffic
@@ -129,21 +131,24 @@ def picture(runs: list[Citation]) -> Figure:
     )  # fmt: skip
 
 
-def traffic(book: Book) -> Table:
-    """A step's collectives on 8 ranks for the course's xl, as the library is observed to send them."""
-    config = model_preset(SIZE, YEAR)
-    nbytes, rows = 4 * sum(count_parameters(config).values()), []
-    for ranks in (8,):
-        for name, stage in STAGES.items():
-            layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
-            found = observe_traffic(Recipe.of(context=1), config, layout)
-            whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
-            verbs: dict[str, int] = {}
-            for each, count in found.items():
-                verbs[each.verb] = verbs.get(each.verb, 0) + count
-            kinds = ", ".join(f"{count} {verb}" for verb, count in verbs.items())
-            unit = whole / (nbytes * (ranks - 1) / ranks)
-            rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
+@cache
+def observed(ranks: int, stage: int) -> Counter[Transfer]:
+    """A step's collectives for the course's xl, as the library is observed to send them."""
+    layout = Layout(dp=ranks, zero=stage, global_batch=ranks)
+    return observe_traffic(Recipe.of(context=1), model_preset(SIZE, YEAR), layout)
+
+
+def traffic(book: Book, ranks: int = 8) -> Table:
+    """What a rank of each stage sends in a step, in calls and bytes."""
+    nbytes, rows = 4 * sum(count_parameters(model_preset(SIZE, YEAR)).values()), []
+    for name, stage in STAGES.items():
+        found, verbs = observed(ranks, stage), Counter[str]()
+        whole = sum(count * sent(each.verb, ranks) * each.nbytes for each, count in found.items())
+        for each, count in found.items():
+            verbs[each.verb] += count
+        kinds = ", ".join(f"{count} {verb}" for verb, count in verbs.items())
+        unit = whole / (nbytes * (ranks - 1) / ranks)
+        rows.append([str(ranks), name, kinds, format_bytes(whole), f"{unit:.2f}"])
     columns = ("ranks", "<stage", "<collectives of a step", "sent by a rank", "in units of 4P(N-1)/N")
     return Table(book, columns, rows, always=True)
 

@@ -108,6 +108,7 @@ def their_times(book: Book) -> Table:
     return Table(book, columns, rows, notes=theirs.notes, always=True)
 
 
+@cache
 def schemes(size: str = "xl", year: int = YEAR) -> dict[str, tuple[Traffic, Traffic, float]]:
     """Each way to shard: collectives of gradients and of parameters, and the largest share over an equal one."""
     with torch.device("meta"):

@@ -65,6 +65,7 @@ def cell(values: dict[str, Any]) -> tuple[list[float], list[tuple[list[float], l
     return [plan.ranks, plan.microbatches, stage, *(short(each / GIB) for each in nbytes)], timed
 
 
+@cache
 def layouts() -> dict[str, Any]:
     """Tables of memory and time (`cell`) over all layouts, the last of a table's axes changing fastest; notes and
     refusals are numbers of `texts`, and a refused layout's cell is the number alone."""
