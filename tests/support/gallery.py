@@ -178,6 +178,7 @@ def run_broken(variant: Variant, folder: Path, change: bool = True) -> Outcome:
         changes(variant)  # here as well, where what is wrong with it is no success
     outcome = Outcome()
     options = [*QUIETLY, *(f"-pno:{name}" for name in WITHOUT), f"--rootdir={ROOT}", f"--basetemp={folder}/inner"]
-    with broken_ranks(variant, change):
+    with broken_ranks(variant, change), pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTEST_ADDOPTS", raising=False)  # of the outer one
         pytest.main([*options, f"{ROOT}/{variant.test}"], plugins=[outcome])
     return outcome
