@@ -159,6 +159,7 @@ class Plan:
             raise UserError(
                 f"layers {' '.join(map(str, self.layers))}: {len(self.layers)} numbers, {sum(self.layers)} in all, but "
                 f"pp {self.pp} x chunks {self.chunks} = {parts} parts have {config.num_layers} layers"
+                + (": chunk 0 of every stage comes first, then chunk 1" if self.chunks > 1 else "")
             )
         if config.num_layers + ENDS < parts and not self.layers:
             raise UserError(

@@ -78,7 +78,7 @@ def _read() -> dict[str, Stack]:
 STACKS = _read()
 
 
-def usual_stack(zero: int, kernels: str = "triton") -> StackName:
+def usual_stack(zero: int, kernels: str | None = None) -> StackName:
     """The stack of a run that does not say: sharded weights came with plain PyTorch."""
     return "fsdp" if zero == 3 else "other" if kernels == "torch" else "megatron"
 

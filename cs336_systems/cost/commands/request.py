@@ -15,7 +15,7 @@ from cs336_systems.cost.operator_time import TimedPart, timed_part
 from cs336_systems.cost.parameters import count_parameters
 from cs336_systems.cost.plan import RECOMPUTE_NAMES, Plan
 from cs336_systems.cost.rank import Group
-from cs336_systems.cost.stacks import STACKS, usual_stack
+from cs336_systems.cost.stacks import STACKS
 from cs336_systems.cost.step_time import StepTime, recomputed, step_time
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import flag, format_count, format_seconds, options
@@ -102,7 +102,7 @@ def take_request(given: dict[str, Any]) -> Request:
     model, plan, machine = (take(each, given) for each in (ModelOptions, PlanOptions, MachineOptions))
     if plan.recompute_modules and model.recompute is None:
         model = replace(model, recompute="selective")
-    config, name = model.model_config(), plan.stack or usual_stack(plan.zero, model.kernels)
+    config, name = model.model_config(), model.stack(plan.stack, plan.zero)
     checked = plan.plan()
     checked.check(config, config.context_length)  # a mistake here shows before a machine is measured
     if plan.recompute_modules and config.recompute != "attention":

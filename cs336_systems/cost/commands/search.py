@@ -33,7 +33,7 @@ from cs336_systems.cost.plan import ORDER, RECOMPUTE_NAMES, Overlap
 from cs336_systems.cost.plan_memory import usable_memory
 from cs336_systems.cost.search import LIMIT, Candidate, Loss, Search, search
 from cs336_systems.cost.search_space import AXES, MOST_GPUS, Space, placement
-from cs336_systems.cost.stacks import STACKS, StackName, usual_stack
+from cs336_systems.cost.stacks import STACKS, StackName
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds, options, setting
 
@@ -90,7 +90,7 @@ class SearchOptions:
 def command(tokens: float | None, as_json: bool, **given: Any) -> None:
     """The fastest layouts of a model on so many accelerators, and why the rest lose."""
     model, asked, machine = (take(each, given) for each in (ModelOptions, SearchOptions, MachineOptions))
-    config, stack = model.model_config(), asked.stack or usual_stack(asked.zero or 0, model.kernels)
+    config, stack = model.model_config(), model.stack(asked.stack, asked.zero or 0)
     system, fp8 = machine.machine(stack), asked.precision == "fp8"
     check_fp8(fp8, system)
     config = config.override(kernels=STACKS[stack].kernels)

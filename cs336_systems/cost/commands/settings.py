@@ -43,8 +43,8 @@ class ModelOptions:
     feed_forward: FeedForwardKind | None = setting(None, "Feed-forward, gated or not.  [default: the preset's]")
     attention: Attention = setting("sdpa", "naive: scores in memory; the others: none.")
     dropout: float | None = setting(None, "Probability of dropping an activation.  [default: the preset's]")
-    kernels: Kernels = setting(
-        "triton", "Element-wise work next to each other in one kernel, or (torch) each operation in one."
+    kernels: Kernels | None = setting(
+        None, "Neighbouring element-wise work in one kernel, or (torch) in one each.  [default: the stack's, or triton]"
     )
     num_experts: int | None = setting(None, "Experts of a layer.  [default: the preset's]", type=COUNT)
     expert_every: int | None = setting(None, "Every k-th layer has experts.  [default: the preset's]", type=COUNT)
@@ -69,6 +69,7 @@ class ModelOptions:
             "recompute": RECOMPUTE[self.recompute] if self.recompute else None,
         }
         changes |= {"head_width": self.head_dim, "dense_layers": self.dense_layers, "top_k": self.top_k}
+        changes |= {"kernels": self.kernels or "triton"}
         changes |= {"expert_d_ff": self.expert_d_ff, "shared_d_ff": self.shared_d_ff}
         return wider(self._began(), **changes, shared_expert=True if self.shared_d_ff else None)
 
@@ -77,6 +78,15 @@ class ModelOptions:
         if self.size.lower().endswith(".json"):
             return read_shape(Path(self.size))
         return preset(self.size, self.year).model
+
+    def stack(self, chosen: StackName | None, zero: int) -> StackName:
+        """The chosen stack, or the usual one. Raises UserError for one that runs other kernels than was asked."""
+        name = chosen or usual_stack(zero, self.kernels)
+        if self.kernels == "triton" and STACKS[name].kernels == "torch":
+            raise UserError(
+                f"--stack {name} is plain PyTorch without --kernels triton: drop it, or take --stack megatron"
+            )
+        return name
 
     @property
     def title(self) -> str:
