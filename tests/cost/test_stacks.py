@@ -166,7 +166,9 @@ def test_a_stack_by_its_option(capsys):
     assert json.loads(capsys.readouterr().out)["seconds"] == found["other"]["seconds"]
     assert run_command(main, [*common, "--stage-layers", "9,x"]) == 2
     assert "--stage-layers has 'x', which is no number of blocks" in capsys.readouterr().err
-    assert run_command(main, [*common, "--pp", "2", "--chunks", "2", "--stage-layers", "9,9"]) == 2
+    assert (
+        run_command(main, [*common, "--batch-size", "16", "--pp", "2", "--chunks", "2", "--stage-layers", "9,9"]) == 2
+    )
     assert "= 4 parts have 32 layers: chunk 0 of every stage comes first, then chunk 1" in capsys.readouterr().err
     for words in (["--zero", "3"], ["--stack", "nanotron"]):
         assert run_command(main, [*common, *words, "--kernels", "triton"]) == 2
