@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.collective import size_name
-from benchmarks.moe_eval_counts import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected
+from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, Derivation, expected
+from benchmarks.lib.expert_model import DECODER
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
 from cs336_systems.host import console
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
-from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.presets import model_preset
 
 NOT_YET = (
     "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
@@ -138,14 +139,22 @@ def is_published(record: Record) -> bool:
     return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)
 
 
+def derived(record: Record) -> dict[str, Derivation]:
+    """Numbers of calls that follow from the shape of an evaluation; nothing for matrices split over ranks."""
+    config, batches = record.config, record.metrics["calls"][DECODER][0]
+    shape = {name: config[name] for name in ("num_layers", "num_experts")}
+    model = replace(model_preset(config["size"]), attention="naive", **shape)
+    return expected(model, config["ep"], batches) if config["tp"] == 1 else {}
+
+
 def calls(record: Record) -> Table:
     """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
-    config: ModelConfig = model_preset(record.config["size"])
-    due, found = expected(replace(config, attention="naive"), record.config["ep"], record.config["batches"]), []
+    due, found = derived(record), []
     for name, published in (PUBLISHED | OF_WORDS).items():
         each: Sequence[int] = record.metrics["calls"][name]
         mine = f"{each[0]:,}" if len(set(each)) == 1 else f"{min(each):,} to {max(each):,}"
-        found.append([name, mine, f"{published:,}", due[name].why if name in due else "reads of words, mostly"])
+        why = "reads of words, mostly" if name in OF_WORDS else due[name].why if name in due else ""
+        found.append([name, mine, f"{published:,}", why])
     heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
     note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
     return Table("Operators of the one-hot formulation", heads, found, note, names=True)

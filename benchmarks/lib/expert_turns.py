@@ -120,4 +120,5 @@ def take_turns(
         each.share()
     stamp = environment(DEVICE, commit) if first else {}
     stamp |= {"world_size": group.size(), "backend": "gloo"}
-    return [each.record(benchmark, *rest, stamp) for each, *rest in zip(candidates, said, strict=True) if first]
+    pairs = zip(candidates, said, strict=True) if first else ()
+    return [each.record(benchmark, predicted, stamp) for each, predicted in pairs]
