@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_plot import marks
-from benchmarks.scaling_run import ScalingRun, bubble, efficiency, ideal_bubble, utilisation
-from benchmarks.scaling_table import find_base, percent
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_plot import marks
+from benchmarks.lib.scaling_run import ScalingRun, bubble, efficiency, ideal_bubble, utilisation
+from benchmarks.lib.scaling_tables import find_base, percent
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import StepTime, step_time

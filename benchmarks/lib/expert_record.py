@@ -8,8 +8,8 @@ from benchmarks.harness import WrongResultError, noise, summarise
 from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, calls, waiting
 from benchmarks.lib.expert_model import TAGS
 from benchmarks.lib.expert_scores import SEPARATOR, Outcome, Scorer
+from benchmarks.lib.scaling_record import affinity
 from benchmarks.records import Record
-from benchmarks.scaling_record import affinity
 from cs336_systems.cost import experts as cost
 from cs336_systems.presets import Dispatch, ModelConfig
 

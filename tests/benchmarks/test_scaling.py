@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
+from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
+from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.records import Record, read_records
-from benchmarks.scaling_options import ScalingSettings, parse_grid
-from benchmarks.scaling_show import scaling_tables, timer_line
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.host.console import run_command
@@ -94,7 +94,7 @@ def test_every_layout_is_recorded_beside_one_rank(measured):
     assert two.metrics["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / step)
     assert any(math.isclose(step, sample) for sample in two.samples_ms)
     out = " ".join(done["out"].split())
-    assert f"1x2x1 fp32 {timer_line(two)}" in out
+    assert "│ forward-send-backward-recv" not in out  # of the last rank, and no table of another
     assert out.count("tiny bert in fp32, weak scaling") == 1
     assert "Scaling: " not in out  # one bubble and one MFU a layout, those of all ranks
     assert out.count("Timers of the last rank, ms an iteration") == 1
@@ -139,7 +139,6 @@ def test_a_smoke_run_is_short_and_records_nothing(monkeypatch, capsys, tmp_path)
     gates, turns = [(2, 0, "fp32"), (2, 0, "fp32")], [(1, 1, "fp32"), (1, 1, "fp32")]
     assert found == [(name, 2, *rest) for name, rest in zip(("1x1x1", "1x2x1") * 2, gates + turns, strict=True)]
     out = capsys.readouterr().out
-    assert out.count("time (ms) | ") == 2
     assert "micro-batch 1 x 32" in out
 
 
@@ -193,7 +192,7 @@ def test_a_grid_is_read():
             "of the two",
         ),
         (["--size", "huge"], "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m, "),
-        (["--plot", "a.gif"], ("--plot a.gif should end in .png, .svg, .pdf", "no plot without matplotlib")),
+        (["--plot", "a.gif"], ("--plot a.gif should end in .svg, .png, .pdf", "no plot without matplotlib")),
         (
             ["--backend", "nccl"],
             "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",

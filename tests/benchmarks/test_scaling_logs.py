@@ -1,12 +1,13 @@
 """Logs of Megatron-LM, whole and mangled, become runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling_logs import parse_log, parse_published, read_runs
-from benchmarks.scaling_run import ScalingRun, as_json
+from benchmarks.lib.scaling_logs import parse_log, parse_published, read_runs
+from benchmarks.lib.scaling_run import ScalingRun
 from cs336_systems.errors import UserError
 
 ARGUMENTS = {
@@ -184,7 +185,7 @@ def test_what_is_missing_is_one_line(text, message):
 def test_published_runs_come_back(tmp_path: Path):
     (run,) = parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25"))
     path = tmp_path / "runs.json"
-    path.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [as_json(run)]}))
+    path.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [asdict(run)]}))
     log = tmp_path / "a.log"
     log.write_text(notes("x", "over 100 iterations = 3200 samples", "7.25"))
     back, parsed = read_runs([path, log])

@@ -5,9 +5,9 @@ from dataclasses import replace
 import click
 import pytest
 
-from benchmarks import scaling_plot, scaling_table
-from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_run import (
+from benchmarks.lib import scaling_plot, scaling_tables
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_run import (
     ScalingRun,
     bubble,
     default_base,
@@ -19,7 +19,9 @@ from benchmarks.scaling_run import (
     top_level_ms,
     utilisation,
 )
-from benchmarks.scaling_table import PUBLISHED, find_base, import_log, markdown, scaling_sheet, timer_sheet
+from benchmarks.lib.scaling_tables import PUBLISHED, find_base, markdown, scaling_sheet, timer_sheet
+from benchmarks.scaling import import_log
+from cs336_systems.cost.plots import style
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.scaling_rows import clean
@@ -161,8 +163,8 @@ def test_what_is_unknown_is_a_dash():
     (row,) = scaling_sheet([clean(8, iterations=None)]).rows
     assert row[4:] == ["7.16", "229.0", "139.7", "-", "100.0%", "18.6%", "20.0%", "-", "-", "-", ""]
     assert "memory, MiB" not in [row[0] for row in timer_sheet([clean(8)]).rows]
-    assert [scaling_table.figure(value) for value in (0.012345, 12345.678)] == ["0.0123", "12,345.7"]
-    assert [scaling_table.thousands(value) for value in (512.0, 22867.0)] == ["512", "22.9k"]
+    assert [scaling_tables.figure(value) for value in (0.012345, 12345.678)] == ["0.0123", "12,345.7"]
+    assert [scaling_tables.thousands(value) for value in (512.0, 22867.0)] == ["512", "22.9k"]
 
 
 def test_parts_of_an_iteration_make_it_up(published):
@@ -191,7 +193,7 @@ def test_the_command_line(capsys, monkeypatch, tmp_path):
     log.write_text("nothing")
     assert run_command(import_log, [str(log)]) == 2
     assert "empty.log has no timers" in capsys.readouterr().err
-    monkeypatch.setattr(scaling_table, "can_plot", lambda: False)
+    monkeypatch.setattr(style, "can_plot", lambda: False)
     assert run_command(import_log, ["--plot", str(tmp_path / "x.png")]) == 2
     assert "no plot without matplotlib" in capsys.readouterr().err
     assert isinstance(import_log, click.Command)
@@ -225,8 +227,5 @@ def test_the_plot(published, tmp_path):
     assert tops[1] == pytest.approx(published[1].iteration_ms)
     assert tops[2] == pytest.approx(tops[5])  # drawn smaller, to the height of the highest other
     assert any("2,874 ms" in text.get_text() and "drawn at 1/6.4" in text.get_text() for text in bars.texts)
-    scaling_plot.save(published, tmp_path / "a.png")
-    pictures = [scaling_plot.save(published, tmp_path / name).read_bytes() for name in ("a.svg", "b.svg")]
+    pictures = [style.save(scaling_plot.draw(published), tmp_path / name).read_bytes() for name in ("a.svg", "b.svg")]
     assert pictures[0] == pictures[1]
-    with pytest.raises(UserError, match=r"a\.gif should end in \.png, \.svg, \.pdf"):
-        scaling_plot.save(published, tmp_path / "a.gif")

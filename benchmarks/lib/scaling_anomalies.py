@@ -7,7 +7,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Literal
 
-from benchmarks.scaling_run import ScalingRun, top_level, top_level_ms
+from benchmarks.lib.scaling_run import ScalingRun, top_level, top_level_ms
 
 Kind = Literal["samples", "starved", "excess", "unaccounted", "stragglers", "uneven batch"]
 
@@ -201,19 +201,3 @@ def uneven_batches(runs: Sequence[ScalingRun]) -> list[Anomaly]:
             layout = f", and with the cost of tp {others[0]} and pp {others[1]}" if (run.tp, run.pp) != others else ""
             found.append(Anomaly("uneven batch", (index,), text + layout + "."))
     return found
-
-
-def affinity_note(allowed: int, cores: int, ranks: int) -> str | None:
-    """Note for `ranks` processes that share the `allowed` cores, of `cores` in the machine, that their parent may use.
-
-    The parent's are len(os.sched_getaffinity(0)), and what it starts inherits them. None if each rank has a core.
-    """
-    if allowed >= ranks:
-        return None
-    shared = f"{ranks} ranks share {allowed} core{'s' * (allowed != 1)}"
-    if allowed < cores:
-        return (
-            f"{shared} of {cores}: the process that starts them is bound, and every timer includes waiting for a core. "
-            "Start it unbound (mpirun --bind-to none, srun --cpu-bind=none), or allow the container more cores."
-        )
-    return f"{shared}, all that there are: every timer includes waiting for a core, so do not read speed from this."

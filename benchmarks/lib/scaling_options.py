@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import torch
 
-from benchmarks.records import results_folder
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, setting
@@ -100,10 +98,6 @@ class ScalingSettings:
             chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
             device=self.device, backend=self.backend, timeout=self.timeout,
         )  # fmt: skip
-
-    def folder(self, device: torch.device) -> Path:
-        """Where the records go."""
-        return results_folder(self.results, self.machine, device)
 
 
 def parse_grid(text: str) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import StatisticsError, median
 from typing import Any
 
-from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
+from benchmarks.lib.scaling_run import RECOMPUTED, ScalingRun, parse_published
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
