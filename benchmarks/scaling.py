@@ -5,14 +5,12 @@ one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the
 """
 
 import sys
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
 from benchmarks.harness import WrongResultError
 from benchmarks.lib.scaling_anomalies import anomalies
@@ -22,7 +20,7 @@ from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
 from benchmarks.lib.scaling_plot import draw
 from benchmarks.lib.scaling_record import Layout, degrees, gate, make_record, study_run
 from benchmarks.lib.scaling_run import ScalingRun
-from benchmarks.lib.scaling_tables import PUBLISHED, find_base, markdown, show_records, show_runs, tables_apart
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown, show_records, show_runs, tables_apart
 from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
@@ -148,8 +146,8 @@ class Study:
         return found
 
 
-def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
-    """Check the layouts, measure, record, print; a smoke run leaves the `given` settings as they are.
+def measure(settings: ScalingSettings) -> None:
+    """Check the layouts, measure, record, print.
 
     Raises UserError for what cannot be measured, and at the end, of the class WrongResultError, if a layout did not
     pass the gate.
@@ -161,7 +159,7 @@ def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
         check_path(settings.plot, "--plot")
     layouts = plan(settings, here)
     if settings.smoke:  # what cannot be measured cannot be tried either
-        settings = settings.shortened(given, here.world_size == 1)
+        settings = settings.shortened(here.world_size == 1)
         layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)
     check_memory(layouts, device)
@@ -187,20 +185,17 @@ def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
         raise WrongResultError(f"{len(wrong)} of {len(layouts)} layouts train something else: {'; '.join(wrong)}")
 
 
-def plot(runs: list[ScalingRun], path: Path, base: ScalingRun) -> None:
+def plot(runs: list[ScalingRun], path: Path, base: ScalingRun | None = None) -> None:
     """Draw some runs into a file, and print its name. Raises UserError where it cannot be written."""
     print(printable(str(save(draw(runs, base), path, "--plot"))))
 
 
 @click.command("import-log")
 @click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--base", type=int, help="Ranks of the run that efficiency is relative to, beside the first one.")
 @click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
 @click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
 @click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Picture: .png, .svg or .pdf.")
-def import_log(
-    files: tuple[Path, ...], base: int | None, peak_tflops: float | None, as_markdown: bool, picture: Path | None
-) -> None:
+def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: bool, picture: Path | None) -> None:
     """Tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
 
     Without FILES, of the published study of BERT-345M.
@@ -210,15 +205,14 @@ def import_log(
         if not peak_tflops > 0:
             raise UserError(f"--peak-tflops must be positive, not {peak_tflops:g}")
         runs = [replace(run, peak_flops=run.peak_flops or 1e12 * peak_tflops) for run in runs]
-    chosen = find_base(runs, base)
     if picture:
         check_path(picture, "--plot")
     if as_markdown:
-        print(markdown(runs, chosen), end="")
+        print(markdown(runs), end="")
     else:
-        show_runs(runs, chosen)
+        show_runs(runs)
     if picture:
-        plot(runs, picture, chosen)
+        plot(runs, picture)
 
 
 @click.group(invoke_without_command=True)
@@ -227,8 +221,7 @@ def import_log(
 def main(context: click.Context, /, **options: Any) -> None:
     """Train in every layout of a grid, turn by turn: times, efficiency, bubbles, memory, and what looks wrong."""
     if context.invoked_subcommand is None:
-        given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        measure(ScalingSettings(**options), given)
+        measure(ScalingSettings(**options))
 
 
 main.add_command(import_log)

@@ -20,7 +20,6 @@ from benchmarks.lib.scaling_run import (
     utilisation,
 )
 from benchmarks.records import Record, read_records
-from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.table import Table
@@ -87,27 +86,11 @@ def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> 
     return f"{least}{unit}" if least == most else f"{least}-{most}{unit}"
 
 
-def find_base(runs: Sequence[ScalingRun], world: int | None = None) -> ScalingRun:
-    """The run on `world` ranks that efficiency is relative to, or the one to choose by default.
-
-    Raises UserError if no run has so many ranks.
-    """
-    if world is None:
-        return default_base(runs)
-    for run in runs:
-        if run.world == world:
-            return run
-    have = ", ".join(dict.fromkeys(str(run.world) for run in runs))
-    raise UserError(f"--base {world}: no run has {world} ranks; choose from {have}")
-
-
 def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Table:
     """A row for each run: how fast, how well it scales from the first run and from `base`, where the rest went.
 
-    A row smaller than `base` has no efficiency relative to it. Raises UserError without a run.
+    A row smaller than `base` has no efficiency relative to it.
     """
-    if not runs:
-        raise UserError("no runs, no table of scaling: measure some, or give a log")
     first, base = runs[0], base or default_base(runs)
     columns: dict[str, Callable[[ScalingRun], str]] = {
         "run": lambda run: run.name,
@@ -277,4 +260,4 @@ def scaling_tables(results: Path) -> list[str]:
 def published() -> str:
     """Markdown of the study that this one takes after."""
     runs = read_runs([PUBLISHED])
-    return markdown(runs, find_base(runs), level=3)
+    return markdown(runs, default_base(runs), level=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lib.scaling_logs import read_runs
-from benchmarks.lib.scaling_tables import PUBLISHED, find_base, markdown
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown
 from benchmarks.records import RESULTS, read_records
 from benchmarks.tables import chosen, measured_tables
 from cs336_systems.checkpoint.folder import open_plain
@@ -68,7 +68,7 @@ def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
 def shown(path: Path) -> None:
     """A table of a file's runs."""
     runs = read_runs([path])
-    markdown(runs, find_base(runs)).encode()
+    markdown(runs).encode()
 
 
 READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]

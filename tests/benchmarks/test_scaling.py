@@ -148,7 +148,7 @@ def test_a_smoke_run_keeps_what_is_given(monkeypatch, capsys, tmp_path):
     assert found == [("1x1x1", 32, 2, 0, "fp32"), ("1x1x2", 32, 2, 0, "fp32"), ("1x1x2", 32, 1, 2, "fp32")]
     assert "micro-batch 4 x 16" in capsys.readouterr().out
     assert [run[1] for run in smoke(monkeypatch, tmp_path / "none", "--micro-batch-size", "8")] == [16] * 4
-    alone, started = (ScalingSettings().shortened((), alone) for alone in (True, False))
+    alone, started = (ScalingSettings().shortened(alone) for alone in (True, False))
     assert (alone.grid, started.grid) == ("1x1x1,1x2x1", ScalingSettings().grid)
 
 
@@ -156,7 +156,6 @@ def test_a_grid_is_read():
     assert parse_grid("1x1x1, 8:2x2x2,1x1x1 3x1x4") == [(1, 1, 1), (2, 2, 2), (3, 1, 4)]
 
 
-@pytest.mark.parametrize("smoke", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -197,13 +196,13 @@ def test_a_grid_is_read():
             ["--backend", "nccl"],
             "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
         ),
+        (["--grid", "1x1x1,3x1x1", "--smoke"], "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp"),
         (["--rounds", "0"], "Invalid value for '--rounds': 0 is not in the range x>=1."),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_starts(arguments, line, smoke, monkeypatch, capsys, tmp_path):
+def test_bad_input_is_one_line_and_nothing_starts(arguments, line, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(scaling, "Study", None)
     results = tmp_path / "results"
-    arguments = [*arguments, *["--smoke"] * smoke]
     assert run_command(scaling.main, ["--device", "cpu", "--results", str(results), *arguments]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     lines = (line,) if isinstance(line, str) else line

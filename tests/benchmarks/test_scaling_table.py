@@ -19,10 +19,9 @@ from benchmarks.lib.scaling_run import (
     top_level_ms,
     utilisation,
 )
-from benchmarks.lib.scaling_tables import PUBLISHED, find_base, markdown, scaling_sheet, timer_sheet
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown, scaling_sheet, timer_sheet
 from benchmarks.scaling import import_log
 from cs336_systems.cost.plots import style
-from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from tests.support.scaling_rows import clean
 
@@ -88,14 +87,10 @@ def test_the_tables_show_these_figures(published):
 
 
 def test_the_base_can_be_chosen(published):
-    sheet = scaling_sheet(published, find_base(published, 32))
+    sheet = scaling_sheet(published, published[3])
     assert [row[9] for row in sheet.rows] == ["-", "-", "-", "100.0%", "102.4%", "84.8%"]
     assert "eff. vs 1" in scaling_sheet(published, published[0]).heads
     assert len(scaling_sheet(published, published[0]).heads) == len(sheet.heads) - 1
-    with pytest.raises(UserError, match="--base 7: no run has 7 ranks; choose from 1, 8, 16, 32, 64, 128"):
-        find_base(published, 7)
-    with pytest.raises(UserError, match="no runs"):
-        scaling_sheet([])
 
 
 def test_flops_are_those_of_the_papers(published):
@@ -181,11 +176,8 @@ def test_parts_of_an_iteration_make_it_up(published):
 def test_the_command_line(capsys, monkeypatch, tmp_path):
     assert run_command(import_log, ["--markdown"]) == 0
     assert capsys.readouterr().out == markdown(read_runs([PUBLISHED]))
-    assert run_command(import_log, ["--base", "32"]) == 0
-    shown = capsys.readouterr().out
-    assert "102.4%" in shown
-    assert "12,800 fits." in shown
-    assert run_command(import_log, ["--base", "7"]) == 2
+    assert run_command(import_log, []) == 0
+    assert "12,800 fits." in capsys.readouterr().out
     (peak,) = [option for option in import_log.params if option.name == "peak_tflops"]
     assert peak.help.startswith("TFLOP/s of a device")
     assert run_command(import_log, ["--peak-tflops", "0"]) == 2

@@ -9,7 +9,7 @@ from benchmarks.lib.scaling_plot import PARTS, breakdown
 from benchmarks.lib.scaling_plot import draw as draw_study
 from benchmarks.lib.scaling_record import study_run
 from benchmarks.lib.scaling_tables import PUBLISHED as STUDY
-from benchmarks.lib.scaling_tables import find_base, percent, tables_apart
+from benchmarks.lib.scaling_tables import percent, tables_apart
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
@@ -46,7 +46,7 @@ def content(book: Book) -> dict[str, Any]:
         "study": study_table(book, study, steps),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
-            "megatron-study", narrowed(draw_study(study, find_base(study))),
+            "megatron-study", narrowed(draw_study(study)),
             "The published study: throughput, efficiency, and what an iteration is made of. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),
