@@ -122,14 +122,18 @@ def _peers(runs: Sequence[ScalingRun], index: int) -> list[int]:
 
 def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Runs whose copies within a device are slow as well as forward: a starved host, not a network, does that."""
+
+    def once(run: ScalingRun, name: str) -> float:
+        return run.timers[name] / (run.micro_batches if name == "forward-compute" else 1)
+
     found = []
     for index, run in enumerate(runs):
         ratios = []
         peers = [runs[i] for i in _peers(runs, index)]
         for name in (*COPIES, "forward-compute"):
-            usual = [peer.timers[name] / _repeats(peer, name) for peer in peers if peer.timers.get(name)]
+            usual = [once(peer, name) for peer in peers if peer.timers.get(name)]
             if usual and name in run.timers:
-                ratios.append(run.timers[name] / _repeats(run, name) / median(usual))
+                ratios.append(once(run, name) / median(usual))
         if len(ratios) < 3 or min(ratios[:2]) < COPIES_SLOWER or ratios[2] < FORWARD_SLOWER:
             continue
         text = (
@@ -142,28 +146,16 @@ def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     return found
 
 
-def _repeats(run: ScalingRun, name: str) -> int:
-    """How often a timer's work is done in an iteration."""
-    return run.micro_batches if name == "forward-compute" else 1
-
-
 def stragglers(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Rows that wait long for each other in the check for overflow, as against the row that waits least."""
-    found, seen = [], set()
-    for index in range(len(runs)):
-        group = sorted([index, *_peers(runs, index)])
-        if index in seen:
-            continue
-        seen.update(group)
+    found = []
+    for group in dict.fromkeys(tuple(sorted([index, *_peers(runs, index)])) for index in range(len(runs))):
         times = {i: runs[i].timers[MEETING] for i in group if MEETING in runs[i].timers}
+        shares = {i: time / runs[i].iteration_ms for i, time in times.items()}
         least = min(times.values(), default=0.0)
-        late = [
-            i
-            for i, time in times.items()
-            if time > MEETING_SLOWER * least and time > MEETING_SHARE * runs[i].iteration_ms
-        ]
+        late = [i for i in times if times[i] > MEETING_SLOWER * least and shares[i] > MEETING_SHARE]
         if late:
-            named = " and ".join(f"{times[i]:.1f} ms ({times[i] / runs[i].iteration_ms:.0%})" for i in late)
+            named = " and ".join(f"{times[i]:.1f} ms ({shares[i]:.0%})" for i in late)
             every = ", ".join(f"{time:.1f}" for time in times.values())
             text = (
                 f"{', '.join(label(runs[i]) for i in late)}: {MEETING} takes {named} of the iteration, {least:.1f} ms "

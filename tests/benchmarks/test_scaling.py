@@ -214,8 +214,3 @@ def test_torchrun_with_no_layout_of_its_number_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(scaling, "find_place", lambda: Place(0, 3, 0, 3))
     assert run_command(scaling.main, ["--device", "cpu", "--grid", "1x1x1,2x2x1"]) == 2
     assert capsys.readouterr().err == "error: 3 ranks were started, and --grid 1x1x1,2x2x1 has no layout of 3\n"
-
-
-def test_published_runs_are_imported_by_the_same_command(capsys):
-    assert run_command(scaling.main, ["import-log", "--markdown"]) == 0
-    assert "2/2/32" in capsys.readouterr().out
