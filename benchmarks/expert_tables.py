@@ -1,19 +1,20 @@
-"""Markdown of what is known of experts: the published profile's arithmetic, and this machine's records."""
+"""Tables of experts: the published profile's arithmetic, and records of layers, evaluations and sweeps."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.moe_eval_counts import BATCHES, OF_WORDS, PUBLISHED, RANKS, expected
-from benchmarks.moe_layer import LINES
-from benchmarks.moe_sweep_table import COLUMNS, OF_BOTH, cells, row
+from benchmarks.collective import size_name
+from benchmarks.lib.expert_calls import BATCHES, OF_WORDS, PUBLISHED, RANKS, Derivation, expected
+from benchmarks.lib.expert_model import DECODER
 from benchmarks.records import Record, read_records
 from cs336_systems.cost import experts as cost
-from cs336_systems.host.console import format_bytes, format_count
+from cs336_systems.host import console
+from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.table import Table
 from cs336_systems.host.text import markdown_text
-from cs336_systems.presets import ModelConfig, model_preset
+from cs336_systems.presets import model_preset
 
 NOT_YET = (
     "Not measured yet: `python -m benchmarks.moe_layer`, `python -m benchmarks.moe_eval --nproc 4 --moe both`, `python "
@@ -24,6 +25,29 @@ LAYER_NOTE = (
     "this machine's ceilings, starting operators, and new pages of large tensors."
 )
 HALF = 2  # bytes of a number in the published run
+Line = Callable[[dict[str, Any], dict[str, Any]], str]  # of a record's metrics and predictions
+LINES: tuple[tuple[str, Line], ...] = (
+    ("CPU time", lambda found, said: format_seconds(found["median_ms"] / 1e3)),
+    ("    predicted", lambda found, said: format_seconds(said["mean_ms"] / 1e3)),
+    ("    of it in the kernel", lambda found, said: format_seconds(found["system_ms"] / 1e3)),
+    ("    over that of sort, median", lambda found, said: f"{found['ratio_median']:.3g}"),
+    ("    quartiles", lambda found, said: f"{found['ratio_low']:.3g} to {found['ratio_high']:.3g}"),
+    ("    the same without the kernel", lambda found, said: f"{found['user_ratio_median']:.3g}"),
+    ("wall time", lambda found, said: format_seconds(found["wall_ms"] / 1e3)),
+    ("FLOPs, predicted", lambda found, said: format_count(said["flops"])),
+    ("rows in an all-to-all", lambda found, said: f"{found['rows']:,.0f}" if found["layer_bytes"] else "none"),
+    ("    predicted", lambda found, said: f"{said['rows']:,}"),
+    ("bytes of an all-to-all", lambda found, said: size_name(found["all_to_all_bytes"])),
+    ("    predicted", lambda found, said: size_name(said["all_to_all_bytes"])),
+    ("bytes of all, with counts", lambda found, said: size_name(found["layer_bytes"])),
+    ("    over that of sort", lambda found, said: f"{found['bytes_ratio']:.4g}" if "bytes_ratio" in found else "none"),
+    ("choices dropped", lambda found, said: f"{found['dropped_share']:.1%}"),
+    ("memory, at most", lambda found, said: memory_name(found["peak_memory_bytes"])),
+)
+SWEEP_HEADS = (
+    "ranks", "experts", "capacity", "slots", "dropped", "sort", "predicted", "einsum", "predicted", "einsum / sort",
+    "bytes, sort", "bytes, einsum", "einsum / sort",
+)  # fmt: skip
 
 
 def expert_tables(results: Path) -> list[str]:
@@ -37,7 +61,7 @@ def expert_tables(results: Path) -> list[str]:
     for name, make in kinds.items():
         for path in sorted(results.glob(f"*/{name}.jsonl")):
             records = read_records(path)
-            found.append("\n".join([make(records).markdown(3), *notes(records)]))
+            found.append("\n".join([make(records).markdown(3), "", markdown_text(about(records)), ""]))
             counted = [each for each in records if name == "moe_eval" and is_published(each)]
             found += [calls(record).markdown(3) for record in counted]
     return [arithmetic().markdown(3), *(found or [NOT_YET])]
@@ -62,6 +86,11 @@ def arithmetic() -> Table:
         f"tokens a rank, {cost.slots(config, tokens, training=False)} slots an expert, top {config.mixture.top_k}."
     )
     return Table("The published run's arithmetic", ("", "with padding", "useful", "ratio"), rows, note)
+
+
+def memory_name(count: float | None) -> str:
+    """Bytes in words, where the system told them."""
+    return "unknown" if count is None else format_bytes(count)
 
 
 def layers(records: list[Record]) -> Table:
@@ -110,38 +139,91 @@ def is_published(record: Record) -> bool:
     return shape == ("einsum", 12, 512, RANKS, 1, BATCHES)
 
 
+def derived(record: Record) -> dict[str, Derivation]:
+    """Numbers of calls that follow from the shape of an evaluation; nothing for matrices split over ranks."""
+    config, batches = record.config, record.metrics["calls"][DECODER][0]
+    shape = {name: config[name] for name in ("num_layers", "num_experts")}
+    model = replace(model_preset(config["size"]), attention="naive", **shape)
+    return expected(model, config["ep"], batches) if config["tp"] == 1 else {}
+
+
 def calls(record: Record) -> Table:
     """The operators of the one-hot formulation beside the published numbers, and what they follow from."""
-    config: ModelConfig = model_preset(record.config["size"])
-    due, found = expected(replace(config, attention="naive"), record.config["ep"], record.config["batches"]), []
+    due, found = derived(record), []
     for name, published in (PUBLISHED | OF_WORDS).items():
         each: Sequence[int] = record.metrics["calls"][name]
         mine = f"{each[0]:,}" if len(set(each)) == 1 else f"{min(each):,} to {max(each):,}"
-        found.append([name, mine, f"{published:,}", due[name].why if name in due else "reads of words, mostly"])
+        why = "reads of words, mostly" if name in OF_WORDS else due[name].why if name in due else ""
+        found.append([name, mine, f"{published:,}", why])
     heads = ("calls", f"each of {len(record.metrics['waiting'])} ranks", "published", "which is")
     note = f"Words: {record.config['words']}. The published run read each word's numbers one by one."
     return Table("Operators of the one-hot formulation", heads, found, note, names=True)
 
 
+def cells(records: Sequence[Record]) -> list[dict[str, Record]]:
+    """Records of a sweep by place in the grid, in the order of ranks, experts and slots, dropless last; of a place by
+    candidate, without the one-hot formulation where it did not take turns with the sorted one."""
+    found: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for record in records:
+        config = record.config
+        slots = float("inf") if config["slots"] is None else config["slots"]
+        place = config["ranks"], config["experts"], slots, config["capacity"]
+        found.setdefault(place, {})[config["candidate"]] = record
+    for cell in found.values():
+        if "einsum" in cell and "sort" in cell and _run(cell["einsum"]) != _run(cell["sort"]):
+            del cell["einsum"]
+    return [found[key] for key in sorted(found)]
+
+
+def _run(record: Record) -> list[Any]:
+    """Settings that the records of one interleaved comparison share."""
+    return [record.environment.get(name) for name in ("commit", "dirty", "threads", "cores")] + [len(record.samples_ms)]
+
+
+def row(cell: dict[str, Record]) -> list[str]:
+    """A cell of the grid as cells of a table."""
+    sort, einsum = cell["sort"], cell.get("einsum")
+    config, sent = sort.config, _sent(sort)
+    line = [str(config["ranks"]), str(config["experts"]), config["capacity"]]
+    line += ["-" if config["slots"] is None else str(config["slots"]), f"{sort.metrics['dropped_share']:.1%}"]
+    for record in (sort, einsum):
+        times = (record.metrics["median_ms"], record.predicted["mean_ms"]) if record else ()
+        line += [format_seconds(each / 1e3) for each in times] or ["", ""]
+    if einsum is None:
+        return [*line, "", sent, "", ""]
+    ratio = f"{einsum.metrics['bytes_ratio']:.3g}" if sent else ""
+    return [*line, f"{einsum.metrics['ratio_median']:.3g}", sent, _sent(einsum), ratio]
+
+
+def _sent(record: Record) -> str:
+    """Bytes of an all-to-all; none on one rank."""
+    return size_name(record.metrics["all_to_all_bytes"]) if record.config["ranks"] > 1 else ""
+
+
 def sweep(records: list[Record]) -> Table:
     """A line for each cell of the grid."""
     config = records[0].config
-    heads = (*COLUMNS, *OF_BOTH)
-    rows = [[*line, *[""] * (len(heads) - len(line))] for line in map(row, cells(records))]
     title = (
         f"Sweep: layers of {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, router skewed by "
         f"{config['skew']:g}"
     )
-    return Table(title, heads, rows, "CPU time of a layer and rank; slots: of an expert; bytes: of an all-to-all.")
+    note = "CPU time of a layer and rank; slots: of an expert; bytes: of an all-to-all."
+    return Table(title, SWEEP_HEADS, list(map(row, cells(records))), note)
 
 
-def notes(records: list[Record]) -> list[str]:
-    """Where and when, and the reservations."""
+def about(records: list[Record]) -> str:
+    """Where and when records were measured, and the reservations."""
     where: dict[str, Any] = records[-1].environment
     commit = f"{str(where['commit'])[:7]}{' with changes' if where['dirty'] else ''}"
-    about = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
-    about += f", {str(where['date'])[:10]}."
+    text = f"{where['device']}, {where['cores']} cores, torch {where['torch']}, commit {commit}"
     flags = sorted({flag for record in records for flag in record.flags if not flag.startswith("noisy")})
     noisy = sum(any(flag.startswith("noisy") for flag in record.flags) for record in records)
     flags += [f"{noisy} of {len(records)} noisy: a standard deviation of 5% of the mean or more"] if noisy else []
-    return ["", markdown_text(about + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)), ""]
+    return f"{text}, {str(where['date'])[:10]}." + "".join(f" {flag[0].upper()}{flag[1:]}." for flag in flags)
+
+
+def show(table: Table, records: list[Record]) -> None:
+    """Print a table of records, and below it where they were measured."""
+    out, where = console.console(), records[-1].environment
+    out.print(table.table())
+    out.print(f"{where['backend']} ranks of {where['threads']} thread(s) on {about(records)}")

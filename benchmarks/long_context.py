@@ -17,10 +17,10 @@ from rich.table import Table
 
 from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
 from benchmarks.harness import WrongResultError, noise, ratios, summarise
+from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
+from benchmarks.lib.scaling_record import Layout, affinity, gate, predict
 from benchmarks.parallel_tables import markdown
 from benchmarks.records import Record, append_record, appended, open_records, read_records, results_folder
-from benchmarks.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
-from benchmarks.scaling_record import Layout, affinity, gate, predict
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import Backend, choose_backend

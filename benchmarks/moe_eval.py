@@ -7,58 +7,169 @@ both` lets the sorted formulation take turns with it. Weights are random, by --s
 """
 
 import sys
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
 import click
 import torch
 
 from benchmarks.collect_files import collect_files
-from benchmarks.moe_blocks import Blocks
-from benchmarks.moe_eval_model import build
-from benchmarks.moe_eval_options import DTYPES, SMOKE, MoEEvalSettings
-from benchmarks.moe_eval_profile import Calls, count_calls
-from benchmarks.moe_eval_rank import Outcome, Scorer, Tally
-from benchmarks.moe_eval_record import make_records
-from benchmarks.moe_eval_report import write_profile, write_words
-from benchmarks.moe_eval_tables import show
-from benchmarks.records import append_record, appended, open_records
-from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place
+from benchmarks.expert_tables import calls, derived, evaluations, is_published, show
+from benchmarks.lib.expert_calls import PUBLISHED, Calls, count_calls
+from benchmarks.lib.expert_model import build
+from benchmarks.lib.expert_record import make_record, ratios
+from benchmarks.lib.expert_scores import Blocks, How, Outcome, Scorer
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
+from cs336_systems.comm import Mesh, Place, agree, backend_of, distributed, find_place, mesh_sizes
 from cs336_systems.comm.launch import run_command_on_ranks, start_ranks
+from cs336_systems.comm.startup import TIMEOUT, Backend
+from cs336_systems.data.corpus import check_length, load_corpus
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
-from cs336_systems.host.console import format_count
+from cs336_systems.host.console import PATIENCE, format_seconds, os_errors, setting
 from cs336_systems.host.machine import choose_device, environment, usable_memory
 from cs336_systems.host.text import printable
-from cs336_systems.presets import Dispatch
+from cs336_systems.layout import check_divides, check_experts
+from cs336_systems.presets import Attention, Dispatch, ModelConfig, preset
+from cs336_systems.profiling import read_trace, trace_files
+from cs336_systems.profiling.report import write_report
+from cs336_systems.train.options import COUNT, NATURAL, ExpertOptions
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What makes a smoke run short, in place of what was said.
+SMOKE: dict[str, Any] = {
+    "d_model": 16,
+    "num_heads": 2,
+    "vocab_size": 256,
+    "context": 32,
+    "batches": 1,
+    "num_experts": 8,
+}
+KEPT = 0.1  # of the text, at its end, is what is evaluated
 PROFILED = 5  # batches at most under the profiler, as many as the published profile has
+RATIOS = {
+    "cpu_per_layer": "CPU time of an expert layer",
+    "cpu_per_batch": "CPU time of a batch",
+    "seconds": "wall time",
+    "bytes_per_all_to_all": "bytes of an all-to-all",
+}
 
 
-def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Tally]:
-    """Every formulation's tally; they take turns batch by batch, so that what slows the machine meets all of them."""
+@dataclass(frozen=True)
+class MoEEvalSettings(ExpertOptions):
+    """Options of the command line, one field each."""
+
+    size: str = setting("fairseq-moe-twin", "Model preset.")
+    d_model: int | None = setting(None, "Width; the feed-forward's is four times it.", type=COUNT)
+    num_heads: int | None = setting(None, "Attention heads.", type=COUNT)
+    num_layers: int | None = setting(None, "Layers.", type=COUNT)
+    vocab_size: int | None = setting(None, "Tokens; text is bytes, 256 at least.", type=COUNT)
+    attention: Attention | None = setting(None, "Implementation of attention.  [default: the preset's]")
+    context: int | None = setting(None, "Tokens in a block.  [default: the preset's]", type=COUNT)
+    precision: Literal["fp64", "fp32", "bf16", "fp16"] = setting("fp32", "Of weights and activations.")
+    data: tuple[str, ...] = setting((), "Text files, or `random`.  [default: Python's standard library]")
+    batch_size: int = setting(1, "Blocks of a batch, on each rank.", type=COUNT)
+    batches: int = setting(5, "Batches of each rank, if there is as much text.", type=COUNT)
+    all_blocks: bool = setting(False, "Evaluate the whole text instead.")
+    warmup: int = setting(1, "Batches before the first that counts.", type=NATURAL)
+    moe: Literal["sort", "einsum", "both"] | None = setting(  # type: ignore[assignment]
+        None, "One sort, the one-hot formulation, or both in turn.  [default: sort; with --profile both]"
+    )
+    words: How = setting("fast", "The log-probability of every word: a copy a batch, or a read a number.")
+    profile: bool = setting(False, "Leave traces, tables and one trace of all ranks in --out.")
+    out: Path | None = setting(None, "Folder of the profile.  [default: runs/moe_eval/<size>]")
+    nproc: int | None = setting(None, "Ranks to start, without torchrun.  [default: 1]", type=COUNT)
+    tp: int = setting(1, "Tensor-parallel ranks, which evaluate the same blocks.", type=COUNT)
+    ep: int | None = setting(
+        None, "Expert-parallel ranks.  [default: the rest, or as many as there are experts]", type=COUNT
+    )
+    seed: int = setting(0, "Seed of the weights.", type=click.IntRange(0, 2**32 - 1))
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to run.  [default: cuda if there is one]")
+    backend: Backend | None = setting(None, "Who moves tensors.  [default: nccl on cuda, shm or gloo on cpu]")
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
+    results: Path | None = setting(None, "Folder of the record.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+    smoke: bool = setting(False, "Only show that it works: a tiny model, one batch, no record.")
+
+    def config(self) -> ModelConfig:
+        """The model. Raises UserError for one that cannot be."""
+        shape = preset(self.size).model.override(
+            vocab_size=self.vocab_size,
+            context_length=self.context,
+            d_model=self.d_model,
+            d_ff=4 * self.d_model if self.d_model else None,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            attention=self.attention,
+            dropout=0.0,
+        )
+        if not shape.causal:
+            raise UserError(f"{self.size} is no language model: it sees the words that it would be asked for")
+        options = replace(self, moe="sort" if self.variants()[0] == "sort" else "einsum")
+        return options.with_experts(shape) if shape.num_experts or self.num_experts else shape
+
+    def variants(self) -> tuple[Dispatch, ...]:
+        """The formulations, in the order in which they take turns."""
+        chosen = self.moe or ("both" if self.profiled else "sort")
+        return ("einsum", "sort") if chosen == "both" else (chosen,)
+
+    @property
+    def profiled(self) -> bool:
+        """True if traces are written."""
+        return self.profile or self.out is not None
+
+    def folder(self) -> Path:
+        """Where the profile goes."""
+        return self.out or Path("runs/moe_eval") / self.size
+
+    def sizes(self, config: ModelConfig, ranks: int) -> dict[str, int]:
+        """The mesh. Raises UserError, with the numbers, for a layout that cannot be."""
+        check_divides(config, self.tp)
+        ep = self.ep
+        if ep is None:
+            ep = min(max(1, ranks // self.tp), config.num_experts or 1)
+        check_experts(config, ep)
+        sizes = mesh_sizes(ranks, self.tp, 1, ep)
+        return {axis: sizes[axis] for axis in ("pp", "dp", "ep", "tp")}  # a sequence is not split here
+
+    def blocks(self, config: ModelConfig) -> Blocks:
+        """The end of the text. Raises UserError where it is shorter than one block."""
+        kept = load_corpus(self.data, config.vocab_size, config.context_length).split(KEPT)[1]
+        check_length(kept, config.context_length)
+        return Blocks(kept.tokens, config.context_length, kept.name)
+
+    def count(self, blocks: Blocks, data: int) -> int:
+        """Batches of each of `data` ranks."""
+        there = blocks.batches(data, self.batch_size)
+        return there if self.all_blocks else min(self.batches, there)
+
+
+def take_turns(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[Outcome]:
+    """Every formulation's results; they take turns batch by batch, so that what slows the machine meets all of them."""
     variants = settings.variants()
     for _ in range(settings.warmup):
         for dispatch in variants:
-            scorer.take(0, scorer.new_tally(dispatch, "none"))
-    tallies = [scorer.new_tally(dispatch, settings.words) for dispatch in variants]
+            scorer.take(0, scorer.new_tally(dispatch), "none")
+    tallies = [scorer.new_tally(dispatch) for dispatch in variants]
     with console.progress("batches", batches * len(variants), quiet=quiet) as advance:
         for number in range(batches):
             for tally in tallies:
                 scorer.line_up()
-                scorer.take(number, tally, keep=settings.words_file is not None)
+                scorer.take(number, tally, settings.words)
                 advance(tally.dispatch)
-    return tallies
+    return [scorer.share(tally) for tally in tallies]
 
 
-def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> dict[Dispatch, list[Calls]]:
+def profile(scorer: Scorer, settings: MoEEvalSettings, batches: int, quiet: bool) -> list[list[Calls]]:
     """Calls by formulation and rank, of the first batches once more. With --profile, traces are left as well."""
-    found: dict[Dispatch, list[Calls]] = {}
+    found = []
     with console.progress("profile", len(settings.variants()), quiet=quiet) as advance:
         for dispatch in settings.variants():
             folder = settings.folder() / dispatch if settings.profiled else None
             about = {"size": f"{settings.size}, {dispatch}", "device": scorer.device.type}
-            found[dispatch] = count_calls(scorer, dispatch, batches, settings.words, folder, about)
+            found.append(count_calls(scorer, dispatch, batches, settings.words, folder, about))
             advance(dispatch)
     return found
 
@@ -74,64 +185,86 @@ def work(place: Place, settings: MoEEvalSettings, blocks: Blocks) -> None:
         evaluated = build(config, mesh, settings.seed, device, dtype, rows, config.context_length, free)
         scorer = Scorer(evaluated, blocks, mesh, device, rows)
         batches = settings.count(blocks, mesh.data.size())
-        tallies = take_turns(scorer, settings, batches, quiet)
-        outcomes = [scorer.share(tally) for tally in tallies]
-        log_probs = scorer.every_log_prob(tallies[-1]) if settings.words_file else {}
-        calls = profile(scorer, settings, min(batches, PROFILED), quiet)
+        outcomes = take_turns(scorer, settings, batches, quiet)
+        every = profile(scorer, settings, min(batches, PROFILED), quiet)
         agree("the traces are written", "", group)
         if settings.profiled and not place.one_machine:
             for dispatch in settings.variants():
                 collect_files(settings.folder() / dispatch, group, device)
-        if group.rank() == 0:
-            stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
-            finish(settings, scorer, outcomes, tallies[-1], calls, log_probs, stamp)
-
-
-def finish(
-    settings: MoEEvalSettings,
-    scorer: Scorer,
-    outcomes: list[Outcome],
-    tally: Tally,
-    calls: dict[Dispatch, list[Calls]],
-    log_probs: dict[int, list[float]],
-    stamp: dict[str, Any],
-) -> None:
-    """Print, write and record what rank 0 knows of all."""
-    blocks, config, device = scorer.blocks, scorer.config, scorer.device
-    weights = "random weights" if settings.seed == 0 else f"random weights, seed {settings.seed}"
-    print(
-        f"{settings.size}, {weights}: {config.num_layers} layers, {config.expert_layers} of them with "
-        f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
-    )
-    scored = len(outcomes[0].blocks)
-    print(
-        f"{blocks.name}: {scored} of {blocks.count} blocks of {blocks.context} tokens, {settings.batch_size} a batch "
-        f"for each of {scorer.mesh.data.size()} ranks with other blocks ({scorer.mesh or 'one process'})"
-    )
-    records = make_records(settings, scorer, outcomes, calls, stamp)
-    show(settings, scorer, outcomes, calls, records, tally)
-    if settings.words_file:
-        write_words(settings.words_file, blocks, log_probs)
-        print(printable(f"{format_count(outcomes[-1].tokens)} words written to {settings.words_file}"))
-    if settings.profiled:
-        for dispatch in settings.variants():
-            write_profile(settings.folder() / dispatch, dispatch, console.console())
+        if quiet:
+            return
+        stamp = environment(device, settings.commit) | {"world_size": group.size(), "backend": backend_of(group)}
+        chosen = {name: getattr(settings, name) for name in ("size", "precision", "words", "seed")}
+        records = []
+        for outcome, ranks in zip(outcomes, every, strict=True):
+            chosen["in_turn_with"] = [each for each in settings.variants() if each != outcome.dispatch]
+            records.append(make_record(scorer, outcome, ranks, chosen, dtype.itemsize, stamp))
+        if len(outcomes) > 1:
+            records[1].metrics["ratios"] = ratios(*outcomes)
+        report(settings, scorer, outcomes, records)
     if not settings.smoke:
-        path = settings.results_folder(device) / "moe_eval.jsonl"
+        path = results_folder(settings.results, settings.machine, device) / "moe_eval.jsonl"
         for record in records:
             append_record(record, path)
         print(appended(len(records), path))
 
 
-def prepare(settings: MoEEvalSettings) -> None:
-    """Make what is to be written. Raises UserError where it cannot be, before anything is measured in vain."""
-    try:
-        if settings.profiled:
-            settings.folder().mkdir(parents=True, exist_ok=True)
-        if settings.words_file:
-            settings.words_file.touch()
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename}: {error.strerror}; name another") from None
+def report(settings: MoEEvalSettings, scorer: Scorer, outcomes: list[Outcome], records: list[Record]) -> None:
+    """Print and write what rank 0 knows of all."""
+    blocks, config, out = scorer.blocks, scorer.config, console.console()
+    weights = "random weights" if settings.seed == 0 else f"random weights, seed {settings.seed}"
+    print(
+        f"{settings.size}, {weights}: {config.num_layers} layers, {config.expert_layers} of them with "
+        f"{config.num_experts} experts; d_model {config.d_model}, {config.vocab_size} words, {settings.precision}"
+    )
+    print(
+        f"{blocks.name}: {len(outcomes[0].blocks)} of {blocks.count} blocks of {blocks.context} tokens, "
+        f"{settings.batch_size} a batch for each of {scorer.mesh.data.size()} ranks with other blocks "
+        f"({scorer.mesh or 'one process'})"
+    )
+    for outcome in outcomes:
+        print("\n".join(score_lines(outcome, settings.words)))
+    show(evaluations(records), records)
+    if len(records) > 1:
+        named = (f"{RATIOS[name]} {value:.1f} x" for name, value in records[1].metrics["ratios"].items())
+        print("einsum over sort: " + ", ".join(named))
+    for record in records:
+        if record.config["moe"] == "einsum":
+            out.print(calls(record).table())
+            print(compared(record))
+        for flag in record.flags:
+            print(printable(f"note: {record.config['moe']}: {flag}"))
+    for dispatch in settings.variants() if settings.profiled else ():
+        folder = settings.folder() / dispatch
+        write_report(folder, [read_trace(path) for path in trace_files(folder)], out)
+
+
+def score_lines(outcome: Outcome, words: str) -> list[str]:
+    """Loss, perplexity and speed, as eval_lm logs them, and how evenly the router chose."""
+    least, most, load = outcome.seconds(words=False), outcome.seconds(words=True), outcome.load
+    without = f"; {outcome.tokens / least:,.0f} without reading words ({words})" if words != "none" else ""
+    lines = [
+        f"evaluated {outcome.tokens:,} tokens in {format_seconds(most)} "
+        f"({outcome.tokens / most:,.0f} tokens/s{without})",
+        f"loss (base 2) {outcome.loss:.6f}, perplexity {outcome.perplexity:,.2f}",
+    ]
+    if load:
+        lines.append(
+            f"{load['dropped']:.2%} of all choices dropped ({load['dropped_first']:.2%} of first ones); the most "
+            f"loaded fifth of the experts has {load['most_loaded_share']:.1%} of the choices, the least "
+            f"{load['least_loaded_share']:.1%}; {load['unused_experts']:.1f} experts of a layer unused"
+        )
+    return [f"{outcome.dispatch}: {line}" for line in lines]
+
+
+def compared(record: Record) -> str:
+    """Whether every number of calls is the one that follows from the shape, and how many are the published ones."""
+    counted, due = record.metrics["calls"], derived(record)
+    wrong = [f"{name} {each.count:,}" for name, each in due.items() if set(counted[name]) != {each.count}]
+    line = f"{len(due) - len(wrong)} of {len(due)} numbers that follow from the shape came out"
+    line += f", but not {', '.join(wrong)}" if wrong else ""
+    same = sum(set(counted[name]) == {count} for name, count in PUBLISHED.items())
+    return line + (f"; {same} of {len(PUBLISHED)} are the published ones" if is_published(record) else "")
 
 
 @click.command()
@@ -146,11 +279,11 @@ def main(**options: Any) -> None:
     config = settings.config()
     settings.sizes(config, ranks)
     blocks = settings.blocks(config)
-    if settings.words_file and settings.words == "none":
-        raise UserError(f"--words none reads no words to write to {settings.words_file}; drop one of the two")
-    prepare(settings)
+    if settings.profiled:
+        with os_errors(f"write {settings.folder()}", "name another with --out"):
+            settings.folder().mkdir(parents=True, exist_ok=True)
     if here.rank == 0 and not settings.smoke:
-        open_records(settings.results_folder(torch.device(name)), "moe_eval")
+        open_records(results_folder(settings.results, settings.machine, torch.device(name)), "moe_eval")
     start_ranks(work, settings.device, settings.nproc, settings, blocks)
 
 

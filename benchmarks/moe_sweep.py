@@ -15,30 +15,28 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
-from benchmarks.moe_layer_options import COUNT, LayerSettings
-from benchmarks.moe_layer_run import (
+from benchmarks.expert_tables import show, sweep
+from benchmarks.lib.expert_layer import (
+    COUNT,
     DEVICE,
     Bench,
+    LayerSettings,
     Way,
     ceilings,
     check_ranks,
     one_hot_bytes,
-    predict,
     shape,
     too_large,
 )
-from benchmarks.moe_layer_turns import Contender, play
-from benchmarks.moe_sweep_plot import save
-from benchmarks.moe_sweep_table import show
-from benchmarks.records import Record, append_record, appended, open_records, read_records, require_written
-from benchmarks.scaling_plot import SUFFIXES
+from benchmarks.lib.expert_picture import draw
+from benchmarks.lib.expert_turns import Candidate, take_turns
+from benchmarks.records import Record, append_record, every_record, open_records, read_records, require_written
 from cs336_systems.comm import CommError, Group, Place, distributed, find_place
 from cs336_systems.comm.launch import run_command_on_ranks, run_ranks
+from cs336_systems.cost.plots.style import HOW_TO_PLOT, can_plot, check_path, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 from cs336_systems.host.console import setting
-from cs336_systems.host.machine import environment
 from cs336_systems.host.text import printable
 from cs336_systems.presets import Mixture
 
@@ -90,75 +88,35 @@ def parse_capacity(text: str) -> tuple[Mixture, bool]:
     raise UserError(f"--capacity {text!r} is none: write 2x, or a share of the tokens such as 0.05, or dropless")
 
 
-@dataclass(frozen=True)
-class SweepJob:
-    """Work of every rank; `paths` are the files to which rank 0 appends its records."""
-
-    settings: MoESweepSettings
-    paths: tuple[Path, ...] = ()
-
-
-@dataclass
-class Cell:
-    """A layer of the grid: sorted, and one-hot unless there is a reason against it."""
-
-    capacity: str
-    sort: Contender
-    einsum: Contender
-    reason: str = ""
-
-    @property
-    def contenders(self) -> list[Contender]:
-        """Those that take turns."""
-        return [self.sort] if self.reason else [self.einsum, self.sort]
+def make_candidates(settings: MoESweepSettings, group: Group, about: dict[str, Any]) -> list[Candidate]:
+    """All cells of the grid for these ranks, seen by the gate, sorted and, where tensors are not too large, one-hot.
+    Every rank decides alike. Raises WrongResultError for a cell whose two layers differ."""
+    found = []
+    count = len(settings.experts) * len(settings.capacity)
+    with console.progress(f"{group.size()} rank(s), gate", count, quiet=group.rank() > 0) as advance:
+        for experts in settings.experts:
+            bench = Bench(settings.way(experts, "dropless").config, settings.skew, group)
+            for capacity in settings.capacity:
+                way, what = settings.way(experts, capacity), about | {"capacity": capacity}
+                sort, one_hot = Candidate(bench, way, settings.steps, what), way.changed("einsum", dispatch="einsum")
+                sort.baseline = sort
+                fits = one_hot_bytes(one_hot, settings.tokens) <= 1e9 * settings.one_hot_limit
+                fits = fits and not too_large(one_hot, settings.tokens, False, group)
+                bench.check(way, settings.tokens if fits else None)
+                found += [Candidate(bench, one_hot, settings.steps, what, sort)] * fits + [sort]
+                advance(f"{experts} experts, {capacity}")
+    return found
 
 
-def make_cells(settings: MoESweepSettings, group: Group) -> list[Cell]:
-    """All cells for these ranks. Every rank decides alike."""
-    cells = []
-    for experts in settings.experts:
-        bench = Bench(settings.way(experts, "dropless").config, settings.skew, group)
-        for capacity in settings.capacity:
-            sort = settings.way(experts, capacity)
-            einsum = sort.changed("einsum", dispatch="einsum")
-            reason = too_large(einsum, settings.tokens, False, group)
-            if one_hot_bytes(einsum, settings.tokens) > 1e9 * settings.one_hot_limit:
-                reason = "--one-hot-limit"
-            pair = Contender(bench, sort, settings.steps), Contender(bench, einsum, settings.steps)
-            cells.append(Cell(capacity, *pair, reason))
-    return cells
-
-
-def work(place: Place, job: SweepJob) -> None:
-    """One rank's part. Raises UserError, and WrongResultError for a cell whose two layers differ."""
-    settings = job.settings
+def work(place: Place, settings: MoESweepSettings, path: Path) -> None:
+    """One rank's part; rank 0 appends the records to a file. Raises UserError, and as `make_candidates` does."""
     torch.set_num_threads(settings.threads)
     with distributed(DEVICE, "gloo", settings.timeout, place) as group:
-        first, ranks = group.rank() == 0, group.size()
         hardware = ceilings(group, 0.02 if settings.smoke else 0.3)
-        cells, title = make_cells(settings, group), f"{ranks} rank(s)"
-        with console.progress(f"{title}, gate", len(cells), quiet=not first) as advance:
-            for cell in cells:
-                cell.sort.bench.check(cell.sort.way, None if cell.reason else settings.tokens)
-                advance(f"{cell.sort.way.config.num_experts} experts, {cell.capacity}")
-        contenders = [each for cell in cells for each in cell.contenders]
-        said = {id(each): predict(each.way, settings.tokens, ranks, hardware, False) for each in contenders}
-        expected = settings.rounds * settings.steps * sum(each["mean_ms"] for each in said.values()) / 1e3
-        turns = (1 + settings.rounds) * len(contenders)
-        with console.progress(f"{title}, taking turns", turns, expected, quiet=not first) as advance:
-            play(contenders, settings.rounds, advance)
-        found = {id(each): each.metrics() for each in contenders}
-        if not first:
-            return
-        stamp = environment(DEVICE, settings.commit) | {"world_size": ranks, "backend": "gloo"}
-        for cell in cells:
-            about = {"capacity": cell.capacity, "nodes": ranks // place.local_world_size}
-            for each in cell.contenders:
-                record = each.record("moe_sweep", cell.sort, found[id(each)], said[id(each)], stamp, about)
-                for path in job.paths:
-                    append_record(record, path)
-    for path in job.paths:
-        require_written(path)
+        candidates = make_candidates(settings, group, {"nodes": place.world_size // place.local_world_size})
+        for record in take_turns("moe_sweep", candidates, settings.rounds, hardware, settings.commit):
+            append_record(record, path)
+    require_written(path)
 
 
 def places(settings: MoESweepSettings, here: Place) -> list[Place]:
@@ -175,24 +133,14 @@ def places(settings: MoESweepSettings, here: Place) -> list[Place]:
     return todo
 
 
-def measure(settings: MoESweepSettings, here: Place, scratch: Path) -> None:
-    """Measure all cells on all numbers of ranks; records go to `scratch` and, unless it is a smoke run, to their file.
-
-    Raises UserError for what cannot be measured, before anything is.
-    """
-    todo = places(settings, here)
-    for experts in settings.experts:
-        for capacity in settings.capacity:
-            settings.way(experts, capacity)
-    paths = [scratch]
-    if here.rank == 0 and not settings.smoke:
-        paths.append(open_records(settings.folder(), "moe_sweep"))
-    job = SweepJob(settings, tuple(paths))
-    for place in todo:
+def measure(settings: MoESweepSettings, here: Place, path: Path) -> None:
+    """Measure all cells on all numbers of ranks into a file of records. Raises UserError for what cannot be measured,
+    before anything is."""
+    for place in places(settings, here):
         if here.world_size > 1:
-            work(here, job)
+            work(here, settings, path)
         else:
-            run_ranks(work, place.world_size, "cpu", job)
+            run_ranks(work, place.world_size, "cpu", settings, path)
 
 
 def newest(records: list[Record]) -> list[Record]:
@@ -208,32 +156,38 @@ def newest(records: list[Record]) -> list[Record]:
 def run(settings: MoESweepSettings) -> None:
     """Measure or read, print, and draw. Raises UserError for what cannot be done."""
     here, path = find_place(), settings.folder() / "moe_sweep.jsonl"
-    picture = settings.plot or (None if settings.smoke else path.with_suffix(".svg"))
-    if settings.plot and settings.plot.suffix not in SUFFIXES:
-        raise UserError(f"--plot {settings.plot} should end in {', '.join(SUFFIXES)}")
-    if not can_plot() and (settings.plot or settings.from_records):
-        raise UserError(HOW_TO_PLOT)
+    picture = settings.plot or path.with_suffix(".svg")
+    if settings.plot:
+        check_path(settings.plot, "--plot")
     if settings.from_records:
+        if not can_plot():
+            raise UserError(HOW_TO_PLOT)
         if not path.exists():
             raise UserError(f"no records in {path}: measure first, or name their folder with --results")
-        show(records := newest(read_records(path)))
+        records = newest(read_records(path))
+        show(sweep(records), records)
     else:
+        places(settings, here)
+        for experts in settings.experts:
+            for capacity in settings.capacity:
+                settings.way(experts, capacity)
         with TemporaryDirectory(prefix="moe-sweep-") as folder:
-            scratch = Path(folder, "moe_sweep.jsonl")
-            scratch.touch()
+            if here.rank == 0:
+                path = open_records(Path(folder) if settings.smoke else settings.folder(), "moe_sweep")
+            records, before = [], len(every_record(path)) if here.rank == 0 else 0
             try:
-                measure(settings, here, scratch)
+                measure(settings, here, path)
             except CommError as error:
                 raise UserError(str(error)) from None
-            finally:
-                if here.rank == 0 and (records := read_records(scratch)):
-                    show(records)
+            finally:  # what was measured until an error is shown, too
+                if here.rank == 0 and (records := every_record(path)[before:]):
+                    show(sweep(records), records)
         if here.rank > 0:
             return
-    if not settings.smoke and not settings.from_records:
-        print(appended(len(records), path))
-    if picture:
-        print(printable(f"plot in {save(records, picture)}") if can_plot() else HOW_TO_PLOT)
+        if not settings.smoke:
+            print(printable(f"{len(records)} records appended to {path}"))
+    if settings.plot or not settings.smoke:
+        print(printable(f"plot in {save(draw(records), picture, '--plot')}") if can_plot() else HOW_TO_PLOT)
 
 
 @click.command()

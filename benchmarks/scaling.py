@@ -5,30 +5,31 @@ one rank gets no speed. `python -m benchmarks.scaling import-log FILE` makes the
 """
 
 import sys
-from collections.abc import Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
 import torch
-from click.core import ParameterSource
 
-from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
 from benchmarks.harness import WrongResultError
-from benchmarks.records import Record, append_record, appended, open_records
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
-from benchmarks.scaling_options import ScalingSettings, parse_grid
-from benchmarks.scaling_plot import SUFFIXES, save
-from benchmarks.scaling_record import Layout, gate, make_record, predict, study_run
-from benchmarks.scaling_show import show
-from benchmarks.scaling_table import import_log
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_measure import Answer, Launcher, ScalingTask, measure_peak, take_turn
+from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
+from benchmarks.lib.scaling_plot import draw
+from benchmarks.lib.scaling_record import Layout, degrees, gate, make_record, study_run
+from benchmarks.lib.scaling_run import ScalingRun
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown, show_records, show_runs, tables_apart
+from benchmarks.records import Record, append_record, appended, open_records, results_folder
 from cs336_systems.comm import Place, find_place
 from cs336_systems.comm.launch import run_command_on_ranks
 from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost.capacity import require_layout_fits
+from cs336_systems.cost.plots.style import check_path, save
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
+from cs336_systems.host.console import finite
 from cs336_systems.host.machine import usable_memory
 from cs336_systems.host.text import printable
 from cs336_systems.train.options import ParallelOptions
@@ -43,22 +44,21 @@ def plan(settings: ScalingSettings, here: Place) -> list[Layout]:
 
     Raises UserError for the first that cannot be, before anything starts.
     """
-    grid, ranks = parse_grid(settings.grid), here.world_size
-    if ranks > 1:
-        given = settings.grid
-        grid = [degrees for degrees in grid if degrees[0] * degrees[1] * degrees[2] == ranks]
+    grid = [(tp * pp * dp, (tp, pp, dp)) for tp, pp, dp in parse_grid(settings.grid)]
+    if (started := here.world_size) > 1:
+        grid = [each for each in grid if each[0] == started]
         if not grid:
-            raise UserError(f"{ranks} ranks were started, and --grid {given} has no layout of {ranks}")
+            raise UserError(f"{started} ranks were started, and --grid {settings.grid} has no layout of {started}")
     layouts = []
     for precision in dict.fromkeys(settings.precision):
-        for tp, pp, dp in grid:
-            recipe, count = settings.recipe((tp, pp, dp), precision), tp * pp * dp
+        for ranks, chosen in grid:
+            recipe = settings.recipe(chosen, precision)
             try:
                 config = recipe.model_config()
-                recipe.check(config, count)
+                recipe.check(config, ranks)
             except UserError as error:
-                raise UserError(f"layout {tp}x{pp}x{dp}: {error}") from None
-            layouts.append(Layout(recipe, count, config))
+                raise UserError(f"layout {degrees(recipe)}: {error}") from None
+            layouts.append(Layout(recipe, ranks, config))
     return layouts
 
 
@@ -87,12 +87,8 @@ class Study:
 
     def __init__(self, settings: ScalingSettings, layouts: list[Layout], launcher: Launcher) -> None:
         self.settings, self.layouts, self.launcher = settings, layouts, launcher
+        self.quiet = launcher.here.rank > 0
         self.seen: dict[tuple[Recipe, int], Answer] = {}
-
-    @property
-    def quiet(self) -> bool:
-        """True if this rank prints nothing, because another does."""
-        return self.launcher.here.rank > 0
 
     def first_steps(self, recipe: Recipe, ranks: int) -> Answer:
         """Two steps, which are not timed; one run serves all layouts that are compared to it."""
@@ -106,9 +102,7 @@ class Study:
         try:
             return self.launcher.run(take_turn, task, ranks)
         except UserError as error:
-            recipe = task.recipe
-            degrees = f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
-            raise UserError(f"layout {degrees}: {error}") from None
+            raise UserError(f"layout {degrees(task.recipe)}: {error}") from None
 
     def check(self) -> None:
         """The gate: every layout against one rank with the same global batch, in fp32 and in its own precision."""
@@ -118,23 +112,10 @@ class Study:
                     if layout.wrong:
                         break
                     recipe = layout.recipe.change(precision=precision)
-                    alone = replace(recipe, parallel=ParallelOptions(dp=1))
-                    want = self.first_steps(alone, 1)
+                    want = self.first_steps(replace(recipe, parallel=ParallelOptions(dp=1)), 1)
                     layout.gate = self.first_steps(recipe, layout.ranks)
                     layout.wrong = gate(layout.gate, want, layout.config, recipe)
                 advance(layout.label)
-
-    def peaks(self) -> dict[str, Answer]:
-        """The machine's ceilings, by precision."""
-        settings = self.settings
-        found: dict[str, Answer] = {}
-        for layout in self.layouts:
-            precision = layout.recipe.model.precision
-            if precision not in found:
-                budget, together = 0.02 if settings.smoke else PROBE_SECONDS, self.launcher.here.world_size > 1
-                task = ScalingTask(layout.recipe, 0, 0, settings.threads, budget, settings.commit, together)
-                found[precision] = self.launcher.run(measure_peak, task, 1)
-        return found
 
     def play(self) -> None:
         """Let every layout that is right take a turn in each round."""
@@ -147,13 +128,16 @@ class Study:
                     layout.turns.append(self.turn(task, layout.ranks))
                     advance(layout.label)
 
-    def records(self, peaks: dict[str, Answer]) -> list[Record]:
+    def records(self) -> list[Record]:
         """A record for each layout, the ones that are not right included, with the anomalies among their flags."""
-        found: list[Record] = []
-        for precision, peak in peaks.items():
+        settings, found = self.settings, list[Record]()
+        budget, together = 0.02 if settings.smoke else PROBE_SECONDS, self.launcher.here.world_size > 1
+        for precision in dict.fromkeys(layout.recipe.model.precision for layout in self.layouts):
             layouts = [layout for layout in self.layouts if layout.recipe.model.precision == precision]
+            task = ScalingTask(layouts[0].recipe, 0, 0, settings.threads, budget, settings.commit, together)
+            peak = self.launcher.run(measure_peak, task, 1)
             base = next((layout for layout in layouts if not layout.wrong), None)
-            records = [self._record(layout, base, peak) for layout in layouts]
+            records = [make_record(layout, base, peak, settings) for layout in layouts]
             measured = [record for record in records if record.samples_ms]
             for anomaly in anomalies([study_run(record) for record in measured]):
                 for index in anomaly.runs:
@@ -161,70 +145,74 @@ class Study:
             found += records
         return found
 
-    def _record(self, layout: Layout, base: Layout | None, peak: Answer) -> Record:
-        settings, config = self.settings, layout.config
-        kind = torch.device("cuda" if peak["gpus"] else "cpu")
-        about = {
-            "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
-            "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
-            "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
-            "scaling": "strong" if settings.global_batch_size else "weak", "data": " ".join(settings.data),
-            "base": base.degrees if base else None, "device": peak["environment"]["device_type"],
-            "backend": choose_backend(settings.backend, kind, Place(0, 2, 0, 2)),
-        }  # fmt: skip
-        return make_record(layout, base, peak, settings.threads, about, predict(layout, peak, settings.threads))
 
-
-def draw(records: list[Record], settings: ScalingSettings) -> None:
-    """The picture, or one for each precision."""
-    assert settings.plot is not None
-    precisions = list(dict.fromkeys(record.config["precision"] for record in records if record.samples_ms))
-    for precision in precisions:
-        runs = [
-            study_run(record) for record in records if record.samples_ms and record.config["precision"] == precision
-        ]
-        name = f"{settings.plot.stem}-{precision}" if len(precisions) > 1 else settings.plot.stem
-        print(printable(str(save(runs, settings.plot.with_stem(name), runs[0]))))
-
-
-def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
-    """Check the layouts, measure, record, print; a smoke run leaves the `given` settings as they are.
+def measure(settings: ScalingSettings) -> None:
+    """Check the layouts, measure, record, print.
 
     Raises UserError for what cannot be measured, and at the end, of the class WrongResultError, if a layout did not
     pass the gate.
     """
     here = find_place()
     kind = settings.device or ("cuda" if torch.cuda.device_count() else "cpu")
-    settings, device = replace(settings, device=kind), torch.device(kind)
-    if settings.plot and not can_plot():
-        raise UserError(HOW_TO_PLOT)
-    if settings.plot and settings.plot.suffix not in SUFFIXES:
-        raise UserError(f"--plot {settings.plot} should end in {', '.join(SUFFIXES)}")
+    settings, device, path = replace(settings, device=kind), torch.device(kind), None
+    if settings.plot:
+        check_path(settings.plot, "--plot")
     layouts = plan(settings, here)
     if settings.smoke:  # what cannot be measured cannot be tried either
-        settings = settings.shortened(given, here.world_size == 1)
+        settings = settings.shortened(here.world_size == 1)
         layouts = plan(settings, here)
     check_gpus(layouts, settings, device, here)
     check_memory(layouts, device)
-    path = None
     if here.rank == 0 and not settings.smoke:
-        path = open_records(settings.folder(device), "scaling")
+        path = open_records(results_folder(settings.results, settings.machine, device), "scaling")
     study = Study(settings, layouts, Launcher(here, kind))
     study.check()
-    peaks = study.peaks()
     study.play()
-    records = study.records(peaks)
+    records = study.records()
     if here.rank > 0:
         return
-    show(records)
+    show_records(records)
     if path:
         for record in records:
             append_record(record, path)
         print(appended(len(records), path))
-    if settings.plot:
-        draw(records, settings)
+    measured = tables_apart([record for record in records if record.samples_ms]) if settings.plot else []
+    for mine in measured:
+        runs = [study_run(record) for record in mine]
+        name = f"-{mine[0].config['precision']}" if len(measured) > 1 else ""
+        plot(runs, settings.plot.with_stem(f"{settings.plot.stem}{name}"), runs[0])  # type: ignore[union-attr]
     if wrong := [f"{layout.label}: {layout.wrong}" for layout in layouts if layout.wrong and layout.status == "ok"]:
         raise WrongResultError(f"{len(wrong)} of {len(layouts)} layouts train something else: {'; '.join(wrong)}")
+
+
+def plot(runs: list[ScalingRun], path: Path, base: ScalingRun | None = None) -> None:
+    """Draw some runs into a file, and print its name. Raises UserError where it cannot be written."""
+    print(printable(str(save(draw(runs, base), path, "--plot"))))
+
+
+@click.command("import-log")
+@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
+@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
+@click.option("--plot", "picture", type=click.Path(path_type=Path, dir_okay=False), help="Picture: .png, .svg or .pdf.")
+def import_log(files: tuple[Path, ...], peak_tflops: float | None, as_markdown: bool, picture: Path | None) -> None:
+    """Tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
+
+    Without FILES, of the published study of BERT-345M.
+    """
+    runs = read_runs(files or (PUBLISHED,))
+    if peak_tflops is not None:
+        if not peak_tflops > 0:
+            raise UserError(f"--peak-tflops must be positive, not {peak_tflops:g}")
+        runs = [replace(run, peak_flops=run.peak_flops or 1e12 * peak_tflops) for run in runs]
+    if picture:
+        check_path(picture, "--plot")
+    if as_markdown:
+        print(markdown(runs), end="")
+    else:
+        show_runs(runs)
+    if picture:
+        plot(runs, picture)
 
 
 @click.group(invoke_without_command=True)
@@ -233,8 +221,7 @@ def measure(settings: ScalingSettings, given: Collection[str] = ()) -> None:
 def main(context: click.Context, /, **options: Any) -> None:
     """Train in every layout of a grid, turn by turn: times, efficiency, bubbles, memory, and what looks wrong."""
     if context.invoked_subcommand is None:
-        given = [name for name in options if context.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-        measure(ScalingSettings(**options), given)
+        measure(ScalingSettings(**options))
 
 
 main.add_command(import_log)

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_plot import marks
-from benchmarks.scaling_run import ScalingRun, bubble, efficiency, ideal_bubble, utilisation
-from benchmarks.scaling_table import find_base, percent
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_plot import marks
+from benchmarks.lib.scaling_run import ScalingRun, bubble, default_base, efficiency, ideal_bubble, utilisation
+from benchmarks.lib.scaling_tables import percent
 from cs336_systems.cost.machines import system_preset
 from cs336_systems.cost.plan import Plan
 from cs336_systems.cost.step_time import StepTime, step_time
@@ -32,7 +32,7 @@ def predicted_step(run: ScalingRun) -> StepTime:
 
 def study_table(book: Book, study: Sequence[ScalingRun], steps: Sequence[StepTime]) -> Table:
     """The published rows with the model's step beside them."""
-    base, found = find_base(study), marks(study)
+    base, found = default_base(study), marks(study)
     rows = []
     for index, (run, step) in enumerate(zip(study, steps, strict=True)):
         scaled = percent(efficiency(run, base) if run.world >= base.world else None)

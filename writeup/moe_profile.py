@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED, expected
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, expected
 from benchmarks.records import Record
 from cs336_systems.host.text import markdown_code
 from cs336_systems.presets import model_preset

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_tables import PUBLISHED, markdown
 from benchmarks.records import RESULTS, read_records
-from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_run import as_json
-from benchmarks.scaling_table import PUBLISHED, find_base, markdown
 from benchmarks.tables import chosen, measured_tables
 from cs336_systems.checkpoint.folder import open_plain
 from cs336_systems.cost.fitting.logged_runs import LogOptions
@@ -38,7 +37,7 @@ def outcome(use) -> str:
 
 @pytest.mark.parametrize("what", TABLES)
 def test_any_field_of_a_record_is_shown_or_refused(what, tmp_path, monkeypatch):
-    monkeypatch.setattr("benchmarks.scaling_show.published", str)
+    monkeypatch.setattr("benchmarks.lib.scaling_tables.published", str)
     monkeypatch.setattr("benchmarks.tables.goals_table", str)
     path = tmp_path / "machine" / f"{TABLES[what]}.jsonl"
     path.parent.mkdir()
@@ -53,7 +52,7 @@ def test_any_field_of_a_record_is_shown_or_refused(what, tmp_path, monkeypatch):
 
 
 def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
-    runs = {"source": "a", "runs": [as_json(run) for run in read_runs([PUBLISHED])[:2]]}
+    runs = {"source": "a", "runs": [asdict(run) for run in read_runs([PUBLISHED])[:2]]}
     given, said = LogOptions(system=DEFAULT_SYSTEM), []
     for path, good in ((tmp_path / "x.json", runs), (tmp_path / "x.jsonl", [HEADER, *REPORTS[-2:], LAST])):
         for _, _, made in garbled(good, values=FEW):
@@ -69,7 +68,7 @@ def test_any_field_of_a_log_or_a_run_is_read_or_refused(tmp_path):
 def shown(path: Path) -> None:
     """A table of a file's runs."""
     runs = read_runs([path])
-    markdown(runs, find_base(runs)).encode()
+    markdown(runs).encode()
 
 
 READERS = [read_records, lambda path: read_runs([path]), run_list, read_machine, load_constants, read_text, open_plain]

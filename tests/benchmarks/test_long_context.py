@@ -6,8 +6,8 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks import long_context
+from benchmarks.lib.scaling_measure import measure_peak
 from benchmarks.records import read_records
-from benchmarks.scaling_measure import measure_peak
 from cs336_systems.cost import Hardware
 from cs336_systems.host.console import run_command
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from benchmarks.moe_blocks import NO_BLOCK, Blocks
-from benchmarks.moe_eval_model import build
-from benchmarks.moe_eval_rank import Scorer, summarise_load
-from benchmarks.moe_words import FastWords, SlowWords
+from benchmarks.lib.expert_model import build
+from benchmarks.lib.expert_scores import NO_BLOCK, Blocks, Scorer, read_at_once, read_slowly, summarise_load
 from cs336_systems.comm import Mesh
 from cs336_systems.data.corpus import IGNORED
 from cs336_systems.errors import UserError
@@ -48,13 +46,17 @@ def score(group, rows: int = 1, tp: int = 1, ep: int | None = None) -> dict:
         for parameter in evaluated.model.blocks.parameters():
             parameter.mul_(10 if parameter.dim() > 1 else 1)  # with which experts and attention matter
         scorer = Scorer(evaluated, make_blocks(), mesh, device, rows)
-        tally = scorer.new_tally(mixture.dispatch, "none")
+        tally, words = scorer.new_tally(mixture.dispatch), {}
         for number in range(scorer.blocks.batches(mesh.data.size(), rows)):
-            scorer.take(number, tally, keep=True)
+            scorer.take(number, tally, "fast")
+            for block in scorer.blocks.numbers(number, mesh.data.rank(), mesh.data.size(), rows):
+                count = scorer.blocks.targets(block)
+                words[block] = [log_prob for _, log_prob in tally.words[:count]]
+                del tally.words[:count]
         outcome = scorer.share(tally)
         found[name] = {
             "score": outcome.score, "tokens": outcome.tokens, "blocks": list(outcome.blocks.items()),
-            "load": outcome.load, "log_probs": list(scorer.every_log_prob(tally).items()),
+            "load": outcome.load, "log_probs": [each for each in words.items() if each[0] != NO_BLOCK],
         }  # fmt: skip
     with pytest.raises(UserError, match=r"a batch of 1 x 16 tokens needs .* 1\.0 KiB are free; lower --context") as no:
         build(replace(SHAPE, mixture=MIXTURES["einsum"]), mesh, 3, device, torch.float64, 1, CONTEXT, 1024)
@@ -102,8 +104,9 @@ def test_scores_are_those_of_one_rank(scores, alone, layout):
             assert got["tokens"] == want["tokens"] == TEXT
             assert math.isclose(got["score"], want["score"], rel_tol=tolerance())
             assert [number for number, _ in got["blocks"]] == list(range(5))
-            for (_, mine), (_, one) in zip(got["log_probs"], want["log_probs"], strict=True):
-                torch.testing.assert_close(torch.tensor(mine), torch.tensor(one), rtol=tolerance(), atol=0)
+            one = dict(want["log_probs"])
+            for block, mine in got["log_probs"]:
+                torch.testing.assert_close(torch.tensor(mine), torch.tensor(one[block]), rtol=tolerance(), atol=0)
             assert got["load"] == pytest.approx(want["load"], abs=1e-12)
 
 
@@ -152,30 +155,23 @@ def test_every_target_is_dealt_once(world, rows):
 
 def test_words_read_one_by_one_are_those_read_at_once():
     generator = torch.Generator().manual_seed(0)
-    slow, fast = SlowWords(8), FastWords(8)
     for length in (9, 0, 1):
         targets = torch.randint(8, (2, 9), generator=generator)
         log_probs = -torch.rand(2, 9, generator=generator, dtype=torch.float64)
         log_probs[0, 4] = -torch.inf
         targets[1, length:] = IGNORED
-        for words in (slow, fast):
-            words.read(targets, log_probs, targets)
-    assert slow.words == fast.words
-    assert len(slow.words) == 3 * 9 + 9 + 0 + 1
-    np.testing.assert_array_equal(slow.sums(), fast.sums())
-    assert fast.sums()[:, 0].sum() == len(fast.words)
-    last = fast.words[-1]  # a block of one word: nothing follows it
-    before = FastWords(8)
-    before.read(torch.tensor([[last[0]]]), torch.tensor([[last[1]]], dtype=torch.float64), torch.tensor([[last[0]]]))
-    assert before.sums()[last[0]].tolist() == [1, last[1], 0]
+        slow, fast = (read(targets, log_probs, targets) for read in (read_slowly, read_at_once))
+        assert slow == fast
+        assert len(slow) == 9 + length
+        assert slow[0] == (targets[0, 0].item(), log_probs[0, 0].item())
 
 
 def test_slow_words_are_four_reads_each():
     targets, log_probs = torch.arange(8)[None], -torch.ones(1, 8, dtype=torch.float64)
     counts = []
-    for words in (SlowWords(8), FastWords(8)):
+    for read in (read_slowly, read_at_once):
         with profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
-            words.read(targets, log_probs, targets)
+            read(targets, log_probs, targets)
         counts.append(sum(event.count for event in run.key_averages() if event.key == "aten::item"))
     assert counts == [4 * 8 - 1, 0]
 

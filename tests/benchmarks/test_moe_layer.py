@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import moe_layer, moe_layer_run, moe_layer_turns
-from benchmarks.harness import WrongResultError, summarise
-from benchmarks.moe_layer_run import Bench, build_layer, predict, too_large
-from benchmarks.moe_layer_turns import Contender, Lap
+from benchmarks import moe_layer
+from benchmarks.harness import WrongResultError
+from benchmarks.lib import expert_layer
+from benchmarks.lib.expert_layer import Bench, build_layer, predict, too_large
+from benchmarks.lib.expert_turns import Candidate, Lap
 from benchmarks.records import read_records
 from cs336_systems.comm import Place
 from cs336_systems.cost import Hardware
@@ -151,14 +152,23 @@ def test_the_published_layer_is_padded_twelve_times():
     assert predict(einsum, 2048, 2, IDEAL, True)["flops"] == 3 * said["einsum"]["flops"] - way_in - outer
 
 
+def candidates() -> list[Candidate]:
+    """The candidates of one rank, with nothing measured."""
+    ways = moe_layer.MoELayerSettings(**TINY).ways()
+    bench = Bench(ways[1].config, 0.0, Alone())
+    found = [Candidate(bench, way, 1, {"link": "a string"}) for way in ways]
+    for each in found:
+        each.baseline = found[1]
+        each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
+    return found
+
+
 def test_ratios_are_of_pairs_in_one_round():
-    bench = Bench(moe_layer.MoELayerSettings(**TINY).ways()[0].config, 0.0, Alone())
-    einsum, sort, _ = (Contender(bench, way, 1) for way in moe_layer.MoELayerSettings(**TINY).ways())
+    einsum, sort, _ = candidates()
     einsum.laps = [Lap(40.0, 30.0, 0.0), Lap(90.0, 30.0, 0.0), Lap(60.0, 0.0, 0.0)]
     sort.laps = [Lap(10.0, 5.0, 0.0), Lap(10.0, 0.0, 0.0), Lap(20.0, 0.0, 0.0)]
-    sort.sent = {"layer_bytes": 100.0}
-    found = {"layer_bytes": 1200.0} | summarise([40.0, 90.0, 60.0])
-    record = einsum.record("moe_layer", sort, found, {}, {}, {"link": "a string"})
+    einsum.sent, sort.sent = {"layer_bytes": 1200.0}, {"layer_bytes": 100.0}
+    record = einsum.record("moe_layer", {}, {})
     assert record.samples_ms == [40.0, 90.0, 60.0]
     assert record.metrics["ratio_median"] == 4.0
     assert record.metrics["user_ratio_median"] == 3.0
@@ -169,12 +179,12 @@ def test_ratios_are_of_pairs_in_one_round():
 
 def test_what_does_not_fit_is_refused_with_its_numbers(monkeypatch):
     einsum = moe_layer.MoELayerSettings().ways()[0]
-    monkeypatch.setattr(moe_layer_run, "room", lambda group, device: 2**30)
+    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**30)
     assert too_large(einsum, 2048, False, Alone()) == (
         "one-hot tensors of 2048 tokens x 512 experts x 103 slots need 1.6 GiB on each of 1 ranks, where 1.0 GiB are "
         "usable"
     )
-    monkeypatch.setattr(moe_layer_run, "room", lambda group, device: 2**31)
+    monkeypatch.setattr(expert_layer, "room", lambda group, device: 2**31)
     assert too_large(einsum, 2048, False, Alone()) == ""
     assert too_large(einsum, 2048, True, Alone()).startswith("one-hot tensors")
 
@@ -210,22 +220,18 @@ def test_a_smoke_run_is_small_and_writes_nothing(monkeypatch):
     assert settings.tokens <= 64
 
 
-def test_the_table_has_a_column_a_candidate(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        moe_layer_turns, "gather_times", lambda samples, group, device: torch.tensor([samples]).double()
-    )
-    bench = Bench(moe_layer.MoELayerSettings(**TINY).ways()[0].config, 0.0, Alone())
-    contenders = [Contender(bench, way, 1) for way in moe_layer.MoELayerSettings(**TINY).ways()]
-    records = []
-    for scale, each in zip((60.0, 1.0, 2.0), contenders, strict=True):
+def test_the_table_has_a_column_a_candidate(capsys):
+    stamp = {"threads": 1, "device": "abacus", "cores": 2, "torch": "2", "commit": "c", "dirty": False, "date": "today"}
+    records, stamp = [], stamp | {"backend": "gloo"}
+    every = candidates()
+    for scale, each in zip((60.0, 1.0, 2.0), every, strict=True):
         each.laps = [Lap(1500.0 * scale, 0.0, 1000.0)]
-        each.sent = {"layer_bytes": 0.0, "all_to_all_bytes": 0.0, "dropped_share": 0.25, "peak_memory_bytes": None}
-    for each in contenders:
-        said, stamp = predict(each.way, 16, 1, IDEAL, False), {"threads": 1, "device": "abacus", "cores": 2}
-        records.append(each.record("moe_layer", contenders[1], each.metrics(), said, stamp, {}))
+    for each in every:
+        records.append(each.record("moe_layer", predict(each.way, 16, 1, IDEAL, False), stamp))
     moe_layer.show(records)
     shown = capsys.readouterr().out
     assert "einsum takes 60 times the CPU time of sort" in shown
+    assert "gloo ranks of 1 thread(s) on abacus, 2 cores" in shown
     lines = {line.split("│")[1].strip(): line.split("│")[2:5] for line in shown.splitlines() if line.startswith("│")}
     assert [cell.strip() for cell in lines["CPU time"]] == ["1 min 30 s", "1.5 s", "3.0 s"]
     assert [cell.strip() for cell in lines["choices dropped"]] == ["25.0%"] * 3
@@ -234,12 +240,12 @@ def test_the_table_has_a_column_a_candidate(capsys, tmp_path, monkeypatch):
 
 
 def test_operators_of_a_sorted_layer_are_within_a_fifth():
-    config = moe_layer_run.shape(4, 64, 32, 64, Mixture())
+    config = expert_layer.shape(4, 64, 32, 64, Mixture())
     layer, x = MoELayer(config), torch.randn(1, 64, 32, requires_grad=True)
     with Observer() as seen:
         seen.begin("forward")
         y = layer(x)
         seen.begin("backward")
         y.sum().backward()
-    for said, counts in zip(moe_layer_run.EXPERT_LAUNCHES, seen.phases.values(), strict=True):
+    for said, counts in zip(expert_layer.EXPERT_LAUNCHES, seen.phases.values(), strict=True):
         assert said == pytest.approx(counts.work.total(), rel=0.2)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scaling
+from benchmarks.lib.scaling_options import ScalingSettings, parse_grid
+from benchmarks.lib.scaling_tables import scaling_tables
 from benchmarks.records import Record, read_records
-from benchmarks.scaling_options import ScalingSettings, parse_grid
-from benchmarks.scaling_show import scaling_tables, timer_line
 from cs336_systems.comm import Place
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.host.console import run_command
@@ -94,7 +94,7 @@ def test_every_layout_is_recorded_beside_one_rank(measured):
     assert two.metrics["tokens_per_s"] == pytest.approx(1e3 * 2 * 32 / step)
     assert any(math.isclose(step, sample) for sample in two.samples_ms)
     out = " ".join(done["out"].split())
-    assert f"1x2x1 fp32 {timer_line(two)}" in out
+    assert "│ forward-send-backward-recv" not in out  # of the last rank, and no table of another
     assert out.count("tiny bert in fp32, weak scaling") == 1
     assert "Scaling: " not in out  # one bubble and one MFU a layout, those of all ranks
     assert out.count("Timers of the last rank, ms an iteration") == 1
@@ -139,7 +139,6 @@ def test_a_smoke_run_is_short_and_records_nothing(monkeypatch, capsys, tmp_path)
     gates, turns = [(2, 0, "fp32"), (2, 0, "fp32")], [(1, 1, "fp32"), (1, 1, "fp32")]
     assert found == [(name, 2, *rest) for name, rest in zip(("1x1x1", "1x2x1") * 2, gates + turns, strict=True)]
     out = capsys.readouterr().out
-    assert out.count("time (ms) | ") == 2
     assert "micro-batch 1 x 32" in out
 
 
@@ -149,7 +148,7 @@ def test_a_smoke_run_keeps_what_is_given(monkeypatch, capsys, tmp_path):
     assert found == [("1x1x1", 32, 2, 0, "fp32"), ("1x1x2", 32, 2, 0, "fp32"), ("1x1x2", 32, 1, 2, "fp32")]
     assert "micro-batch 4 x 16" in capsys.readouterr().out
     assert [run[1] for run in smoke(monkeypatch, tmp_path / "none", "--micro-batch-size", "8")] == [16] * 4
-    alone, started = (ScalingSettings().shortened((), alone) for alone in (True, False))
+    alone, started = (ScalingSettings().shortened(alone) for alone in (True, False))
     assert (alone.grid, started.grid) == ("1x1x1,1x2x1", ScalingSettings().grid)
 
 
@@ -157,7 +156,6 @@ def test_a_grid_is_read():
     assert parse_grid("1x1x1, 8:2x2x2,1x1x1 3x1x4") == [(1, 1, 1), (2, 2, 2), (3, 1, 4)]
 
 
-@pytest.mark.parametrize("smoke", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
@@ -193,18 +191,18 @@ def test_a_grid_is_read():
             "of the two",
         ),
         (["--size", "huge"], "no size 'huge' in 2024; choose from tiny, small, medium, large, xl, 2.7B, bert-345m, "),
-        (["--plot", "a.gif"], ("--plot a.gif should end in .png, .svg, .pdf", "no plot without matplotlib")),
+        (["--plot", "a.gif"], ("--plot a.gif should end in .svg, .png, .pdf", "no plot without matplotlib")),
         (
             ["--backend", "nccl"],
             "--backend nccl moves tensors between GPUs, and there is none here; use --backend gloo",
         ),
+        (["--grid", "1x1x1,3x1x1", "--smoke"], "layout 3x1x1: 4 heads do not divide over tp 3: choose a tp"),
         (["--rounds", "0"], "Invalid value for '--rounds': 0 is not in the range x>=1."),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_starts(arguments, line, smoke, monkeypatch, capsys, tmp_path):
+def test_bad_input_is_one_line_and_nothing_starts(arguments, line, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(scaling, "Study", None)
     results = tmp_path / "results"
-    arguments = [*arguments, *["--smoke"] * smoke]
     assert run_command(scaling.main, ["--device", "cpu", "--results", str(results), *arguments]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     lines = (line,) if isinstance(line, str) else line
@@ -216,8 +214,3 @@ def test_torchrun_with_no_layout_of_its_number_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(scaling, "find_place", lambda: Place(0, 3, 0, 3))
     assert run_command(scaling.main, ["--device", "cpu", "--grid", "1x1x1,2x2x1"]) == 2
     assert capsys.readouterr().err == "error: 3 ranks were started, and --grid 1x1x1,2x2x1 has no layout of 3\n"
-
-
-def test_published_runs_are_imported_by_the_same_command(capsys):
-    assert run_command(scaling.main, ["import-log", "--markdown"]) == 0
-    assert "2/2/32" in capsys.readouterr().out

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scaling_anomalies import affinity_note, anomalies, rounding
-from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_run import ScalingRun, top_level_ms
-from benchmarks.scaling_table import PUBLISHED, findings
+from benchmarks.lib.scaling_anomalies import anomalies, rounding
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_run import ScalingRun, top_level_ms
+from benchmarks.lib.scaling_tables import PUBLISHED, findings
 from tests.support.scaling_rows import clean, with_timers
 
 
@@ -103,16 +103,3 @@ def test_batches_that_differ_by_rank():
     neither = [clean(w, global_batch_size=n, samples=100 * n, ms_per_sample=227 / n) for w, n in batches]
     assert kinds(neither) == [("uneven batch", (0, 1, 2))]
     assert "(4, 6, 8)" in findings(neither)[0]
-
-
-def test_ranks_that_share_cores_are_told():
-    assert affinity_note(allowed=8, cores=64, ranks=8) is None
-    assert affinity_note(allowed=2, cores=2, ranks=2) is None
-    bound = affinity_note(allowed=1, cores=64, ranks=8)
-    assert bound is not None
-    assert bound.startswith("8 ranks share 1 core of 64: ")
-    assert "--bind-to none" in bound
-    few = affinity_note(allowed=2, cores=2, ranks=8)
-    assert few is not None
-    assert few.startswith("8 ranks share 2 cores, all that there are")
-    assert "bind" not in few

@@ -1,12 +1,13 @@
 """Logs of Megatron-LM, whole and mangled, become runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling_logs import parse_log, parse_published, read_runs
-from benchmarks.scaling_run import ScalingRun, as_json
+from benchmarks.lib.scaling_logs import parse_log, parse_published, read_runs
+from benchmarks.lib.scaling_run import ScalingRun
 from cs336_systems.errors import UserError
 
 ARGUMENTS = {
@@ -92,31 +93,13 @@ def test_a_batch_that_was_ramped_up_counts_with_its_last_size():
     assert (run.global_batch_size, run.ms_per_sample) == (32, 3.0)
 
 
-@pytest.mark.parametrize("one_line", [False, True])
-def test_times_over_ranks_count_the_most(one_line):
-    table = [
-        f"    {name + ' ':.<48}: ({least}, {most})" for name, least, most in
-        (("forward-backward", 200.0, 210.25), ("forward-compute", 41.0, 43.42), ("optimizer", 9.0, 9.5))
-    ]  # fmt: skip
-    head, setup = "(min, max) time across ranks (ms):", f"    {'load-checkpoint ':.<48}: (1.00, 2.00)"
-    log = [block(checkpoint_activations=None, recompute_granularity="selective"), head, setup, iteration(10, 232.0)]
-    log += [head + " " + " ".join(map(str.strip, table))] if one_line else [head, *table]
-    (run,) = parse_log("\n".join([*log, "done"]))
-    assert run.timers == {"forward-backward": 210.25, "forward-compute": 43.42, "optimizer": 9.5}
-    assert (run.over_ranks, run.recompute) == (True, "selective")
-    most = "\n".join(log[:4]) + f"\nmax time across ranks (ms):\n    {'forward-compute ':.<48}: 43.42\n"
-    assert parse_log(most)[0].timers == {"forward-compute": 43.42}
-
-
-@pytest.mark.parametrize(
-    "prefix",
-    ["[default7]:", "[rank3]:", "3: ", "[1,15]<stdout>:", "2024-01-02 03:04:05,678 INFO ", "[2024-01-02 03:04:05] ",
-     "[default0]:2024-01-02T03:04:05.678Z ", "\x1b[32m"],
-)  # fmt: skip
-def test_prefixes_do_not_matter(prefix):
-    for text in (notes("x", "over 100 iterations = 3200 samples", "7.25"), f"{block()}\n{TRAINING}\n"):
-        lines = [prefix + line + ("\x1b[0m\r" if prefix[0] == "\x1b" else "") for line in text.splitlines()]
-        assert parse_log("\n".join(lines)) == parse_log(text)
+def test_times_over_ranks_count_the_most():
+    log = [block(checkpoint_activations=None, recompute_granularity="selective"), iteration(10, 232.0)]
+    log += ["(min, max) time across ranks (ms):", f"    {'forward-compute ':.<48}: (41.0, 43.42)", "done"]
+    (run,) = parse_log("\n".join(log))
+    assert (run.timers, run.over_ranks, run.recompute) == ({"forward-compute": 43.42}, True, "selective")
+    (most,) = parse_log(f"{log[0]}\n{log[1]}\nmax time across ranks (ms):\n    {'forward-compute ':.<48}: 43.42\n")
+    assert most.timers == {"forward-compute": 43.42}
 
 
 @pytest.mark.parametrize("width", [30, 37, 61, 80, 97])
@@ -133,12 +116,6 @@ def test_wrapped_lines_are_put_together(width):
         ]
         assert len(cut) > len(text.splitlines())
         assert parse_log("\n".join(cut)) == parse_log(text)
-
-
-def test_a_cut_between_two_fields_looks_like_a_whole_line():
-    text = notes("x", "over 100 iterations = 3200 samples", "7.25")
-    assert parse_log(text.replace("11.05 | ", "11.05\n | ")) == parse_log(text)
-    assert parse_log(text.replace("11.05 | ", "11.05 |\n")) == parse_log(text)
 
 
 def test_lines_after_a_whole_one_are_left_alone():
@@ -184,7 +161,7 @@ def test_what_is_missing_is_one_line(text, message):
 def test_published_runs_come_back(tmp_path: Path):
     (run,) = parse_log(notes("x", "over 100 iterations = 3200 samples", "7.25"))
     path = tmp_path / "runs.json"
-    path.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [as_json(run)]}))
+    path.write_text(json.dumps({"source": "here", "common": {"seq_length": 128}, "runs": [asdict(run)]}))
     log = tmp_path / "a.log"
     log.write_text(notes("x", "over 100 iterations = 3200 samples", "7.25"))
     back, parsed = read_runs([path, log])

@@ -1,17 +1,16 @@
 """A scaling study without ranks, on numbers made by hand: the gate, bubbles, efficiencies, records, turns."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
 
 from benchmarks import scaling
-from benchmarks.records import Record
-from benchmarks.scaling import check_gpus, plan
-from benchmarks.scaling_measure import ScalingTask, measure_peak
-from benchmarks.scaling_options import ScalingSettings
-from benchmarks.scaling_record import (
+from benchmarks.lib.scaling_measure import ScalingTask, measure_peak
+from benchmarks.lib.scaling_options import ScalingSettings
+from benchmarks.lib.scaling_record import (
     Layout,
     affinity,
     efficiencies,
@@ -23,7 +22,9 @@ from benchmarks.scaling_record import (
     predict,
     study_run,
 )
-from benchmarks.scaling_show import remarks, show, summary, timer_line
+from benchmarks.lib.scaling_tables import remarks, show_records, summary
+from benchmarks.records import Record
+from benchmarks.scaling import check_gpus, plan
 from cs336_systems.comm import Place
 from cs336_systems.cost import count_parameters
 from cs336_systems.errors import UserError
@@ -36,11 +37,6 @@ PEAK = {
     "gpus": 0,
     "environment": {"device": "CPU", "device_type": "cpu", "cores": 2},
 }
-ABOUT = {
-    "size": "tiny", "objective": "bert", "d_model": 128, "d_ff": 512, "num_layers": 4, "vocab_size": 512,
-    "context": 128, "micro_batch_size": 4, "recompute": "none", "scaling": "weak", "data": "random", "base": "1x1x1",
-    "device": "cpu", "backend": "gloo",
-}  # fmt: skip
 
 
 def turn(milliseconds: list[float], world: int = 1, **timers) -> dict:
@@ -122,7 +118,7 @@ def test_peaks_add_up_to_what_the_machine_has(monkeypatch):
     assert [peak_flops(PEAK, n, 1) for n in (1, 2, 8)] == [4e9, 6e9, 6e9]
     gpus = PEAK | {"gpus": 4, "machine_flops": None}
     assert [peak_flops(gpus, n, 1) for n in (1, 4, 8)] == [4e9, 16e9, 16e9]
-    monkeypatch.setattr("benchmarks.scaling_record.allowed_cores", lambda: 4)
+    monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 4)
     side_by_side = PEAK | {"machine_flops": None}
     assert [peak_flops(side_by_side, n, 2) for n in (1, 2, 4)] == [4e9, 8e9, 8e9]
 
@@ -154,23 +150,20 @@ def test_layouts_take_turns_once_the_gate_is_passed():
     # In bf16 both are seen in fp32 first, which has been done. Two replicas have a reference of twice the batch.
     gates = [("1x1x1", 16), ("1x1x1", 32), ("1x1x2", 32)]
     assert launcher.runs == [(*each, 2, 0, precision) for precision in ("fp32", "bf16") for each in gates]
+    alone = FakeLauncher()
+    scaling.Study(settings, study.layouts[3:], alone).check()  # one layout in bf16 is held to the gate in fp32 as well
+    assert [(name, precision) for name, *_, precision in alone.runs] == [
+        ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
+    ]  # fmt: skip
     launcher.runs.clear()
     study.play()
     turns = [("1x1x1", 16), ("1x1x2", 32)]
     each_round = [(*each, 2, 3, precision) for precision in ("fp32", "bf16") for each in turns]
     assert launcher.runs == 2 * each_round
-    records = study.records({"fp32": PEAK, "bf16": PEAK})
+    records = study.records()
     assert [record.metrics["efficiency_median"] for record in records] == [1.0, 0.5, 1.0, 0.5]
     assert [record.config["precision"] for record in records] == ["fp32", "fp32", "bf16", "bf16"]
     assert all("W = " in flag or "noisy" in flag or "share" in flag for record in records for flag in record.flags)
-
-
-def test_half_precision_is_held_to_the_gate_in_fp32_as_well():
-    settings, launcher = ScalingSettings(grid="1x1x2", device="cpu", precision=("bf16",)), FakeLauncher()
-    scaling.Study(settings, plan(settings, Place()), launcher).check()
-    assert [(name, precision) for name, *_, precision in launcher.runs] == [
-        ("1x1x1", "fp32"), ("1x1x2", "fp32"), ("1x1x1", "bf16"), ("1x1x2", "bf16"),
-    ]  # fmt: skip
 
 
 def test_a_turn_that_fails_names_its_layout():
@@ -188,13 +181,19 @@ def test_a_prediction_gives_each_rank_its_share_of_the_machine():
 
 
 def test_shared_cores_are_said_and_bound_the_efficiency(monkeypatch):
-    monkeypatch.setattr("benchmarks.scaling_record.allowed_cores", lambda: 2)
-    monkeypatch.setattr("benchmarks.scaling_record.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 2)
+    monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 2)
     assert affinity(2, 1)["note"] == ""
     shared = affinity(8, 1)
     assert shared["bound"] == 0.25
     assert shared["note"].startswith("8 ranks on 2 cores: efficiency is bounded by 2/8; 8 ranks share 2 cores, all ")
+    assert shared["note"].count("bind") == 0
     assert affinity(2, 2)["note"] == "2 ranks of 2 threads on 2 cores: efficiency is bounded by 2/4"
+    monkeypatch.setattr("benchmarks.lib.scaling_record.allowed_cores", lambda: 1)
+    monkeypatch.setattr("benchmarks.lib.scaling_record.os.cpu_count", lambda: 64)
+    bound = affinity(8, 1)["note"]
+    assert "8 ranks share 1 core of 64: the process that starts them is bound" in bound
+    assert "--bind-to none" in bound
 
 
 def test_efficiency_is_taken_round_by_round():
@@ -206,12 +205,13 @@ def test_efficiency_is_taken_round_by_round():
     assert found == pytest.approx({"efficiency_median": 0.8, "efficiency_low": 0.65, "efficiency_high": 0.9})
 
 
+@cache
 def measured() -> tuple[Record, Record]:
     one, two = layouts(grid="1x1x1,1x2x1")
     one.turns = [turn([16.0], forward_compute=[8.0]), turn([32.0], forward_compute=[9.0]), turn([80.0])]
     spans = {"forward_compute": [2.0, 4.0], "backward_compute": [6.0, 5.0], "backward_recv": [2.0, None]}
     two.turns = [turn([48.0], 2), turn([32.0], 2, **spans), turn([8.0], 2)]
-    first, second = (make_record(each, one, PEAK, 1, ABOUT, predict(each, PEAK, 1)) for each in (one, two))
+    first, second = (make_record(each, one, PEAK, ScalingSettings()) for each in (one, two))
     return first, second
 
 
@@ -231,7 +231,6 @@ def test_the_studys_row_has_the_last_ranks_timers():
     one, two = measured()
     run = study_run(two)
     assert run.timers == {"forward-compute": 4.0, "backward-compute": 5.0}
-    assert timer_line(two) == "time (ms) | forward-compute: 4.00 | backward-compute: 5.00"
     assert run.gpu_memory == (1.0, 2.0)
     assert run.peak_flops == 3e9
     assert (run.layout, run.global_batch_size, run.iteration_ms) == ("1/2/1", 16, 32.0)
@@ -247,7 +246,7 @@ def test_the_studys_row_has_the_last_ranks_timers():
 
 def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
     one, two = measured()
-    show([one, replace(two, flags=["late"])])
+    show_records([one, replace(two, flags=["late"])])
     out = " ".join(capsys.readouterr().out.split())
     parts = [
         "tiny bert in fp32, weak scaling",
@@ -264,7 +263,7 @@ def test_one_table_of_speeds_is_shown_then_timers_and_findings(capsys):
 def test_skipped_steps_are_flagged():
     (one,) = layouts(grid="1x1x1")
     one.turns = [turn([1.0, 1.0]) | {"skipped": 1}]
-    assert make_record(one, one, PEAK, 1, ABOUT, {}).flags == ["1 of 2 steps were skipped"]
+    assert make_record(one, one, PEAK, ScalingSettings()).flags == ["1 of 2 steps were skipped"]
 
 
 def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
@@ -276,7 +275,7 @@ def test_layouts_with_too_few_gpus_are_recorded_as_unsupported(monkeypatch):
     one, two = layouts
     assert one.status == "ok"
     assert not one.wrong
-    record = make_record(two, one, PEAK, 1, ABOUT, predict(two, PEAK, 1))
+    record = make_record(two, one, PEAK, settings)
     assert record.status == "unsupported"
     assert record.flags == [two.wrong]
     assert two.wrong.startswith("nccl needs a GPU a rank: 2 ranks, 1 GPU(s)")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling_logs import parse_log, parse_train_log, read_runs
-from benchmarks.scaling_run import ScalingRun
-from benchmarks.scaling_table import import_log
+from benchmarks.lib.scaling_logs import parse_log, parse_train_log, read_runs
+from benchmarks.lib.scaling_run import ScalingRun
+from benchmarks.scaling import import_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import run_command
 from cs336_systems.train import __main__ as train

@@ -124,8 +124,10 @@ def test_a_line_cut_between_two_fields():
 
 
 @pytest.mark.parametrize(
-    "prefix", ["[default7]:", "3: ", "[1,15]<stdout>:", "2024-01-02 03:04:05,678 INFO ", "\x1b[1m"]
-)
+    "prefix",
+    ["[default7]:", "[rank3]:", "3: ", "[1,15]<stdout>:", "2024-01-02 03:04:05,678 INFO ", "[2024-01-02 03:04:05] ",
+     "[default0]:2024-01-02T03:04:05.678Z ", "\x1b[1m"],
+)  # fmt: skip
 def test_what_launchers_write_before_a_line_does_not_matter(prefix):
     text = block(**arguments()) + iteration(20, 232.5) + "time (ms) | forward-compute: 40.00 | optimizer: 9.00\n"
     end = "\x1b[0m\r" if prefix[0] == "\x1b" else ""

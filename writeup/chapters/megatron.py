@@ -3,15 +3,14 @@
 from math import log
 from typing import Any
 
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_plot import PARTS, breakdown
+from benchmarks.lib.scaling_plot import draw as draw_study
+from benchmarks.lib.scaling_record import study_run
+from benchmarks.lib.scaling_tables import PUBLISHED as STUDY
+from benchmarks.lib.scaling_tables import percent, tables_apart
 from benchmarks.records import Record
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_plot import PARTS, breakdown
-from benchmarks.scaling_plot import draw as draw_study
-from benchmarks.scaling_record import study_run
-from benchmarks.scaling_show import tables_apart
-from benchmarks.scaling_table import PUBLISHED as STUDY
-from benchmarks.scaling_table import find_base, percent
 from cs336_systems.host.text import markdown_text
 from writeup.book import Book, Citation, metric
 from writeup.cells import NONE, STATUS, median_ms, predicted_ms, prediction, timing
@@ -47,7 +46,7 @@ def content(book: Book) -> dict[str, Any]:
         "study": study_table(book, study, steps),
         "findings": [markdown_text(without_recipe(each.text)) for each in anomalies(study)],
         "study_picture": drawn(
-            "megatron-study", narrowed(draw_study(study, find_base(study))),
+            "megatron-study", narrowed(draw_study(study)),
             "The published study: throughput, efficiency, and what an iteration is made of. In brackets: the findings.",
             "Three panels of the published scaling study of BERT-345M",
         ),

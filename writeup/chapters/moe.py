@@ -3,8 +3,8 @@
 from typing import Any
 
 from benchmarks.expert_tables import arithmetic, is_published
-from benchmarks.moe_sweep_plot import draw as draw_sweep
-from benchmarks.moe_sweep_table import cells as sweep_cells
+from benchmarks.expert_tables import cells as sweep_cells
+from benchmarks.lib.expert_picture import draw as draw_sweep
 from cs336_systems.host.console import format_bytes, format_count, format_seconds
 from cs336_systems.host.text import markdown_text
 from cs336_systems.presets import model_preset

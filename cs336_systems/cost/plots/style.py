@@ -25,14 +25,14 @@ def can_plot() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def check_path(path: Path) -> None:
+def check_path(path: Path, option: str = "--out") -> None:
     """Raises UserError if no picture can be written there: without matplotlib, a folder, or a picture's suffix."""
     if not can_plot():
         raise UserError(HOW_TO_PLOT)
     if path.suffix not in SUFFIXES:
-        raise UserError(f"--out {path} should end in {', '.join(SUFFIXES)}")
+        raise UserError(f"{option} {path} should end in {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
-        raise UserError(f"--out {path}: there is no folder {path.parent}")
+        raise UserError(f"{option} {path}: there is no folder {path.parent}")
 
 
 def new_figure(width: float, height: float, systems: Sequence[System], heading: str = "") -> Any:
@@ -93,11 +93,11 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
     return found
 
 
-def save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path, option: str = "--out") -> Path:
     """Write a picture, of the kind that its suffix says; returns its path. Raises UserError if that cannot be."""
     date = None if path.suffix == ".png" else {"Date" if path.suffix == ".svg" else "CreationDate": None}
     # The same numbers give the same file: no date, and identifiers from a fixed salt. Text that stays text is smaller.
     fixed = import_module("matplotlib").rc_context({"svg.hashsalt": "cost", "svg.fonttype": "none"})
-    with fixed, os_errors(f"write {path}", "name another file with --out"):
+    with fixed, os_errors(f"write {path}", f"name another file with {option}"):
         figure.savefig(path, dpi=130, metadata=date)
     return path

@@ -1,8 +1,10 @@
 """One expert layer over several ranks, the ways to dispatch it, what each should cost, and the gate."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import Tensor
 
@@ -10,13 +12,15 @@ from benchmarks.collective import room
 from benchmarks.gate import UNIT_ROUNDOFF
 from benchmarks.harness import WrongResultError, require_close
 from benchmarks.rank_times import gather_times
+from benchmarks.records import results_folder
 from cs336_systems.comm import Group, agree
+from cs336_systems.comm.startup import TIMEOUT
 from cs336_systems.cost import Hardware
 from cs336_systems.cost import experts as cost
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
-from cs336_systems.host.console import format_bytes
+from cs336_systems.host.console import PATIENCE, format_bytes, setting
 from cs336_systems.host.machine import device_name
 from cs336_systems.layout import MAPPED
 from cs336_systems.model.feed_forward import GroupedLinear
@@ -24,6 +28,7 @@ from cs336_systems.model.moe import MoELayer
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import Mixture, ModelConfig
 
+COUNT = click.IntRange(1)
 DEVICE = torch.device("cpu")  # whose time is asked for
 ITEM = torch.float32.itemsize
 # Operators of a sorted layer, forward and backward: router, sort, gather, experts and the way back. A test counts them.
@@ -38,6 +43,24 @@ ONE_HOT_MADE = {False: 5.25, True: 6.25}
 GATE_BYTES = 2**24  # of such a tensor where the gate looks at a part of the tokens
 # Roundings that follow one another in two answers: the weights of choices, two layers with GELU between, the sum.
 STAGES = {False: 16, True: 32}
+
+
+@dataclass(frozen=True)
+class LayerSettings:
+    """Options that all benchmarks of one expert layer have: its size, how it is run, where records go."""
+
+    tokens: int = setting(2048, "Tokens of each rank.", type=COUNT)
+    d_model: int = setting(64, "Width of a token.", type=COUNT)
+    d_ff: int = setting(256, "Hidden width of an expert.", type=COUNT)
+    threads: int = setting(1, "Threads of each rank; idle ones would spin, and count as CPU time.", type=COUNT)
+    timeout: float = setting(TIMEOUT, "Seconds that ranks wait for each other.", PATIENCE)
+    results: Path | None = setting(None, "Folder of the records.  [default: runs/results/<machine>]")
+    machine: str | None = setting(None, "Name of this machine in the records.  [default: its device's]")
+    commit: str | None = setting(None, "Commit to record, for a copy without its .git.")
+
+    def folder(self) -> Path:
+        """Folder of the records."""
+        return results_folder(self.results, self.machine, DEVICE)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One run of a scaling study, and what follows from it: throughput, efficiency, pipeline bubble, FLOPs, lost time."""
 
 from collections.abc import Container, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from math import inf
 from typing import Any, Literal, get_args
 
@@ -214,20 +214,8 @@ def parse_published(text: str, name: str) -> list[ScalingRun]:
             raise UserError(f"{name} has no run")
         if unknown := sorted({key for row in rows for key in row} - known):
             raise UserError(f"{name}: a run has no field {', '.join(unknown)}")
-        return [ScalingRun(**row | {"gpu_memory": _pair(row.get("gpu_memory"))}) for row in rows]
+        return [ScalingRun(**row | {"gpu_memory": row.get("gpu_memory") and tuple(row["gpu_memory"])}) for row in rows]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{name} does not hold runs as benchmarks/published/ does: {error!r}") from None
-
-
-def as_json(run: ScalingRun) -> dict[str, Any]:
-    """A run as `parse_published` reads it, without what is unknown."""
-    return {name: value for name, value in asdict(run).items() if value is not None}
-
-
-def _pair(values: Any) -> tuple[float, float] | None:
-    if values is None:
-        return None
-    least, most = values
-    return least, most

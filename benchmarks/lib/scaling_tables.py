@@ -1,17 +1,14 @@
-"""The table of a scaling study, from runs measured here or imported: throughput, efficiency, bubble, every timer."""
+"""Tables of scaling studies: of records measured here, of runs imported, all timers, and what is to be said of them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import click
-
-from benchmarks.allreduce_plot import HOW_TO_PLOT, can_plot
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_logs import read_runs
-from benchmarks.scaling_plot import save
-from benchmarks.scaling_run import (
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_logs import read_runs
+from benchmarks.lib.scaling_record import MEBIBYTE, study_run
+from benchmarks.lib.scaling_run import (
     ScalingRun,
     bubble,
     default_base,
@@ -22,42 +19,78 @@ from benchmarks.scaling_run import (
     top_level_ms,
     utilisation,
 )
-from cs336_systems.errors import UserError
+from benchmarks.records import Record, read_records
 from cs336_systems.host import console
-from cs336_systems.host.console import finite, format_count
+from cs336_systems.host.console import format_count, format_seconds
 from cs336_systems.host.table import Table
-from cs336_systems.host.text import printable
+from cs336_systems.host.text import markdown_text
 
-PUBLISHED = Path(__file__).parent / "published" / "megatron_bert_345m.json"
+PUBLISHED = Path(__file__).parents[1] / "published" / "megatron_bert_345m.json"
+NOT_YET = "Not measured yet: `python -m benchmarks.scaling`, then `make readme`."
 NONE = "-"
 EXPLAINED = (
     "gbs: global batch; m: micro-batches of a replica in an iteration. eff.: throughput of a rank, relative to the run "
     "on so many. bubble: (forward-recv + "
     "backward-embedding-all-reduce) / all of the pipeline's timers; ideal: (p - 1) / (m + p - 1)."
 )
+APART = (  # what a table's records have in common, layouts aside
+    *("size", "objective", "precision", "scaling", "micro_batch_size", "context", "backend", "data", "recompute"),
+    *("device", "threads"),
+)
+Cell = Callable[[dict[str, Any], dict[str, Any]], str]  # of a record's metrics and predictions
+COLUMNS: dict[str, Cell] = {
+    "step": lambda found, said: format_seconds(found["median_ms"] / 1e3),
+    "predicted": lambda found, said: format_seconds(said["mean_ms"] / 1e3) if "mean_ms" in said else NONE,
+    "ms / sample": lambda found, said: f"{found['ms_per_sample']:.3g}",
+    "tokens / s": lambda found, said: format_count(found["tokens_per_s"]),
+    "efficiency": lambda found, said: percent(found["efficiency_median"]),
+    "quartiles": lambda found, said: f"{100 * found['efficiency_low']:.0f}-{100 * found['efficiency_high']:.0f}%",
+    "bubble": lambda found, said: percent(found["bubble"]),
+    "theory": lambda found, said: percent(said["bubble"]),
+    "peak memory": lambda found, said: spread(found["memory_bytes"], " MiB", MEBIBYTE),
+    "util.": lambda found, said: spread(found["gpu_utilisation"], "%"),
+    "HFU": lambda found, said: percent(found["hfu"]),
+    "MFU": lambda found, said: percent(found["mfu"]),
+}
 
 
-def find_base(runs: Sequence[ScalingRun], world: int | None = None) -> ScalingRun:
-    """The run on `world` ranks that efficiency is relative to, or the one to choose by default.
+def summary(records: Sequence[Record]) -> Table:
+    """One row a layout; without a column for the GPUs' utilisation where there are none."""
+    config, where = records[0].config, records[0].environment
+    ranks = f"{config['backend']} ranks" + (f" of {config['threads']} thread(s)" if config["device"] == "cpu" else "")
+    title = (
+        f"{config['size']} {config['objective']} in {config['precision']}, {config['scaling']} scaling, micro-batch "
+        f"{config['micro_batch_size']} x {config['context']}; {ranks} on {where['device']}, {where['cores']} cores"
+    )
+    note = (
+        "layout: tp x pp x dp. step: median of all turns. efficiency: throughput of a rank over that in "
+        f"{markdown_text(config['base'])}, median and quartiles of the rounds. bubble: share of the pipeline's time in "
+        "which a rank "
+        "computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: least and "
+        "most over the ranks."
+    )
+    columns = {name: cell for name, cell in COLUMNS.items() if name != "util." or config["device"] == "cuda"}
+    rows = []
+    for record in records:
+        found = [cell(record.metrics, record.predicted) if record.samples_ms else NONE for cell in columns.values()]
+        rows.append([str(record.config["layout"]), *found])
+    return Table(title, ["layout", *columns], rows, note)
 
-    Raises UserError if no run has so many ranks.
-    """
-    if world is None:
-        return default_base(runs)
-    for run in runs:
-        if run.world == world:
-            return run
-    have = ", ".join(dict.fromkeys(str(run.world) for run in runs))
-    raise UserError(f"--base {world}: no run has {world} ranks; choose from {have}")
+
+def spread(values: Sequence[float | None], unit: str = "", scale: float = 1) -> str:
+    """`5,624-6,176 MiB`: the least and the most of the values that are known."""
+    known = [each / scale for each in values if each is not None]
+    if not known:
+        return NONE
+    least, most = f"{min(known):,.0f}", f"{max(known):,.0f}"
+    return f"{least}{unit}" if least == most else f"{least}-{most}{unit}"
 
 
 def scaling_sheet(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Table:
     """A row for each run: how fast, how well it scales from the first run and from `base`, where the rest went.
 
-    A row smaller than `base` has no efficiency relative to it. Raises UserError without a run.
+    A row smaller than `base` has no efficiency relative to it.
     """
-    if not runs:
-        raise UserError("no runs, no table of scaling: measure some, or give a log")
     first, base = runs[0], base or default_base(runs)
     columns: dict[str, Callable[[ScalingRun], str]] = {
         "run": lambda run: run.name,
@@ -119,7 +152,7 @@ def timer_sheet(runs: Sequence[ScalingRun]) -> Table:
     rows.append(["iteration", "", *(f"{run.iteration_ms:.1f}" for run in runs)])
     rows.append(["unaccounted", "", *(f"{run.iteration_ms - top_level_ms(run):.1f}" for run in runs)])
     if any(run.gpu_memory for run in runs):
-        rows.append(["memory, MiB", "", *map(memory, runs)])
+        rows.append(["memory, MiB", "", *(spread(run.gpu_memory or ()) for run in runs)])
     totals = {run.gpu_memory_total for run in runs} - {None}
     note = f"Memory: least and most over the ranks, of {totals.pop():,.0f} MiB each." if len(totals) == 1 else ""
     whose = "the most over the ranks" if any(run.over_ranks for run in runs) else "the last rank"
@@ -135,14 +168,6 @@ def run_heads(runs: Sequence[ScalingRun]) -> list[str]:
         f"{run.tp}x{run.pp}x{run.dp}" if layouts[run.layout] == 1 else run.name
         for run in runs
     ]  # fmt: skip
-
-
-def memory(run: ScalingRun) -> str:
-    """`5,624-6,176`: MiB, least and most over the ranks."""
-    if run.gpu_memory is None:
-        return NONE
-    least, most = run.gpu_memory
-    return f"{least:,.0f}" if least == most else f"{least:,.0f}-{most:,.0f}"
 
 
 def figure(value: float) -> str:
@@ -167,13 +192,24 @@ def findings(runs: Sequence[ScalingRun]) -> list[str]:
     return [f"{number}. {each.text}" for number, each in enumerate(anomalies(runs), 1)]
 
 
+def remarks(records: Sequence[Record]) -> list[str]:
+    """The flags of some records, but for the anomalies, each once with the layouts that it is about."""
+    told = {each.text for each in anomalies([study_run(record) for record in records if record.samples_ms])}
+    found: dict[str, list[str]] = {}
+    for record in records:
+        for flag in record.flags:
+            if flag not in told:
+                found.setdefault(flag, []).append(record.config["layout"])
+    return [f"{', '.join(layouts)}: {flag}" for flag, layouts in found.items()]
+
+
 def markdown(runs: Sequence[ScalingRun], base: ScalingRun | None = None, level: int = 2) -> str:
     """The tables and the findings as Markdown, with headings of a level."""
     parts = [scaling_sheet(runs, base).markdown(level), timer_sheet(runs).markdown(level)]
     return "\n".join([*parts, *(["To be read with care:\n", *findings(runs)] if findings(runs) else [])]) + "\n"
 
 
-def show(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
+def show_runs(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
     """Print the tables and the findings."""
     out = console.console()
     for sheet in (scaling_sheet(runs, base), timer_sheet(runs)):
@@ -182,30 +218,46 @@ def show(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
         out.print(line, markup=False)
 
 
-@click.command("import-log")
-@click.argument("files", nargs=-1, type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--base", type=int, help="Ranks of the run that efficiency is relative to, beside the first one.")
-@click.option("--peak-tflops", type=float, callback=finite, help="TFLOP/s of a device, if logs lack it: 312 for A100.")
-@click.option("--markdown", "as_markdown", is_flag=True, help="Print Markdown.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Picture to draw: .png, .svg or .pdf.")
-def import_log(
-    files: tuple[Path, ...], base: int | None, peak_tflops: float | None, as_markdown: bool, plot: Path | None
-) -> None:
-    """Tables of the runs in logs of Megatron-LM and of this project's train (the .jsonl of --log-file).
+def tables_apart(records: Sequence[Record]) -> list[list[Record]]:
+    """The records that one table can show, a list each."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        groups.setdefault(tuple(record.config[name] for name in APART), []).append(record)
+    return list(groups.values())
 
-    Without FILES, of the published study of BERT-345M.
+
+def sheets(records: list[Record]) -> tuple[list[Table], list[str], list[ScalingRun]]:
+    """Tables of records that belong together, remarks on them, and those that were measured as runs of a study.
+
+    Not `scaling_sheet`, whose bubble and FLOPs are what a log lets one know: the summary has them of all ranks.
     """
-    runs = read_runs(files or (PUBLISHED,))
-    if peak_tflops is not None:
-        if not peak_tflops > 0:
-            raise UserError(f"--peak-tflops must be positive, not {peak_tflops:g}")
-        runs = [replace(run, peak_flops=run.peak_flops or 1e12 * peak_tflops) for run in runs]
-    chosen = find_base(runs, base)
-    if plot is not None and not can_plot():
-        raise UserError(HOW_TO_PLOT)
-    if as_markdown:
-        print(markdown(runs, chosen), end="")
-    else:
-        show(runs, chosen)
-    if plot is not None:
-        print(printable(str(save(runs, plot, chosen))))
+    measured = [study_run(record) for record in records if record.samples_ms]
+    return [summary(records), *([timer_sheet(measured)] if measured else [])], remarks(records), measured
+
+
+def show_records(records: Sequence[Record]) -> None:
+    """Print, for each precision, the summary, all timers of the last rank, remarks and findings."""
+    out = console.console()
+    for mine in tables_apart(records):
+        tables, said, measured = sheets(mine)
+        for table in tables:
+            out.print(table.table())
+        for line in said + findings(measured):
+            out.print(line, markup=False)
+
+
+def scaling_tables(results: Path) -> list[str]:
+    """Markdown of every machine's records, and of the published study with what in it is not to be believed."""
+    found = []
+    for path in sorted(results.glob("*/scaling.jsonl")):
+        for mine in tables_apart(read_records(path)):
+            tables, said, measured = sheets(mine)
+            lines = [f"- {markdown_text(line)}" for line in (*said, *(each.text for each in anomalies(measured)))]
+            found.append("\n".join([*(table.markdown(0) for table in tables), *lines]))
+    return [*(found or [NOT_YET]), published()]
+
+
+def published() -> str:
+    """Markdown of the study that this one takes after."""
+    runs = read_runs([PUBLISHED])
+    return markdown(runs, default_base(runs), level=3)

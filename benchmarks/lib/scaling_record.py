@@ -8,13 +8,17 @@ from functools import cached_property
 from statistics import fmean, median
 from typing import Any
 
+import torch
+
 from benchmarks.gate import STAGES, UNIT_ROUNDOFF
 from benchmarks.harness import noise, ratios, summarise
+from benchmarks.lib.scaling_measure import Answer
+from benchmarks.lib.scaling_options import ScalingSettings
+from benchmarks.lib.scaling_run import RECOMPUTED, ScalingRun
 from benchmarks.rank_step import predict_step
 from benchmarks.records import Record, Status
-from benchmarks.scaling_anomalies import affinity_note
-from benchmarks.scaling_measure import Answer
-from benchmarks.scaling_run import RECOMPUTED, ScalingRun
+from cs336_systems.comm import Place
+from cs336_systems.comm.startup import choose_backend
 from cs336_systems.cost import Hardware, backward_flops, count_parameters, forward_flops
 from cs336_systems.cost.closed_forms import Link
 from cs336_systems.cost.flops import recompute_flops
@@ -28,7 +32,17 @@ from cs336_systems.train.recipe import Recipe
 Timers = Mapping[str, Sequence[float | None]]  # milliseconds of a step by name and rank, None where it is not used
 
 COMPUTE = ("forward-compute", "backward-compute")
+BOUND = (
+    "the process that starts them is bound, and every timer includes waiting for a core. "
+    "Start it unbound (mpirun --bind-to none, srun --cpu-bind=none), or allow the container more cores."
+)
+CROWDED = "all that there are: every timer includes waiting for a core, so do not read speed from this."
 MEBIBYTE = 2**20
+
+
+def degrees(recipe: Recipe) -> str:
+    """`2x1x4`: tp x pp x dp."""
+    return f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
 
 
 @dataclass
@@ -44,15 +58,10 @@ class Layout:
     turns: list[Answer] = field(default_factory=list)
 
     @property
-    def degrees(self) -> str:
-        """`2x1x4`: tp x pp x dp."""
-        recipe = self.recipe
-        return f"{recipe.parallel.tp}x{recipe.parallel.pp}x{recipe.parallel.dp}"
-
-    @property
     def label(self) -> str:
         """The degrees, with the precision unless it is fp32."""
-        return self.degrees + ("" if self.recipe.model.precision == "fp32" else f" {self.recipe.model.precision}")
+        precision = self.recipe.model.precision
+        return degrees(self.recipe) + ("" if precision == "fp32" else f" {precision}")
 
     @property
     def batch(self) -> int:
@@ -156,43 +165,44 @@ def efficiencies(layout: Layout, base: Layout) -> dict[str, float]:
 
 
 def affinity(ranks: int, threads: int) -> dict[str, Any]:
-    """Sharing of cores among ranks: counts, the bound that follows for efficiency, and a note if it is below 1."""
+    """Sharing of cores among ranks: counts, the bound that follows for efficiency, and a note if it is below 1. The
+    cores allowed are those of the process that starts the ranks, which inherit them (os.sched_getaffinity)."""
     allowed, cores = allowed_cores(), os.cpu_count() or 1
-    bound = min(1.0, allowed / (ranks * threads))
-    note = ""
+    bound, note = min(1.0, allowed / (ranks * threads)), ""
+    plural = "s" * (allowed > 1)
     if bound < 1.0:
         each = f"{ranks} ranks" + (f" of {threads} threads" if threads > 1 else "")
-        share = f"{allowed}/{ranks * threads}"
-        note = f"{each} on {allowed} core{'s' * (allowed > 1)}: efficiency is bounded by {share}"
-        if why := affinity_note(allowed, cores, ranks):
-            note += f"; {why}"
+        note = f"{each} on {allowed} core{plural}: efficiency is bounded by {allowed}/{ranks * threads}"
+    if allowed < ranks:
+        why = f"{ranks} ranks share {allowed} core{plural}"
+        note += f"; {why} of {cores}: {BOUND}" if allowed < cores else f"; {why}, {CROWDED}"
     return {"allowed": allowed, "cores": cores, "ranks": ranks, "threads": threads, "bound": bound, "note": note}
 
 
-def make_record(
-    layout: Layout,
-    base: Layout | None,
-    peak: Answer,
-    threads: int,
-    about: dict[str, Any],
-    predicted: dict[str, Any],
-) -> Record:
-    """The record of a layout; `about` is what all layouts have in common, without anomalies among its flags."""
-    parallel, config = layout.recipe.parallel, layout.config
-    what = about | {
-        "layout": layout.degrees, "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp,
+def make_record(layout: Layout, base: Layout | None, peak: Answer, settings: ScalingSettings) -> Record:
+    """The record of a layout, without anomalies among its flags; `base` is what its efficiency is relative to."""
+    parallel, config, threads = layout.recipe.parallel, layout.config, settings.threads
+    device = torch.device("cuda" if peak["gpus"] else "cpu")
+    backend = choose_backend(settings.backend, device, Place(0, 2, 0, 2))
+    what = {
+        "size": settings.size, "objective": settings.objective, "d_model": config.d_model, "d_ff": config.d_ff,
+        "num_layers": config.num_layers, "vocab_size": config.vocab_size, "context": layout.seq,
+        "micro_batch_size": settings.micro_batch_size, "recompute": settings.recompute,
+        "scaling": "strong" if settings.global_batch_size else "weak", "data": " ".join(settings.data),
+        "base": degrees(base.recipe) if base else None, "device": peak["environment"]["device_type"],
+        "backend": backend, "layout": degrees(layout.recipe), "tp": parallel.tp, "pp": parallel.pp, "dp": parallel.dp,
         "ranks": layout.ranks, "global_batch_size": layout.batch, "precision": layout.recipe.model.precision,
-        "schedule": parallel.schedule_name,
-        "chunks": parallel.chunks, "sequence_parallel": parallel.sequence_parallel, "zero": parallel.zero,
-        "threads": threads,
+        "schedule": parallel.schedule_name, "chunks": parallel.chunks,
+        "sequence_parallel": parallel.sequence_parallel, "zero": parallel.zero, "threads": threads,
     }  # fmt: skip
-    stamp = peak["environment"] | {"world_size": layout.ranks, "backend": about["backend"], "threads": threads}
+    stamp = peak["environment"] | {"world_size": layout.ranks, "backend": backend, "threads": threads}
+    predicted = predict(layout, peak, threads)
     if layout.wrong or base is None:
         return Record("scaling", what, stamp, flags=[layout.wrong], status=layout.status, predicted=predicted)
     samples = [sample for turn in layout.turns for sample in turn["samples_ms"]]
     typical = layout.typical()
-    per_step = fmean(typical["samples_ms"])
-    tokens, flops = layout.batch * layout.seq, sum(forward_flops(config, layout.batch, layout.seq).values())
+    per_step, tokens = fmean(typical["samples_ms"]), layout.batch * layout.seq
+    flops = sum(forward_flops(config, layout.batch, layout.seq).values())
     flops += backward_flops(config, layout.batch, layout.seq)
     spent = flops + recompute_flops(config, layout.batch, layout.seq)
     together = peak_flops(peak, layout.ranks, threads)
@@ -205,26 +215,14 @@ def make_record(
         "hfu": 1e3 * spent / per_step / together,
         "peak_flops": together,
         "bubble": pipeline_bubble(typical["timers_ms"], parallel.pp),
-        "timers_ms": typical["timers_ms"],
-        "memory_bytes": typical["memory_bytes"],
-        "gpu_utilisation": typical["gpu_utilisation"],
         "affinity": affinity(layout.ranks, threads) if stamp["device_type"] == "cpu" else None,
         "losses": layout.gate["losses"],
-    }
-    return Record("scaling", what, stamp, samples, metrics, predicted, _flags(layout, metrics))
-
-
-def _flags(layout: Layout, metrics: dict[str, Any]) -> list[str]:
-    found = noise({"mean_ms": fmean(layout.turn_ms()), "std_ms": _deviation(layout.turn_ms())})
-    if metrics["affinity"] and metrics["affinity"]["note"]:
-        found.append(metrics["affinity"]["note"])
+    } | {name: typical[name] for name in ("timers_ms", "memory_bytes", "gpu_utilisation")}
+    flags = noise(summarise(layout.turn_ms()))
+    flags += [metrics["affinity"]["note"]] if metrics["affinity"] and metrics["affinity"]["note"] else []
     if skipped := sum(turn["skipped"] for turn in layout.turns):
-        found.append(f"{skipped} of {len(layout.turns) * len(layout.turns[0]['samples_ms'])} steps were skipped")
-    return found
-
-
-def _deviation(values: list[float]) -> float:
-    return summarise(values)["std_ms"]
+        flags.append(f"{skipped} of {len(samples)} steps were skipped")
+    return Record("scaling", what, stamp, samples, metrics, predicted, flags)
 
 
 def predict(layout: Layout, peak: Answer, threads: int) -> dict[str, Any]:

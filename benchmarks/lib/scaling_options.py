@@ -1,15 +1,12 @@
 """Grid of a scaling study: its layouts, and the training that each of them does."""
 
 import re
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-import torch
 
-from benchmarks.records import results_folder
 from cs336_systems.comm.startup import TIMEOUT, Backend
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import PATIENCE, setting
@@ -74,17 +71,15 @@ class ScalingSettings:
             )
         return self.global_batch_size or (self.global_batch_per_dp or 16) * dp
 
-    def shortened(self, given: Collection[str], alone: bool) -> "ScalingSettings":
-        """The settings of a smoke run: options that the user has given stay, and so do layouts of torchrun's ranks.
+    def shortened(self, alone: bool) -> "ScalingSettings":
+        """The settings of a smoke run: options that the user has changed stay, and so do layouts of torchrun's ranks.
 
-        So does the batch where it or the grid was given, which have to fit each other.
+        So does the batch where it or the grid was changed, which have to fit each other.
         """
-        less = dict(SMOKE)
-        if alone:
-            less["grid"] = SMOKE_GRID
-        if not {"grid", "micro_batch_size", "global_batch_per_dp", "global_batch_size"} & set(given):
-            less |= SMOKE_BATCH
-        return replace(self, **{name: value for name, value in less.items() if name not in given})
+        kept = {name for name, value in asdict(ScalingSettings()).items() if getattr(self, name) != value}
+        batch = {} if kept & {"grid", "global_batch_size", *SMOKE_BATCH} else SMOKE_BATCH
+        less = SMOKE | batch | ({"grid": SMOKE_GRID} if alone else {})
+        return replace(self, **{name: value for name, value in less.items() if name not in kept})
 
     def recipe(self, degrees: tuple[int, int, int], precision: str) -> Recipe:
         """Recipe that a layout trains; options that it does not use keep their defaults."""
@@ -100,10 +95,6 @@ class ScalingSettings:
             chunks=self.chunks if pp > 1 else 1, sequence_parallel=self.sequence_parallel and tp > 1,
             device=self.device, backend=self.backend, timeout=self.timeout,
         )  # fmt: skip
-
-    def folder(self, device: torch.device) -> Path:
-        """Where the records go."""
-        return results_folder(self.results, self.machine, device)
 
 
 def parse_grid(text: str) -> list[tuple[int, int, int]]:

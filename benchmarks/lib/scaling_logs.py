@@ -1,11 +1,11 @@
 """Runs of a scaling study from files: logs of Megatron-LM or of cs336_systems.train, and runs kept as JSON."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import StatisticsError, median
 from typing import Any
 
-from benchmarks.scaling_run import RECOMPUTED, ScalingRun, parse_published
+from benchmarks.lib.scaling_run import RECOMPUTED, ScalingRun, parse_published
 from cs336_systems.cost.logs import LoggedRun, megatron_runs, read_train_log
 from cs336_systems.errors import UserError
 from cs336_systems.host.console import os_errors
@@ -26,7 +26,7 @@ def read_runs(paths: Iterable[Path]) -> list[ScalingRun]:
     for path in paths:
         with os_errors(f"read {path}"):
             text = regular(path).read_text(errors="replace")
-        found += READERS.get(path.suffix, parse_log)(text, path.name)
+        found += {".json": parse_published, ".jsonl": parse_train_log}.get(path.suffix, parse_log)(text, path.name)
     return found
 
 
@@ -130,10 +130,3 @@ def _own_run(logged: LoggedRun) -> ScalingRun:
         gpu_memory=(memory[0] / MEBIBYTE, memory[1] / MEBIBYTE) if memory and memory[1] else None,
         source=f"{file}, {header['recipe']['precision']} on {header['environment']['device']}",
     )  # fmt: skip
-
-
-# By suffix. A reader takes the text and the file's name.
-READERS: dict[str, Callable[[str, str], list[ScalingRun]]] = {
-    ".json": parse_published,
-    ".jsonl": parse_train_log,
-}

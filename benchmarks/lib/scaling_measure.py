@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -14,8 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.collective import probe as probe_link
-from benchmarks.rank_times import gather_times
-from cs336_systems.comm import CommError, Group, Place, all_reduce, backend_of, distributed
+from benchmarks.rank_times import gather_times, time_ranks
+from cs336_systems.comm import CommError, Group, Place, backend_of, distributed
 from cs336_systems.comm.launch import run_ranks
 from cs336_systems.cost.probe import probe
 from cs336_systems.errors import UserError
@@ -92,27 +91,17 @@ def _first_steps(trainer: Trainer, count: int) -> Answer:
 
 
 def _timed_steps(trainer: Trainer, task: ScalingTask, group: Group) -> Answer:
-    device, token = trainer.device, torch.zeros(1, device=trainer.device)
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
+    skipped, device = [], trainer.device
     trainer.timers.reset()
-    samples, skipped = [], 0
-    for number in range(task.warmup, task.warmup + task.steps):
-        all_reduce(token, group, "line up").wait()
-        start = now()
-        skipped += trainer.step(number).skipped
-        samples.append(1e3 * (now() - start))
+    steps = iter(range(task.warmup, task.warmup + task.steps))
+    times = time_ranks(lambda: skipped.append(trainer.step(next(steps)).skipped), group, device, 0, task.steps)
     busy = gpu_utilisation(device)  # at once: it looks back for less than a second
     timers = trainer.timers.by_rank()
     return {
-        "samples_ms": gather_times(samples, group, device).amax(dim=0).tolist(),
+        "samples_ms": times.amax(dim=0).tolist(),
         "timers_ms": {name: [each and each / task.steps for each in values] for name, values in timers.items()},
         "gpu_utilisation": _of_ranks(busy, group, device),
-        "skipped": skipped,
+        "skipped": sum(skipped),
     }
 
 

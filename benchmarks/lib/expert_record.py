@@ -1,18 +1,15 @@
 """The record of an evaluation: score, speed, bytes and calls of each formulation, with what was predicted beside it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from benchmarks.harness import WrongResultError, noise, summarise
-from benchmarks.moe_eval_counts import OF_WORDS, PUBLISHED
-from benchmarks.moe_eval_model import TAGS
-from benchmarks.moe_eval_options import DTYPES, MoEEvalSettings
-from benchmarks.moe_eval_profile import Calls, calls, waiting
-from benchmarks.moe_eval_rank import SEPARATOR, Outcome, Scorer
+from benchmarks.lib.expert_calls import OF_WORDS, PUBLISHED, Calls, calls, waiting
+from benchmarks.lib.expert_model import TAGS
+from benchmarks.lib.expert_scores import SEPARATOR, Outcome, Scorer
+from benchmarks.lib.scaling_record import affinity
 from benchmarks.records import Record
-from benchmarks.scaling_record import affinity
 from cs336_systems.cost import experts as cost
 from cs336_systems.presets import Dispatch, ModelConfig
 
@@ -33,22 +30,6 @@ def predicted_bytes(config: ModelConfig, dispatch: Dispatch, tokens: int, width:
     return cost.row_bytes(config, cost.computed_rows(config, tokens, training=False), width)
 
 
-def make_records(
-    settings: MoEEvalSettings,
-    scorer: Scorer,
-    outcomes: Sequence[Outcome],
-    found: dict[Dispatch, list[Calls]],
-    stamp: dict[str, Any],
-) -> list[Record]:
-    """One for each formulation; of two that took turns, the second has the ratios to the first. Raises
-    WrongResultError for a score that is not finite."""
-    records = [_record(settings, scorer, outcome, found[outcome.dispatch], stamp) for outcome in outcomes]
-    if len(records) > 1:
-        base, mine = outcomes
-        records[1].metrics["ratios"] = ratios(base, mine)
-    return records
-
-
 def ratios(base: Outcome, mine: Outcome) -> dict[str, float]:
     """How many times less the second formulation spends than the first, from the same turns."""
     found = {"cpu_per_layer": base.mean("layers_cpu") / max(mine.mean("layers_cpu"), 1e-9)}
@@ -60,22 +41,20 @@ def ratios(base: Outcome, mine: Outcome) -> dict[str, float]:
     return found
 
 
-def _record(
-    settings: MoEEvalSettings, scorer: Scorer, outcome: Outcome, ranks: list[Calls], stamp: dict[str, Any]
+def make_record(
+    scorer: Scorer, outcome: Outcome, ranks: list[Calls], chosen: dict[str, Any], width: int, stamp: dict[str, Any]
 ) -> Record:
-    config, mesh, sizes = scorer.config, scorer.mesh, scorer.mesh.sizes
+    """The record of a formulation. `chosen` are options that it quotes, `width` the bytes of a number, `stamp` is the
+    machine's environment. Raises WrongResultError for a score that is not finite."""
+    config, mesh, sizes, mixture = scorer.config, scorer.mesh, scorer.mesh.sizes, scorer.config.mixture
     if not isfinite(outcome.score):
         raise WrongResultError(f"{outcome.dispatch}: the score is {outcome.score}; no speed reported")
-    tokens, dtype = scorer.rows * scorer.blocks.context, DTYPES[settings.precision]
-    mixture = config.mixture
-    what: dict[str, Any] = {
-        "size": settings.size, "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff,
-        "num_layers": config.num_layers, "num_experts": config.num_experts, "vocab_size": config.vocab_size,
-        "top_k": mixture.top_k, "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
+    what: dict[str, Any] = chosen | {
+        "moe": outcome.dispatch, "d_model": config.d_model, "d_ff": config.d_ff, "num_layers": config.num_layers,
+        "num_experts": config.num_experts, "vocab_size": config.vocab_size, "top_k": mixture.top_k,
+        "eval_fraction": mixture.eval_fraction, "capacity_factor": mixture.capacity_factor,
         "context": scorer.blocks.context, "batch_size": scorer.rows, "batches": len(outcome.ranks[0]["scoring"]),
-        "precision": settings.precision, "words": settings.words, "data": scorer.blocks.name, "seed": settings.seed,
-        "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
-        "in_turn_with": [each for each in settings.variants() if each != outcome.dispatch],
+        "data": scorer.blocks.name, "ranks": mesh.world.size(), "tp": sizes["tp"], "ep": sizes["ep"], "dp": sizes["dp"],
     }  # fmt: skip
     samples = [1e3 * max(laps) for laps in zip(*(rank["scoring"] for rank in outcome.ranks), strict=True)]
     metrics: dict[str, Any] = summarise(samples) | outcome.load | {
@@ -91,7 +70,8 @@ def _record(
     }  # fmt: skip
     predicted: dict[str, Any] = {}
     if config.num_experts and sizes["ep"] > 1:
-        predicted["bytes_per_all_to_all"] = predicted_bytes(config, outcome.dispatch, tokens, dtype.itemsize)
+        tokens = scorer.rows * scorer.blocks.context
+        predicted["bytes_per_all_to_all"] = predicted_bytes(config, outcome.dispatch, tokens, width)
     flags = noise(metrics)
     if stamp["device_type"] == "cpu" and (note := affinity(mesh.world.size(), stamp["threads"])["note"]):
         flags.append(note.split(": efficiency")[0] + ": wall times and waits hold turns at the cores")

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce_plot import HOW_TO_PLOT, STYLES, can_plot
-from benchmarks.scaling_anomalies import anomalies
-from benchmarks.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
-from cs336_systems.errors import UserError
+from benchmarks.allreduce_plot import STYLES
+from benchmarks.lib.scaling_anomalies import anomalies
+from benchmarks.lib.scaling_run import BUBBLE, ScalingRun, default_base, efficiency, top_level
+from cs336_systems.cost.plots.style import ticks_at, tidy
 
 # Okabe and Ito 2008; the bubble is hatched, since it is the absence of work.
 PARTS = {
@@ -22,7 +21,6 @@ PARTS = {
     "other timers": "#999999",
     "no timer": "#DDDDDD",
 }
-SUFFIXES = (".png", ".svg", ".pdf")
 CARE = "#D55E00"  # marks what the findings are about; no line has this colour
 LINES = tuple(style for style in STYLES if style[0] != CARE)
 ROOM = 1.6  # a bar higher than so many times the next one is drawn smaller, lest the others become unreadable
@@ -69,16 +67,14 @@ def draw(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> Any:
     _throughput(throughput, runs, base)
     _efficiency(ratio, runs, base)
     _breakdown(bars, runs)
-    ticks = sorted({run.world for run in runs})
     for axes in (throughput, ratio):
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.tick_params(axis="x", which="minor", bottom=False)
+        ticks_at(axes, sorted({run.world for run in runs}))
         axes.set_xlabel("ranks")
-        axes.grid(which="major", color="#dddddd", linewidth=0.6)
         axes.legend(frameon=False, fontsize="small")
-    for axes in (throughput, ratio, bars):
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
+    tidy(throughput, "Throughput")
+    tidy(ratio, "Efficiency: throughput of a rank")
+    tidy(bars, "An iteration by timer; above each bar by the clock")
+    bars.grid(visible=False)
     return figure
 
 
@@ -91,7 +87,6 @@ def _series(runs: Sequence[ScalingRun]) -> dict[str, list[ScalingRun]]:
 
 
 def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     for (name, line), (colour, marker) in zip(_series(runs).items(), cycle(LINES), strict=False):
         speeds = [run.samples_per_s for run in line]
@@ -109,11 +104,9 @@ def _throughput(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
         axes.plot([], [], "o", markersize=9, fillstyle="none", color=CARE, label="finding below the table")
     axes.yaxis.set_major_formatter(import_module("matplotlib.ticker").StrMethodFormatter("{x:,g}"))
     axes.set_ylabel("samples / s")
-    axes.set_title("Throughput", loc="left", fontsize="medium")
 
 
 def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None:
-    axes.set_xscale("log", base=2)
     references = [runs[0]] if base is runs[0] else [runs[0], base]
     for reference, (colour, marker) in zip(references, LINES, strict=False):
         larger = [run for run in runs if run.world >= reference.world]
@@ -124,7 +117,6 @@ def _efficiency(axes: Any, runs: Sequence[ScalingRun], base: ScalingRun) -> None
     axes.axhline(100, color="black", linestyle="--", linewidth=1)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("%")
-    axes.set_title("Efficiency: throughput of a rank", loc="left", fontsize="medium")
 
 
 def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
@@ -149,7 +141,6 @@ def _breakdown(axes: Any, runs: Sequence[ScalingRun]) -> None:
     axes.set_xlabel("ranks, and as tp/pp/dp")
     axes.set_ylabel("ms")
     axes.set_ylim(0, 1.15 * max(bottom))
-    axes.set_title("An iteration by timer; above each bar by the clock", loc="left", fontsize="medium")
     axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(PARTS))
 
 
@@ -159,22 +150,3 @@ def _ceiling(totals: Sequence[float]) -> float:
     while len(highest) > 1 and highest[-1] > ROOM * highest[-2]:
         highest.pop()
     return highest[-1]
-
-
-def save(runs: Sequence[ScalingRun], path: Path, base: ScalingRun | None = None) -> Path:
-    """Draw some runs into a file, of the kind that its suffix says; returns its path.
-
-    Raises UserError without matplotlib, or for a suffix that is none of SUFFIXES.
-    """
-    if not can_plot():
-        raise UserError(HOW_TO_PLOT)
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} should end in {', '.join(SUFFIXES)}")
-    # The same runs give the same file: no date, and identifiers from a fixed salt.
-    with import_module("matplotlib").rc_context({"svg.hashsalt": "scaling"}):
-        draw(runs, base).savefig(path, dpi=130, metadata=None if path.suffix == ".png" else {_date(path): None})
-    return path
-
-
-def _date(path: Path) -> str:
-    return "Date" if path.suffix == ".svg" else "CreationDate"

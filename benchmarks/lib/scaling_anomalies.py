@@ -7,7 +7,7 @@ from decimal import Decimal
 from statistics import median
 from typing import Literal
 
-from benchmarks.scaling_run import ScalingRun, top_level, top_level_ms
+from benchmarks.lib.scaling_run import ScalingRun, top_level, top_level_ms
 
 Kind = Literal["samples", "starved", "excess", "unaccounted", "stragglers", "uneven batch"]
 
@@ -122,14 +122,18 @@ def _peers(runs: Sequence[ScalingRun], index: int) -> list[int]:
 
 def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Runs whose copies within a device are slow as well as forward: a starved host, not a network, does that."""
+
+    def once(run: ScalingRun, name: str) -> float:
+        return run.timers[name] / (run.micro_batches if name == "forward-compute" else 1)
+
     found = []
     for index, run in enumerate(runs):
         ratios = []
         peers = [runs[i] for i in _peers(runs, index)]
         for name in (*COPIES, "forward-compute"):
-            usual = [peer.timers[name] / _repeats(peer, name) for peer in peers if peer.timers.get(name)]
+            usual = [once(peer, name) for peer in peers if peer.timers.get(name)]
             if usual and name in run.timers:
-                ratios.append(run.timers[name] / _repeats(run, name) / median(usual))
+                ratios.append(once(run, name) / median(usual))
         if len(ratios) < 3 or min(ratios[:2]) < COPIES_SLOWER or ratios[2] < FORWARD_SLOWER:
             continue
         text = (
@@ -142,28 +146,16 @@ def starved(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     return found
 
 
-def _repeats(run: ScalingRun, name: str) -> int:
-    """How often a timer's work is done in an iteration."""
-    return run.micro_batches if name == "forward-compute" else 1
-
-
 def stragglers(runs: Sequence[ScalingRun]) -> list[Anomaly]:
     """Rows that wait long for each other in the check for overflow, as against the row that waits least."""
-    found, seen = [], set()
-    for index in range(len(runs)):
-        group = sorted([index, *_peers(runs, index)])
-        if index in seen:
-            continue
-        seen.update(group)
+    found = []
+    for group in dict.fromkeys(tuple(sorted([index, *_peers(runs, index)])) for index in range(len(runs))):
         times = {i: runs[i].timers[MEETING] for i in group if MEETING in runs[i].timers}
+        shares = {i: time / runs[i].iteration_ms for i, time in times.items()}
         least = min(times.values(), default=0.0)
-        late = [
-            i
-            for i, time in times.items()
-            if time > MEETING_SLOWER * least and time > MEETING_SHARE * runs[i].iteration_ms
-        ]
+        late = [i for i in times if times[i] > MEETING_SLOWER * least and shares[i] > MEETING_SHARE]
         if late:
-            named = " and ".join(f"{times[i]:.1f} ms ({times[i] / runs[i].iteration_ms:.0%})" for i in late)
+            named = " and ".join(f"{times[i]:.1f} ms ({shares[i]:.0%})" for i in late)
             every = ", ".join(f"{time:.1f}" for time in times.values())
             text = (
                 f"{', '.join(label(runs[i]) for i in late)}: {MEETING} takes {named} of the iteration, {least:.1f} ms "
@@ -201,19 +193,3 @@ def uneven_batches(runs: Sequence[ScalingRun]) -> list[Anomaly]:
             layout = f", and with the cost of tp {others[0]} and pp {others[1]}" if (run.tp, run.pp) != others else ""
             found.append(Anomaly("uneven batch", (index,), text + layout + "."))
     return found
-
-
-def affinity_note(allowed: int, cores: int, ranks: int) -> str | None:
-    """Note for `ranks` processes that share the `allowed` cores, of `cores` in the machine, that their parent may use.
-
-    The parent's are len(os.sched_getaffinity(0)), and what it starts inherits them. None if each rank has a core.
-    """
-    if allowed >= ranks:
-        return None
-    shared = f"{ranks} ranks share {allowed} core{'s' * (allowed != 1)}"
-    if allowed < cores:
-        return (
-            f"{shared} of {cores}: the process that starts them is bound, and every timer includes waiting for a core. "
-            "Start it unbound (mpirun --bind-to none, srun --cpu-bind=none), or allow the container more cores."
-        )
-    return f"{shared}, all that there are: every timer includes waiting for a core, so do not read speed from this."

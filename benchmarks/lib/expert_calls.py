@@ -1,0 +1,149 @@
+"""Calls and times by name that the profiler counts during an evaluation, on every rank; and the published numbers.
+
+fairseq's eval_lm was profiled on a 15B mixture of experts: four V100 evaluated five batches of one block of 2048 tokens
+each, 12 layers, every second with 512 experts, of which a rank has 128. Every matrix product of that is determined
+(`expected`), so a formulation that computes the same things has the same numbers, whatever its width and its hardware.
+The figures are those of the published table of rank 1.
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks.lib.expert_model import ATTENTION, DECODER, MOE, RUN, WITH, WITHOUT, tagged
+from benchmarks.lib.expert_scores import How, Scorer
+from cs336_systems.comm import agree
+from cs336_systems.presets import Dispatch, ModelConfig
+from cs336_systems.profiling import Capture
+from cs336_systems.profiling.capture import quiet_profiler
+from cs336_systems.profiling.names import parse_collective, parse_tag, step_number
+
+Calls = dict[str, list[int]]  # by name: how many, and nanoseconds in all, 0 for operators
+RANKS, BATCHES = 4, 5
+ALL_TO_ALL = "launch all-to-all"  # which the published table has as NCCL's kernel
+# Equal by construction; then what it depends on how one reads words and which torch it is.
+PUBLISHED = {
+    "aten::addmm": 7740,
+    "aten::linear": 8015,
+    "aten::matmul": 275,
+    "aten::mm": 335,
+    "aten::gelu": 3870,
+    "aten::bmm": 180,
+    ALL_TO_ALL: 60,
+    DECODER: 5,
+    WITH: 30,
+    WITHOUT: 30,
+    ATTENTION: 60,
+    MOE: 30,
+}
+OF_WORDS = {"aten::item": 40_995, "aten::select": 51_220}
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """Why an operator is called so often."""
+
+    count: int
+    why: str
+
+
+def expected(config: ModelConfig, ranks: int, batches: int) -> dict[str, Derivation]:
+    """How often the one-hot formulation calls what, on each of `ranks` expert-parallel ranks; nothing for a model with
+    other matrices than fairseq's."""
+    if (config.bias, config.feed_forward, config.attention) != (True, "gelu", "naive") or config.mixture.shared_expert:
+        return {}
+    layers, mixed = config.num_layers, config.expert_layers
+    dense, local = layers - mixed, config.num_experts // ranks
+    addmm, apart = batches * 2 * (mixed * local + dense), batches * (4 * layers + mixed + 1)
+    all_to_all = 2 * mixed * batches if ranks > 1 else 0
+    return {
+        "aten::addmm": Derivation(addmm, f"{batches} x 2 x ({mixed} layers x {local} experts + {dense} dense)"),
+        "aten::linear": Derivation(
+            addmm + apart, f"addmm + {batches} x (4 x {layers} attention + {mixed} routers + 1)"
+        ),
+        "aten::matmul": Derivation(apart, "linear layers whose bias is not part of the product"),
+        "aten::mm": Derivation(apart + 2 * mixed * batches, f"matmul + 2 one-hot products x {mixed} x {batches}"),
+        "aten::gelu": Derivation(addmm // 2, "one between two addmm"),
+        "aten::bmm": Derivation(
+            batches * (2 * layers + config.mixture.top_k * mixed),
+            f"{batches} x (2 x {layers} attention + {config.mixture.top_k} outer products x {mixed})",
+        ),
+        ALL_TO_ALL: Derivation(all_to_all, f"there and back, {mixed} x {batches}"),
+        DECODER: Derivation(batches, "batches"),
+        WITH: Derivation(mixed * batches, f"{mixed} x {batches}"),
+        WITHOUT: Derivation(dense * batches, f"{dense} x {batches}"),
+        ATTENTION: Derivation(layers * batches, f"{layers} x {batches}"),
+        MOE: Derivation(mixed * batches, f"{mixed} x {batches}"),
+    }
+
+
+def count_calls(
+    scorer: Scorer, dispatch: Dispatch, batches: int, how: How, folder: Path | None, about: dict[str, Any]
+) -> list[Calls]:
+    """Score some batches under the profiler: each rank's calls, the same on every rank, all of which must call this.
+    With a folder every rank leaves its trace there. Counts what `key_averages` does, without a Python object for each
+    of hundreds of thousands of events."""
+    tally, world, device = scorer.new_tally(dispatch), scorer.mesh.world, scorer.device
+
+    def score() -> None:
+        scorer.line_up()
+        with tagged(scorer.evaluated.model), record_function(RUN):
+            for number in range(batches):
+                with record_function(f"step {number}"), record_function("forward"):
+                    scorer.take(number, tally, how)
+
+    if folder is not None:
+        with Capture(folder, world, scorer.evaluated.model, steps=batches, device=device, meta=about) as capture:
+            score()
+        run = capture.profiler
+    else:
+        run = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")])
+        with quiet_profiler():
+            run.start()
+        try:
+            score()
+        finally:
+            with quiet_profiler():
+                run.stop()
+    return [json.loads(said) for said in agree("calls", json.dumps(calls_of(run)), world)]
+
+
+def calls_of(run: profile) -> Calls:
+    """Calls by name on the host, and the nanoseconds of what is no operator. Numbered collectives count by verb; steps
+    and modules, which only the merged trace shows, do not count."""
+    assert run.profiler is not None
+    assert run.profiler.kineto_results is not None
+    operators, found = Counter[str](), Calls()
+    for event in run.profiler.kineto_results.events():
+        name = event.name()
+        if name.startswith("aten::"):
+            operators[name] += 1
+            continue
+        if collective := parse_collective(name):
+            name = f"{collective.action} {collective.verb}"
+        if event.device_type() == DeviceType.CPU and not parse_tag(name) and step_number(name) is None:
+            entry = found.setdefault(name, [0, 0])
+            entry[0] += 1
+            entry[1] += event.duration_ns()
+    return found | {name: [count, 0] for name, count in operators.items()}
+
+
+def calls(ranks: list[Calls], name: str) -> list[int]:
+    """How often each rank called an operator."""
+    return [each.get(name, [0, 0])[0] for each in ranks]
+
+
+def seconds(ranks: list[Calls], name: str) -> list[float]:
+    """How long each rank was in a span that is no operator."""
+    return [each.get(name, [0, 0])[1] / 1e9 for each in ranks]
+
+
+def waiting(ranks: list[Calls]) -> list[float]:
+    """The share of the evaluation that each rank stood in an all-to-all's wait."""
+    waits, runs = seconds(ranks, "wait all-to-all"), seconds(ranks, RUN)
+    return [wait / run if run else 0.0 for wait, run in zip(waits, runs, strict=True)]

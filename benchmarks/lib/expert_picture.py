@@ -1,0 +1,130 @@
+"""A sweep over expert layers in three panels: time over experts, bytes over capacity, what is dropped over capacity."""
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+from benchmarks.allreduce_plot import STYLES
+from benchmarks.collective import size_name
+from benchmarks.records import Record
+from cs336_systems.cost.plots.style import ticks_at, tidy
+from cs336_systems.host.console import format_seconds
+from cs336_systems.host.text import plot_text
+
+CANDIDATES = {"einsum": "black", "sort": "#E69F00"}  # which no number of experts has
+DASHES = ("-", "--", ":")
+Name = Callable[[float], str]
+
+
+def chosen_capacity(records: Sequence[Record]) -> str:
+    """Of the capacities, the one whose times are drawn: a share of the tokens, as the evaluation has it, else the
+    first."""
+    names = list(dict.fromkeys(record.config["capacity"] for record in records))
+    return next((name for name in names if name != "dropless" and not name.endswith("x")), names[0])
+
+
+def factor(record: Record) -> float:
+    """Slots of all experts over tokens: 1 if each expert takes its share of one choice."""
+    config = record.config
+    return float(config["slots"] * config["experts"] / config["tokens"])
+
+
+def lines(
+    records: Iterable[Record], place: Callable[[Record], float], *names: str
+) -> dict[tuple[Any, ...], list[Record]]:
+    """Records by the values of some fields, each line in the order of their `place` on the axis."""
+    found: dict[tuple[Any, ...], list[Record]] = {}
+    for record in sorted(records, key=place):
+        found.setdefault(tuple(record.config[name] for name in names), []).append(record)
+    return dict(sorted(found.items()))
+
+
+def draw(records: Sequence[Record]) -> Any:
+    """A matplotlib Figure of one sweep."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(10.5, 4.4), layout="constrained")
+    times, sent, dropped = figure.subplots(1, 3)
+    most = max(record.config["ranks"] for record in records)
+    there = [record for record in records if record.config["ranks"] == most]
+    _draw_times(times, records)
+    _draw_sent(sent, there)
+    _draw_dropped(dropped, [record for record in there if record.config["candidate"] == "sort"])
+    config, where = records[0].config, records[0].environment
+    figure.suptitle(
+        f"Expert layers, {config['d_model']} x {config['d_ff']}, {config['tokens']} tokens a rank, "
+        f"top {config['top_k']}, skew {config['skew']:g}, on {plot_text(where['device'])}",
+        fontsize="medium",
+    )
+    for axes in (times, sent, dropped):
+        if axes.lines:
+            axes.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=2)
+    return figure
+
+
+def _draw_times(axes: Any, records: Sequence[Record]) -> None:
+    capacity = chosen_capacity(records)
+    every = [record for record in records if record.config["capacity"] == capacity]
+    ranks = sorted({record.config["ranks"] for record in every})
+    for (name, count), line in lines(every, lambda record: record.config["experts"], "candidate", "ranks").items():
+        number = ranks.index(count)
+        axes.plot(
+            [record.config["experts"] for record in line],
+            [record.metrics["median_ms"] / 1e3 for record in line],
+            DASHES[number % len(DASHES)],
+            color=CANDIDATES[name],
+            marker=STYLES[number % len(STYLES)][1],
+            markersize=5,
+            label=f"{name}, {count} rank{'s' * (count > 1)}",
+        )
+    ticks_at(axes, sorted({record.config["experts"] for record in every}))
+    axes.set_xlabel("experts")
+    _name_steps(axes, "CPU time of a layer, a rank", format_seconds)
+    tidy(axes, f"Time, capacity {capacity}{' of the tokens' if capacity[-1].isdigit() else ''}")
+
+
+def _draw_sent(axes: Any, records: Sequence[Record]) -> None:
+    ranks = records[0].config["ranks"]
+    tidy(axes, f"All-to-all, {ranks} rank{'s' * (ranks > 1)}")
+    if ranks == 1:
+        axes.text(0.5, 0.5, "one rank sends nothing", transform=axes.transAxes, ha="center")
+        return
+    sort, einsum = ([r for r in records if r.config["candidate"] == name] for name in ("sort", "einsum"))
+    _over_factor(axes, sort, "all_to_all_bytes", "sort, {} experts")
+    _over_factor(axes, einsum, "all_to_all_bytes")
+    for record in [record for record in sort if record.config["slots"] is None][:1]:
+        axes.axhline(record.metrics["all_to_all_bytes"], color="black", linestyle=":", label="sort, dropless")
+    _name_steps(axes, "sent by a rank in one all-to-all", size_name)
+
+
+def _draw_dropped(axes: Any, sort: Sequence[Record]) -> None:
+    _over_factor(axes, sort, "dropped_share", "{} experts")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("choices that find no slot")
+    axes.yaxis.set_major_formatter(_named(lambda value: f"{value:.0%}"))
+    tidy(axes, "Dropped")
+
+
+def _over_factor(axes: Any, records: Sequence[Record], key: str, label: str = "") -> None:
+    """A metric over the capacity: a line for each number of experts, or without a label one for all."""
+    limited = [record for record in records if record.config["slots"] is not None]
+    for each, (names, line) in enumerate(lines(limited, factor, *["experts"] * bool(label)).items()):
+        colour, marker = STYLES[each % len(STYLES)] if label else ("black", "x")
+        name = label.format(*names) or "einsum, all experts"
+        values = [record.metrics[key] for record in line]
+        axes.plot(list(map(factor, line)), values, color=colour, marker=marker, markersize=5, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("capacity: slots of all experts / tokens")
+    axes.xaxis.set_major_formatter(_named(lambda value: f"{value:g}"))
+
+
+def _name_steps(axes: Any, label: str, name: Name) -> None:
+    """A logarithmic axis that names 1, 2 and 5 times the powers of ten, and nothing between."""
+    ticker = import_module("matplotlib.ticker")
+    axes.set_yscale("log")
+    axes.set_ylabel(label)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(_named(name))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+
+
+def _named(name: Name) -> Any:
+    return import_module("matplotlib.ticker").FuncFormatter(lambda value, _: name(value))
