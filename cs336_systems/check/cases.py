@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cs336_systems.check.models import Net, Program, rows_of, token_loss
 from cs336_systems.check.oracle import ObservedRun
+from cs336_systems.check.targets import KINDS
 from cs336_systems.check.tolerances import bound
 
 DP = ("ddp", "fsdp")
 MODULES = (*DP, "sharded-optimizer")
 ALL = (*MODULES, "step")
-KINDS = (*ALL, "tensor-parallel")
 HOW, WRONG = "docs/data_parallel.md#one-mechanism", "docs/check.md#weak-points"
 DIED = "docs/troubleshooting.md#a-rank-died"
 

@@ -1,6 +1,5 @@
 """Exercises: files to fill in, without solutions, graded by the checks and by what else must be true of each."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,23 +14,13 @@ from cs336_systems.check.candidates import Candidate, candidate, load_file
 from cs336_systems.check.foreign import count_collectives, exchange
 from cs336_systems.check.functions import PROBES, BrokenPromiseError, probe
 from cs336_systems.check.report import FAILED, REFUSED, WRONG, Report, check
+from cs336_systems.check.targets import exercise
 from cs336_systems.check.variants import grade_tests
 from cs336_systems.comm import broadcast
 from cs336_systems.errors import UserError
 
-EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
-)
-
 FIRST_ONLY = ("training",)
 RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
-
-
-def exercise(name: str) -> dict[str, Any]:
-    """An exercise. Raises UserError if there is none of the name."""
-    if name not in EXERCISES:
-        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
-    return EXERCISES[name]
 
 
 def grade(

@@ -137,13 +137,18 @@ FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {
 }
 
 
-def foreign(name: str) -> tuple[str, Callable[..., Built]]:
-    """Kind and builder of a wrapper of another system. Raises UserError where that is not installed."""
-    kind, build, modules = FOREIGN[name]
-    for module in modules:
+def require_installed(name: str) -> None:
+    """Raises UserError where the modules of another system's wrapper are not installed."""
+    for module in FOREIGN[name][2]:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(f"{name}: {module} is not installed here; pip install {module}")
-        with catch_warnings():
-            simplefilter("ignore")  # their own deprecations
+
+
+def foreign(name: str) -> tuple[str, Callable[..., Built]]:
+    """Kind and builder of a wrapper of another system."""
+    kind, build, modules = FOREIGN[name]
+    with catch_warnings():
+        simplefilter("ignore")  # their own deprecations
+        for module in modules:
             import_module(module)  # once, before ranks are forked
     return kind, build

@@ -5,7 +5,7 @@ A program is a generator over a `Run`; where it yields, the ranks' gradients are
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -119,7 +119,6 @@ class Run:
     optimizer: Any
     rank: int
     world: int
-    before: list[Tensor] = field(default_factory=list)
     data: Callable[[int], tuple[Tensor, Tensor]] = batch
     part: Callable[[Tensor, int, int], Tensor] = rows_of
     criterion: Callable[[Tensor, Tensor], Tensor] = token_loss
@@ -145,21 +144,7 @@ class Run:
     def step(self) -> None:
         """Update, and forget the gradients."""
         self.optimizer.step()
-        self.remember()
         self.optimizer.zero_grad()
-
-    def remember(self) -> None:
-        """Keep a copy of the parameters for `assert_no_step_since`."""
-        self.before = [p.detach().clone() for p in self.updated()]
-
-    def updated(self) -> list[Tensor]:
-        """The optimizer's parameters."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def assert_no_step_since(self) -> None:
-        """Raises AssertionError if a parameter is not as it was at the last step."""
-        for old, new in zip(self.before, self.updated(), strict=True):
-            assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
 
 
 Program = Callable[[Any], Iterator[None]]

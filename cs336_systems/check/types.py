@@ -23,7 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
+from cs336_systems.check.shadow import P, R, RefusedError, Shadow
 from cs336_systems.comm import Exchange, Group, fake_ranks, pairs
+from cs336_systems.context_parallel import _Ring
 from cs336_systems.errors import UserError
 from cs336_systems.model.blockwise import BlockAttention
 from cs336_systems.tensor_parallel import vocabulary
@@ -39,10 +42,6 @@ PAIRS = {  # forward and backward of a conjugate pair: its name, the types that 
 }
 NAMES = {"R": "Replicate", "I": "Invariant", "V": "Varying", "P": "Partial"}
 REMEDIES = {have[0] + into: f"pairs.{name}" for name, have, into in PAIRS.values()} | {"VI": "pairs.reduce"}
-
-
-class RefusedError(UserError):
-    """A tensor of another type than is needed: where, on which axis, both types, and the collective that is missing."""
 
 
 class _Watch(TorchFunctionMode):
@@ -120,6 +119,17 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
 
     apply, start, wait, loss = pairs._apply, Exchange.__init__, Exchange.wait, vocabulary._CrossEntropy.apply
 
+    def summed(logits: Tensor, *args: Any) -> Tensor:
+        """The loss, whose sums over all words are in-place collectives inside one autograd function."""
+        with Shadow(group) as shadow:
+            y: Tensor = loss(shadow.give(logits, P), *args)
+        if shadow.of(y) != R:
+            types = f"Partial (P) on axis {axis}, and must be Invariant (I)"
+            raise RefusedError(
+                f"{watch.where[-1]}: the loss is {types}: a sum over all ranks' words is missing inside it"
+            )
+        return y
+
     def move(x: Tensor, ahead: Any, back: Any, group: Group, dim: int, label: str) -> Tensor:
         name, types, letter = PAIRS.get((ahead, back), ("no pair", "", ""))  # without its conjugate it is no collective
         return run(apply, types, letter, f"pairs.{name} '{label}'", x, ahead, back, group, dim, label)
@@ -129,13 +139,14 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
         with spmd.no_typecheck():
             start(exchange, x, *rest)
 
-    spmd.register_local_autograd_function(BlockAttention)  # its inputs and outputs are seen alone
+    for function in (BlockAttention, _Ring):
+        spmd.register_local_autograd_function(function)  # its inputs and outputs are seen alone
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(pairs, "_apply", move))
         enter(mock.patch.object(Exchange, "__init__", begin))
         enter(mock.patch.object(Exchange, "wait", lambda exchange: run(wait, "", "V", "", exchange)))
-        enter(mock.patch.object(vocabulary._CrossEntropy, "apply", partial(run, loss, "V", "I", "the loss")))
+        enter(mock.patch.object(vocabulary._CrossEntropy, "apply", partial(run, summed, "V", "I", "the loss")))
         for name, each in module.named_modules():
             if name:
                 before = each.register_forward_pre_hook(lambda *_, name=name: watch.where.append(name), prepend=True)
@@ -174,3 +185,12 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
             except RefusedError as refusal:
                 return [refusal]
     return []
+
+
+def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
+    """The report on the types of a model that `build` returns (see type_check)."""
+    refusals = type_check(build)
+    report = Report(name, "a model", 64, how="types alone, on ranks that do not exist")
+    says = str(refusals[0]) if refusals else "accepted"
+    report.verdicts.append(Verdict("types", WRONG if refusals else RIGHT, says, "docs/check.md#types"))
+    return report

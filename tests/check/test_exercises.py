@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.check.exercises import EXERCISES, exercise, grade
+from cs336_systems.check.exercises import grade
+from cs336_systems.check.targets import EXERCISES, exercise
 from cs336_systems.check.variants import VARIANTS
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
 from tests.check.solutions import MISTAKES, SOLUTIONS
-from tests.check.table import PAGE
+from tests.check.table import ROOT
 from tests.check.test_pages import run
 
 RING = """
@@ -196,7 +197,7 @@ def test_tests_that_miss_a_broken_variant(name, old, new, missed, tmp_path):
 
 
 def test_the_page_says_what_its_test_misses(tmp_path):
-    text = PAGE.read_text().split("```python test_ring.py\n")[1].split("```")[0]
+    text = (ROOT / "docs/check.md").read_text().split("```python test_ring.py\n")[1].split("```")[0]
     missed = [each.name for each in graded_tests("ring", tmp_path, text).verdicts if each.status == "WRONG"]
     assert missed == ["what does not divide evenly is left out", "every piece is sent twice"]
 
