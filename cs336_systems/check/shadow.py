@@ -38,6 +38,7 @@ from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
 
 R, V, P = range(3)
+UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
 NAMES = ("Replicate (R)", "Varying (V)", "Partial (P)")
 TYPED = (
     FIRST.name,
@@ -151,7 +152,9 @@ class Weights:
             )  # before a layer's own hook frees its weight
             stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: self._resized(*given)))
+            stack.enter_context(
+                mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: self._resized(*given))
+            )
             yield
 
     def _used(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -176,9 +179,10 @@ class Weights:
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         updated = [p for group in optimizer.param_groups for p in group["params"]]
         weights = [each for each in self.module.parameters() if each.requires_grad]
-        if not all(any(_lies_in(weight, p) for p in updated) for weight in weights):
-            for weight in weights:
-                self.shadow.give(weight, V)
+        has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
+        is_ours = any(_lies_in(p, weight) for p in updated for weight in weights)  # not one that is tried out
+        for weight in weights if is_ours and not all(has) else ():
+            self.shadow.give(weight, V)
 
     def _resized(self, storage: Any, size: int) -> Any:
         if storage._cdata in self.shadow.memory:
@@ -196,7 +200,12 @@ def _lies_in(x: Tensor, other: Tensor) -> bool:
 
 
 def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> Report:
-    """Verdicts on the types of a candidate that reduces gradients, as rank 0 of a fake group."""
+    """Verdicts on the types of a candidate that reduces gradients, as rank 0 of a fake group. Raises UserError for what
+    cannot run so."""
+    if candidate.name in UNTYPED or candidate.kind == "tensor-parallel":
+        why = "name a function that returns the split model and its inputs, as FILE.py:build"
+        why = "it reduces in C++ or in tensors of its own" if candidate.name in UNTYPED else why
+        raise UserError(f"--types cannot follow {candidate.name}: {why}")
     report = Report(candidate.name, candidate.kind, ranks, how="types alone, on ranks that do not exist")
     for case in (each.of(candidate.kind) for each in CASES if each.name in TYPED and candidate.kind in each.kinds):
         status, says = RIGHT, ""
@@ -211,6 +220,8 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> 
             absent = "no_sync" in str(error) or isinstance(error, MessagesError)
             status, says = ABSENT if absent else FAILED if case.name == FIRST.name else REFUSED, line_of(error)
         report.verdicts.append(Verdict(case.name, status, says, "docs/check.md#types"))
+        if case.name == FIRST.name and status != RIGHT:
+            break
     return report
 
 

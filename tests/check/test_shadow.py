@@ -8,7 +8,8 @@ import pytest
 from cs336_systems.check.candidates import candidate, load
 from cs336_systems.check.shadow import check_reduction
 from cs336_systems.check.targets import OURS
-from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, make
+from cs336_systems.errors import UserError
+from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
 from tests.support.gallery import changes
 from writeup.gallery import variants
 
@@ -17,11 +18,17 @@ def statuses(report):
     return {each.name: each.status for each in report.verdicts if each.status != "right"}
 
 
-@pytest.mark.parametrize("name", [f"ours:{each}" for each in OURS] + ["torch:ddp", "torch:zero"])
+@pytest.mark.parametrize("name", [f"ours:{each}" for each in OURS] + ["torch:zero"])
 def test_right_wrappers_are_accepted(name):
     report = check_reduction(load(name)[0][0])
-    told = {"unused on every rank": "refused"} if name == "torch:ddp" else {}
-    assert statuses(report) == told, report
+    assert statuses(report) == {}, report
+
+
+def test_what_cannot_run_so_is_refused():
+    with pytest.raises(UserError, match="--types cannot follow torch:ddp: it reduces in C"):
+        check_reduction(load("torch:ddp")[0][0])
+    with pytest.raises(UserError, match="name a function that returns the split model"):
+        check_reduction(candidate(make(TENSOR)))
 
 
 @pytest.mark.parametrize("source", [DDP, OPTIMIZER, STEP], ids=["ddp", "optimizer", "step"])
