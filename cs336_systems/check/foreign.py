@@ -12,11 +12,7 @@ from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
 
-ASYNCHRONOUS = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
-)  # fmt: skip
-MESSAGES = ("send", "recv", "isend", "irecv", "gather", "scatter", "all_to_all")
+MESSAGES = ("send", "recv", "isend", "irecv")
 Built = tuple[Any, Any]  # a model and its optimizer
 
 
@@ -28,7 +24,6 @@ class Late:
         self._work: Any = None
 
     def wait(self, *arguments: Any) -> Any:
-        """Carry it out, once."""
         self._work = self._work or self._start()
         return self._work.wait(*arguments)
 
@@ -42,11 +37,20 @@ class Late:
         return self._work.get_future()
 
 
+def collectives() -> dict[str, Callable[..., Any]]:
+    """The functions of torch.distributed that may return before they have ended, by name."""
+    found = vars(import_module("torch.distributed")).items()
+    return {
+        name: each
+        for name, each in found
+        if inspect.isfunction(each) and "async_op" in inspect.signature(each).parameters
+    }
+
+
 @contextmanager
 def late_collectives() -> Iterator[None]:
     """The slowest of networks for those who call torch.distributed's functions: a race is lost every time."""
-    dist = import_module("torch.distributed")
-    real = {name: getattr(dist, name) for name in ASYNCHRONOUS if hasattr(dist, name)}
+    dist, real = import_module("torch.distributed"), collectives()
     for name, function in real.items():
         setattr(dist, name, _late(function))
     try:
@@ -84,9 +88,8 @@ def count_collectives(counts: list[int], elements: bool = False) -> None:
 
         return called
 
-    for name in (*ASYNCHRONOUS, *MESSAGES) if elements else filter(lambda each: "reduce" in each, ASYNCHRONOUS):
-        if hasattr(dist, name):
-            setattr(dist, name, counted(getattr(dist, name)))
+    for name in (*collectives(), *MESSAGES) if elements else [each for each in collectives() if "reduce" in each]:
+        setattr(dist, name, counted(getattr(dist, name)))
 
 
 def exchange(piece: Any, into: Any) -> None:

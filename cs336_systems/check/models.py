@@ -20,7 +20,6 @@ class Boom(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        """A copy of x."""
         ctx.fails = fails
         return x.clone()
 
@@ -102,12 +101,10 @@ class Replica(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing to leave out."""
         yield
 
 
@@ -125,24 +122,22 @@ class Run:
 
     @property
     def module(self) -> Any:
-        """The module that was wrapped."""
         return self.model.module
 
     def rows(self, step: int) -> tuple[Tensor, ...]:
-        """This rank's part of a step's batch."""
         return tuple(self.part(each, self.rank, self.world) for each in self.data(step))
 
     def loss(self, step: int, **options: Any) -> Tensor:
-        """The loss of this rank's part."""
         tokens, targets = self.rows(step)
         return self.criterion(self.model(tokens, **options), targets)
 
     def backward(self, step: int, **options: Any) -> None:
-        """Forward and backward."""
-        self.loss(step, **options).backward()
+        self.backward_of(self.loss(step, **options))
+
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
 
     def step(self) -> None:
-        """Update, and forget the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 

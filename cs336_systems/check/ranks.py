@@ -124,11 +124,9 @@ class CandidateRun(ObservedRun):
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate that runs."""
         return self.side.candidate
 
     def finish(self) -> None:
-        """End the synchronisation of this rank's gradients."""
         if self.candidate.kind == "sharded-optimizer":
             average(self.side.group, self.model, self.optimizer)
         else:

@@ -38,14 +38,9 @@ from cs336_systems.comm import Group, fake_ranks
 from cs336_systems.errors import UserError
 
 R, V, P = range(3)
-UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
 NAMES = ("Replicate (R)", "Varying (V)", "Partial (P)")
-TYPED = (
-    FIRST.name,
-    "tied weights",
-    "unused on every rank",
-    "accumulation in no_sync",
-)  # cases with collectives to miss
+UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
+TYPED = (FIRST.name, "tied weights", "unused on every rank", "accumulation in no_sync")
 FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their first operand without reading it
 
 
@@ -73,9 +68,7 @@ class Shadow(TorchDispatchMode):
         """Types of a tensor's elements: a view, of its shape, of one byte for each byte of its storage."""
         storage, size = x.untyped_storage(), x.element_size()
         known = self.memory.get(storage._cdata)
-        if (
-            known is None or len(known[1]) != storage.nbytes()
-        ):  # a weak reference keeps the number from being used again
+        if known is None or len(known[1]) != storage.nbytes():  # it has been freed, and allocated again
             known = StorageWeakRef(storage), torch.full((storage.nbytes(),), P if known else R, dtype=torch.uint8)
             self.memory[storage._cdata] = known
         return known[1].as_strided(x.shape, [size * each for each in x.stride()], size * x.storage_offset())
@@ -121,19 +114,15 @@ class Shadow(TorchDispatchMode):
         return reduce(torch.maximum, found, torch.tensor(R, dtype=torch.uint8))
 
     def _collective(self, name: str, args: Any) -> None:
-        groups = [
-            Group.unbox(each) for each in args if isinstance(each, torch.ScriptObject) and "Group" in str(each._type())
-        ]
-        if groups[0].size() < self.world or name in ("send", "barrier"):
+        boxed = next(each for each in args if isinstance(each, torch.ScriptObject) and "Group" in str(each._type()))
+        if Group.unbox(boxed).size() < self.world or name in ("send", "barrier"):
             return
         if not any(each in name for each in ("reduce", "gather", "broadcast")):
             raise MessagesError(f"types do not follow {name.strip('_')}: compare the numbers")
         outputs = tensors(args[0])
-        letter = V if "scatter" in name else R
-        if "broadcast" in name and max(map(self.of, outputs)) == P:
-            letter = P
+        is_part = "broadcast" in name and max(map(self.of, outputs)) == P
         for each in outputs:
-            self.give(each, letter)
+            self.give(each, P if is_part else V if "scatter" in name else R)
 
 
 class Weights:
@@ -145,16 +134,11 @@ class Weights:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Install the hooks."""
         with ExitStack() as stack:
-            stack.callback(
-                register_module_forward_hook(self._used).remove
-            )  # before a layer's own hook frees its weight
+            stack.callback(register_module_forward_hook(self._used).remove)  # runs before a layer's own
             stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
             stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
-            stack.enter_context(
-                mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: self._resized(*given))
-            )
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", lambda *a: self._resized(*a)))
             yield
 
     def _used(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -227,7 +211,6 @@ def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> 
 
 def _typed(case: Case, weights: Weights) -> Case:
     """A case whose rows are P, and whose weights are V where ranks have other seeds, else R."""
-
     shadow = weights.shadow
 
     def prepare(module: Any, rank: int) -> None:

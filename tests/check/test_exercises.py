@@ -62,7 +62,7 @@ BROKEN = {  # what a file does that its exercise forbids, and what is said of it
     "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
     "overlap": (NAIVE, "0 collectives were launched during backward; 2 or more"),
     "buckets": (EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
-    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state for 362 of 362 elements"),
+    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
     "matrices": (TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
 }
 FEW = ("training", "a layer used twice")
