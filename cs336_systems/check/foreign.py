@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -40,11 +41,8 @@ class Late:
 def collectives() -> dict[str, Callable[..., Any]]:
     """The functions of torch.distributed that may return before they have ended, by name."""
     found = vars(import_module("torch.distributed")).items()
-    return {
-        name: each
-        for name, each in found
-        if inspect.isfunction(each) and "async_op" in inspect.signature(each).parameters
-    }
+    functions = {name: each for name, each in found if type(each) is FunctionType}
+    return {name: each for name, each in functions.items() if "async_op" in inspect.signature(each).parameters}
 
 
 @contextmanager
