@@ -4,6 +4,18 @@ training step on several ranks with the reference, property by property, and nam
 The command line is `python -m cs336_systems.check --help`; docs/check.md has examples.
 """
 
-from cs336_systems.check.report import Report, Verdict, assert_right, check
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cs336_systems.check.report import Report, Verdict, assert_right, check
 
 __all__ = ["Report", "Verdict", "assert_right", "check"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch for what needs it only, so that the command line answers at once."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    from cs336_systems.check import report
+
+    return getattr(report, name)

@@ -2,31 +2,49 @@
 
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import click
 
-from cs336_systems.check.candidates import load, load_file
-from cs336_systems.check.cases import KINDS
-from cs336_systems.check.exercises import EXERCISES, grade
-from cs336_systems.check.exercises import exercise as find_exercise
-from cs336_systems.check.report import check
+from cs336_systems.check.targets import EXERCISES, KINDS, require_target
+from cs336_systems.check.targets import exercise as find_exercise
 from cs336_systems.errors import UserError
 from cs336_systems.host import console
 
 
-def check_types(target: str) -> NoReturn:
-    """Check the types of what a function of the user's returns, and end with the exit code."""
-    from cs336_systems.check.types import type_check  # which loads models
+def type_checks(target: str, kind: str | None) -> list[Callable[[], Any]]:
+    """Checks of types alone: of the model that a function without parameters returns, or of what reduces gradients."""
+    from cs336_systems.check.candidates import load, load_file
+    from cs336_systems.check.shadow import check_reduction
 
-    file, _, name = target.rpartition(":")
-    if not callable(build := getattr(load_file(Path(file)), name, None)):
-        raise UserError(f"{target}: name a function that returns a module and its inputs, as FILE.py:build")
-    refusals = type_check(build)
-    click.echo("\n".join(map(str, refusals)) or f"{target}: types accepted on 64 ranks")
-    sys.exit(bool(refusals))
+    path, _, name = target.partition(":")
+    build = getattr(load_file(Path(path)), name, None) if path.endswith(".py") and name else None
+    if callable(build) and not signature(build).parameters:
+        from cs336_systems.check.types import check_model
+
+        return [partial(check_model, build, target)]
+    return [partial(check_reduction, each) for each in load(target, kind)[0]]
+
+
+def number_checks(target: str, kind: str | None, only: tuple[str, ...], **options: Any) -> list[Callable[[], Any]]:
+    """Comparisons of candidates with one process."""
+    from cs336_systems.check.candidates import load
+    from cs336_systems.check.report import check
+
+    candidates, build = load(target, kind)
+    return [partial(check, each, build, only=only, **options) for each in candidates]
+
+
+def exercise_checks(name: str, target: str, tests: str | None, **options: Any) -> list[Callable[[], Any]]:
+    """The grading of an exercise."""
+    find_exercise(name)
+    from cs336_systems.check.exercises import grade
+
+    return [partial(grade, name, Path(target), tests=Path(tests) if tests else None, **options)]
 
 
 @click.command()
@@ -43,7 +61,7 @@ def check_types(target: str) -> NoReturn:
 )
 @click.option("--strict", is_flag=True, help="Exit with 1 also for what is weak, refused or not offered.")
 @click.option("--only", multiple=True, metavar="PROPERTY", help="Check only this property; may be repeated.")
-@click.option("--types", is_flag=True, help="Check types alone: TARGET is FILE:NAME, a function like build() in docs.")
+@click.option("--types", is_flag=True, help="Check types alone, on 64 ranks that do not exist.")
 @click.option("--exercises", is_flag=True, help="List exercises, which are graded by these checks.")
 @click.option("--exercise", metavar="NAME", help="Print an exercise's file to fill in; grade TARGET if it is given.")
 @click.option("--tests", metavar="FILE", help="With --exercise: tests that pass on TARGET and fail where it is broken.")
@@ -73,12 +91,13 @@ def main(
         return
     if not target:
         raise UserError("nothing to check: name a TARGET, as in python -m cs336_systems.check torch:ddp")
+    require_target(target)
     if types:
-        check_types(target)
-    candidates, build = ([], None) if exercise else load(target, kind)
-    checks = [partial(check, each, build, ranks=ranks, timeout=timeout, only=only) for each in candidates]
-    if exercise:
-        checks = [partial(grade, exercise, Path(target), ranks, timeout, tests=Path(tests) if tests else None)]
+        checks = type_checks(target, kind)
+    elif exercise:
+        checks = exercise_checks(exercise, target, tests, ranks=ranks, timeout=timeout)
+    else:
+        checks = number_checks(target, kind, only, ranks=ranks, timeout=timeout)
     codes = []
     for each in checks:
         start = time.monotonic()

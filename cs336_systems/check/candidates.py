@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems import ddp
-from cs336_systems.check.cases import KINDS
 from cs336_systems.check.foreign import FOREIGN, Built, foreign
 from cs336_systems.check.oracle import Side
+from cs336_systems.check.targets import KINDS, require_target
 from cs336_systems.comm import Group, all_gather, all_reduce
 from cs336_systems.errors import UserError
-from cs336_systems.zero import zero
+from cs336_systems.zero import WRAPPERS, zero
 
 SYNCHRONISE = (
     "finish_gradient_synchronization", "sync_gradients", "synchronize_gradients", "average_gradients",
@@ -155,20 +154,16 @@ def sharded(wrap: Callable[..., Any], module: nn.Module, cls: Any, options: dict
 
 
 def ours(name: str) -> Candidate:
-    """A wrapper or ZeRO stage of this library. Raises UserError if there is none of the name."""
-    wrappers = {f"ddp-{each.__name__.removesuffix('DDP').lower()}": each for each in
-                (ddp.NaiveDDP, ddp.FlatDDP, ddp.OverlappedDDP, ddp.BucketedDDP)}  # fmt: skip
-    if name in wrappers:
-        return Candidate(f"ours:{name}", "ddp", partial(wrapped, wrappers[name]))
-    if name in (f"zero{stage}" for stage in range(4)):
-        stage = int(name[-1])
+    """A wrapper or ZeRO stage of this library."""
+    if wrapper := WRAPPERS.get(name.removeprefix("ddp-")):
+        return Candidate(f"ours:{name}", "ddp", partial(wrapped, wrapper))
+    stage = int(name[-1])
 
-        def build(module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
-            return zero(module, cls, stage, group, **options)
+    def build(module: nn.Module, cls: Any, options: dict[str, Any], group: Group) -> Built:
+        return zero(module, cls, stage, group, **options)
 
-        gather = (lambda model: model.gather_full_params()) if stage == 3 else None
-        return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, gather=gather, has_gradients=stage < 2)
-    raise UserError(f"ours:{name} does not exist; there are {', '.join(wrappers)}, zero0, zero1, zero2, zero3")
+    gather = (lambda model: model.gather_full_params()) if stage == 3 else None
+    return Candidate(f"ours:{name}", "fsdp" if stage == 3 else "ddp", build, gather=gather, has_gradients=stage < 2)
 
 
 def kind_of(target: Any, name: str = "") -> str:
@@ -211,13 +206,12 @@ def candidate(target: Any, kind: str | None = None, name: str = "", beside: Modu
 def load(target: str, kind: str | None = None) -> tuple[list[Candidate], Callable[[], Any] | None]:
     """Candidates that a command line names, `torch:ddp`, `ours:zero2`, FILE or FILE:NAME, and the file's `build`. A
     file without a name gives the course's adapters in it, or its only class or function. Raises UserError."""
+    require_target(target)
     if target in FOREIGN:
         return [Candidate(target, *foreign(target))], None
-    if target.startswith("ours:"):
-        return [ours(target.removeprefix("ours:"))], None
     path, _, name = target.partition(":")
-    if not path.endswith(".py"):
-        raise UserError(f"{target!r} is neither a Python file nor one of {', '.join(FOREIGN)}, ours:zero2, ...")
+    if path == "ours":
+        return [ours(name)], None
     module = load_file(Path(path))
     build = getattr(module, "build", None)
     if name:

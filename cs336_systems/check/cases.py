@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cs336_systems.check.models import Net, Program, rows_of, token_loss
 from cs336_systems.check.oracle import ObservedRun
+from cs336_systems.check.targets import KINDS
 from cs336_systems.check.tolerances import bound
 
 DP = ("ddp", "fsdp")
 MODULES = (*DP, "sharded-optimizer")
 ALL = (*MODULES, "step")
-KINDS = (*ALL, "tensor-parallel")
 HOW, WRONG = "docs/data_parallel.md#one-mechanism", "docs/check.md#weak-points"
 DIED = "docs/troubleshooting.md#a-rank-died"
 
@@ -87,11 +87,6 @@ def change(run: Any, action: Callable[[Any], object]) -> Any:
     yield from run.train(2)
 
 
-def set_optional(run: Any, flag: bool) -> None:
-    """Freeze or unfreeze a layer."""
-    run.side.module.optional.requires_grad_(flag)
-
-
 def replace_last(run: Any) -> None:
     """A new Parameter with the old one's values, also in the optimizer."""
     old = run.side.module.last.weight
@@ -130,18 +125,10 @@ def retry(run: Any) -> Any:
         yield from run.train(step)
 
 
-class Offset(Net):
-    """A buffer with values drawn at random, which the result depends on."""
-
-    offset: Tensor
-
-    def __init__(self) -> None:
-        super().__init__(tied=False, shared=False, scalar=False)
-        self.register_buffer("offset", torch.randn(11, dtype=torch.float64))
-
-    def forward(self, tokens: Tensor, *options: Any, **named: Any) -> Tensor:
-        """Logits, with the buffer added."""
-        return super().forward(tokens, *options, **named) + self.offset
+def offset(module: Any, rank: int) -> None:
+    """Add a buffer to the result, with values drawn at random."""
+    module.register_buffer("offset", torch.randn(11, dtype=torch.float64))
+    module.register_forward_hook(lambda module, inputs, logits: logits + module.offset)
 
 
 class Mixed(nn.Module):
@@ -162,15 +149,10 @@ class Mixed(nn.Module):
         return self.head(x)
 
 
-def freeze(module: Any, rank: int) -> None:
-    """Freeze a weight and a whole layer."""
-    module.first.weight.requires_grad_(False)
-    module.optional.requires_grad_(False)
-
-
-def freeze_optional(module: Any, rank: int) -> None:
-    """Freeze a layer."""
-    module.optional.requires_grad_(False)
+def freeze(module: Any, rank: int, *names: str) -> None:
+    """Freeze a layer, and what else is named."""
+    for each in (module.optional, *map(module.get_parameter, names)):
+        each.requires_grad_(False)
 
 
 def reorder(module: Any, rank: int) -> None:
@@ -219,14 +201,12 @@ class Case:
     tolerance: float = BOUND
 
     def module(self, seed: int, rank: int) -> nn.Module:
-        """The model of a rank, with the values of a seed."""
         torch.manual_seed(seed)
         module = self.make()
         self.prepare(module, rank)
         return module
 
     def adapt(self, run: ObservedRun) -> None:
-        """Give a run this case's data."""
         run.data, run.part, run.criterion = self.data or run.data, self.part, self.criterion
 
     def of(self, kind: str) -> "Case":
@@ -245,11 +225,11 @@ FIRST = Case("training", kinds=KINDS, seeds=True)
 CASES = (
     FIRST,
     Case("waits for what it launches", kinds=KINDS, slow=True),
-    Case("buffers", make=Offset, seeds=True, kinds=("ddp",), must=False, page=WRONG),
+    Case("buffers", prepare=offset, seeds=True, kinds=("ddp",), must=False, page=WRONG),
     Case("tied weights", make=partial(Net, shared=False, scalar=False)),
     Case("a layer used twice", make=partial(Net, tied=False, scalar=False)),
     Case("a parameter without axes", make=partial(Net, tied=False, shared=False)),
-    Case("frozen parameters", prepare=freeze),
+    Case("frozen parameters", prepare=lambda module, rank: freeze(module, rank, "first.weight")),
     Case("unused on every rank", partial(training, skip=lambda step, rank: step == 1), kinds=DP, page=WRONG),
     Case("unused on one rank", partial(training, skip=lambda step, rank: step == rank == 1), kinds=DP, page=WRONG),
     Case("mixed dtypes", make=Mixed, kinds=MODULES),
@@ -266,9 +246,10 @@ CASES = (
     Case("two forwards, two backwards", partial(twice, graphs=2), kinds=DP, must=False, page=WRONG),
     Case("two backwards of one graph", partial(twice, graphs=1), kinds=DP, must=False, page=WRONG),
     Case("the bare module called", bare, kinds=("ddp",), must=False, page=WRONG),
-    Case("frozen later", partial(change, action=partial(set_optional, flag=False)), kinds=DP, must=False, page=WRONG),
-    Case("unfrozen later", partial(change, action=partial(set_optional, flag=True)), prepare=freeze_optional, kinds=DP,
-         must=False, page=WRONG),
+    Case("frozen later", partial(change, action=lambda run: freeze(run.side.module, 0)), kinds=DP, must=False,
+         page=WRONG),
+    Case("unfrozen later", partial(change, action=lambda run: run.side.module.optional.requires_grad_(True)),
+         prepare=freeze, kinds=DP, must=False, page=WRONG),
     Case("a parameter replaced", partial(change, action=replace_last), kinds=DP, must=False, page=WRONG),
     Case("cast after wrapping", partial(change, action=lambda run: run.side.module.float()), kinds=("ddp",), must=False,
          page=WRONG),

@@ -105,7 +105,6 @@ class Evidence:
                 yield Wrong(key, rank, error, got, want)
 
     def explained(self, wrong: Wrong) -> Wrong:
-        """With its cause."""
         if wrong.cause:
             return wrong
         cause, detail = self.cause(wrong.key, wrong.rank, wrong.got, wrong.want)

@@ -1,6 +1,5 @@
 """Exercises: files to fill in, without solutions, graded by the checks and by what else must be true of each."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,24 +13,15 @@ from torch import Tensor, nn
 from cs336_systems.check.candidates import Candidate, candidate, load_file
 from cs336_systems.check.foreign import count_collectives, exchange
 from cs336_systems.check.functions import PROBES, BrokenPromiseError, probe
+from cs336_systems.check.models import Replica
 from cs336_systems.check.report import FAILED, REFUSED, WRONG, Report, check
+from cs336_systems.check.targets import exercise
 from cs336_systems.check.variants import grade_tests
 from cs336_systems.comm import broadcast
 from cs336_systems.errors import UserError
 
-EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
-)
-
 FIRST_ONLY = ("training",)
 RING = ("training", "a layer used twice", "frozen parameters")  # properties that an all-reduce alone can have
-
-
-def exercise(name: str) -> dict[str, Any]:
-    """An exercise. Raises UserError if there is none of the name."""
-    if name not in EXERCISES:
-        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
-    return EXERCISES[name]
 
 
 def grade(
@@ -72,28 +62,18 @@ def _asked(name: str, path: Path, ranks: int) -> Candidate:
         return candidate(partial(_Ring, found), "ddp", "all_reduce")
     chosen = candidate(found, asked["kind"], asked["name"])
     if name == "zero-2":  # it makes both, as its gradients and its optimizer's state are divided alike
-        chosen = replace(chosen, build=partial(_with_optimizer, found), has_gradients=False)
-    if name in ("zero-1", "zero-2"):
-        chosen = replace(chosen, build=partial(_with_small_state, chosen.build, ranks))
-    if "keeps" in asked:
-        chosen = _keeping_a_share(chosen, asked["keeps"], ranks)
-    if "early" in asked:
-        chosen = _launched_early(chosen, asked["early"], asked.get("most"))
-    return chosen
+        chosen = replace(chosen, build=lambda m, cls, options, group: found(m, cls, **options), has_gradients=False)
+    return _held(chosen, asked, ranks)
 
 
-class _Ring(nn.Module):
+class _Ring(Replica):
     """Data parallelism over a student's all-reduce, which is held to the bytes that a ring needs."""
 
     def __init__(self, all_reduce: Callable[..., Any], module: nn.Module, group: Any) -> None:
-        super().__init__()
-        self.module, self.all_reduce, self.group, self.sent = module, all_reduce, group, 0
+        super().__init__(module)
+        self.all_reduce, self.group, self.sent = all_reduce, group, 0
         for parameter in module.parameters():
             broadcast(parameter.detach(), 0, group).wait()
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """The module's own result."""
-        return self.module(*inputs, **options)
 
     def _exchange(self, piece: Tensor, into: Tensor) -> None:
         self.sent += piece.numel()
@@ -111,68 +91,48 @@ class _Ring(nn.Module):
             g.copy_(piece.view_as(g) / world)
 
 
-def _with_optimizer(make: Callable[..., Any], module: nn.Module, cls: Any, options: dict[str, Any], group: Any) -> Any:
-    return make(module, cls, **options)
+def _held(chosen: Candidate, asked: dict[str, Any], ranks: int) -> Candidate:
+    """Hold a candidate to its share of the optimizer's state (`state`) and of the memory of what each parameter has
+    between steps (`keeps`, .data or .grad; a view counts as much as what it is a view of), and to numbers of
+    collectives: before the end of backward (`early`) and in the whole step (`most`)."""
+    share, total, counts = 0, 0, [0]
 
+    def hold(what: str, elements: int) -> None:
+        if elements > share:
+            raise BrokenPromiseError(f"a rank keeps {what} of {elements} of {total} elements, at most {share} are its")
 
-def _with_small_state(build: Callable[..., Any], ranks: int, module: nn.Module, cls: Any, *rest: Any) -> Any:
-    """Hold the class that a sharded optimizer is given to its share of the elements."""
-    sizes = [p.numel() for p in module.parameters()]
-
-    class Counted(cls):  # type: ignore[misc]
-        def __init__(self, params: Any, **options: Any) -> None:
-            super().__init__(params, **options)
-            has = sum(p.numel() for group in self.param_groups for p in group["params"])
-            if has > (most := sum(sizes) // ranks + max(sizes)):
-                raise BrokenPromiseError(
-                    f"a rank keeps state for {has} of {sum(sizes)} elements, at most {most} are its"
-                )
-
-    return build(module, Counted, *rest)
-
-
-def _keeping_a_share(chosen: Candidate, what: str, ranks: int) -> Candidate:
-    """Hold a wrapper to its share of the memory of `what` each parameter has, .data or .grad, between steps. Views
-    count as much as what they are views of."""
-    most = [0, 0]
-
-    def hold(model: Any, optimizer: Any) -> None:
+    def hold_memory(model: Any, optimizer: Any) -> None:
         own = {*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])}
-        tensors = [each for each in (getattr(p, what) for p in own) if each is not None]
+        tensors = [each for each in (getattr(p, asked["keeps"]) for p in own) if each is not None]
         stores = {each.untyped_storage().data_ptr(): len(each.untyped_storage()) // each.itemsize for each in tensors}
-        if (kept := sum(stores.values())) > most[0]:
-            raise BrokenPromiseError(f"a rank keeps .{what} of {kept} of {most[1]} elements, at most {most[0]} are its")
+        hold(f".{asked['keeps']}", sum(stores.values()))
 
-    def build(module: nn.Module, *rest: Any) -> Any:
+    def build(module: nn.Module, cls: Any, *rest: Any) -> Any:
+        nonlocal share, total
         sizes = [p.numel() for p in module.parameters()]
-        most[:] = sum(sizes) // ranks + max(sizes), sum(sizes)
-        built = chosen.build(module, *rest)
-        hold(*built)
-        return built
+        share, total = sum(sizes) // ranks + max(sizes), sum(sizes)
 
-    def finish(model: Any, optimizer: Any) -> None:
-        chosen.finish(model, optimizer)
-        hold(model, optimizer)
+        class Counted(cls):  # type: ignore[misc]
+            def __init__(self, params: Any, **options: Any) -> None:
+                super().__init__(params, **options)
+                hold("state", sum(p.numel() for group in self.param_groups for p in group["params"]))
 
-    return replace(chosen, build=build, finish=finish)
-
-
-def _launched_early(chosen: Candidate, early: int, most: int | None) -> Candidate:
-    """Hold a wrapper to a number of collectives before the end of backward, and to one for the whole step."""
-    counts = [0]
-
-    def build(*arguments: Any) -> Any:
-        built = chosen.build(*arguments)
+        built = chosen.build(module, Counted if "state" in asked else cls, *rest)
+        if "keeps" in asked:
+            hold_memory(*built)
         count_collectives(counts)
         return built
 
     def finish(model: Any, optimizer: Any) -> None:
         launched = counts[0]
         chosen.finish(model, optimizer)
-        total, counts[0] = counts[0], 0
-        if launched < early:
-            raise BrokenPromiseError(f"{launched} collectives were launched during backward; {early} or more should be")
-        if most and total > most:
-            raise BrokenPromiseError(f"a step took {total} collectives; {most} or fewer should do")
+        if "keeps" in asked:
+            hold_memory(model, optimizer)
+        taken, counts[0] = counts[0], 0
+        if launched < asked.get("early", 0):
+            least = asked["early"]
+            raise BrokenPromiseError(f"{launched} collectives were launched during backward; {least} or more should be")
+        if taken > asked.get("most", taken):
+            raise BrokenPromiseError(f"a step took {taken} collectives; {asked['most']} or fewer should do")
 
     return replace(chosen, build=build, finish=finish)

@@ -7,16 +7,13 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
 from cs336_systems.errors import UserError
 
-ASYNCHRONOUS = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all_single",
-)  # fmt: skip
-MESSAGES = ("send", "recv", "isend", "irecv", "gather", "scatter", "all_to_all")
+MESSAGES = ("send", "recv", "isend", "irecv")
 Built = tuple[Any, Any]  # a model and its optimizer
 
 
@@ -28,7 +25,6 @@ class Late:
         self._work: Any = None
 
     def wait(self, *arguments: Any) -> Any:
-        """Carry it out, once."""
         self._work = self._work or self._start()
         return self._work.wait(*arguments)
 
@@ -42,11 +38,17 @@ class Late:
         return self._work.get_future()
 
 
+def collectives() -> dict[str, Callable[..., Any]]:
+    """The functions of torch.distributed that may return before they have ended, by name."""
+    found = vars(import_module("torch.distributed")).items()
+    functions = {name: each for name, each in found if type(each) is FunctionType}
+    return {name: each for name, each in functions.items() if "async_op" in inspect.signature(each).parameters}
+
+
 @contextmanager
 def late_collectives() -> Iterator[None]:
     """The slowest of networks for those who call torch.distributed's functions: a race is lost every time."""
-    dist = import_module("torch.distributed")
-    real = {name: getattr(dist, name) for name in ASYNCHRONOUS if hasattr(dist, name)}
+    dist, real = import_module("torch.distributed"), collectives()
     for name, function in real.items():
         setattr(dist, name, _late(function))
     try:
@@ -84,9 +86,8 @@ def count_collectives(counts: list[int], elements: bool = False) -> None:
 
         return called
 
-    for name in (*ASYNCHRONOUS, *MESSAGES) if elements else filter(lambda each: "reduce" in each, ASYNCHRONOUS):
-        if hasattr(dist, name):
-            setattr(dist, name, counted(getattr(dist, name)))
+    for name in (*collectives(), *MESSAGES) if elements else [each for each in collectives() if "reduce" in each]:
+        setattr(dist, name, counted(getattr(dist, name)))
 
 
 def exchange(piece: Any, into: Any) -> None:
@@ -137,13 +138,18 @@ FOREIGN: dict[str, tuple[str, Callable[..., Built], tuple[str, ...]]] = {
 }
 
 
-def foreign(name: str) -> tuple[str, Callable[..., Built]]:
-    """Kind and builder of a wrapper of another system. Raises UserError where that is not installed."""
-    kind, build, modules = FOREIGN[name]
-    for module in modules:
+def require_installed(name: str) -> None:
+    """Raises UserError where the modules of another system's wrapper are not installed."""
+    for module in FOREIGN[name][2]:
         if find_spec(module.partition(".")[0]) is None:
             raise UserError(f"{name}: {module} is not installed here; pip install {module}")
-        with catch_warnings():
-            simplefilter("ignore")  # their own deprecations
+
+
+def foreign(name: str) -> tuple[str, Callable[..., Built]]:
+    """Kind and builder of a wrapper of another system."""
+    kind, build, modules = FOREIGN[name]
+    with catch_warnings():
+        simplefilter("ignore")  # their own deprecations
+        for module in modules:
             import_module(module)  # once, before ranks are forked
     return kind, build

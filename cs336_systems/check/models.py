@@ -5,7 +5,7 @@ A program is a generator over a `Run`; where it yields, the ranks' gradients are
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,6 @@ class Boom(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
-        """A copy of x."""
         ctx.fails = fails
         return x.clone()
 
@@ -102,12 +101,10 @@ class Replica(nn.Module):
         self.module = module
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's own result."""
         return self.module(*inputs, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing to leave out."""
         yield
 
 
@@ -119,47 +116,30 @@ class Run:
     optimizer: Any
     rank: int
     world: int
-    before: list[Tensor] = field(default_factory=list)
     data: Callable[[int], tuple[Tensor, Tensor]] = batch
     part: Callable[[Tensor, int, int], Tensor] = rows_of
     criterion: Callable[[Tensor, Tensor], Tensor] = token_loss
 
     @property
     def module(self) -> Any:
-        """The module that was wrapped."""
         return self.model.module
 
     def rows(self, step: int) -> tuple[Tensor, ...]:
-        """This rank's part of a step's batch."""
         return tuple(self.part(each, self.rank, self.world) for each in self.data(step))
 
     def loss(self, step: int, **options: Any) -> Tensor:
-        """The loss of this rank's part."""
         tokens, targets = self.rows(step)
         return self.criterion(self.model(tokens, **options), targets)
 
     def backward(self, step: int, **options: Any) -> None:
-        """Forward and backward."""
-        self.loss(step, **options).backward()
+        self.backward_of(self.loss(step, **options))
+
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        loss.backward(**options)
 
     def step(self) -> None:
-        """Update, and forget the gradients."""
         self.optimizer.step()
-        self.remember()
         self.optimizer.zero_grad()
-
-    def remember(self) -> None:
-        """Keep a copy of the parameters for `assert_no_step_since`."""
-        self.before = [p.detach().clone() for p in self.updated()]
-
-    def updated(self) -> list[Tensor]:
-        """The optimizer's parameters."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
-
-    def assert_no_step_since(self) -> None:
-        """Raises AssertionError if a parameter is not as it was at the last step."""
-        for old, new in zip(self.before, self.updated(), strict=True):
-            assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
 
 
 Program = Callable[[Any], Iterator[None]]

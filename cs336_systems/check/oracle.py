@@ -47,7 +47,6 @@ class Side:
         self.module = module
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters, tied ones once."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
@@ -59,7 +58,6 @@ class Side:
         return torch.nn.utils.clip_grad_norm_(run.model.parameters(), limit)
 
     def optimizer_state(self, optimizer: Any) -> Any:
-        """State to be loaded again on this rank."""
         return optimizer.state_dict()
 
 
@@ -72,19 +70,13 @@ class ObservedRun(Run):
     number: int = 0  # of the step
 
     def note(self, kind: str, tensors: dict[str, Tensor], step: int | None = None) -> None:
-        """Note tensors by name."""
         for name, tensor in tensors.items():
             self.notes.add(self.number if step is None else step, kind, name, tensor)
 
     def loss(self, step: int, **options: Any) -> Tensor:
-        """The loss, noted."""
         loss = super().loss(step, **options)
         self.note("loss", {"": loss})
         return loss
-
-    def backward(self, step: int, **options: Any) -> None:
-        """Forward and backward."""
-        self.backward_of(self.loss(step, **options))
 
     def backward_of(self, loss: Tensor, **options: Any) -> None:
         """Backward; the reference notes what it has added to each gradient."""
@@ -102,24 +94,20 @@ class ObservedRun(Run):
         self.number += 1
 
     def train(self, step: int, **options: Any) -> Iterator[None]:
-        """An ordinary step."""
         self.backward(step, **options)
         yield
         self.step()
 
     def clip(self, limit: float) -> None:
-        """Clip by the norm of all gradients, and note it."""
         self.note("norm", {"": torch.as_tensor(self.side.clip(self, limit))})
 
     def save(self) -> tuple[dict[str, Any], Any]:
-        """A copy of the model's and the optimizer's state."""
         whole = getattr(self.model, "gather_full_params", self.model.state_dict)()
         copied = {name: value.detach().clone() for name, value in whole.items()}
         state = self.side.optimizer_state(self.optimizer)
         return copied, _copied(state)
 
     def load(self, saved: tuple[dict[str, Any], Any]) -> None:
-        """Go back to what was saved."""
         inner = hasattr(self.model, "gather_full_params")
         (self.model.module if inner else self.model).load_state_dict(saved[0])
         self.optimizer.load_state_dict(saved[1])

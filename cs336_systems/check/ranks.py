@@ -82,17 +82,17 @@ def _work(place: Place, candidate: Candidate, cases: list[Case], folder: Path, t
                     with late_collectives() if case.slow else nullcontext():
                         observe(candidate, case, group, notes)
                 except BaseException as error:
-                    notes.error = _line(error)
+                    notes.error = line_of(error)
                     raise
                 finally:
                     _write(path, notes)  # before leaving, which may not end
         except BaseException as error:
-            notes.error = notes.error or _line(error)
+            notes.error = notes.error or line_of(error)
             _write(path, notes)
             os._exit(0)
 
 
-def _line(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     words = re.sub(r"\[\S+\.cc:\d+\] ", "", " ".join(str(error).split()))  # gloo's own place in its source
     return f"{type(error).__name__}: {words if len(words) <= SAID else f'{words[:SAID]} ...'}"
 
@@ -124,11 +124,9 @@ class CandidateRun(ObservedRun):
 
     @property
     def candidate(self) -> Candidate:
-        """The candidate that runs."""
         return self.side.candidate
 
     def finish(self) -> None:
-        """End the synchronisation of this rank's gradients."""
         if self.candidate.kind == "sharded-optimizer":
             average(self.side.group, self.model, self.optimizer)
         else:

@@ -48,7 +48,6 @@ class Report:
     how: str = "compared with one process"
 
     def of(self, name: str) -> Verdict:
-        """The verdict on a property."""
         return next(each for each in self.verdicts if each.name == name)
 
     def exit_code(self, strict: bool = False) -> int:

@@ -4,12 +4,12 @@
     I  Invariant  equal on all ranks, and so are gradients            P  Partial  a part of a sum that is not taken yet
 
 The rules are those of spmd_types (PyPI). A module runs as rank 0 of a fake group; its conjugate pairs change types
-(PAIRS), and so do Exchange, V -> V, and the vocabulary-parallel loss, V -> I. A weight with a `partition_dim` is V. In
-a linear layer, one that is split by outputs (0) needs an input of type R; one that is split by inputs (1) gives P.
+(PAIRS), and so do Exchange and the ring, V -> V, and the vocabulary-parallel loss, V -> I, whose sums are seen in its
+memory. A weight with a `partition_dim` is V. In a linear layer, one that is split by outputs (0) needs an input of type
+R; one that is split by inputs (1) gives P.
 
-Not seen: an Exchange or a gather of keys that is left out, since a V does not say whose rows it holds; reductions
-inside one autograd function (the vocabulary-parallel loss; the ring cannot run at all); reductions of gradients after
-backward, which data parallelism and ZeRO do in place, in flat buffers, while spmd_types follows values.
+Not seen: an Exchange, a gather of keys or a message of the ring that is left out, since a V does not say whose rows it
+holds. What is reduced after backward is typed in check/shadow.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cs336_systems.check.report import RIGHT, WRONG, Report, Verdict
+from cs336_systems.check.shadow import P, R, RefusedError, Shadow
 from cs336_systems.comm import Exchange, Group, fake_ranks, pairs
+from cs336_systems.context_parallel import _Ring
 from cs336_systems.errors import UserError
-from cs336_systems.model.blockwise import BlockAttention
 from cs336_systems.tensor_parallel import vocabulary
 from cs336_systems.tensor_parallel.plan import TensorParallel
 
@@ -39,10 +41,6 @@ PAIRS = {  # forward and backward of a conjugate pair: its name, the types that 
 }
 NAMES = {"R": "Replicate", "I": "Invariant", "V": "Varying", "P": "Partial"}
 REMEDIES = {have[0] + into: f"pairs.{name}" for name, have, into in PAIRS.values()} | {"VI": "pairs.reduce"}
-
-
-class RefusedError(UserError):
-    """A tensor of another type than is needed: where, on which axis, both types, and the collective that is missing."""
 
 
 class _Watch(TorchFunctionMode):
@@ -78,6 +76,11 @@ class _Watch(TorchFunctionMode):
         dim = getattr(args[1], "partition_dim", None) if linear else None
         if dim == 0:
             self.need(args[0], "R", f"the input of the columns {self.names.get(args[1], 'of a weight')}")
+        owner = getattr(func, "__self__", None)
+        if isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and torch.is_grad_enabled():
+            operands = {self.of(x) for x in args if isinstance(x, Tensor) and x.requires_grad}
+            if "I" in operands and operands & {"R", "V"}:  # inside, where no gradients are recorded, these may mix
+                raise self.refusal(f"an operand of {owner.__name__}", "I", "R")
         try:
             y = func(*args, **(kwargs or {}))
         except self.spmd.SpmdTypeError as error:
@@ -118,7 +121,19 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
             y = function(x, *args, **options)
         return watch.stamp(y, letter) if letter else y
 
-    apply, start, wait, loss = pairs._apply, Exchange.__init__, Exchange.wait, vocabulary._CrossEntropy.apply
+    apply, start, wait = pairs._apply, Exchange.__init__, Exchange.wait
+    loss, ring = vocabulary._CrossEntropy.apply, _Ring.apply
+
+    def summed(logits: Tensor, *args: Any) -> Tensor:
+        """The loss, whose sums over all words are in-place collectives inside one autograd function."""
+        with Shadow(group) as shadow:
+            y: Tensor = loss(shadow.give(logits, P), *args)
+        if shadow.of(y) != R:
+            types = f"Partial (P) on axis {axis}, and must be Invariant (I)"
+            raise RefusedError(
+                f"{watch.where[-1]}: the loss is {types}: a sum over all ranks' words is missing inside it"
+            )
+        return y
 
     def move(x: Tensor, ahead: Any, back: Any, group: Group, dim: int, label: str) -> Tensor:
         name, types, letter = PAIRS.get((ahead, back), ("no pair", "", ""))  # without its conjugate it is no collective
@@ -129,13 +144,13 @@ def typed(group: Group, axis: str, module: nn.Module) -> Iterator[_Watch]:
         with spmd.no_typecheck():
             start(exchange, x, *rest)
 
-    spmd.register_local_autograd_function(BlockAttention)  # its inputs and outputs are seen alone
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(pairs, "_apply", move))
         enter(mock.patch.object(Exchange, "__init__", begin))
         enter(mock.patch.object(Exchange, "wait", lambda exchange: run(wait, "", "V", "", exchange)))
-        enter(mock.patch.object(vocabulary._CrossEntropy, "apply", partial(run, loss, "V", "I", "the loss")))
+        enter(mock.patch.object(_Ring, "apply", partial(run, ring, "V", "V", "the ring")))
+        enter(mock.patch.object(vocabulary._CrossEntropy, "apply", partial(run, summed, "V", "I", "the loss")))
         for name, each in module.named_modules():
             if name:
                 before = each.register_forward_pre_hook(lambda *_, name=name: watch.where.append(name), prepend=True)
@@ -174,3 +189,12 @@ def type_check(build: Callable[[], tuple[Any, ...]], axis: str = "tp", ranks: in
             except RefusedError as refusal:
                 return [refusal]
     return []
+
+
+def check_model(build: Callable[[], tuple[Any, ...]], name: str) -> Report:
+    """The report on the types of a model that `build` returns (see type_check)."""
+    refusals = type_check(build)
+    report = Report(name, "a model", 64, how="types alone, on ranks that do not exist")
+    says = str(refusals[0]) if refusals else "accepted"
+    report.verdicts.append(Verdict("types", WRONG if refusals else RIGHT, says, "docs/check.md#types"))
+    return report

@@ -233,7 +233,7 @@ SOLUTIONS = {
 MISTAKES = {
     "zero-2": [
         (" if owner == dist.get_rank() else None", "", "keeps .grad of 362 of 362 elements"),
-        (" if owner == rank]", "]", "keeps state for 362 of 362 elements"),
+        (" if owner == rank]", "]", "keeps state of 362 of 362 elements"),
         (" / dist.get_world_size() if", " if", "2 times the mean"),
         ("            dist.broadcast(p.detach(), owner)", "            pass", "WRONG a layer used twice: zero"),
     ],

@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.check.exercises import EXERCISES, exercise, grade
+from cs336_systems.check.exercises import grade
+from cs336_systems.check.targets import EXERCISES, exercise
 from cs336_systems.check.variants import VARIANTS
 from cs336_systems.errors import UserError
 from tests.check.planted import DDP, OPTIMIZER, TENSOR
 from tests.check.solutions import MISTAKES, SOLUTIONS
-from tests.check.table import PAGE
+from tests.check.table import ROOT
 from tests.check.test_pages import run
 
 RING = """
@@ -61,7 +62,7 @@ BROKEN = {  # what a file does that its exercise forbids, and what is said of it
     "naive-ddp": (NAIVE.replace("            flat /= dist.get_world_size()\n", ""), "2 times the mean"),
     "overlap": (NAIVE, "0 collectives were launched during backward; 2 or more"),
     "buckets": (EARLY.replace("size=4", "bucket_size_mb"), "a step took 14 collectives; 12 or fewer"),
-    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state for 362 of 362 elements"),
+    "zero-1": (ZERO.replace(" if owner == rank", ""), "keeps state of 362 of 362 elements"),
     "matrices": (TENSOR.replace("        dist.all_reduce(gradient)\n", ""), "add up to the right one"),
 }
 FEW = ("training", "a layer used twice")
@@ -196,7 +197,7 @@ def test_tests_that_miss_a_broken_variant(name, old, new, missed, tmp_path):
 
 
 def test_the_page_says_what_its_test_misses(tmp_path):
-    text = PAGE.read_text().split("```python test_ring.py\n")[1].split("```")[0]
+    text = (ROOT / "docs/check.md").read_text().split("```python test_ring.py\n")[1].split("```")[0]
     missed = [each.name for each in graded_tests("ring", tmp_path, text).verdicts if each.status == "WRONG"]
     assert missed == ["what does not divide evenly is left out", "every piece is sent twice"]
 

@@ -15,6 +15,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.expert_parallel import expert_parallel
 from cs336_systems.model.transformer import TransformerLM
 from cs336_systems.presets import ModelConfig
+from cs336_systems.tensor_parallel import vocabulary
 from cs336_systems.tensor_parallel.plan import tensor_parallel
 from tests.support.gallery import changes
 from writeup.gallery import variants
@@ -130,9 +131,39 @@ def split_sequence(kind):
     return of_rank(context_parallel(model_of(), default_group(), kind), torch.arange(4).view(2, 2))
 
 
-@pytest.mark.parametrize("kind", ["gather", "ulysses"])
+@pytest.mark.parametrize("kind", ["ring", "gather", "ulysses"])
 def test_context_parallelism_is_accepted(kind):
     assert type_check(lambda: split_sequence(kind), "cp", RANKS) == []
+
+
+def test_keys_that_are_gathered_for_equal_use_are_refused():
+    """Each rank's queries differ, so the gradients of all keys are parts of a sum."""
+    with mock.patch.object(pairs, "gather_sequence", pairs.gather):
+        (refusal,) = type_check(lambda: split_sequence("gather"), "cp", RANKS)
+    assert str(refusal).startswith("blocks.0.attention: an operand of BlockAttention is Invariant (I) on axis cp")
+
+
+def test_the_ring_takes_keys_that_differ():
+    def alike():
+        model, inputs, types = split_sequence("ring")
+        inputs[0].spmd_type = "R"
+        return model, inputs, types
+
+    (refusal,) = type_check(alike, "cp", RANKS)
+    assert "the input of the ring is Replicate (R) on axis cp, and must be Varying (V)" in str(refusal)
+
+
+@pytest.mark.parametrize(("label", "told"), [("softmax", 1), ("largest logit", 0)])
+def test_sums_inside_the_vocabularys_loss(label, told, monkeypatch):
+    """Without the sum the loss is a part. Without the maximum it is wrong and equal on all ranks: numbers show that."""
+    real = vocabulary.all_reduce
+    skipped = mock.Mock(wait=lambda: None)
+    monkeypatch.setattr(
+        vocabulary, "all_reduce", lambda x, group, what, how: skipped if what == label else real(x, group, what, how)
+    )
+    refusals = type_check(build, ranks=RANKS)
+    assert len(refusals) == told
+    assert all("the loss is Partial (P) on axis tp, and must be Invariant (I)" in str(each) for each in refusals)
 
 
 def split_experts():

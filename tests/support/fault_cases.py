@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.buffers.bucket import SHARDED
-from cs336_systems.check.models import Net, Program, Replica, Run
+from cs336_systems.check import models
+from cs336_systems.check.models import Net, Program, Replica
 from cs336_systems.check.oracle import in_lock_step
 from cs336_systems.ddp import BucketedDDP
 from cs336_systems.host.machine import allowed_cores
@@ -65,6 +66,29 @@ class Case:
         return module
 
 
+@dataclass
+class Run(models.Run):
+    """One rank's side of a training run, which keeps the parameters of the last step."""
+
+    before: list[Tensor] = field(default_factory=list)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.remember()
+        self.optimizer.zero_grad()
+
+    def remember(self) -> None:
+        self.before = [p.detach().clone() for p in self.updated()]
+
+    def updated(self) -> list[Tensor]:
+        """The optimizer's parameters."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def assert_no_step_since(self) -> None:
+        for old, new in zip(self.before, self.updated(), strict=True):
+            assert torch.equal(old, new.detach().to(old.dtype)), "a parameter moved although the rank failed"
+
+
 def small_buckets(module: nn.Module, cls: type, group, **options) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Stage 2 with buckets so small that several are under way; `zero` makes one of so small a model."""
     model = BucketedDDP(module, SMALL, group, gradients=SHARDED)
@@ -102,8 +126,8 @@ def drive(run: Run, program: Program) -> None:
 def oracle(case: Case, world: int) -> dict[str, Tensor]:
     """Final parameters by name, from as many copies of the module as there are ranks."""
     modules = [case.module(seed=0, rank=rank) for rank in range(world)]
-    models = [Replica(module) for module in modules]
-    runs = [Run(m, case.cls(m.parameters(), **case.options), rank, world) for rank, m in enumerate(models)]
+    replicas = [Replica(module) for module in modules]
+    runs = [Run(m, case.cls(m.parameters(), **case.options), rank, world) for rank, m in enumerate(replicas)]
     in_lock_step(runs, case.program)
     return {name: p.detach() for name, p in modules[0].named_parameters()}
 

@@ -1,0 +1,225 @@
+"""Shadow memory: the type over a group's ranks of each element of each tensor, while one rank runs alone.
+
+    R  Replicate  equal on all ranks    V  Varying  each rank has its own    P  Partial  of this rank's rows alone
+
+Data parallelism and ZeRO reduce gradients in place, in flat buffers that gradients and weights are views of. So types
+belong to memory, not to values. What an operator writes has the last type of its operands, in the order R, V, P;
+memory that nobody has written to is P. Over all ranks of the group
+
+    all-reduce, all-gather    give R
+    reduce-scatter            gives V, this rank's share
+    broadcast                 gives R, but of P, which is one rank's part of a sum, P
+
+Rows are P, and weights that each rank has drawn itself are V. A gradient that an optimizer uses must not be P, and a
+weight that a layer uses must be R. Not seen: factors, waits, and sums that are made of messages.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from cs336_systems.check.candidates import Candidate
+from cs336_systems.check.cases import CASES, FIRST, Case
+from cs336_systems.check.oracle import Notes
+from cs336_systems.check.ranks import clean_torch, line_of, observe
+from cs336_systems.check.report import ABSENT, FAILED, REFUSED, RIGHT, WRONG, Report, Verdict
+from cs336_systems.comm import Group, fake_ranks
+from cs336_systems.errors import UserError
+
+R, V, P = range(3)
+NAMES = ("Replicate (R)", "Varying (V)", "Partial (P)")
+UNTYPED = ("torch:ddp", "torch:fsdp2", "accelerate")
+TYPED = (FIRST.name, "tied weights", "unused on every rank", "accumulation in no_sync")
+FRESH = ("copy_", "zero_", "fill_", "uniform_", "normal_")  # write to their first operand without reading it
+
+
+class RefusedError(UserError):
+    """A tensor of another type than is needed: where, on which axis, both types, and the collective that is missing."""
+
+
+class MessagesError(UserError):
+    """A collective or message whose result has no type, since what it is for is not known."""
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dictionaries."""
+    return [each for each in tree_leaves(x) if isinstance(each, Tensor)]
+
+
+class Shadow(TorchDispatchMode):
+    """Follows the types of all memory that operators inside the block write to."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self.world, self.memory = group.size(), dict[int, tuple[StorageWeakRef, Tensor]]()
+
+    def types(self, x: Tensor) -> Tensor:
+        """Types of a tensor's elements: a view, of its shape, of one byte for each byte of its storage."""
+        storage, size = x.untyped_storage(), x.element_size()
+        known = self.memory.get(storage._cdata)
+        if known is None or len(known[1]) != storage.nbytes():  # it has been freed, and allocated again
+            known = StorageWeakRef(storage), torch.full((storage.nbytes(),), P if known else R, dtype=torch.uint8)
+            self.memory[storage._cdata] = known
+        return known[1].as_strided(x.shape, [size * each for each in x.stride()], size * x.storage_offset())
+
+    def of(self, x: Tensor) -> int:
+        """The last type of a tensor's elements."""
+        with _disable_current_modes():
+            return int(self.types(x).max()) if x.numel() else R
+
+    def give(self, x: Tensor, letter: int) -> Tensor:
+        """x, whose elements have the type from now on."""
+        with _disable_current_modes():
+            self.types(x).fill_(letter)
+        return x
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(each.__torch_dispatch__ is not Tensor.__torch_dispatch__ for each in types):
+            return NotImplemented  # a wrapper, whose tensors come here by themselves
+        if func.namespace == "c10d":
+            y = func(*args, **kwargs)
+            self._collective(func.overloadpacket.__name__, args)
+            return y
+        found = self._result(func, args, {key: value for key, value in kwargs.items() if key != "out"})
+        written = [x for given, x in zip(func._schema.arguments, args, strict=False) if given.is_write]
+        written = tensors((written, kwargs.get("out")))
+        before = {x.untyped_storage()._cdata for x in tensors((args, kwargs))}
+        y = func(*args, **kwargs)
+        for each in (*written, *(x for x in tensors(y) if x.untyped_storage()._cdata not in before)):
+            self.types(each).copy_(found)
+        return y
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Types of an operator's result: of each element, or one for all."""
+        name = func.overloadpacket.__name__
+        if "empty" in name:
+            return torch.tensor(P, dtype=torch.uint8)
+        if name in ("cat", "stack"):
+            return func([self.types(x) for x in args[0]], *args[1:], **kwargs)
+        found = [self.types(x) for x in tensors((args[name in FRESH :], kwargs))]
+        if not (torch.Tag.pointwise in func.tags or name in (*FRESH, "clone", "_to_copy")) or "foreach" in name:
+            found = [each.max() for each in found if each.numel()]
+        return reduce(torch.maximum, found, torch.tensor(R, dtype=torch.uint8))
+
+    def _collective(self, name: str, args: Any) -> None:
+        boxed = next(each for each in args if isinstance(each, torch.ScriptObject) and "Group" in str(each._type()))
+        if Group.unbox(boxed).size() < self.world or name in ("send", "barrier"):
+            return
+        if not any(each in name for each in ("reduce", "gather", "broadcast")):
+            raise MessagesError(f"types do not follow {name.strip('_')}: compare the numbers")
+        outputs = tensors(args[0])
+        is_part = "broadcast" in name and max(map(self.of, outputs)) == P
+        for each in outputs:
+            self.give(each, P if is_part else V if "scatter" in name else R)
+
+
+class Weights:
+    """Hooks that raise RefusedError where a layer of `module` uses a weight that is not R, or an optimizer a gradient
+    that is P. After a step of an optimizer that has not all weights, no weight is R before it is sent."""
+
+    def __init__(self, shadow: Shadow, axis: str) -> None:
+        self.shadow, self.axis, self.module = shadow, axis, nn.Module()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_hook(self._used).remove)  # runs before a layer's own
+            stack.callback(register_optimizer_step_pre_hook(self._stepping).remove)
+            stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+            stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", lambda *a: self._resized(*a)))
+            yield
+
+    def _used(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        where = next((name for name, each in self.module.named_modules() if each is module), "")
+        for name, weight in module.named_parameters(recurse=False):
+            if (found := self.shadow.of(weight)) != R:
+                said = f"{NAMES[found]} on axis {self.axis}, and must be {NAMES[R]}"
+                raise RefusedError(
+                    f"{where}.{name}: it is {said}: what it was at first, or was updated to, is not sent to all"
+                )
+
+    def _stepping(self, optimizer: Any, *_: Any) -> None:
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if type(p.grad) is Tensor and self.shadow.of(p.grad) == P:
+                names = (name for name, each in self.module.named_parameters() if _lies_in(p, each))
+                said = f"{NAMES[P]} on axis {self.axis}, and must be {NAMES[R]} or, for a share of it, {NAMES[V]}"
+                raise RefusedError(
+                    f"{next(names, 'a parameter')}: the gradient that {type(optimizer).__name__} uses is {said}: an "
+                    "all-reduce or a reduce-scatter is missing"
+                )
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        updated = [p for group in optimizer.param_groups for p in group["params"]]
+        weights = [each for each in self.module.parameters() if each.requires_grad]
+        has = [any(_lies_in(weight, p) for p in updated) for weight in weights]
+        is_ours = any(_lies_in(p, weight) for p in updated for weight in weights)  # not one that is tried out
+        for weight in weights if is_ours and not all(has) else ():
+            self.shadow.give(weight, V)
+
+    def _resized(self, storage: Any, size: int) -> Any:
+        if storage._cdata in self.shadow.memory:
+            self.shadow.memory[storage._cdata][1].fill_(P)
+        return RESIZE(storage, size)
+
+
+RESIZE = torch.UntypedStorage.resize_
+
+
+def _lies_in(x: Tensor, other: Tensor) -> bool:
+    """True if a tensor's memory is another's, or a part of it."""
+    first, start = x.data_ptr(), other.data_ptr()
+    return start <= first and first + x.nbytes <= start + other.nbytes
+
+
+def check_reduction(candidate: Candidate, axis: str = "dp", ranks: int = 64) -> Report:
+    """Verdicts on the types of a candidate that reduces gradients, as rank 0 of a fake group. Raises UserError for what
+    cannot run so."""
+    if candidate.name in UNTYPED or candidate.kind == "tensor-parallel":
+        why = "name a function that returns the split model and its inputs, as FILE.py:build"
+        why = "it reduces in C++ or in tensors of its own" if candidate.name in UNTYPED else why
+        raise UserError(f"--types cannot follow {candidate.name}: {why}")
+    report = Report(candidate.name, candidate.kind, ranks, how="types alone, on ranks that do not exist")
+    for case in (each.of(candidate.kind) for each in CASES if each.name in TYPED and candidate.kind in each.kinds):
+        status, says = RIGHT, ""
+        try:
+            with clean_torch(), fake_ranks(0, ranks) as group, Shadow(group) as shadow:
+                weights = Weights(shadow, axis)
+                with weights.watched():
+                    observe(candidate, _typed(case, weights), group, Notes())
+        except RefusedError as refusal:
+            status, says = WRONG, str(refusal)
+        except Exception as error:
+            absent = "no_sync" in str(error) or isinstance(error, MessagesError)
+            status, says = ABSENT if absent else FAILED if case.name == FIRST.name else REFUSED, line_of(error)
+        report.verdicts.append(Verdict(case.name, status, says, "docs/check.md#types"))
+        if case.name == FIRST.name and status != RIGHT:
+            break
+    return report
+
+
+def _typed(case: Case, weights: Weights) -> Case:
+    """A case whose rows are P, and whose weights are V where ranks have other seeds, else R."""
+    shadow = weights.shadow
+
+    def prepare(module: Any, rank: int) -> None:
+        case.prepare(module, rank)
+        for each in (*module.parameters(), *module.buffers()):
+            shadow.give(each, V if case.seeds and isinstance(each, nn.Parameter) else R)
+        weights.module = module
+
+    def part(full: Tensor, rank: int, world: int) -> Tensor:
+        return shadow.give(case.part(full, rank, world), P)
+
+    return replace(case, prepare=prepare, part=part)

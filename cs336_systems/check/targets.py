@@ -1,0 +1,35 @@
+"""Names that a command line may give, kinds of candidates, and exercises: what is known without loading torch."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from cs336_systems.check.foreign import FOREIGN, require_installed
+from cs336_systems.errors import UserError
+
+KINDS = ("ddp", "fsdp", "sharded-optimizer", "step", "tensor-parallel")
+OURS = ("ddp-naive", "ddp-flat", "ddp-overlapped", "ddp-bucketed", "zero0", "zero1", "zero2", "zero3")
+EXERCISES: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8")
+)
+
+
+def exercise(name: str) -> dict[str, Any]:
+    """An exercise. Raises UserError if there is none of the name."""
+    if name not in EXERCISES:
+        raise UserError(f"no exercise is named {name}; there are {', '.join(EXERCISES)}")
+    return EXERCISES[name]
+
+
+def require_target(target: str) -> None:
+    """Raises UserError for what names neither a Python file nor a wrapper of this library or of another system."""
+    path, _, name = target.partition(":")
+    if target in FOREIGN:
+        require_installed(target)
+    elif path == "ours":
+        if name not in OURS:
+            raise UserError(f"{target} does not exist; there are {', '.join(OURS)}")
+    elif not path.endswith(".py"):
+        raise UserError(f"{target!r} is neither a Python file nor one of {', '.join(FOREIGN)}, ours:zero2, ...")
+    elif not Path(path).is_file():
+        raise UserError(f"cannot read {path}: no such file")

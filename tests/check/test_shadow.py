@@ -1,0 +1,81 @@
+"""Types of what is reduced after backward, in place and in flat buffers: what is right is accepted on 64 ranks that do
+not exist, and what lacks a collective is refused."""
+
+import re
+
+import pytest
+
+from cs336_systems.check.candidates import candidate, load
+from cs336_systems.check.shadow import check_reduction
+from cs336_systems.check.targets import OURS
+from cs336_systems.errors import UserError
+from tests.check.planted import DDP, MISTAKES, OPTIMIZER, PUBLISHED, STEP, TENSOR, make
+from tests.support.gallery import changes
+from writeup.gallery import variants
+
+
+def statuses(report):
+    return {each.name: each.status for each in report.verdicts if each.status != "right"}
+
+
+@pytest.mark.parametrize("name", [f"ours:{each}" for each in OURS] + ["torch:zero"])
+def test_right_wrappers_are_accepted(name):
+    report = check_reduction(load(name)[0][0])
+    assert statuses(report) == {}, report
+
+
+def test_what_cannot_run_so_is_refused():
+    with pytest.raises(UserError, match="--types cannot follow torch:ddp: it reduces in C"):
+        check_reduction(load("torch:ddp")[0][0])
+    with pytest.raises(UserError, match="name a function that returns the split model"):
+        check_reduction(candidate(make(TENSOR)))
+
+
+@pytest.mark.parametrize("source", [DDP, OPTIMIZER, STEP], ids=["ddp", "optimizer", "step"])
+def test_what_students_write_is_accepted(source):
+    report = check_reduction(candidate(make(source)))
+    assert statuses(report) == {}, report
+
+
+UNREDUCED = r"the gradient that SGD uses is Partial \(P\) on axis dp, .* an all-reduce or a reduce-scatter is missing"
+UNSENT = r"it is Varying \(V\) on axis dp, and must be Replicate \(R\): .* is not sent to all"
+LACKING = {  # planted mistakes and published bugs that lack a collective, and what is said of them
+    "nothing is reduced": UNREDUCED,
+    "one bucket is forgotten": UNREDUCED,
+    "rank 0's gradients are sent to all": UNREDUCED,
+    "data-parallel group of one rank": UNREDUCED,
+    "the hook averages the parameter that it is given, not its gradient": UNREDUCED,
+    "weights are not sent": UNSENT,
+    "updates are not sent": UNSENT,
+    "most updated parameters are not broadcast": UNSENT,
+}
+
+
+LACKED = [each for each in MISTAKES + PUBLISHED if each.name in LACKING]
+
+
+@pytest.mark.parametrize("mistake", LACKED, ids=lambda e: e.name)
+def test_without_a_collective_it_is_refused(mistake):
+    report = check_reduction(candidate(make(*mistake[1:4])))
+    (first, *_) = [each for each in report.verdicts if each.status != "right"]
+    assert first.status == "WRONG", report
+    assert re.search(LACKING[mistake.name], first.says), report
+    assert report.exit_code() == 1
+
+
+GALLERY = {  # variants of this library that lack a collective: the candidate, and what refuses it
+    "skipped-bucket": ("ours:ddp-bucketed", "unused on every rank", "must be Replicate"),
+    "sticky-no-sync": ("ours:ddp-bucketed", "accumulation in no_sync", UNREDUCED),
+    "no-all-gather": ("ours:zero1", "training", UNSENT),
+    "wrong-slice": ("ours:zero2", "training", UNREDUCED),
+}
+
+
+@pytest.mark.parametrize("name", GALLERY)
+def test_the_gallery_is_refused(name, monkeypatch):
+    target, where, said = GALLERY[name]
+    for function, code in changes(next(each for each in variants() if each.name == name)):
+        monkeypatch.setattr(function, "__code__", code)
+    verdict = check_reduction(load(target)[0][0]).of(where)
+    assert verdict.status == "WRONG", verdict
+    assert re.search(said, verdict.says), verdict
