@@ -31,6 +31,21 @@ def check(fields: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
                 raise TypeError(f"its {name} is {value!r:.40}")
 
 
+def checked(event: Any, usual: set[tuple[type, ...]]) -> tuple[Any, ...]:
+    """An event's fields SLICE. One in `slim`'s form whose types were right before, which `usual` collects, is checked
+    for its size only. Raises KeyError for a field that is missing and TypeError for a garbled one."""
+    if type(event) is not tuple:
+        check(event, EVENT)
+        name = event["name"] if event["ph"] == "X" else event.get("name")
+        pid, tid, time, duration = event.get("pid"), event.get("tid"), event.get("ts", 0), event.get("dur", 0)
+        return event["ph"], event.get("cat", ""), name, pid, tid, time, duration, event.get("args", {})
+    types, most = tuple(map(type, event)), TIME[1]
+    if types not in usual or not (-most < event[5] < most and -most < event[6] < most):
+        check(dict(zip(SLICE, event, strict=True)), EVENT)
+        usual.add(types)
+    return event
+
+
 def about_rank(chrome: Mapping[str, Any]) -> dict[str, Any]:
     """All that a trace says of its rank, in torch's words and in ours. Raises TypeError for a field of another type."""
     check(chrome, HEAD)

@@ -120,7 +120,9 @@ def _trees(trace: Trace, collapse: bool) -> tuple[list[Frame], int]:
         root = roots.setdefault(lane, Frame(names[lane]))
         parent = places[node.parent] if node.parent else _Place(root)
         places[node] = place = placer.place(node, parent)
-        place.frame.self_time += node.self_time
+        place.frame.self_time += node.duration
+        if node.parent:
+            parent.frame.self_time -= node.duration
         for kernel in node.kernels:
             claimed.add(id(kernel))
             place.frame.launched[kernel.name] = place.frame.launched.get(kernel.name, 0) + kernel.duration
@@ -173,7 +175,7 @@ class _Placer:
             name = f"{found.action} {found.verb} {found.label}".rstrip()
             name = without_layer_numbers(name) if self.collapse else name
         name = "step" if step_number(name) is not None else name
-        return parent._replace(frame=parent.frame.child(name, paint, is_operator=span.category == "cpu_op"))
+        return _Place(parent.frame.child(name, paint, span.category == "cpu_op"), parent.modules, parent.base)
 
     def _descend(self, frame: Frame, modules: Modules, paint: str = "backward", outer: str = "") -> Frame:
         """The frame of the last of some modules, below that of the `outer` one: each bears its name relative to the one

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from cs336_systems.comm.events import MARK
 from cs336_systems.profiling.names import LINE_UP, ROOT, STEP, WRAPPER
-from cs336_systems.profiling.nesting import nest
+from cs336_systems.profiling.nesting import nested
 from cs336_systems.profiling.trace import FRAME, HOST, parse, time_of
 
 Annotate = Callable[[str], AbstractContextManager[Any]]
@@ -154,7 +154,7 @@ def _cut_crossings(chrome: dict[str, Any], base: int) -> None:
     outlasts its parent by the rounding of a clock."""
     if not any(event.get("cat") == FRAME for event in chrome["traceEvents"]):
         return
-    nodes = (node for spans in parse(chrome).lanes(*HOST).values() for root in nest(spans) for node in root.walk())
+    nodes = (node for each in nested(parse(chrome)).values() for node in each)
     ends = {(node.span.lane, node.span.start, node.span.name, node.span.end): node.end for node in nodes}
     kept = []
     for event in chrome["traceEvents"]:

@@ -6,8 +6,7 @@ rank joins a collective to where each of the others gets away. That follows the 
 all-reduce ever points back in time. (In a broadcast only the source is waited for.)
 """
 
-import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from cs336_systems.errors import UserError
 from cs336_systems.profiling.align import Alignment, aligned, match, offsets
 from cs336_systems.profiling.intervals import pack, subtraction, union
 from cs336_systems.profiling.memory import memory_timeline
-from cs336_systems.profiling.nesting import Node, innermost, nest
+from cs336_systems.profiling.nesting import Node, innermost, nest, nested, walked
 from cs336_systems.profiling.timeline import IN_FLIGHT, OTHER, lane_number, roles
 from cs336_systems.profiling.trace import FRAME, HOST, KERNEL, ON_GPU, Lane, Span, Trace, grouped, time_of, uncollected
 
@@ -24,6 +23,7 @@ SECOND = 10**9
 NESTING = 3  # tracks of a lane in which spans nest
 PER_RANK = 1000  # process numbers of one rank
 Event = dict[str, Any]
+Row = tuple[int, Callable[[float, Any, Any], Event], Any, Any]  # an event: when, in nanoseconds, and what makes it
 
 
 class Track(NamedTuple):
@@ -60,18 +60,19 @@ def _lay_out(trace: Trace) -> tuple[list[Event], dict[Lane, list[Track]]]:
         tids = count(pid * PER_RANK)
         for order, (lane, lane_name) in enumerate(_lane_names(trace, groups[old], kinds[old] == 1).items()):
             tracks[lane] = []
-            for number, nodes in enumerate(untangle(groups[old][lane])):
+            for number, nodes in enumerate(untangle(groups[old][lane], nested(trace).get(lane))):
                 tracks[lane].append(Track(pid, next(tids), nodes))
                 name("thread", *tracks[lane][-1][:2], lane_name + f", crossing {number}" * bool(number), order)
     return [*named[0], *named[1]], tracks
 
 
-def untangle(spans: Iterable[Span]) -> list[list[Node]]:
+def untangle(spans: Iterable[Span], known: list[Node] | None = None) -> list[list[Node]]:
     """One lane's spans as few tracks in which they nest, and if those are many, more in which none is inside another;
-    Python frames that do not nest are left out, as in `nest`."""
+    Python frames that do not nest are left out, as in `nest`. `known` are its nodes of a CPU's spans."""
     tracks, left = list[list[Node]](), list(spans)
+    known = known if all(span.category in HOST for span in left) else None
     while left and len(tracks) < NESTING:
-        tracks.append([node for root in nest(left) for node in root.walk()])
+        tracks.append(known if known and not tracks else walked(nest(left)))
         kept = {id(node.span) for node in tracks[-1]}
         left = [span for span in left if id(span) not in kept and span.category != FRAME]
     return [*tracks, *([Node(span, span.end) for span in track] for track in pack(left))]
@@ -113,7 +114,7 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
     starts = [span.start for trace in traces for span in trace.spans]
     starts += [each.time for trace in traces for each in trace.allocations]
     base = min(starts, default=0) // SECOND * SECOND
-    named, streams = list[Event](), list[Iterable[Event]]()
+    named, rows = list[Event](), list[Row]()
     arrows, places = list[Arrow](), dict[int, tuple[Track, Node]]()
     for trace in traces:
         names, lanes = _lay_out(trace)
@@ -121,13 +122,14 @@ def merge(traces: Iterable[Trace], lazily: bool = False) -> dict[str, Any]:
         if len(traces) > 1:
             places |= {id(node.span): (track, node) for track in tracks for node in track.nodes}
         named += names
-        streams += [_slices(track, base) for track in tracks]
-        devices = sorted({each.device for each in trace.allocations}) if trace.spans else []
-        streams += [_memory(trace, device, base) for device in devices]
+        rows += [(node.span.start, _slice, node, track) for track in tracks for node in track.nodes]
+        for device in sorted({each.device for each in trace.allocations}) if trace.spans else []:
+            rows += _memory(trace, device, base)
         arrows += _arrows_inside(trace, lanes)
-    streams.append(sorted(_flow_events([*arrows, *_arrows_between(traces, places)], base), key=itemgetter("ts")))
     # At equal times a viewer takes events as they stand, and an arrow needs its slice to be there.
-    events = chain(named, heapq.merge(*streams, key=lambda event: (event["ts"], event["ph"] in ("s", "f"))))
+    rows += _ends([*arrows, *_arrows_between(traces, places)])
+    rows.sort(key=itemgetter(0))
+    events = chain(named, (make((time - base) / 1000, what, where) for time, make, what, where in rows))
     return {
         "schemaVersion": 1,
         "displayTimeUnit": "ms",
@@ -143,21 +145,22 @@ def _about(trace: Trace, alignment: Alignment) -> dict[str, Any]:
     return {"host": trace.host, "distributedInfo": trace.chrome.get("distributedInfo", {})} | clock | ours
 
 
-def _slices(track: Track, base: int) -> Iterator[Event]:
-    pid, tid = track.pid, track.tid
-    for node in track.nodes:
-        span, start = node.span, node.span.start
-        about = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid, "args": span.args}
-        about["ts"], about["dur"] = round((start - base) / 1000, 3), round((node.end - start) / 1000, 3)
-        yield about
+def _slice(ts: float, node: Node, track: Track) -> Event:
+    span, (pid, tid, _) = node.span, track
+    who = {"ph": "X", "name": span.name, "cat": span.category, "pid": pid, "tid": tid, "args": span.args}
+    return who | {"ts": ts, "dur": node.duration / 1000}
 
 
-def _memory(trace: Trace, device: str, base: int) -> Iterator[Event]:
+def _memory(trace: Trace, device: str, base: int) -> Iterator[Row]:
     """Active memory of a device over time, in the rank's first process, as `memory.py` adds it up."""
     memory = memory_timeline(trace, device)
     about = {"ph": "C", "name": f"active memory, {device}", "pid": trace.rank * PER_RANK + 1, "tid": 0}
     for time, nbytes in zip(memory.times, memory.totals, strict=True):
-        yield about | {"ts": round(max(0, time - base) / 1000, 3), "args": {"MiB": round(nbytes / 2**20, 3)}}
+        yield max(base, time), _level, nbytes, about
+
+
+def _level(ts: float, nbytes: int, about: Event) -> Event:
+    return about | {"ts": ts, "args": {"MiB": round(nbytes / 2**20, 3)}}
 
 
 def _arrows_inside(trace: Trace, lanes: dict[Lane, list[Track]]) -> Iterator[Arrow]:
@@ -194,15 +197,20 @@ def _arrows_between(traces: list[Trace], places: dict[int, tuple[Track, Node]]) 
             yield "collective", matched.key, source, ends(leaving, last=True)
 
 
-def _flow_events(arrows: list[Arrow], base: int) -> Iterator[Event]:
+def _ends(arrows: list[Arrow]) -> Iterator[Row]:
     """Perfetto tells one arrow from another by number, category and name over all processes. None points back."""
     number = 0
     for category, name, source, targets in arrows:
         after = [("f", target) for target in targets if target[0] >= source[0]]
         number += bool(after)
         for phase, (time, track) in after and [("s", source), *after]:
-            event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid}
-            yield event | {"ts": round((time - base) / 1000, 3)} | ({"bp": "e"} if phase == "f" else {})
+            yield time, _end, (phase, name, category, number), track
+
+
+def _end(ts: float, about: tuple[str, str, str, int], track: Track) -> Event:
+    phase, name, category, number = about
+    event = {"ph": phase, "name": name, "cat": category, "id": number, "pid": track.pid, "tid": track.tid, "ts": ts}
+    return event | {"bp": "e"} if phase == "f" else event
 
 
 def own_moment(node: Node, last: bool = False) -> int | None:

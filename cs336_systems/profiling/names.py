@@ -42,6 +42,7 @@ class Collective(NamedTuple):
         return f"{self.verb} {self.group}#{self.number} {self.label}".rstrip()
 
 
+@lru_cache(maxsize=100_000)
 def step_number(name: str) -> int | None:
     """The number in the name of a step, ours or torch.profiler's; None for any other name."""
     return int(found[1]) if (found := STEP.match(name)) else None

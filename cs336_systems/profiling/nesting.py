@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cs336_systems.profiling.names import Modules, parse_tag
-from cs336_systems.profiling.trace import FRAME, Span
+from cs336_systems.profiling.trace import FRAME, HOST, Lane, Span, Trace, once
 
 By = Literal["parent", "outer"]
 CLIMBED = 400  # more than Python frames and modules of any model
@@ -96,6 +96,17 @@ def nest(spans: Iterable[Span]) -> list[Node]:
         if node not in dropped:
             (node.parent.children if node.parent else roots).append(node)
     return roots
+
+
+def walked(roots: Iterable[Node]) -> list[Node]:
+    """Some trees' nodes, parents before children, in order of start."""
+    return [node for root in roots for node in root.walk()]
+
+
+@once
+def nested(trace: Trace) -> dict[Lane, list[Node]]:
+    """The nodes of each of a CPU's lanes, parents before children."""
+    return {lane: walked(nest(spans)) for lane, spans in trace.lanes(*HOST).items()}
 
 
 def innermost(nodes: Sequence[Node], times: Iterable[int]) -> Iterator[Node | None]:

@@ -27,7 +27,7 @@ from cs336_systems.profiling.names import (
     parse_tag,
     step_number,
 )
-from cs336_systems.profiling.nesting import Node, innermost, nest
+from cs336_systems.profiling.nesting import Node, innermost, nested
 from cs336_systems.profiling.trace import DEVICE, FRAME, HOST, KERNEL, RUNTIME, Lane, Span, Trace, grouped, once
 
 MAIN, AUTOGRAD, COMMUNICATING = "main thread", "autograd thread", "communication thread"
@@ -109,7 +109,7 @@ def timeline(trace: Trace) -> Timeline:
 
 def _attribute(trace: Trace, phases: list[Span]) -> list[Node]:
     """All spans of CPU threads with their phase, direction, modules and kernels; parents come first."""
-    nodes = [node for spans in trace.lanes(*HOST).values() for root in nest(spans) for node in root.walk()]
+    nodes = [node for each in nested(trace).values() for node in each]
     places = {(node.span.lane, node.span.start): node for node in nodes}  # of two that start together the inner one
     engines = {node.span.lane for node in nodes if node.span.name.startswith(ENGINE)} - {span.lane for span in phases}
     for node in nodes:

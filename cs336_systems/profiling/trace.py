@@ -11,6 +11,7 @@ import gzip
 import json
 import re
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from cs336_systems.errors import UserError
 from cs336_systems.host.text import regular
-from cs336_systems.profiling.fields import ARGS, EVENT, MEMORY, NAME, OURS, SLICE, about_rank, check, slim
+from cs336_systems.profiling.fields import ARGS, MEMORY, NAME, OURS, about_rank, check, checked, slim
 from cs336_systems.profiling.intervals import pack
 
 T = TypeVar("T", "Trace", list["Trace"])
@@ -40,7 +41,7 @@ HOST = ("cpu_op", "user_annotation", FRAME, *RUNTIME)
 # The words of torch 1.8 to 1.12 for categories, and its annotations, which it called operators.
 FORMERLY = {"Operator": "cpu_op", "Runtime": "cuda_runtime", "Kernel": "kernel", "Memcpy": "gpu_memcpy"}
 FORMERLY |= {"Memset": "gpu_memset", "Python": FRAME}
-AT_ONCE = 10_000  # events that are written together
+AT_ONCE = 100  # events that are written together, few enough for the processor's cache
 ANNOTATION = re.compile(r"(ProfilerStep|Optimizer\.\w+|enumerate\(DataLoader\))#")
 POSTED = ("gloo:send", "gloo:recv")
 
@@ -113,10 +114,10 @@ class Trace:
 
 def grouped(items: Iterable[U], key: Callable[[U], K]) -> dict[K, list[U]]:
     """Items by a key of each, in order."""
-    result: dict[K, list[U]] = {}
+    result = defaultdict[K, list[U]](list)
     for item in items:
-        result.setdefault(key(item), []).append(item)
-    return result
+        result[key(item)].append(item)
+    return dict(result)
 
 
 def once(make: Callable[Concatenate[T, P], U]) -> Callable[Concatenate[T, P], U]:
@@ -185,7 +186,7 @@ def read_json(path: Path, hook: Callable[[dict[str, Any]], Any] | None = None) -
 
 def write_json(chrome: dict[str, Any], path: Path) -> None:
     """Write a trace, gzipped if the name ends in .gz."""
-    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+    encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode
     events, squeezer = iter(chrome["traceEvents"]), zlib.compressobj(5, wbits=31)
     squeeze = squeezer.compress if path.suffix == ".gz" else bytes
     try:
@@ -219,28 +220,24 @@ def parse(chrome: dict[str, Any], path: Path = Path("trace")) -> Trace:
     spans, allocations, threads = [], [], {}
     ends: dict[Any, dict[str, Place]] = {}
     lanes: dict[Lane, Lane] = {}
-    number = 0
+    number, usual = 0, set[tuple[type, ...]]()
     try:
         info, base = about_rank(chrome), chrome.get("baseTimeNanoseconds", 0)
         for number, event in enumerate(chrome["traceEvents"], 1):  # noqa: B007 - its last value is the event of an error
-            event = dict(zip(SLICE, event, strict=True)) if type(event) is tuple else event
-            check(event, EVENT)
-            lane, phase, category = (event.get("pid"), event.get("tid")), event["ph"], event.get("cat", "")
-            lane = lanes.setdefault(lane, lane)
-            time, args = time_of(event, base), event.get("args", {})
+            phase, category, name, pid, tid, start, duration, args = checked(event, usual)
+            lane, time = lanes.setdefault((pid, tid), (pid, tid)), base + round(1000 * start)
             if phase == "X" and category != "Trace":
-                end = time + round(1000 * event.get("dur", 0))
                 if args:
                     check(args, ARGS)
                 if category in FORMERLY:
-                    category = "user_annotation" if ANNOTATION.match(event["name"]) else FORMERLY[category]
-                spans.append(Span(event["name"], category, time, end, lane, args))
-            elif phase == "i" and event["name"] == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
+                    category = "user_annotation" if ANNOTATION.match(name) else FORMERLY[category]
+                spans.append(Span(name, category, time, time + round(1000 * duration), lane, args))
+            elif phase == "i" and name == "[memory]" and "Addr" in args:  # torch before 1.13 gives none
                 check(args, MEMORY)
                 address, nbytes, total = (args[key] for key in ("Addr", "Bytes", "Total Allocated"))
                 device = "cpu" if args["Device Type"] == 0 else "cuda"
                 allocations.append(Allocation(time, address, nbytes, device, total, lane))
-            elif phase == "M" and event["name"] == "thread_name":
+            elif phase == "M" and name == "thread_name":
                 check(args, {"name": NAME})
                 threads[lane] = args["name"]
             elif phase in ("s", "f") and category == "fwdbwd":
