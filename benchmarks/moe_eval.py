@@ -258,7 +258,7 @@ def score_lines(outcome: Outcome, words: str) -> list[str]:
 
 
 def compared(record: Record) -> str:
-    """Whether every number of calls is the one that follows from the shape, and how many are the published ones."""
+    """Compare the numbers of calls with those that follow from the shape, and with the published ones: a line."""
     counted, due = record.metrics["calls"], derived(record)
     wrong = [f"{name} {each.count:,}" for name, each in due.items() if set(counted[name]) != {each.count}]
     line = f"{len(due) - len(wrong)} of {len(due)} numbers that follow from the shape came out"

@@ -29,7 +29,7 @@ class Lap(NamedTuple):
 
     @classmethod
     def now(cls) -> "Lap":
-        """The clocks."""
+        """Read the clocks."""
         system = resource.getrusage(resource.RUSAGE_SELF).ru_stime
         return cls(1e3 * time.process_time(), 1e3 * system, 1e3 * time.perf_counter())
 

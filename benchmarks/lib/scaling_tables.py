@@ -1,4 +1,4 @@
-"""Tables of scaling studies: of records measured here, of runs imported, all timers, and what is to be said of them."""
+"""Tables of scaling studies: records measured here, imported runs, all timers, and remarks on them."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -65,9 +65,8 @@ def summary(records: Sequence[Record]) -> Table:
     note = (
         "layout: tp x pp x dp. step: median of all turns. efficiency: throughput of a rank over that in "
         f"{markdown_text(config['base'])}, median and quartiles of the rounds. bubble: share of the pipeline's time in "
-        "which a rank "
-        "computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: least and "
-        "most over the ranks."
+        "which a rank computes nothing, mean over all ranks, from their timers; theory: its closed form. peak memory: "
+        "least and most over the ranks."
     )
     columns = {name: cell for name, cell in COLUMNS.items() if name != "util." or config["device"] == "cuda"}
     rows = []
@@ -203,16 +202,16 @@ def remarks(records: Sequence[Record]) -> list[str]:
     return [f"{', '.join(layouts)}: {flag}" for flag, layouts in found.items()]
 
 
-def markdown(runs: Sequence[ScalingRun], base: ScalingRun | None = None, level: int = 2) -> str:
+def markdown(runs: Sequence[ScalingRun], level: int = 2) -> str:
     """The tables and the findings as Markdown, with headings of a level."""
-    parts = [scaling_sheet(runs, base).markdown(level), timer_sheet(runs).markdown(level)]
+    parts = [scaling_sheet(runs).markdown(level), timer_sheet(runs).markdown(level)]
     return "\n".join([*parts, *(["To be read with care:\n", *findings(runs)] if findings(runs) else [])]) + "\n"
 
 
-def show_runs(runs: Sequence[ScalingRun], base: ScalingRun | None = None) -> None:
+def show_runs(runs: Sequence[ScalingRun]) -> None:
     """Print the tables and the findings."""
     out = console.console()
-    for sheet in (scaling_sheet(runs, base), timer_sheet(runs)):
+    for sheet in (scaling_sheet(runs), timer_sheet(runs)):
         out.print(sheet.table())
     for line in findings(runs):
         out.print(line, markup=False)
@@ -259,5 +258,4 @@ def scaling_tables(results: Path) -> list[str]:
 
 def published() -> str:
     """Markdown of the study that this one takes after."""
-    runs = read_runs([PUBLISHED])
-    return markdown(runs, default_base(runs), level=3)
+    return markdown(read_runs([PUBLISHED]), level=3)
