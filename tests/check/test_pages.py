@@ -59,7 +59,7 @@ def test_the_examples_do_what_the_page_says(tmp_path, monkeypatch, capsys):
                 output = capsys.readouterr().out
         else:
             assert body.strip("\n") in output
-    assert codes == [1, 1, 0, 0]
+    assert codes == [1, 1, 0, 0, 1]
     tests = [value for name, value in vars(load_file(tmp_path / "test_mine.py")).items() if name.startswith("test_")]
     assert len(tests) == 2
     for test in tests:
